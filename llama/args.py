@@ -1,0 +1,140 @@
+"""What a model is (its sizes) and what it may grow to (its limits), in the words of Meta's params.json.
+
+Plain values: this file knows neither tensors nor files.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+# A default that __post_init__ works out of the other fields. Typed Any, so that readers of the field see its true type.
+_DERIVED: Any = None
+
+# Meta writes a bare "use_scaled_rope" for two different rules. These (dim, n_layers), Llama 3.2 1B and 3B, divide by
+# 32; every other model by 8 (https://github.com/meta-llama/llama-models/issues/166).
+_FACTOR_32 = {(2048, 16), (3072, 28)}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 and later slow the low rotary frequencies down, to read texts longer than they were trained on.
+
+    Wavelengths above `original_max_seq_len / low_freq_factor` are stretched by `factor`, those below
+    `original_max_seq_len / high_freq_factor` are kept, and those between are blended.
+    Source: `apply_scaling` in https://github.com/meta-llama/llama-models, and "rope_type": "llama3" in Hugging Face's.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"rope scaling: {name}={value} must be a finite number above 0")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope scaling: high_freq_factor={self.high_freq_factor} must be above "
+                f"low_freq_factor={self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """The sizes of a Llama model and the limits of its use.
+
+    The names are those of Meta's params.json, so `ModelArgs(**params)` works and an unknown key is refused by name.
+    `n_kv_heads`, `head_dim` and `ffn_dim` may be left out; they then follow from the others as in Meta's code.
+    """
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int = _DERIVED  # n_heads, that is: no grouped-query attention
+    vocab_size: int = -1  # -1, as in Meta's files: the tokenizer says
+    multiple_of: int = 256  # the FFN width is rounded up to a multiple of this
+    ffn_dim_multiplier: float | None = None
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    use_scaled_rope: bool = False  # Meta's switch; works out rope_scaling where that is not given
+    max_batch_size: int | None = None  # a limit, not a size; None: no limit
+    max_seq_len: int = 2048  # a limit, not a size
+
+    kv_caching: bool = True
+    kv_cache: str = "static"  # the kind of cache, see llama/kv_cache.py
+
+    head_dim: int = _DERIVED  # dim // n_heads
+    ffn_dim: int = _DERIVED  # two thirds of 4 * dim, times ffn_dim_multiplier, rounded up to multiple_of
+    tied_head: bool = False  # the output layer is the embedding
+    rope_scaling: RopeScaling | tuple[float, ...] | None = (
+        None  # or one divisor per frequency, as GGUF files have it
+    )
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if self.head_dim is None and self.dim % self.n_heads:
+            raise ValueError(
+                f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or state head_dim"
+            )
+        self._derive("n_kv_heads", self.n_heads)
+        self._derive("head_dim", self.dim // self.n_heads)
+        self._derive("ffn_dim", self._meta_ffn_dim())
+        if self.use_scaled_rope:
+            self._derive(
+                "rope_scaling", RopeScaling(factor=32 if (self.dim, self.n_layers) in _FACTOR_32 else 8)
+            )
+        self._check_values()
+
+    def _derive(self, name: str, value: object) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)  # the one moment when a frozen value may still be completed
+
+    def _meta_ffn_dim(self) -> int:
+        hidden_dim = int(2 * (4 * self.dim) / 3)
+        if self.ffn_dim_multiplier is not None:
+            hidden_dim = int(self.ffn_dim_multiplier * hidden_dim)
+        return self.multiple_of * ((hidden_dim + self.multiple_of - 1) // self.multiple_of)
+
+    def _check_types(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "multiple_of", "max_seq_len"):
+            _check_positive_int(name, getattr(self, name))
+        for name in ("n_kv_heads", "head_dim", "ffn_dim", "max_batch_size"):
+            if getattr(self, name) is not None:
+                _check_positive_int(name, getattr(self, name))
+        if self.vocab_size != -1:
+            _check_positive_int("vocab_size", self.vocab_size)
+        for name in ("norm_eps", "rope_theta", "ffn_dim_multiplier"):
+            value = getattr(self, name)
+            if name == "ffn_dim_multiplier" and value is None:
+                continue
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not (math.isfinite(value) and value > 0)
+            ):
+                raise ValueError(f"{name}={value!r} must be a finite number above 0")
+
+    def _check_values(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs of numbers")
+        if isinstance(self.rope_scaling, tuple):
+            if len(self.rope_scaling) != self.head_dim // 2:
+                raise ValueError(
+                    f"rope_scaling has {len(self.rope_scaling)} divisors but head_dim={self.head_dim} "
+                    f"has {self.head_dim // 2} frequencies"
+                )
+            if not all(math.isfinite(divisor) and divisor > 0 for divisor in self.rope_scaling):
+                raise ValueError("rope_scaling: every divisor must be a finite number above 0")
+        elif not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ValueError(
+                f"rope_scaling={self.rope_scaling!r} must be a RopeScaling, a tuple of divisors or None"
+            )
+
+
+def _check_positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
