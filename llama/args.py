@@ -68,23 +68,17 @@ class ModelArgs:
     head_dim: int = _DERIVED  # dim // n_heads
     ffn_dim: int = _DERIVED  # two thirds of 4 * dim, times ffn_dim_multiplier, rounded up to multiple_of
     tied_head: bool = False  # the output layer is the embedding
-    rope_scaling: RopeScaling | tuple[float, ...] | None = (
-        None  # or one divisor per frequency, as GGUF files have it
-    )
+    rope_scaling: RopeScaling | tuple[float, ...] | None = None  # or one divisor per frequency, as GGUF files have it
 
     def __post_init__(self) -> None:
         self._check_types()
         if self.head_dim is None and self.dim % self.n_heads:
-            raise ValueError(
-                f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or state head_dim"
-            )
+            raise ValueError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or state head_dim")
         self._derive("n_kv_heads", self.n_heads)
         self._derive("head_dim", self.dim // self.n_heads)
         self._derive("ffn_dim", self._meta_ffn_dim())
         if self.use_scaled_rope:
-            self._derive(
-                "rope_scaling", RopeScaling(factor=32 if (self.dim, self.n_layers) in _FACTOR_32 else 8)
-            )
+            self._derive("rope_scaling", RopeScaling(factor=32 if (self.dim, self.n_layers) in _FACTOR_32 else 8))
         self._check_values()
 
     def _derive(self, name: str, value: object) -> None:
@@ -130,9 +124,7 @@ class ModelArgs:
             if not all(math.isfinite(divisor) and divisor > 0 for divisor in self.rope_scaling):
                 raise ValueError("rope_scaling: every divisor must be a finite number above 0")
         elif not isinstance(self.rope_scaling, RopeScaling | None):
-            raise ValueError(
-                f"rope_scaling={self.rope_scaling!r} must be a RopeScaling, a tuple of divisors or None"
-            )
+            raise ValueError(f"rope_scaling={self.rope_scaling!r} must be a RopeScaling, a tuple of divisors or None")
 
 
 def _check_positive_int(name: str, value: object) -> None:

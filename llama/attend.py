@@ -1,0 +1,65 @@
+"""The single door to attention kernels: who may look at whom follows from positions, and grouped heads share keys.
+
+Knows tensors and positions; does not know whether keys came out of a cache.
+Shapes: bsz rows, seqlen queries, kv_len keys; n_heads is a multiple of n_kv_heads (grouped-query attention,
+https://arxiv.org/abs/2305.13245).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend(
+    xq: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start_pos: int | Sequence[int],
+    key_positions: Tensor | None = None,
+) -> Tensor:
+    """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
+
+    xq is (bsz, seqlen, n_heads, head_dim), and its query i stands at start_pos + i. keys and values are
+    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j, or at key_positions[j], (kv_len,) or (bsz, kv_len).
+    """
+    if isinstance(start_pos, int):
+        return _attend_in_step(xq, keys, values, start_pos, key_positions)
+    # Rows at different positions are attended one by one, each over its own keys: what lies past a row's position is
+    # then never read, and a row gives what it gives alone. A mask would multiply it by zero, and 0 * nan is nan.
+    rows = []
+    for row, pos in enumerate(start_pos):
+        one = slice(row, row + 1)
+        if key_positions is None:
+            seen, places = slice(0, pos + xq.shape[1]), None
+        else:
+            seen, places = slice(None), key_positions if key_positions.ndim == 1 else key_positions[row]
+        rows.append(_attend_in_step(xq[one], keys[one, seen], values[one, seen], pos, places))
+    return torch.cat(rows)
+
+
+def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, key_positions: Tensor | None) -> Tensor:
+    """Attend where all rows stand at the same position."""
+    seqlen, kv_len = xq.shape[1], keys.shape[1]
+    mask = None
+    if key_positions is not None:
+        mask = _mask(start_pos, seqlen, key_positions)
+    elif seqlen > 1 and start_pos > 0:  # is_causal would align the first query with the first key
+        mask = _mask(start_pos, seqlen, torch.arange(kv_len, device=xq.device))
+    output = F.scaled_dot_product_attention(
+        xq.transpose(1, 2),  # (bsz, n_heads, seqlen, head_dim)
+        keys.transpose(1, 2),  # (bsz, n_kv_heads, kv_len, head_dim)
+        values.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None and seqlen > 1,
+        enable_gqa=xq.shape[2] != keys.shape[2],
+    )
+    return output.transpose(1, 2)
+
+
+def _mask(start_pos: int, seqlen: int, key_positions: Tensor) -> Tensor:
+    """Return True where a query may look at a key: (seqlen, kv_len), or (bsz, 1, seqlen, kv_len)."""
+    query_positions = start_pos + torch.arange(seqlen, device=key_positions.device)
+    mask = key_positions[..., None, :] <= query_positions[:, None]
+    return mask if mask.ndim == 2 else mask[:, None]

@@ -1,0 +1,199 @@
+"""Keys and values of past tokens, for one attention layer: the contract of a cache, and two kinds of it.
+
+Knows tensors and positions. Does not know masks, sampling, or how many tokens were generated: the position is an
+argument of every call and nothing here counts, so there is nothing to reset between prompts.
+Shapes: xk and xv are (bsz, seqlen, n_kv_heads, head_dim).
+
+To add a kind, subclass KVCache in a file of your own and choose it by name:
+
+    class Mine(KVCache, kind="mine"):
+        def update(self, start_pos, xk, xv): ...
+
+    model = Transformer(ModelArgs(..., kv_cache="mine"))
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from llama.args import ModelArgs
+
+
+class KVCache(nn.Module):
+    """The contract: store new keys and values at their positions, return all that attention may look at."""
+
+    kinds: ClassVar[dict[str, type["KVCache"]]] = {}
+    keys: Tensor | None
+    values: Tensor | None
+
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        super().__init_subclass__()
+        if kind is not None:
+            KVCache.kinds[kind] = cls
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.n_kv_heads, self.head_dim = args.n_kv_heads, args.head_dim
+        self.max_seq_len, self.max_batch_size = args.max_seq_len, args.max_batch_size
+        # Buffers follow the module's .to(); persistent=False keeps them out of checkpoints.
+        self.register_buffer("keys", None, persistent=False)
+        self.register_buffer("values", None, persistent=False)
+
+    @staticmethod
+    def of(args: ModelArgs) -> "KVCache":
+        """Make the cache that `args.kv_cache` names."""
+        if args.kv_cache not in KVCache.kinds:
+            known = ", ".join(sorted(KVCache.kinds))
+            raise ValueError(f"kv_cache={args.kv_cache!r} is not a known kind of cache; known are: {known}")
+        return KVCache.kinds[args.kv_cache](args)
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        """Store xk and xv from `start_pos` on and return all keys and values up to the furthest of them.
+
+        `start_pos` is an int where all rows stand at the same position, else one per row. What is returned has shape
+        (bsz, kv_len, n_kv_heads, head_dim); past a row's own end it is undefined and must not be read. Raises
+        ValueError, with nothing written, on what `check` refuses.
+        """
+        raise NotImplementedError
+
+    def key_positions(self) -> Tensor | None:
+        """Return where the keys of the last update stand, (kv_len,) or (bsz, kv_len); None: at 0 .. kv_len - 1."""
+        return None
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Drop what is held; a kind that preallocates then takes room for `rows` x `length` on its first update."""
+        self.free()
+
+    def free(self) -> None:
+        """Hold no memory until the next update."""
+        self.keys = self.values = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the cache holds now."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def check(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> list[int]:
+        """Return each row's end, `start_pos + seqlen`; raise ValueError for a write that must not happen."""
+        if xk.shape != xv.shape or xk.ndim != 4 or xk.shape[2:] != (self.n_kv_heads, self.head_dim):
+            raise ValueError(
+                f"the KV cache takes keys and values of shape (bsz, seqlen, {self.n_kv_heads}, {self.head_dim}), "
+                f"not {tuple(xk.shape)} and {tuple(xv.shape)}"
+            )
+        if self.keys is not None and (self.keys.dtype != xk.dtype or self.keys.device != xk.device):
+            raise ValueError(
+                f"the KV cache holds {self.keys.dtype} on {self.keys.device}, so it cannot take {xk.dtype} on "
+                f"{xk.device}; move the model as a whole, or free the cache first"
+            )
+        if torch.is_grad_enabled() and (xk.requires_grad or xv.requires_grad):
+            raise ValueError(
+                "gradients cannot flow through the KV cache: set kv_caching=False to train, "
+                "or run the model under torch.inference_mode()"
+            )
+        bsz, seqlen = xk.shape[:2]
+        starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
+        if len(starts) != bsz or min(starts, default=0) < 0:
+            raise ValueError(f"start_pos={start_pos} must be an int or one per row (of {bsz}), and not negative")
+        if self.max_batch_size is not None and bsz > self.max_batch_size:
+            raise ValueError(f"{bsz} rows are more than max_batch_size={self.max_batch_size}")
+        ends = [start + seqlen for start in starts]
+        if max(ends, default=0) > self.max_seq_len:
+            raise ValueError(f"position {max(ends) - 1} is past the last of max_seq_len={self.max_seq_len}")
+        return ends
+
+    def _write(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> None:
+        """Copy xk and xv into the buffers, which must have the room."""
+        assert self.keys is not None
+        assert self.values is not None
+        bsz, seqlen = xk.shape[:2]
+        if isinstance(start_pos, int):
+            self.keys[:bsz, start_pos : start_pos + seqlen] = xk
+            self.values[:bsz, start_pos : start_pos + seqlen] = xv
+            return
+        rows = torch.arange(bsz, device=xk.device)[:, None]
+        positions = torch.tensor(start_pos, device=xk.device)[:, None] + torch.arange(seqlen, device=xk.device)
+        self.keys[rows, positions] = xk
+        self.values[rows, positions] = xv
+
+
+class StaticCache(KVCache, kind="static"):
+    """Buffers taken once and written in place: (rows, length, n_kv_heads, head_dim).
+
+    `reserve` decides their size; a write that needs more, up to the limits, moves them into larger ones. Slots that
+    were never written hold whatever was in memory, and slots past a row's position whatever an earlier text left there.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__(args)
+        self._reserved = (0, 0)
+
+    def reserve(self, rows: int, length: int) -> None:
+        super().reserve(rows, length)
+        self._reserved = (rows, length)
+
+    def free(self) -> None:
+        super().free()
+        self._reserved = (0, 0)
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        ends = self.check(start_pos, xk, xv)
+        bsz, end = len(ends), max(ends)
+        if self.keys is None or self.keys.shape[0] < bsz or self.keys.shape[1] < end:
+            self._grow(bsz, end, like=xk)
+        self._write(start_pos, xk, xv)
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[:bsz, :end], self.values[:bsz, :end]
+
+    def _grow(self, rows: int, length: int, like: Tensor) -> None:
+        old_keys, old_values = self.keys, self.values
+        if old_keys is None:
+            rows, length = max(rows, self._reserved[0]), max(length, self._reserved[1])
+        else:
+            rows = max(rows, old_keys.shape[0])
+            if length > old_keys.shape[1]:  # by doubling, or a text fed token by token would be copied each time
+                length = min(max(length, 2 * old_keys.shape[1]), self.max_seq_len)
+            length = max(length, old_keys.shape[1])
+        self.keys, self.values = self._allocate(rows, length, like), self._allocate(rows, length, like)
+        if old_keys is not None and old_values is not None:
+            self.keys[: old_keys.shape[0], : old_keys.shape[1]] = old_keys
+            self.values[: old_values.shape[0], : old_values.shape[1]] = old_values
+
+    def _allocate(self, rows: int, length: int, like: Tensor) -> Tensor:
+        with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
+            return torch.empty((rows, length, self.n_kv_heads, self.head_dim), dtype=like.dtype, device=like.device)
+
+
+class ConcatCache(KVCache, kind="concat"):
+    """Grows by concatenation, as most teaching code does: every step copies all keys and values once more."""
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        ends = self.check(start_pos, xk, xv)
+        self._refuse_gap(start_pos, rows=len(ends))
+        if isinstance(start_pos, int):
+            self.keys = xk if self.keys is None else torch.cat((self.keys[: len(ends), :start_pos], xk), dim=1)
+            self.values = xv if self.values is None else torch.cat((self.values[: len(ends), :start_pos], xv), dim=1)
+        else:
+            self.keys, self.values = self._room(self.keys, ends, xk), self._room(self.values, ends, xv)
+            self._write(start_pos, xk, xv)
+        return self.keys[:, : max(ends)], self.values[:, : max(ends)]
+
+    def _refuse_gap(self, start_pos: int | Sequence[int], *, rows: int) -> None:
+        furthest = start_pos if isinstance(start_pos, int) else max(start_pos)
+        held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
+        if furthest > 0 and (furthest > held or rows > held_rows):
+            raise ValueError(
+                f"the concat cache holds {held_rows} rows of {held} positions, "
+                f"so {rows} rows at position {furthest} would leave a gap"
+            )
+
+    @staticmethod
+    def _room(held: Tensor | None, ends: list[int], like: Tensor) -> Tensor:
+        """Return a copy of what is held, with as many positions as the furthest row needs."""
+        shape = (len(ends), max(ends), *like.shape[2:])
+        if held is None:
+            return like.new_empty(shape)
+        missing = max(max(ends) - held.shape[1], 0)
+        return torch.cat((held[: len(ends)], like.new_empty((len(ends), missing, *like.shape[2:]))), dim=1)

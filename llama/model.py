@@ -1,0 +1,223 @@
+"""The Llama architecture: token ids at positions in, logits out, with or without a KV cache.
+
+Knows tensors and ids; does not know text, files, sampling or how a step is made fast.
+Shapes: bsz rows, seqlen tokens fed, dim the width, vocab the vocabulary.
+Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of Meta's checkpoints.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llama.args import ModelArgs, RopeScaling
+from llama.attend import attend
+from llama.generation import Generation
+from llama.kv_cache import KVCache
+from llama.linear import Linear
+from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
+
+__all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
+
+
+class RMSNorm(nn.Module):
+    """Scale every vector to a root mean square of one, then each of its numbers by a learned weight."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # 16-bit squares overflow or vanish
+        norm = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return norm.type_as(x) * self.weight
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over what is fed, and over the past where the cache is on."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.wq = Linear(args.dim, args.n_heads * args.head_dim)
+        self.wk = Linear(args.dim, args.n_kv_heads * args.head_dim)
+        self.wv = Linear(args.dim, args.n_kv_heads * args.head_dim)
+        self.wo = Linear(args.n_heads * args.head_dim, args.dim)
+        self.cache = KVCache.of(args)  # holds no memory before it is used
+        self.kv_caching = args.kv_caching
+
+    def forward(self, x: Tensor, start_pos: int | Sequence[int], freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
+        """Map (bsz, seqlen, dim), whose first tokens stand at `start_pos`, to the same shape."""
+        xq = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_heads, head_dim)
+        xk = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_kv_heads, head_dim)
+        xv = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        xq, xk = apply_rotary_emb(xq, xk, freqs_cis)
+
+        if self.kv_caching:
+            keys, values = self.cache.update(start_pos, xk, xv)  # (bsz, kv_len, n_kv_heads, head_dim)
+            key_positions = self.cache.key_positions()
+        else:
+            keys, values, key_positions = xk, xv, None
+
+        output = attend(xq, keys, values, start_pos, key_positions)
+        out: Tensor = self.wo(output.flatten(-2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """The gated MLP (SwiGLU, https://arxiv.org/abs/2002.05202), the same for every token."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = Linear(dim, ffn_dim)
+        self.w2 = Linear(ffn_dim, dim)
+        self.w3 = Linear(dim, ffn_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """One layer: attention, then the MLP, each on normed input and added to it."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.attention = Attention(args)
+        self.feed_forward = FeedForward(args.dim, args.ffn_dim)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+
+    def forward(self, x: Tensor, start_pos: int | Sequence[int], freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), start_pos, freqs_cis)
+        out: Tensor = h + self.feed_forward(self.ffn_norm(h))
+        return out
+
+
+class Transformer(nn.Module, Generation):
+    """A Llama model. `kv_caching` switches the cache of all its layers, at any time between two calls."""
+
+    layers: nn.ModuleList
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        if args.vocab_size < 1:
+            raise ValueError(f"vocab_size={args.vocab_size}: a model needs to know how many tokens there are")
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
+        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.output = Linear(args.dim, args.vocab_size)
+        if args.tied_head:
+            self.output.weight = self.tok_embeddings.weight
+        self.rope = RopeTable(_frequencies(args))
+
+    @property
+    def params(self) -> ModelArgs:
+        """The sizes and limits, under the name that programs written for Meta's llama3 read."""
+        return self.args
+
+    @property
+    def device(self) -> torch.device:
+        return self.tok_embeddings.weight.device
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """The cache of every layer, first layer first."""
+        return [layer.attention.cache for layer in self._blocks()]
+
+    @property
+    def kv_caching(self) -> bool:
+        """Whether past keys and values are kept. Setting it to False frees them."""
+        return self._blocks()[0].attention.kv_caching
+
+    @kv_caching.setter
+    def kv_caching(self, value: bool) -> None:
+        for layer in self._blocks():
+            layer.attention.kv_caching = value
+        if not value:
+            self.free_cache()
+
+    def reserve_cache(self, rows: int, length: int) -> None:
+        """Start with empty caches that will take room for exactly `rows` x `length` positions when first written."""
+        for cache in self.caches:
+            cache.reserve(rows, length)
+
+    def free_cache(self) -> None:
+        """Hold no cache memory until the next cached call."""
+        for cache in self.caches:
+            cache.free()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        start_pos: int | Sequence[int] | Tensor = 0,
+        *,
+        logits: Literal["all", "last"] = "all",
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the logits that follow each token, (bsz, seqlen, vocab), in float32 or wider.
+
+        `tokens` is (bsz, seqlen) int64, and its first column stands at `start_pos`, an int or one per row. With the
+        cache on, positions before `start_pos` must have been fed by earlier calls. `logits="last"` gives those of the
+        last token only, (bsz, 1, vocab); where rows are padded on the right, `lengths` says how many tokens of each
+        are real, and its own last one is taken. Raises ValueError on what the limits or the cache do not allow.
+        """
+        start_pos = self._check_positions(tokens, start_pos)
+        freqs_cis = self.rope.at(start_pos, tokens.shape[1], tokens.device)
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            h = layer(h, start_pos, freqs_cis)
+        if logits == "last":
+            h = _last(h, lengths)
+        scores: Tensor = self.output(self.norm(h))
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+    def _check_positions(self, tokens: Tensor, start_pos: int | Sequence[int] | Tensor) -> int | list[int]:
+        """Return start_pos as an int where all rows agree, else as a list; refuse what cannot be fed."""
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(f"tokens must be (bsz, seqlen), both at least 1, not {tuple(tokens.shape)}")
+        bsz, seqlen = tokens.shape
+        if isinstance(start_pos, Tensor):
+            start_pos = start_pos.tolist()
+        starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
+        if len(starts) != bsz or min(starts) < 0:
+            raise ValueError(f"start_pos={start_pos} must be an int or one per row (of {bsz}), and not negative")
+        if self.args.max_batch_size is not None and bsz > self.args.max_batch_size:
+            raise ValueError(f"{bsz} rows are more than max_batch_size={self.args.max_batch_size}")
+        if max(starts) + seqlen > self.args.max_seq_len:
+            raise ValueError(
+                f"{seqlen} tokens from position {max(starts)} on go past max_seq_len={self.args.max_seq_len}; "
+                "build or load the model with a larger max_seq_len"
+            )
+        if max(starts) > 0 and not self.kv_caching:
+            raise ValueError(
+                f"start_pos={start_pos} needs the KV cache, which is off: feed the whole prefix at start_pos=0"
+            )
+        return starts[0] if len(set(starts)) == 1 else starts
+
+    def _blocks(self) -> list[TransformerBlock]:
+        return cast(list[TransformerBlock], list(self.layers))
+
+
+def _last(h: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    """Return each row's last real vector, (bsz, 1, dim)."""
+    if lengths is None or len(set(lengths)) == 1:
+        end = h.shape[1] if lengths is None else lengths[0]
+        return h[:, end - 1 : end]
+    ends = torch.tensor(lengths, device=h.device) - 1
+    return h[torch.arange(h.shape[0], device=h.device), ends][:, None]
+
+
+def _frequencies(args: ModelArgs) -> Tensor:
+    with torch.device("cpu"):  # real numbers even where the model is built on the meta device
+        freqs = rope_frequencies(args.head_dim, args.rope_theta)
+        if isinstance(args.rope_scaling, RopeScaling):
+            return scale_frequencies(freqs, **asdict(args.rope_scaling))
+        if args.rope_scaling is not None:
+            return freqs / torch.tensor(args.rope_scaling)
+        return freqs

@@ -1,0 +1,92 @@
+"""Rotary position embedding: a position becomes an angle, and pairs of numbers in a head are turned by it.
+
+Knows numbers and positions, no model. A pair is (x[2i], x[2i+1]), as in Meta's checkpoints; Hugging Face pairs
+(x[i], x[i + head_dim/2]), and only llama/checkpoint knows about that.
+Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
+
+Everything up to cos and sin is float32, whatever the model's dtype: bf16 angles would be off by whole turns past a
+few hundred positions, and float32 is what the released models were trained with.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def rope_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Return the angle in radians that each pair turns per position, (head_dim / 2,) float32, fastest first."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (theta**exponents)
+
+
+def scale_frequencies(
+    freqs: Tensor,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_seq_len: int,
+) -> Tensor:
+    """Slow the low frequencies down by `factor`, keep the high ones, and blend in between (Llama 3.1).
+
+    Source: `apply_scaling` in https://github.com/meta-llama/llama-models, with its order of operations, on which
+    the last bit depends.
+    """
+    wavelengths = 2 * math.pi / freqs
+    smooth = (original_max_seq_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    blended = (1 - smooth) * freqs / factor + smooth * freqs
+    scaled = torch.where(wavelengths > original_max_seq_len / low_freq_factor, freqs / factor, blended)
+    return torch.where(wavelengths < original_max_seq_len / high_freq_factor, freqs, scaled)
+
+
+class RopeTable:
+    """cos and sin of every position so far asked for, made on first use and again for a new device.
+
+    No nn.Module on purpose: as a buffer it would follow `.to(torch.bfloat16)` and lose its precision.
+    """
+
+    def __init__(self, freqs: Tensor) -> None:
+        self.freqs = freqs
+        self._freqs_cis: tuple[Tensor, Tensor] | None = None
+
+    def at(self, start_pos: int | Sequence[int], seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin) for `seqlen` positions from `start_pos`, each (1 or bsz, seqlen, 1, head_dim) float32.
+
+        Both numbers of a pair share cos; sin comes signed, -sin for the first and +sin for the second.
+        """
+        if isinstance(start_pos, int):
+            cos, sin = self._up_to(start_pos + seqlen, device)
+            return cos[None, start_pos : start_pos + seqlen], sin[None, start_pos : start_pos + seqlen]
+        cos, sin = self._up_to(max(start_pos) + seqlen, device)
+        positions = torch.tensor(start_pos)[:, None] + torch.arange(seqlen)  # (bsz, seqlen)
+        positions = positions.to(device)
+        return cos[positions], sin[positions]
+
+    def _up_to(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._freqs_cis is None or self._freqs_cis[0].device != device or len(self._freqs_cis[0]) < end:
+            length = 1 << (end - 1).bit_length()  # powers of two: a growing text rebuilds the table rarely
+            with torch.inference_mode(False):  # a table made in inference mode could not serve a backward pass
+                cos, sin = _cos_sin(self.freqs, length)
+                self._freqs_cis = cos.to(device), sin.to(device)
+        return self._freqs_cis
+
+
+def _cos_sin(freqs: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), freqs)  # (length, head_dim / 2)
+    cos, sin = angles.cos(), angles.sin()
+    cos = torch.stack((cos, cos), dim=-1).flatten(-2)  # (length, head_dim)
+    sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
+    return cos[:, None], sin[:, None]  # (length, 1, head_dim): one for all heads
+
+
+def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys, (bsz, seqlen, heads, head_dim), by the (cos, sin) of their positions."""
+    return _rotate(xq, *freqs_cis), _rotate(xk, *freqs_cis)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # Products and one sum, each rounded by itself: a fused complex product rounds differently at the end of a vector.
+    swapped = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    return (x * cos + swapped * sin).type_as(x)  # 16-bit inputs are promoted to the table's float32
