@@ -63,10 +63,12 @@ class TextStream(Protocol):
 class TextCodec(Protocol):
     """What text needs of a tokenizer."""
 
-    bos_id: int | None
-    adds_bos: bool
-    stop_tokens: Sequence[int]
-
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def adds_bos(self) -> bool: ...
+    @property
+    def stop_tokens(self) -> Sequence[int]: ...
     def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], /) -> str: ...
     def stream(self) -> TextStream: ...
@@ -166,21 +168,12 @@ class Generation:
 
         A row ends before a stop token of the tokenizer, before any of the `stop` strings in its new text, or after
         `max_gen_len` tokens. Where a stop string cuts the text, `ids` still hold the tokens that spelled it.
+        Raises ValueError on bad input, and NonFiniteLogits.
         """
-        request = _request(self, _encode(tokenizer, prompts), max_gen_len, tokenizer.stop_tokens, options)
-        results: list[Completion] = [{"generation": "", "ids": [], "finish_reason": "stop"} for _ in request.prompts]
-        logprobs: list[list[float | None]] = [[] for _ in results]
-        for row, piece, token in _texts(self, request, tokenizer, prompts, stop):
-            results[row]["generation"] += piece
-            if token is not None:
-                results[row]["ids"].append(token.id)
-                logprobs[row].append(token.logprob)
-        for row, result in enumerate(results):
-            if row in request.out_of_room:
-                result["finish_reason"] = "length"
-            if request.logprobs:
-                result["logprobs"] = logprobs[row]
-        return results
+        texts = _stream(self, tokenizer, prompts, max_gen_len, stop, options)
+        for _ in texts:
+            pass
+        return texts.results
 
     def stream(
         self: LanguageModel,
@@ -190,11 +183,43 @@ class Generation:
         *,
         stop: str | Sequence[str] = (),
         **options: Unpack[Options],
-    ) -> Iterator[tuple[int, str]]:
-        """Yield (row, piece of its text) as the text is made; a row's pieces together are what `generate` returns."""
-        request = _request(self, _encode(tokenizer, prompts), max_gen_len, tokenizer.stop_tokens, options)
-        texts = _texts(self, request, tokenizer, prompts, stop)
-        return ((row, piece) for row, piece, _ in texts if piece)
+    ) -> "Stream":
+        """Return an iterator over (row, piece of its text), in the order in which the pieces are made.
+
+        The pieces of a row never split a character, and together they are what `generate` returns.
+        """
+        return _stream(self, tokenizer, prompts, max_gen_len, stop, options)
+
+
+class Stream(Iterator[tuple[int, str]]):
+    """The texts of one generation, made while it is iterated; `results` always holds what there is so far."""
+
+    def __init__(self, pieces: "Generator[Piece, None, None]", request: "Request") -> None:
+        self._pieces, self._request = pieces, request
+        self.results: list[Completion] = [
+            {"generation": "", "ids": [], "finish_reason": "length"} for _ in request.prompts
+        ]
+        if request.logprobs:
+            for result in self.results:
+                result["logprobs"] = []
+
+    def __next__(self) -> tuple[int, str]:
+        for row, text, token in self._pieces:
+            result = self.results[row]
+            result["generation"] += text
+            if token is not None:
+                result["ids"].append(token.id)
+                if self._request.logprobs:
+                    result["logprobs"].append(token.logprob)
+            if row in self._request.stopped:
+                result["finish_reason"] = "stop"
+            if text:
+                return row, text
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the generation here and give the model back."""
+        self._pieces.close()
 
 
 @dataclass(frozen=True)
@@ -211,7 +236,7 @@ class Request:
     echo: bool = False
     on_step: Callable[[Step], None] | None = None
     live: set[int] = field(default_factory=set)  # the rows that still grow; the reader of the tokens may end one
-    out_of_room: set[int] = field(default_factory=set)  # the rows that ended because they had grown enough
+    stopped: set[int] = field(default_factory=set)  # the rows that ended by a stop token or a stop string
 
 
 @dataclass(frozen=True)
@@ -251,13 +276,12 @@ def _generate(model: LanguageModel, request: Request) -> Generator[Token, None, 
 
 def _prefill(model: LanguageModel, request: Request, tokens: Tensor, cur_pos: list[int]) -> tuple[Tensor, list[Token]]:
     """Feed all prompts in one pass; return the logits of each row's next token, (bsz, vocab), and what to echo."""
-    start = [0] * len(cur_pos)
+    scored = request.echo and request.logprobs  # the only case that looks at the logits of all positions
+    logits = _feed(model, request, tokens, [0] * len(cur_pos), cur_pos, logits="all" if scored else "last")
     if not request.echo:
-        return _feed(model, request, tokens, start, cur_pos)[:, -1], []
-    if not request.logprobs:
-        echo = [Token(row, id, None, True) for row, prompt in enumerate(request.prompts) for id in prompt]
-        return _feed(model, request, tokens, start, cur_pos)[:, -1], echo
-    logits = _feed(model, request, tokens, start, cur_pos, logits="all")  # (bsz, seqlen, vocab)
+        return logits[:, -1], []
+    if not scored:
+        return logits[:, -1], [Token(row, id, None, True) for row, ids in enumerate(request.prompts) for id in ids]
     echo = []
     for row, prompt in enumerate(request.prompts):
         predicted = torch.tensor(prompt[1:], dtype=torch.int64, device=logits.device)
@@ -310,34 +334,48 @@ def _record(request: Request, step: int, logits: Tensor, chosen: Tensor) -> Iter
             raise NonFiniteLogits(step, row)
         if ids[row] in request.stop_ids:
             request.live.discard(row)
+            request.stopped.add(row)
             continue
         if step + 1 == request.room[row]:
             request.live.discard(row)
-            request.out_of_room.add(row)
         yield Token(row, ids[row], scores[row])
 
 
-def _texts(
+def _stream(
     model: LanguageModel,
-    request: Request,
     tokenizer: TextCodec,
     prompts: str | Sequence[str | Sequence[int]],
+    max_gen_len: int | Sequence[int],
     stop: str | Sequence[str],
-) -> Iterator[tuple[int, str, Token | None]]:
-    """Yield (row, piece of text, the token it came with): the text of a token may come with a later one, or none."""
-    stops = _as_list(stop)
+    options: Options,
+) -> Stream:
+    prompts, stops = _as_list(prompts), _as_list(stop)
     if "" in stops:
         raise ValueError("a stop string is empty, so it would end every text before it began")
-    texts = [_Text(tokenizer.stream(), stops) for _ in request.prompts]
+    ids = [_encode(tokenizer, prompt) for prompt in prompts]
+    request = _request(model, ids, max_gen_len, tokenizer.stop_tokens, options)
+    echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    texts = [_Text(tokenizer.stream(), stops) for _ in prompts]
+    return Stream(_pieces(model, request, texts, echo), request)
+
+
+# A row, some of its text, and the token that it came with: none, or no text, where a character needs several tokens.
+Piece = tuple[int, str, Token | None]
+
+
+def _pieces(
+    model: LanguageModel, request: Request, texts: "list[_Text]", echo: list[str]
+) -> Generator[Piece, None, None]:
+    """Yield the texts of all rows, piece by piece."""
     if request.echo:
-        for row, prompt in enumerate(_as_list(prompts)):
-            yield row, prompt if isinstance(prompt, str) else tokenizer.decode(prompt), None
+        yield from ((row, prompt, None) for row, prompt in enumerate(echo))
     with closing(_generate(model, request)) as tokens:
         for token in tokens:
-            piece = "" if token.echoed else texts[token.row].feed(token.id)
-            if texts[token.row].stopped:
+            text = texts[token.row]
+            piece = "" if token.echoed else text.feed(token.id)
+            if text.stopped:
                 request.live.discard(token.row)
-                request.out_of_room.discard(token.row)
+                request.stopped.add(token.row)
             yield token.row, piece, token
     for row, text in enumerate(texts):
         yield row, text.flush(), None
@@ -393,16 +431,12 @@ def _running(model: LanguageModel, request: Request) -> Iterator[None]:
         model.free_cache()
 
 
-def _encode(tokenizer: TextCodec, prompts: str | Sequence[str | Sequence[int]]) -> list[list[int]]:
-    """Return every prompt's ids, with BOS as the file asks for; an empty text is BOS alone where there is one."""
-    ids = []
-    for prompt in _as_list(prompts):
-        if isinstance(prompt, str):
-            prompt = tokenizer.encode(prompt, bos=tokenizer.adds_bos, eos=False)
-            if not prompt and tokenizer.bos_id is not None:
-                prompt = [tokenizer.bos_id]
-        ids.append(list(prompt))
-    return ids
+def _encode(tokenizer: TextCodec, prompt: str | Sequence[int]) -> list[int]:
+    """Return a prompt's ids, with BOS as the file asks for; an empty text is BOS alone where there is one."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    ids = tokenizer.encode(prompt, bos=tokenizer.adds_bos, eos=False)
+    return ids if ids or tokenizer.bos_id is None else [tokenizer.bos_id]
 
 
 def _as_list(given: str | Sequence[T]) -> list[str | T]:
@@ -429,7 +463,10 @@ def _request(
     sampling = Sampling(**{f.name: rest.pop(f.name) for f in fields(Sampling) if f.name in rest})
     switch, device = rest.pop("kv_caching", None), rest.pop("device", None)
     ids = [list(prompt) for prompt in prompts]
-    room = [max_gen_len] * len(ids) if isinstance(max_gen_len, int) else list(max_gen_len)
+    room = list(max_gen_len) if isinstance(max_gen_len, Sequence) else [max_gen_len] * len(ids)
+    least = 0 if isinstance(max_gen_len, Sequence) else 1  # a row of several may stay as it is
+    if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in room):
+        raise ValueError(f"max_gen_len={max_gen_len!r} must be a whole number of at least {least}")
     _check_device(model, device)
     _check_prompts(model.args, ids)
     _check_room(model.args, ids, room)
@@ -465,8 +502,6 @@ def _check_room(limits: Limits, prompts: list[list[int]], room: list[int]) -> No
     if len(room) != len(prompts):
         raise ValueError(f"{len(room)} lengths were given for {len(prompts)} prompts; give one, or one per prompt")
     for row, (prompt, tokens) in enumerate(zip(prompts, room, strict=True)):
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise ValueError(f"max_gen_len={tokens!r} must be a whole number of at least 1")
         if len(prompt) + tokens > limits.max_seq_len:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens, and with max_gen_len={tokens} it would pass "

@@ -158,7 +158,8 @@ def _draw(probs: Tensor, draws: Tensor) -> Tensor:
     cdf = probs.cumsum(-1)
     total = cdf[:, -1]
     target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+    index = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+    return index.clamp(max=probs.shape[-1] - 1)  # past the end only where the row is not a number, which the loop reports
 
 
 def _check_between(name: str, value: float, low: float, high: float) -> None:

@@ -1,0 +1,162 @@
+"""Text from a Llama model on the command line: python inference.py ["a prompt" "another"] [--flags]."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llama import cli
+
+if TYPE_CHECKING:
+    from llama.generation import Step, Stream
+    from llama.tokenizer import Tokenizer
+
+# Meta's example prompts, example_text_completion.py in https://github.com/meta-llama/llama3.
+PROMPTS = (
+    "I believe the meaning of life is",
+    "Simply put, the theory of relativity states that ",
+    """A brief message congratulating the team on the launch:
+
+        Hi everyone,
+
+        I just """,
+    """Translate English to French:
+
+        sea otter => loutre de mer
+        peppermint => menthe poivrée
+        plush girafe => girafe peluche
+        cheese =>""",
+)
+
+
+def main(
+    *prompts: str,
+    ckpt_dir: str = "demo",
+    tokenizer_path: str | None = None,
+    prompt_file: str | None = None,
+    max_gen_len: int = 64,
+    temperature: float = 0.6,
+    top_p: float = 0.9,
+    top_k: int | None = None,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 1,
+    stop: list[str] = [],  # noqa: B006  (read only)
+    kv_caching: bool = True,
+    kv_cache: str = "static",
+    stream: bool = False,
+    chat: bool = False,
+    trace: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    max_seq_len: int | None = None,
+    max_batch_size: int | None = None,
+) -> int:
+    """Complete prompts with a Llama model; with no arguments, Meta's four example prompts with the demo model.
+
+    Args:
+        prompts: The texts to continue, as plain words or after --prompts; they arrive as they were typed.
+        ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
+        tokenizer_path: Meta's tokenizer.model, where it does not stand in ckpt_dir.
+        prompt_file: A file to read one more prompt from, without its last line end; "-" is standard input.
+        max_gen_len: The most tokens to add to each prompt.
+        temperature: 0 takes the most likely token each time; higher is more varied.
+        top_p: Draw from the most likely tokens that have this probability together.
+        top_k: Draw from this many most likely tokens.
+        min_p: Draw from tokens at least this much as likely as the most likely one.
+        repetition_penalty: Above 1 makes tokens that are there already less likely.
+        seed: Prompt i draws from the random stream seed + i.
+        stop: End a text before this string; may be given several times.
+        kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
+        kv_cache: The kind of cache: static or concat.
+        stream: Print the text as it is made.
+        chat: Take each prompt as a user's message and answer it.
+        trace: Print what each step is fed: one token a row with the cache, the growing prefix without.
+        device: auto, cpu, cuda or mps.
+        dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
+        max_seq_len: The longest text, prompt and answer together; by default what the checkpoint was made for.
+        max_batch_size: The most prompts at once; by default without limit.
+    """
+    texts = list(prompts)
+    if prompt_file is not None:
+        texts.append((sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text()).removesuffix("\n"))
+    texts = texts or list(PROMPTS)
+
+    from llama.chat import ChatFormat
+
+    from llama import load  # here, so that a mistyped flag is refused without waiting for torch
+
+    model, tokenizer = load(
+        ckpt_dir,
+        tokenizer_path=tokenizer_path,
+        device=device,
+        dtype=dtype,
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        kv_cache=kv_cache,
+    )
+    format = ChatFormat(tokenizer) if chat else None
+    asked = [format.encode_dialog_prompt([{"role": "user", "content": text}]) if format else text for text in texts]
+    pieces = model.stream(
+        tokenizer,
+        asked,
+        max_gen_len,
+        stop=stop,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        kv_caching=kv_caching,
+        on_step=Trace(tokenizer) if trace else None,
+    )
+    started = time.perf_counter()
+    code = show(texts, pieces, live=stream)
+    seconds = time.perf_counter() - started
+    tokens = sum(len(result["ids"]) for result in pieces.results)
+    cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
+    precision = str(next(model.parameters()).dtype).removeprefix("torch.")
+    print(
+        f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s, "
+        f"prompts included (batch {len(texts)}, {cache}, {precision} on {model.device})"
+    )
+    return code
+
+
+def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
+    """Print every prompt and its continuation, of the first one as it is made if `live`; return the exit code."""
+    shown = 0  # how many prompts have been printed, the last of them without its end
+    code = 0
+    if live:
+        print(f"{texts[0]}\n> ", end="", flush=True)
+        shown = 1
+    try:
+        for row, piece in pieces:
+            if live and row == 0:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:  # what there is so far is worth showing
+        code = 130
+    for row, (text, result) in enumerate(zip(texts, pieces.results, strict=True)):
+        if row >= shown:
+            print(f"{text}\n> {result['generation']}", end="")
+        print("\n\n==================================\n")
+    return code
+
+
+class Trace:
+    """Prints what each step is fed."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self.tokenizer, self.step = tokenizer, 0
+
+    def __call__(self, step: "Step") -> None:
+        print(f"step {self.step}")
+        self.step += 1
+        for row, (prev_pos, cur_pos, ids) in enumerate(zip(step.prev_pos, step.cur_pos, step.fed, strict=True)):
+            text = self.tokenizer.decode(ids)
+            print(f"  row {row}: prev_pos={prev_pos} cur_pos={cur_pos} fed {len(ids)}: {ids} {text!r}")
+
+
+if __name__ == "__main__":
+    cli.main(main)

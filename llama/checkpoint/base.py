@@ -1,0 +1,243 @@
+"""What all checkpoint formats share: the error, a tensor still in its file, and what a model needs of a file.
+
+Knows Meta's names and shapes, and no file format but JSON.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Of one read, in numbers: small beside any model, so that a transient copy in another dtype or order costs nothing.
+BLOCK = 1 << 18
+
+# Far above every released model. A file that claims more is refused before anything is made of the claim.
+_LIMITS = {
+    "dim": 1 << 16,
+    "n_layers": 512,
+    "n_heads": 1 << 12,
+    "head_dim": 1 << 14,
+    "ffn_dim": 1 << 20,
+    "vocab_size": 1 << 20,
+    "max_seq_len": 1 << 31,
+    "norm_eps": 0.1,
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: which path, and why."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+@contextmanager
+def refusing(path: Path, reason: str) -> Iterator[None]:
+    """Turn whatever reading the file raises into a CheckpointError.
+
+    Everything is caught, because parsers raise everything on bytes that somebody broke: KeyError, struct.error,
+    UnpicklingError, RecursionError, MemoryError.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        detail = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CheckpointError(path, f"{reason}: {detail}") from error
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that is still in its file, read by rows of its first dimension.
+
+    `rows(start, stop)` returns them in the file's dtype, or in float32 where the file is quantised. They may be a
+    view of the mapped file: copy, do not keep.
+    """
+
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Weight":
+        return cls(tuple(tensor.shape), lambda start, stop: tensor[start:stop])
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) from the first row to the last, BLOCK numbers at a time."""
+        length = self.shape[0]
+        step = max(1, BLOCK * length // torch.Size(self.shape).numel())
+        return ((start, min(start + step, length)) for start in range(0, length, step))
+
+    def copy_to(self, target: Tensor) -> None:
+        """Fill `target`, which has this shape, in its own dtype and on its own device: one rounding per number."""
+        for start, stop in self.blocks():
+            target[start:stop].copy_(self.rows(start, stop))
+
+    def same_bits(self, other: "Weight") -> bool:
+        return self.shape == other.shape and all(
+            same_bits(self.rows(*block), other.rows(*block)) for block in self.blocks()
+        )
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare bytes: a NaN is equal to itself, and -0.0 is not 0.0."""
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a checkpoint before its weights are read: sizes, tokenizer, and where each tensor is.
+
+    `tensors` holds every name of the model's state dict, in Meta's names and layout, with its checked shape.
+    """
+
+    path: Path
+    args: ModelArgs
+    tokenizer: Tokenizer
+    tensors: Mapping[str, Weight]
+
+
+def assemble(
+    path: Path,
+    *,
+    args: ModelArgs,
+    tokenizer: Tokenizer,
+    tensors: Mapping[str, Weight],
+    names: Mapping[str, str],
+    says_tied: bool | None,
+) -> Checkpoint:
+    """Check what a file holds against what its config needs, settle the head, and go over to Meta's names.
+
+    `tensors` has the file's names, and `names` leads from ours to those. `says_tied` is what the config says of the
+    head: that it is the embedding, that it is not, or (None) nothing.
+    """
+    if tokenizer.n_words > args.vocab_size:
+        raise CheckpointError(
+            path,
+            f"the tokenizer has {tokenizer.n_words} tokens but the model only {args.vocab_size}: "
+            "they do not belong together",
+        )
+    head, embedding = names["output.weight"], names["tok_embeddings.weight"]
+    shared = head not in tensors and embedding in tensors and says_tied is not False
+    if shared:
+        logger.info("%s: no %s, so the output layer is the embedding (tied)", path, head)
+        tensors = {**tensors, head: tensors[embedding]}
+    needed = {names[name]: shape for name, shape in needed_shapes(args).items()}
+    check_shapes(path, needed=needed, found={name: weight.shape for name, weight in tensors.items()})
+    if says_tied and not tensors[head].same_bits(tensors[embedding]):
+        raise CheckpointError(path, f"the config says that the head is tied, but {head} is not {embedding}")
+    args = replace(args, tied_head=shared or bool(says_tied))
+    return Checkpoint(path, args, tokenizer, {ours: tensors[theirs] for ours, theirs in names.items()})
+
+
+def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every tensor that a model of these sizes needs, a tied head included."""
+    heads, kv_heads = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    shapes = {
+        "tok_embeddings.weight": (args.vocab_size, args.dim),
+        "layers.{}.attention.wq.weight": (heads, args.dim),
+        "layers.{}.attention.wk.weight": (kv_heads, args.dim),
+        "layers.{}.attention.wv.weight": (kv_heads, args.dim),
+        "layers.{}.attention.wo.weight": (args.dim, heads),
+        "layers.{}.feed_forward.w1.weight": (args.ffn_dim, args.dim),
+        "layers.{}.feed_forward.w2.weight": (args.dim, args.ffn_dim),
+        "layers.{}.feed_forward.w3.weight": (args.ffn_dim, args.dim),
+        "layers.{}.attention_norm.weight": (args.dim,),
+        "layers.{}.ffn_norm.weight": (args.dim,),
+        "norm.weight": (args.dim,),
+        "output.weight": (args.vocab_size, args.dim),
+    }
+    return {name.format(i): shape for i in range(args.n_layers) for name, shape in shapes.items()}
+
+
+def numbered(names: Mapping[str, str], n_layers: int) -> dict[str, str]:
+    """Write out a table of names whose layer number is `{}`."""
+    return {ours.format(i): theirs.format(i) for i in range(n_layers) for ours, theirs in names.items()}
+
+
+def check_shapes(path: Path, *, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse any difference between the tensors that are needed and those found, naming every one."""
+    missing = sorted(needed.keys() - found.keys())
+    unexpected = sorted(found.keys() - needed.keys())
+    misshapen = [
+        f"{name} is {found[name]} and must be {shape}"
+        for name, shape in needed.items()
+        if name in found and found[name] != shape
+    ]
+    groups = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
+    complaints = [f"{title}: {', '.join(group)}" for title, group in groups.items() if group]
+    if complaints:
+        raise CheckpointError(path, "the tensors do not fit the config; " + "; ".join(complaints))
+
+
+def need_file(directory: Path, name: str, what: str) -> Path:
+    """Return the path of a regular file, or say what is there instead."""
+    path = directory / name
+    if not path.is_file():
+        raise CheckpointError(directory, f"lacks {name} ({what}); found {listing(directory)}")
+    return path
+
+
+def listing(directory: Path, most: int = 12) -> str:
+    """Return the names in a directory, as words for a message."""
+    names = sorted(entry.name for entry in directory.iterdir())
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more if names else "nothing"
+
+
+def read_json(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
+    """Return the object in a file of at most `limit` bytes. NaN, Infinity and repeated keys are refused."""
+    with refusing(path, "is not readable as JSON"):
+        with path.open("rb") as file:
+            text = file.read(limit + 1)
+        if len(text) > limit:
+            raise ValueError(f"longer than {limit} bytes")
+        content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        if not isinstance(content, dict):
+            raise ValueError("it must hold an object in braces")
+        return content
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"repeats the key {next(key for key in keys if keys.count(key) > 1)!r}")
+    return content
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read Hugging Face's tokenizer.json or, under any other name, Meta's tokenizer.model."""
+    with refusing(path, "is not a tokenizer that can be used"):
+        return Tokenizer.from_huggingface(path) if path.suffix == ".json" else Tokenizer(path)
+
+
+def make_args(path: Path, **sizes: Any) -> ModelArgs:
+    """Return ModelArgs(**sizes), held to limits that keep a hostile file from costing time or memory."""
+    with refusing(path, "describes a model that cannot be built"):
+        args = ModelArgs(**sizes)
+    for name, limit in _LIMITS.items():
+        if getattr(args, name) > limit:
+            raise CheckpointError(path, f"{name}={getattr(args, name)} is above the limit of {limit}")
+    if args.vocab_size < 1:
+        raise CheckpointError(path, f"vocab_size={args.vocab_size} must be a whole number of at least 1")
+    return args

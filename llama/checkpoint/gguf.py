@@ -1,0 +1,343 @@
+"""llama.cpp's format: one .gguf file with sizes, vocabulary and weights, often quantised.
+
+Knows the format's bytes, its names for a Llama, and who dequantises. Its q and k rows are in our layout already.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read here and not by the `gguf`
+package, whose reader hangs on a file of 49 bytes.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs, RopeScaling
+from llama.checkpoint.base import (
+    Checkpoint,
+    CheckpointError,
+    Weight,
+    assemble,
+    make_args,
+    numbered,
+    read_tokenizer,
+    refusing,
+)
+from llama.rope import rope_frequencies, scale_frequencies
+from llama.tokenizer import Tokenizer
+
+_NAMES = {
+    "tok_embeddings.weight": "token_embd.weight",
+    "layers.{}.attention.wq.weight": "blk.{}.attn_q.weight",
+    "layers.{}.attention.wk.weight": "blk.{}.attn_k.weight",
+    "layers.{}.attention.wv.weight": "blk.{}.attn_v.weight",
+    "layers.{}.attention.wo.weight": "blk.{}.attn_output.weight",
+    "layers.{}.feed_forward.w1.weight": "blk.{}.ffn_gate.weight",
+    "layers.{}.feed_forward.w2.weight": "blk.{}.ffn_down.weight",
+    "layers.{}.feed_forward.w3.weight": "blk.{}.ffn_up.weight",
+    "layers.{}.attention_norm.weight": "blk.{}.attn_norm.weight",
+    "layers.{}.ffn_norm.weight": "blk.{}.ffn_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "output.weight": "output.weight",
+}
+_ROPE_DIVISORS = "rope_freqs.weight"
+
+# Keys that change what a model computes, with the values under which it is the model that we build. Others pass.
+_MUST_BE: dict[str, tuple[object, ...]] = {
+    "general.architecture": ("llama",),
+    "split.count": (0, 1, None),
+    "llama.expert_count": (0, None),
+    "llama.attention.sliding_window": (0, None),
+    "llama.attention.causal": (True, None),
+    "llama.attention.scale": (0, None),
+    "llama.attention.clamp_kqv": (0, None),
+    "llama.attention.max_alibi_bias": (0, None),
+    "llama.embedding_scale": (0, 1, None),
+    "llama.residual_scale": (0, 1, None),
+    "llama.logit_scale": (0, 1, None),
+    "llama.rope.scaling.type": ("none", None),
+    "llama.rope.scaling.factor": (0, 1, None),
+    "llama.rope.scale_linear": (0, 1, None),
+}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How numbers of one type are stored: `size` bytes for each `block` of them."""
+
+    name: str
+    block: int
+    size: int
+    dtype: torch.dtype | None = None  # None: quantised
+
+
+_KINDS = {
+    0: _Kind("F32", 1, 4, torch.float32),
+    1: _Kind("F16", 1, 2, torch.float16),
+    2: _Kind("Q4_0", 32, 18),
+    3: _Kind("Q4_1", 32, 20),
+    6: _Kind("Q5_0", 32, 22),
+    7: _Kind("Q5_1", 32, 24),
+    8: _Kind("Q8_0", 32, 34),
+    12: _Kind("Q4_K", 256, 144),
+    13: _Kind("Q5_K", 256, 176),
+    14: _Kind("Q6_K", 256, 210),
+    30: _Kind("BF16", 1, 2, torch.bfloat16),
+}
+
+# Far above every real file, and low enough that refusing a hostile one takes little time and memory.
+_MAX_HEADER = 128 << 20
+_MAX_COUNT = 1 << 16
+_MAX_ARRAY = 1 << 22
+_MAX_STRING = 1 << 20
+_MAX_NAME = 64
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is: its type, its shape (rows first, as in torch), its first byte in the file and how many."""
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself: metadata as plain values, and where each tensor is."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
+    """Open a .gguf file of a Llama model. `tokenizer_path`: a tokenizer to take instead of the file's own."""
+    header = read_header(path)
+    args = _args(path, header.metadata)
+    tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else _tokenizer(path, header.metadata)
+    with refusing(path, "cannot be mapped"):
+        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        tensors = {name: _weight(data, info) for name, info in header.tensors.items()}
+    divisors = tensors.pop(_ROPE_DIVISORS, None)
+    if divisors is not None:
+        args = replace(args, rope_scaling=_rope_scaling(path, args, divisors))
+    return assemble(
+        path,
+        args=args,
+        tokenizer=tokenizer,
+        tensors=tensors,
+        names=numbered(_NAMES, args.n_layers),
+        says_tied=None,
+    )
+
+
+def _args(path: Path, metadata: Mapping[str, Any]) -> ModelArgs:
+    for key, allowed in _MUST_BE.items():
+        if metadata.get(key) not in allowed:
+            raise CheckpointError(path, f"{key}={metadata.get(key)!r} is not supported")
+
+    def size(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"llama.{key}", default)
+        return _decimal(value) if isinstance(value, float) else value
+
+    needed = ("embedding_length", "feed_forward_length", "block_count", "attention.head_count", "context_length")
+    lacking = [f"llama.{key}" for key in (*needed, "attention.layer_norm_rms_epsilon") if size(key) is None]
+    if lacking:
+        raise CheckpointError(path, f"lacks {', '.join(lacking)}")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    args = make_args(
+        path,
+        dim=size("embedding_length"),
+        ffn_dim=size("feed_forward_length"),
+        n_layers=size("block_count"),
+        n_heads=size("attention.head_count"),
+        n_kv_heads=size("attention.head_count_kv"),
+        head_dim=size("attention.key_length"),
+        vocab_size=size("vocab_size", len(tokens) if isinstance(tokens, list) else None),
+        norm_eps=size("attention.layer_norm_rms_epsilon"),
+        max_seq_len=size("context_length"),
+        rope_theta=size("rope.freq_base", 10000.0),
+    )
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if size(key, args.head_dim) != args.head_dim:
+            raise CheckpointError(path, f"llama.{key}={size(key)} is not supported: heads have {args.head_dim}")
+    return args
+
+
+def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
+    with refusing(path, "holds no tokenizer that can be used"):
+        return Tokenizer.from_gguf(metadata)
+
+
+def _decimal(value: float) -> float:
+    """Return 1e-05 for the float32 nearest to it, so that the args are those of the other formats."""
+    return float(str(np.float32(value)))
+
+
+def _weight(data: Tensor, info: TensorInfo) -> Weight:
+    raw = data[info.start : info.start + info.nbytes]
+    kind = next(kind for kind in _KINDS.values() if kind.name == info.kind)
+    if kind.dtype is not None:
+        return Weight.of(raw.view(kind.dtype).view(info.shape))
+    blocks = raw.view(*info.shape[:-1], -1)
+    return Weight(info.shape, lambda start, stop: _dequantize(blocks[start:stop], kind.name))
+
+
+def _dequantize(blocks: Tensor, kind: str) -> Tensor:
+    from gguf.constants import GGMLQuantizationType  # here, because the package is slow to import
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):  # infinite scales are the file's affair
+        return torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[kind]))
+
+
+def _rope_scaling(path: Path, args: ModelArgs, weight: Weight) -> RopeScaling | tuple[float, ...] | None:
+    """Return the rule behind the file's divisors, one per frequency, or the divisors where no rule gives them."""
+    if weight.shape != (args.head_dim // 2,):
+        raise CheckpointError(path, f"{_ROPE_DIVISORS} is {weight.shape} and must be ({args.head_dim // 2},)")
+    divisors = weight.rows(0, args.head_dim // 2).float()
+    factor = float(divisors.max())
+    if not (math.isfinite(factor) and float(divisors.min()) > 0):
+        raise CheckpointError(path, f"{_ROPE_DIVISORS} must hold finite numbers above 0")
+    if torch.equal(divisors, torch.ones_like(divisors)):
+        return None
+    freqs = rope_frequencies(args.head_dim, args.rope_theta)
+    rule = RopeScaling(factor)
+    # Both sides are rounded to float32 on the way, and the blend multiplies an error by up to the factor.
+    if torch.allclose(freqs / scale_frequencies(freqs, **vars(rule)), divisors, rtol=1e-5 * max(1, factor), atol=0):
+        return rule
+    return tuple(divisors.tolist())
+
+
+class _Cursor:
+    """Reads the header from front to back and never past its end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.end = min(len(data), _MAX_HEADER)
+        self.at = 0
+
+    def take(self, count: int) -> bytes:
+        if count > self.end - self.at:
+            raise ValueError(f"{count} bytes are needed at byte {self.at} and {self.end - self.at} are left")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def numbers(self, code: str, count: int = 1) -> list[Any]:
+        layout = f"<{count}{code}"
+        return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
+
+    def count(self, what: str, limit: int) -> int:
+        (count,) = self.numbers("Q")
+        if count > limit:
+            raise ValueError(f"{count} {what} are more than the limit of {limit}")
+        return int(count)
+
+    def string(self, limit: int = _MAX_STRING) -> str:
+        return self.take(self.count("bytes of text", limit)).decode("utf-8")
+
+    def value(self) -> Any:
+        (kind,) = self.numbers("I")
+        return self.array() if kind == _ARRAY else self.items(kind, 1)[0]
+
+    def array(self) -> list[Any]:
+        (kind,) = self.numbers("I")
+        return self.items(kind, self.count("values in an array", _MAX_ARRAY))
+
+    def items(self, kind: int, count: int) -> list[Any]:
+        if kind == _STRING:
+            return [self.string() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ValueError(f"a value of type {kind} is not supported here")
+        return self.numbers(_SCALARS[kind], count)
+
+
+def read_header(path: Path) -> Header:
+    """Read and check all but the weights: every tensor is known to lie in the file, apart from every other."""
+    with (
+        refusing(path, "is not a .gguf file that can be used"),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return _read(_Cursor(data), len(data))
+
+
+def _read(cursor: _Cursor, file_size: int) -> Header:
+    if cursor.take(4) != b"GGUF":
+        raise ValueError("it does not start with GGUF")
+    (version,) = cursor.numbers("I")
+    if version not in (2, 3):
+        raise ValueError(f"version {version}; 2 and 3 are read, in little-endian order")
+    n_tensors = cursor.count("tensors", _MAX_COUNT)
+    n_pairs = cursor.count("pairs of metadata", _MAX_COUNT)
+    metadata: dict[str, Any] = {}
+    for _ in range(n_pairs):
+        key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"repeats the key {key!r}")
+        metadata[key] = cursor.value()
+    tensors: dict[str, TensorInfo] = {}
+    for _ in range(n_tensors):
+        name = cursor.string(_MAX_NAME)
+        if name in tensors:
+            raise ValueError(f"repeats the tensor {name!r}")
+        tensors[name] = _read_tensor_info(cursor, name)
+    return Header(metadata, _place(tensors, metadata, cursor.at, file_size))
+
+
+def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
+    """Read one entry of the table; `start` still counts from the end of the header."""
+    (n_dims,) = cursor.numbers("I")
+    if not 1 <= n_dims <= 4:
+        raise ValueError(f"{name} has {n_dims} dimensions")
+    dims = cursor.numbers("Q", n_dims)
+    (number,) = cursor.numbers("I")
+    (start,) = cursor.numbers("Q")
+    if number not in _KINDS:
+        raise ValueError(f"{name} is {_kind_name(number)}; {_kinds()} are read")
+    kind = _KINDS[number]
+    if 0 in dims or dims[0] % kind.block or (kind.dtype is None and n_dims == 1):
+        raise ValueError(f"{name} of type {kind.name} has dimensions {dims}")
+    return TensorInfo(kind.name, tuple(reversed(dims)), start, math.prod(dims) // kind.block * kind.size)
+
+
+def _place(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], header_size: int, file_size: int
+) -> dict[str, TensorInfo]:
+    """Return the table with offsets from the start of the file, once it is sure that they hold what they claim."""
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment not in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+        raise ValueError(f"general.alignment={alignment!r} must be a power of two from 8 to 4096")
+    base = end = -(-header_size // alignment) * alignment
+    placed = {}
+    for name, info in sorted(tensors.items(), key=lambda item: item[1].start):
+        start = base + info.start
+        if info.start % alignment or start < end:
+            raise ValueError(f"{name} at offset {info.start} is not aligned, or overlaps another tensor")
+        end = start + info.nbytes
+        if end > file_size:
+            raise ValueError(f"{name} ends at byte {end} and the file at {file_size}: it is truncated")
+        placed[name] = TensorInfo(info.kind, info.shape, start, info.nbytes)
+    return placed
+
+
+def _kinds() -> str:
+    return ", ".join(kind.name for kind in _KINDS.values())
+
+
+def _kind_name(number: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    try:
+        return GGMLQuantizationType(number).name
+    except ValueError:
+        return f"of an unknown type ({number})"

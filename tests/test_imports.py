@@ -1,0 +1,249 @@
+"""Who knows what: each file imports only what the table below allows it, and importing does nothing else.
+
+The files are read, not run: imports inside functions count. Imports under `if TYPE_CHECKING:` do not: they name a type
+for the reader and the type checker and vanish when the program runs, so they tie nothing to anything.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import llama
+
+ROOT = Path(__file__).parents[1]
+FILES = [
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("llama/**/*.py", "inference.py", "benchmark_inference.py", "scripts/**/*.py")
+    for path in sorted(ROOT.glob(pattern))
+]
+
+ABOVE_API = "args rope attend linear sampling tokenizer kv_cache chat generation model checkpoint demo"
+
+# file, or folder for all files in it -> (what of ours, which packages of others) it may import
+MAY_IMPORT = {
+    "llama/__init__.py": ("", ""),
+    "llama/args.py": ("", ""),
+    "llama/rope.py": ("", "torch"),
+    "llama/attend.py": ("", "torch"),
+    "llama/linear.py": ("", "torch"),
+    "llama/sampling.py": ("", "torch"),
+    "llama/tokenizer.py": ("", "tiktoken"),
+    "llama/kv_cache.py": ("args", "torch"),
+    "llama/chat.py": ("tokenizer", ""),
+    "llama/generation.py": ("sampling", "torch"),
+    "llama/model.py": ("args rope attend linear kv_cache generation", "torch"),
+    "llama/checkpoint/": ("args rope model tokenizer checkpoint", "torch numpy safetensors gguf"),
+    "llama/demo.py": ("", ""),
+    "llama/api.py": (ABOVE_API, "torch tqdm"),
+    "llama/cli.py": ("", "fire"),
+    "inference.py": (f"{ABOVE_API} api cli", ""),
+    "scripts/compare_speed.py": (f"{ABOVE_API} api cli", "torch transformers"),
+    "scripts/record_llama_cpp_ids.py": ("demo", "llama_cpp"),
+}
+
+# package of others -> the only file, or folder, that may know it; None: no file may
+ONLY_DOOR = {
+    "tiktoken": "llama/tokenizer.py",
+    "numpy": "llama/checkpoint/",
+    "safetensors": "llama/checkpoint/",
+    "gguf": "llama/checkpoint/",
+    "fire": "llama/cli.py",
+    "tqdm": "llama/api.py",
+    "fairscale": None,
+    "transformers": "scripts/compare_speed.py",
+    "llama_cpp": "scripts/record_llama_cpp_ids.py",
+}
+
+
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"), file)
+
+
+def row_of(file: str) -> str:
+    """Return the key of the table that speaks for the file."""
+    return next((key for key in MAY_IMPORT if file == key or (key.endswith("/") and file.startswith(key))), "")
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def modules_imported(file: str) -> set[str]:
+    """Return the dotted names of all modules that the file imports when it runs."""
+    return set(_modules(tree_of(file), file.removesuffix(".py").split("/")[:-1]))
+
+
+def _modules(node: ast.AST, package: list[str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        above = package[: len(package) + 1 - node.level] if node.level else []
+        source = ".".join([*above, *([node.module] if node.module else [])])
+        yield from (_home(source, alias.name) for alias in node.names)
+    else:
+        below = node.orelse if isinstance(node, ast.If) and is_type_checking(node) else ast.iter_child_nodes(node)
+        for child in below:
+            yield from _modules(child, package)
+
+
+def _home(source: str, name: str) -> str:
+    """Return the module that `from source import name` takes the name out of."""
+    if file_of(f"{source}.{name}") is not None:
+        return f"{source}.{name}"
+    if source == "llama":
+        return f"llama.{llama._HOMES.get(name, '__init__')}"
+    return source
+
+
+def file_of(module: str) -> str | None:
+    """Return our file that holds the module, or None where it is not ours."""
+    stem = module.replace(".", "/")
+    return next((file for file in (f"{stem}.py", f"{stem}/__init__.py") if file in FILES), None)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_file_imports_only_what_the_table_allows(file: str) -> None:
+    assert row_of(file), f"{file} is not in the table: add a row to MAY_IMPORT that says what it may import"
+    ours, others = (set(allowed.split()) for allowed in MAY_IMPORT[row_of(file)])
+    for module in sorted(modules_imported(file)):
+        package, _, rest = module.partition(".")
+        if package == "llama":
+            known = rest.split(".")[0] or "the package as a whole"
+            assert known in ours, f"{file} imports {module}; MAY_IMPORT allows it {sorted(ours) or 'nothing of ours'}"
+        elif package not in sys.stdlib_module_names:
+            assert package in others, f"{file} imports {module}; MAY_IMPORT allows it {sorted(others) or 'no others'}"
+
+
+def test_every_row_of_the_table_speaks_for_a_file() -> None:
+    assert set(MAY_IMPORT) - {row_of(file) for file in FILES} == set()
+
+
+@pytest.mark.parametrize("package", ONLY_DOOR)
+def test_foreign_packages_have_one_door(package: str) -> None:
+    doors = {file for file in FILES if any(name.split(".")[0] == package for name in modules_imported(file))}
+    allowed = {file for file in FILES if ONLY_DOOR[package] is not None and row_of(file) == ONLY_DOOR[package]}
+    assert doors <= allowed
+
+
+def test_only_the_package_itself_imports_by_name_at_run_time() -> None:
+    """A computed import is one that the table cannot see."""
+    calls = {
+        file
+        for file in FILES
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
+    }
+    assert calls == {"llama/__init__.py"}
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for file in FILES:
+        graph[file] = {known for module in modules_imported(file) if (known := file_of(module)) is not None}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)  # CycleError names the circle
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_top_level_statements_only_define(file: str) -> None:
+    definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    for node in tree_of(file).body:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        assigns = isinstance(node, ast.Assign | ast.AnnAssign) and all(
+            isinstance(part, ast.Name | ast.Tuple | ast.expr_context) for t in targets for part in ast.walk(t)
+        )
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        script = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        assert isinstance(node, definitions) or assigns or docstring or script or is_type_checking(node), (
+            f"{file}:{node.lineno} does something when it is imported: {ast.unparse(node)[:80]}"
+        )
+
+
+@pytest.mark.parametrize("file", ["llama/model.py", "llama/generation.py"])
+def test_the_cache_switch_has_one_branch_per_file(file: str) -> None:
+    """Count `if` and ternaries on kv_caching. One that can only raise is a refusal, not a second way through."""
+    branches = sorted(
+        node.lineno
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.If | ast.IfExp) and _reads_switch(node.test) and not _only_raises(node)
+    )
+    assert len(branches) == 1, f"{file} branches on kv_caching in lines {branches}"
+
+
+def _reads_switch(test: ast.expr) -> bool:
+    return any("kv_caching" in (getattr(n, "id", ""), getattr(n, "attr", "")) for n in ast.walk(test))
+
+
+def _only_raises(node: ast.If | ast.IfExp) -> bool:
+    return isinstance(node, ast.If) and not node.orelse and all(isinstance(n, ast.Raise) for n in node.body)
+
+
+def test_every_public_name_resolves() -> None:
+    assert [name for name in llama.__all__ if getattr(llama, name, None) is None] == []
+    assert set(llama.__all__) <= set(dir(llama))
+    with pytest.raises(AttributeError, match="no attribute 'Lama'"):
+        _ = llama.Lama
+
+
+PROBE = """
+import json, logging, os, random, sys
+
+before = set(sys.modules)
+import llama
+by_package = sorted(set(sys.modules) - before)
+
+import torch
+
+def state():
+    return {
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "gradients": torch.is_grad_enabled(),
+        "seeds": [torch.initial_seed(), hash(random.getstate())],
+        "root logger": [repr(logging.root.handlers), logging.root.level],
+        "standard streams": [id(sys.stdout), id(sys.stderr)],
+        "environment": dict(os.environ),
+        "where": [os.getcwd(), sys.path],
+    }
+
+before = state()
+from llama import Transformer, ModelArgs, Tokenizer, Llama, Dialog, load
+after = state()
+
+with open(sys.argv[1], "w") as file:
+    json.dump({"by package": by_package, "before": before, "after": after, "by names": sorted(sys.modules)}, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Import the package, then its names, in a fresh process, and return what that changed."""
+    report = tmp_path_factory.mktemp("probe") / "report.json"
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(report)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {**json.loads(report.read_text()), "printed": done.stdout + done.stderr}
+
+
+def test_importing_the_package_loads_the_standard_library_and_itself(probed: dict[str, Any]) -> None:
+    loaded = {module for module in probed["by package"] if module.split(".")[0] not in sys.stdlib_module_names}
+    assert loaded == {"llama"}
+
+
+def test_importing_the_public_names_changes_nothing_and_prints_nothing(probed: dict[str, Any]) -> None:
+    assert probed["after"] == probed["before"]
+    assert probed["printed"] == ""
+
+
+def test_importing_the_public_names_loads_neither_fairscale_nor_transformers(probed: dict[str, Any]) -> None:
+    assert {"fairscale", "transformers", "fire"}.isdisjoint(probed["by names"])
