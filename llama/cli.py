@@ -8,6 +8,7 @@ by the function's annotations, and fire is handed only what it cannot misread. K
 import difflib
 import functools
 import inspect
+import logging
 import re
 import sys
 import traceback
@@ -33,6 +34,8 @@ def run(command: Callable[..., int], words: list[str]) -> int:
     for a flag that may be repeated) decide how a value is read. An error in the words, or one that the command raises
     as ValueError, OSError or RuntimeError, becomes one line on stderr and exit code 2; --debug shows its traceback.
     """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("llama").setLevel(logging.INFO)  # what was chosen for the user, in words, on stderr
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:

@@ -493,9 +493,11 @@ def _check_prompts(limits: Limits, prompts: list[list[int]]) -> None:
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {row} has no tokens, and there is no BOS to begin with; give it some text")
-        wrong = next((id for id in prompt if not 0 <= id < limits.vocab_size), None)
+        wrong = next((id for id in prompt if not 0 <= id < limits.vocab_size or id != int(id)), None)
         if wrong is not None:
-            raise ValueError(f"prompt {row} has the token id {wrong}, but ids run from 0 to {limits.vocab_size - 1}")
+            raise ValueError(
+                f"prompt {row} has the token id {wrong}, but ids are whole numbers from 0 to {limits.vocab_size - 1}"
+            )
 
 
 def _check_room(limits: Limits, prompts: list[list[int]], room: list[int]) -> None:

@@ -98,7 +98,7 @@ def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Gener
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make the tokens marked in `seen`, (bsz, vocab) bool, less likely."""
     penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen, penalized, logits)
+    return torch.where(seen, penalized.nan_to_num(), logits)  # a penalty past the range of float32 makes 0 * inf
 
 
 def sample(logits: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
@@ -159,7 +159,7 @@ def _draw(probs: Tensor, draws: Tensor) -> Tensor:
     total = cdf[:, -1]
     target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
-    return index.clamp(max=probs.shape[-1] - 1)  # past the end only where the row is not a number, which the loop reports
+    return index.clamp(max=probs.shape[-1] - 1)  # past the end only for a row of nan, which the loop reports
 
 
 def _check_between(name: str, value: float, low: float, high: float) -> None:

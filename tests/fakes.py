@@ -1,0 +1,97 @@
+"""Stand-ins that are small enough to be seen through: a model that follows a script, and a tokenizer of bytes."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from llama.generation import Generation
+
+NAN = -1  # in a script: the model's logits are not numbers here
+
+
+@dataclass
+class Limits:
+    vocab_size: int = 512
+    max_seq_len: int = 64
+    max_batch_size: int | None = None
+
+
+@dataclass
+class Call:
+    """One forward: the ids of each row that are real, where they stand, and what was asked for."""
+
+    fed: list[list[int]]
+    start_pos: list[int]
+    logits: str
+
+
+@dataclass
+class Scripted(Generation):
+    """Row b prefers scripts[b][n] once it has n new tokens, with a logit of `peak` against zeros."""
+
+    scripts: Sequence[Sequence[int]]
+    args: Limits = field(default_factory=Limits)
+    kv_caching: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    peak: float = 10.0
+    calls: list[Call] = field(default_factory=list)
+    reserved: tuple[int, int] | None = None
+
+    def __call__(
+        self, tokens: Tensor, start_pos: Sequence[int], *, logits: Literal["all", "last"], lengths: Sequence[int]
+    ) -> Tensor:
+        ends = [start + length for start, length in zip(start_pos, lengths, strict=True)]
+        fed = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        self.calls.append(Call(fed, list(start_pos), logits))
+        self.begun = self.begun or ends  # the first call is fed the prompts
+        scores = torch.zeros(len(ends), tokens.shape[1] if logits == "all" else 1, self.args.vocab_size)
+        for row, (script, end, begun, length) in enumerate(zip(self.scripts, ends, self.begun, lengths, strict=True)):
+            at = scores[row, length - 1 if logits == "all" else 0]
+            says = script[min(end - begun, len(script) - 1)]
+            at[says] = self.peak if says != NAN else torch.nan
+        return scores
+
+    def reserve_cache(self, rows: int, length: int) -> None:
+        self.reserved, self.begun = (rows, length), []
+
+    def free_cache(self) -> None:
+        self.reserved = None
+
+
+class Bytes:
+    """A tokenizer whose ids are the 256 bytes, and 256 to begin and 257 to end a text; 300 stands for "hello"."""
+
+    bos_id: int | None = 256
+    stop_tokens = (257,)
+
+    def __init__(self, *, adds_bos: bool = True) -> None:
+        self.adds_bos = adds_bos
+
+    def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]:
+        return [256] * bos + list(s.encode()) + [257] * eos
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(map(piece, ids)).decode(errors="replace")
+
+    def stream(self) -> "ByteStream":
+        return ByteStream()
+
+
+class ByteStream:
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, id: int) -> str:
+        return self.decoder.decode(piece(id))
+
+    def flush(self) -> str:
+        return self.decoder.decode(b"", final=True)
+
+
+def piece(id: int) -> bytes:
+    """Return the bytes that an id of `Bytes` stands for."""
+    return {256: b"<bos>", 257: b"<eos>", 300: b"hello"}.get(id) or bytes([id])

@@ -1,0 +1,421 @@
+"""The same weights arrive as the same bits from every format, and give the logits that other people's code gives."""
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import (
+    BOS,
+    EOT,
+    N_WORDS,
+    config_of,
+    finish,
+    gguf_name,
+    gguf_writer,
+    meta_params,
+    meta_weights,
+    random_blocks,
+    random_model,
+    write_gguf,
+    write_huggingface,
+    write_huggingface_tokenizer,
+    write_meta,
+    write_meta_tokenizer,
+)
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from llama.args import RopeScaling
+from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
+from llama.model import Transformer
+
+TOKENS = torch.arange(22).reshape(2, 11) * 13 % N_WORDS
+
+# Two float32 programs that do the same sums in another order; logits are of the order of 10.
+TOLERANCE = 1e-3
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
+    checkpoint = open_checkpoint(path)
+    return load_weights(checkpoint, checkpoint.args, dtype=dtype, device="cpu", **changes)
+
+
+def write_all(directory: Path, model: LlamaForCausalLM, **meta: Any) -> dict[str, Path]:
+    weights = meta_weights(model)
+    kind = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}[model.dtype]
+    return {
+        "meta": write_meta(directory / "meta", weights, meta_params(model.config), **meta),
+        "huggingface": write_huggingface(directory / "huggingface", model, max_shard_size="20KB"),
+        "gguf": write_gguf(directory / "model.gguf", weights, model.config, kind=kind),
+    }
+
+
+def assert_same_bits(model: Transformer, weights: dict[str, Tensor]) -> None:
+    state = model.state_dict()
+    assert state.keys() - weights.keys() <= {"output.weight"}  # a tied head is not written twice
+    for name, weight in weights.items():
+        assert state[name].dtype == weight.dtype, name
+        assert torch.equal(state[name], weight), name
+
+
+@torch.inference_mode()
+def logits_of(model: Any) -> Tensor:
+    output = model(TOKENS)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_three_formats_give_the_same_bits_and_the_logits_of_transformers(
+    tmp_path: Path, scaled: bool, tied: bool
+) -> None:
+    theirs = random_model(config_of(scaled=scaled, tie_word_embeddings=tied))
+    for path in write_all(tmp_path, theirs, shards=2).values():
+        model = load(path)
+        assert_same_bits(model, meta_weights(theirs))
+        assert (model.output.weight is model.tok_embeddings.weight) == tied
+        assert torch.allclose(logits_of(model), logits_of(theirs), atol=TOLERANCE, rtol=0)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2), (6, 2)]),
+    head_dim=st.sampled_from([2, 4, 6, 16]),
+    ours=st.booleans(),
+    scaled=st.booleans(),
+    tied=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_formats_agree_for_any_shape(
+    heads: tuple[int, int],
+    head_dim: int,
+    ours: bool,
+    scaled: bool,
+    tied: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    n_heads, n_kv_heads = heads
+    config = config_of(
+        hidden_size=n_heads * (8 if ours else head_dim),  # ours: heads wider or narrower than dim / n_heads
+        head_dim=head_dim,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv_heads,
+        intermediate_size=24,
+        scaled=scaled,
+        tie_word_embeddings=tied,
+    )
+    theirs = random_model(config, dtype=dtype, seed=seed)
+    with tempfile.TemporaryDirectory() as directory:
+        paths = write_all(Path(directory), theirs)
+        models = [load(path, dtype) for path in paths.values()]
+    for model in models:
+        assert_same_bits(model, meta_weights(theirs))
+        for name in ("dim", "n_layers", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "norm_eps", "tied_head"):
+            assert getattr(model.args, name) == getattr(models[0].args, name)
+        # Few frequencies may not show the rule behind them; GGUF then has divisors, to float32 rounding.
+        assert torch.allclose(model.rope.freqs, models[0].rope.freqs, rtol=1e-6, atol=0)
+
+
+def test_without_the_permutation_the_logits_change(tmp_path: Path) -> None:
+    theirs = random_model(config_of())
+    model = load(write_huggingface(tmp_path, theirs))
+    with torch.no_grad():
+        for i, layer in enumerate(theirs.model.layers):
+            model.layers[i].attention.wq.weight.copy_(layer.self_attn.q_proj.weight)
+            model.layers[i].attention.wk.weight.copy_(layer.self_attn.k_proj.weight)
+    assert not torch.allclose(logits_of(model), logits_of(theirs), atol=100 * TOLERANCE, rtol=0)
+
+
+def test_llama_cpp_gives_the_logits_of_the_same_gguf_file(tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    config = config_of(scaled=True, hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
+    path = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config)
+    f32 = 0  # its cache is float16 unless told otherwise
+    theirs = llama_cpp.Llama(
+        str(path), n_ctx=32, n_threads=1, logits_all=True, verbose=False, type_k=f32, type_v=f32
+    )
+    theirs.eval(TOKENS[0].tolist())
+    expected = torch.from_numpy(np.array(theirs.scores[: TOKENS.shape[1]], dtype=np.float32))
+    theirs.close()
+    assert torch.allclose(logits_of(load(path))[0], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_every_format_brings_its_tokenizer(tmp_path: Path) -> None:
+    for path in write_all(tmp_path, random_model(config_of())).values():
+        tokenizer = open_checkpoint(path).tokenizer
+        assert tokenizer.n_words == N_WORDS
+        assert tokenizer.decode(tokenizer.encode("the thin hat", bos=False, eos=False)) == "the thin hat"
+        assert tokenizer.bos_id == BOS
+        assert tokenizer.special_tokens["<|eot_id|>"] == EOT
+
+
+def test_a_tokenizer_from_elsewhere_takes_the_place_of_the_checkpoints_own(tmp_path: Path) -> None:
+    model = random_model(config_of())
+    elsewhere = tmp_path / "tokenizer.model"
+    write_meta_tokenizer(elsewhere)
+    write_huggingface_tokenizer(tmp_path / "other")
+    weights = meta_weights(model)
+    paths = [
+        write_meta(tmp_path / "meta", weights, meta_params(model.config), tokenizer=False),
+        write_huggingface(tmp_path / "huggingface", model, tokenizer=False),
+        write_gguf(tmp_path / "model.gguf", weights, model.config, tokenizer=False),
+    ]
+    for path in paths:
+        with pytest.raises(CheckpointError):
+            open_checkpoint(path)
+        for tokenizer_path in (elsewhere, str(tmp_path / "other" / "tokenizer.json")):
+            assert open_checkpoint(str(path), tokenizer_path=tokenizer_path).tokenizer.n_words == N_WORDS
+
+
+# ---- dtypes, devices, progress ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
+def test_numbers_are_rounded_once(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+    theirs = random_model(config_of(num_hidden_layers=1), dtype=stored)
+    weights = meta_weights(theirs)
+    norms = [name for name in weights if "norm" in name]
+    for kind, path in write_all(tmp_path, theirs).items():
+        state = load(path, wanted).state_dict()
+        assert all(torch.equal(state[name], weight.to(wanted)) for name, weight in weights.items()), kind
+        assert norms
+
+
+def test_weights_are_copies_that_outlive_their_files(tmp_path: Path) -> None:
+    theirs = random_model(config_of())
+    for path in write_all(tmp_path, theirs).values():
+        model = load(path)
+        files = [path] if path.is_file() else list(path.iterdir())
+        for file in files:
+            if file.suffix in (".gguf", ".pth", ".safetensors"):
+                file.write_bytes(bytes(file.stat().st_size))
+        assert_same_bits(model, meta_weights(theirs))
+
+
+def test_progress_counts_the_models_bytes(tmp_path: Path) -> None:
+    path = write_huggingface(tmp_path, random_model(config_of(tie_word_embeddings=True)))
+    seen: list[tuple[int, int]] = []
+    model = load(path, torch.bfloat16, progress=lambda done, total: seen.append((done, total)))
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+def test_no_tensor_is_left_on_the_meta_device(tmp_path: Path) -> None:
+    model = load(write_huggingface(tmp_path, random_model(config_of())))
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"cpu"}
+
+
+def test_weights_that_do_not_fit_other_args_are_refused(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    checkpoint = open_checkpoint(write_huggingface(tmp_path, random_model(config_of())))
+    args = replace(checkpoint.args, n_layers=1, ffn_dim=32)
+    with pytest.raises(CheckpointError, match=r"unexpected: layers\.1\..*; wrong shape: layers\.0\.feed_forward"):
+        load_weights(checkpoint, args, dtype=torch.float32, device="cpu")
+
+
+# ---- quantised GGUF --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K],
+    ids=lambda kind: kind.name,
+)
+def test_quantised_weights_are_what_the_gguf_package_makes_of_them(tmp_path: Path, kind: Kind) -> None:
+    config = config_of(hidden_size=256, intermediate_size=256, num_hidden_layers=1, tie_word_embeddings=True)
+    weights = meta_weights(random_model(config))
+    state = load(write_gguf(tmp_path / "model.gguf", weights, config, kind=kind), torch.bfloat16).state_dict()
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    for tensor in reader.tensors:
+        (name,) = [ours for ours in weights if gguf_name(ours) == tensor.name]
+        expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        assert torch.isfinite(expected).all()
+        assert torch.equal(state[name], expected.to(torch.bfloat16)), name
+
+
+def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
+    config = config_of(hidden_size=256, num_hidden_layers=1)
+    writer = gguf_writer(tmp_path / "model.gguf", config)
+    raw = np.zeros((N_WORDS, 84), dtype=np.uint8)
+    writer.add_tensor("token_embd.weight", raw, raw_dtype=Kind.Q2_K)
+    finish(writer)
+    with pytest.raises(CheckpointError, match=r"token_embd\.weight is Q2_K; F32, F16, .* are read"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_random_blocks_of_a_test_are_sane() -> None:
+    for kind in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K):
+        values = gguf.quants.dequantize(random_blocks((4, 512), kind), kind)
+        assert np.isfinite(values).all()
+        assert np.unique(values).size > 100
+
+
+# ---- RoPE scaling ----------------------------------------------------------------------------------------------------
+
+
+def test_gguf_divisors_become_the_rule_behind_them_or_stay_divisors(tmp_path: Path) -> None:
+    def scaling_of(divisors: list[float]) -> object:
+        writer = gguf_writer(tmp_path / "model.gguf", config_of(head_dim=8))
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
+        for name, weight in weights.items():
+            writer.add_tensor(gguf_name(name), weight.numpy())
+        finish(writer)
+        return open_checkpoint(tmp_path / "model.gguf").args.rope_scaling
+
+    weights = meta_weights(random_model(config_of(head_dim=8)))
+    assert scaling_of([1.0, 1.0, 1.0, 1.0]) is None
+    assert scaling_of([1.0, 1.0, 32.0, 32.0]) == RopeScaling(factor=32)  # theta 500000 has no blended pair here
+    assert scaling_of([1.0, 1.5, 2.5, 32.0]) == (1.0, 1.5, 2.5, 32.0)
+    with pytest.raises(CheckpointError, match="finite numbers above 0"):
+        scaling_of([1.0, 1.0, 1.0, float("nan")])
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is \(3,\) and must be \(4,\)"):
+        scaling_of([1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(("dim", "n_layers", "factor"), [(2048, 16, 32), (3072, 28, 32), (4096, 32, 8)])
+def test_a_bare_use_scaled_rope_is_completed_and_said_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dim: int, n_layers: int, factor: int
+) -> None:
+    params = {"dim": dim, "n_layers": n_layers, "n_heads": 16, "vocab_size": -1, "use_scaled_rope": True}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    write_meta_tokenizer(tmp_path / "tokenizer.model")
+    torch.save({"norm.weight": torch.ones(dim)}, tmp_path / "consolidated.00.pth")
+    with caplog.at_level(logging.INFO, "llama.checkpoint"), pytest.raises(CheckpointError, match="missing: "):
+        open_checkpoint(tmp_path)
+    assert f"factor {factor} taken" in caplog.text
+
+
+def test_transformers_4_and_5_configs_mean_the_same(tmp_path: Path) -> None:
+    write_huggingface(tmp_path, random_model(config_of(scaled=True)))
+    new = open_checkpoint(tmp_path).args
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    for key in ("rope_type", "type"):
+        config["rope_scaling"] = {key: "llama3"} | {k: v for k, v in rope.items() if k != "rope_type"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert open_checkpoint(tmp_path).args == new
+    assert new.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_untied_head_stays_untied_even_where_it_is_equal(tmp_path: Path) -> None:
+    theirs = random_model(config_of())
+    with torch.no_grad():
+        theirs.lm_head.weight.copy_(theirs.model.embed_tokens.weight)
+    for path in write_all(tmp_path, theirs).values():
+        assert not open_checkpoint(path).args.tied_head
+
+
+def test_a_missing_head_is_tied_and_said_once_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in write_all(tmp_path, random_model(config_of(tie_word_embeddings=True))).values():
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "llama.checkpoint"):
+            assert open_checkpoint(path).args.tied_head
+        assert caplog.text.count("the output layer is the embedding") == 1
+
+
+def test_a_head_in_a_file_that_says_tied_must_be_the_embedding(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    theirs = random_model(config_of(tie_word_embeddings=True))
+    write_huggingface(tmp_path, theirs)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    model = load(tmp_path)
+    assert model.output.weight is model.tok_embeddings.weight
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"says that the head is tied, but lm_head\.weight is not"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_config_that_says_untied_needs_its_head(tmp_path: Path) -> None:
+    write_huggingface(tmp_path, random_model(config_of(tie_word_embeddings=True)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
+        open_checkpoint(tmp_path)
+
+
+# ---- Meta's shards ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("llama2", [False, True], ids=["words", "columns"])
+def test_shards_are_merged_also_where_they_share_kv_heads(tmp_path: Path, shards: int, llama2: bool) -> None:
+    theirs = random_model(config_of(hidden_size=64, num_attention_heads=8, num_key_value_heads=2))
+    weights = meta_weights(theirs)
+    path = write_meta(tmp_path, weights, meta_params(theirs.config), shards=shards, llama2=llama2)
+    assert_same_bits(load(path), weights)
+
+
+def test_an_incomplete_set_of_shards_is_refused_with_the_files_found(tmp_path: Path) -> None:
+    theirs = random_model(config_of())
+    write_meta(tmp_path, meta_weights(theirs), meta_params(theirs.config), shards=4)
+    (tmp_path / "consolidated.03.pth").unlink()
+    with pytest.raises(CheckpointError, match=r"need 4 shards.*found consolidated\.00\.pth, .*01\.pth, .*02\.pth$"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "consolidated.01.pth").unlink()
+    with pytest.raises(CheckpointError, match=r"without a gap; found consolidated\.00\.pth, consolidated\.02\.pth$"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["layers.0.ffn_norm.weight", "layers.1.attention.wk.weight"])
+def test_copies_in_several_shards_must_be_the_same(tmp_path: Path, name: str) -> None:
+    theirs = random_model(config_of(num_key_value_heads=1))
+    write_meta(tmp_path, meta_weights(theirs), meta_params(theirs.config), shards=2)
+    shard = torch.load(tmp_path / "consolidated.01.pth", weights_only=True)
+    shard[name][0] += 1
+    torch.save(shard, tmp_path / "consolidated.01.pth")
+    with pytest.raises(CheckpointError, match=rf"{name} must be the same in several shards"):
+        load(tmp_path)
+
+
+def test_tensors_side_by_side_in_one_storage_are_read(tmp_path: Path) -> None:
+    theirs = random_model(config_of())
+    weights = meta_weights(theirs)
+    write_meta(tmp_path, weights, meta_params(theirs.config))
+    flat = torch.cat([weight.flatten() for weight in weights.values()])
+    pieces = flat.split([weight.numel() for weight in weights.values()])
+    views = {name: piece.view(weight.shape) for (name, weight), piece in zip(weights.items(), pieces, strict=True)}
+    torch.save(views, tmp_path / "consolidated.00.pth")
+    assert_same_bits(load(tmp_path), weights)
+
+
+@pytest.mark.parametrize(
+    ("size", "params", "ffn_dim"),
+    [
+        ("1B", {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256}, 8192),
+        ("3B", {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "multiple_of": 256}, 8192),
+        ("8B", {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024}, 14336),
+        ("70B", {"dim": 8192, "n_layers": 80, "n_heads": 64, "ffn_dim_multiplier": 1.3, "multiple_of": 4096}, 28672),
+        ("405B", {"dim": 16384, "n_layers": 126, "n_heads": 128, "ffn_dim_multiplier": 1.2, "multiple_of": 4096}, 53248),
+    ],
+)
+def test_released_params_have_the_released_ffn_size(
+    tmp_path: Path, size: str, params: dict[str, Any], ffn_dim: int
+) -> None:
+    (tmp_path / "params.json").write_text(json.dumps(params | {"n_kv_heads": 8, "vocab_size": N_WORDS}))
+    write_meta_tokenizer(tmp_path / "tokenizer.model")
+    torch.save({"layers.0.feed_forward.w1.weight": torch.ones(1, params["dim"])}, tmp_path / "consolidated.00.pth")
+    needed = rf"layers\.0\.feed_forward\.w1\.weight is \(1, {params['dim']}\) and must be \({ffn_dim}, {params['dim']}\)"
+    with pytest.raises(CheckpointError, match=needed):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,621 @@
+"""The loop feeds, stops, records and cleans up as documented.
+
+A scripted model shows what each step is fed and where rows stop; a tiny real one shows that the numbers are right.
+The tiny model computes in float64, so that equal logits are equal to rounding and greedy choices have no near ties.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from fakes import NAN, Bytes, Call, Limits, Scripted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama.args import ModelArgs
+from llama.generation import NonFiniteLogits, Step
+from llama.model import Transformer
+
+few = settings(max_examples=15, derandomize=True, deadline=None)
+VOCAB, MAX_SEQ_LEN = 97, 64
+# Log-probabilities of one model in float64 by two orders of summation: some hundred roundings of 1e-16 of numbers
+# near 5.
+CLOSE = {"rtol": 0, "atol": 1e-12}
+
+
+def tiny(**changes: Any) -> Transformer:
+    torch.manual_seed(0)
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCAB, "max_seq_len": MAX_SEQ_LEN}
+    return Transformer(ModelArgs(**{**sizes, "multiple_of": 16, **changes})).double().eval()
+
+
+@pytest.fixture
+def model() -> Transformer:
+    return tiny()
+
+
+def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+RAGGED = random_prompts(1, 9, 4, 30)
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
+
+
+def scripted(*scripts: Sequence[int], **changes: Any) -> Scripted:
+    return Scripted(scripts, **changes)
+
+
+def at_rest(model: Scripted | Transformer) -> bool:
+    """Whether a model looks as one that has never generated and has its cache on."""
+    held = model.reserved is not None if isinstance(model, Scripted) else sum(cache.nbytes for cache in model.caches)
+    return (model.kv_caching, model.generating, bool(held)) == (True, False, False)
+
+
+# ---- what each step is fed -------------------------------------------------------------------------------------------
+
+
+def test_with_the_cache_each_step_is_fed_one_token_a_row_at_its_own_position() -> None:
+    model = scripted([10, 11, 12], [20, 21, 22])
+    model.generate_tokens([[1, 2, 3], [4]], 3, **GREEDY)
+    assert model.calls == [
+        Call([[1, 2, 3], [4]], [0, 0], "last"),
+        Call([[10], [20]], [3, 1], "last"),
+        Call([[11], [21]], [4, 2], "last"),
+    ]
+
+
+def test_without_the_cache_each_step_is_fed_the_growing_prefix_from_0() -> None:
+    model = scripted([10, 11, 12], [20, 21, 22])
+    model.generate_tokens([[1, 2, 3], [4]], 3, kv_caching=False, **GREEDY)
+    assert model.calls == [
+        Call([[1, 2, 3], [4]], [0, 0], "last"),
+        Call([[1, 2, 3, 10], [4, 20]], [0, 0], "last"),
+        Call([[1, 2, 3, 10, 11], [4, 20, 21]], [0, 0], "last"),
+    ]
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_on_step_is_told_before_each_step_what_it_is_fed(kv_caching: bool) -> None:
+    model = scripted([10, 11], [20, 21], [30, 31])
+    steps: list[Step] = []
+
+    def look(step: Step) -> None:
+        assert len(model.calls) == len(steps)  # before the model is
+        steps.append(step)
+
+    model.generate_tokens([[1, 2, 3], [4], [5, 6]], 2, on_step=look, kv_caching=kv_caching, **GREEDY)
+    assert [(step.prev_pos, step.fed) for step in steps] == [(call.start_pos, call.fed) for call in model.calls]
+    assert [step.cur_pos for step in steps] == [[3, 1, 2], [4, 2, 3]]
+
+
+def test_a_ragged_batch_is_prefilled_in_one_forward() -> None:
+    model = scripted([10], [20], [30])
+    model.generate_tokens([[1] * 30, [2], [3] * 7], 1, **GREEDY)
+    assert model.calls == [Call([[1] * 30, [2], [3] * 7], [0, 0, 0], "last")]
+
+
+def test_logits_of_all_prompt_positions_are_made_only_to_echo_their_probabilities() -> None:
+    for options in ({}, {"echo": True}, {"logprobs": True}):
+        model = scripted([10, 11])
+        model.generate_tokens([[1, 2]], 2, **options)
+        assert {call.logits for call in model.calls} == {"last"}
+    model = scripted([10, 11])
+    model.generate_tokens([[1, 2]], 2, echo=True, logprobs=True)
+    assert [call.logits for call in model.calls] == ["all", "last"]
+
+
+def test_equal_prompts_decode_at_one_position_and_the_model_s_own_calls_are_sliced() -> None:
+    model = scripted([10, 11, 12], [20, 21, 22])
+    model.generate_tokens([[1, 2], [3, 4]], 3, **GREEDY)
+    assert [call.start_pos for call in model.calls] == [[0, 0], [2, 2], [3, 3]]
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_a_finished_row_is_never_fed_past_its_end(kv_caching: bool) -> None:
+    model = scripted([10, 11], [20, 21, 22, 23, 24, 25], [30, 99, 31, 32])
+    ends = [5, 8, 5]
+    prompts, room = [[1, 2, 3], [4, 5], [6, 7]], [2, 6, 3]
+    ids, _ = model.generate_tokens(prompts, room, stop_ids=[99], kv_caching=kv_caching, **GREEDY)
+    assert ids == [[10, 11], [20, 21, 22, 23, 24, 25], [30]]
+    for call in model.calls:
+        reached = [start + len(fed) for start, fed in zip(call.start_pos, call.fed, strict=True)]
+        assert all(pos <= end for pos, end in zip(reached, ends, strict=True))
+    assert model.calls[-1].fed[0] == ([11] if kv_caching else [1, 2, 3, 10, 11])  # again, to no effect
+
+
+def test_room_is_taken_for_the_longest_row_alone() -> None:
+    model = scripted([10], [20])
+    sizes: list[tuple[int, int] | None] = []
+    model.generate_tokens([[1] * 9, [2]], [1, 5], on_step=lambda _: sizes.append(model.reserved), **GREEDY)
+    assert set(sizes) == {(2, 10)}
+
+
+# ---- where rows stop -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stop_ids", "expected"),
+    [
+        ((), [[10, 11, 12, 13], [20, 10, 22, 12], [30, 30, 30, 30]]),
+        ((12,), [[10, 11], [20, 10, 22], [30, 30, 30, 30]]),
+        ((10,), [[], [20], [30, 30, 30, 30]]),
+        ((13, 12, 22), [[10, 11], [20, 10], [30, 30, 30, 30]]),
+        ([20, 30, 13], [[10, 11, 12], [], []]),
+        ({10, 20, 30}, [[], [], []]),
+        ((99, 500, 10**6), [[10, 11, 12, 13], [20, 10, 22, 12], [30, 30, 30, 30]]),
+        ((12, 12), [[10, 11], [20, 10, 22], [30, 30, 30, 30]]),
+    ],
+)
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_each_row_ends_before_the_first_of_the_stop_ids(
+    stop_ids: Sequence[int], expected: list[list[int]], kv_caching: bool
+) -> None:
+    model = scripted([10, 11, 12, 13], [20, 10, 22, 12], [30])
+    ids, _ = model.generate_tokens([[1], [2, 2], [3, 3, 3]], 4, stop_ids=stop_ids, kv_caching=kv_caching, **GREEDY)
+    assert ids == expected
+
+
+def test_generation_ends_with_its_last_row() -> None:
+    model = scripted([10, 99], [20, 20, 99], [99])
+    model.generate_tokens([[1], [2], [3]], 50, stop_ids=[99], **GREEDY)
+    assert len(model.calls) == 3
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_a_stop_id_inside_the_prompt_does_not_cut_it(echo: bool) -> None:
+    model = scripted([10, 11, 99])
+    ids, _ = model.generate_tokens([[1, 99, 2, 99]], 5, stop_ids=[99], echo=echo, **GREEDY)
+    assert ids == [[1, 99, 2, 99] * echo + [10, 11]]
+
+
+@pytest.mark.parametrize("pad", [0, 5, 511])
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_an_id_used_elsewhere_for_padding_is_an_ordinary_token(pad: int, kv_caching: bool) -> None:
+    model = scripted([pad, 11, pad], [pad, pad, 22])
+    prompts = [[pad, 1, pad], [pad]]
+    ids, _ = model.generate_tokens(prompts, 3, kv_caching=kv_caching, echo=True, **GREEDY)
+    assert ids == [[pad, 1, pad, pad, 11, pad], [pad, pad, pad, 22]]
+    assert model.calls[0].fed == prompts
+    assert [call.fed[0][-1] for call in model.calls] == [pad, pad, 11]
+
+
+@few
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 6)), min_size=1, max_size=5), st.booleans(), st.booleans())
+def test_every_row_grows_by_exactly_its_own_max_gen_len(
+    rows: list[tuple[int, int]], kv_caching: bool, echo: bool
+) -> None:
+    model = scripted(*([100 + row] for row in range(len(rows))))
+    prompts = [[row] * length for row, (length, _) in enumerate(rows)]
+    room = [tokens for _, tokens in rows]
+    ids, _ = model.generate_tokens(prompts, room, kv_caching=kv_caching, echo=echo, **GREEDY)
+    assert ids == [prompt * echo + [100 + n] * room[n] for n, prompt in enumerate(prompts)]
+    assert len(model.calls) == max(1, *room)
+    assert at_rest(model)
+
+
+def test_one_max_gen_len_holds_for_all_rows_of_a_ragged_batch() -> None:
+    ids, _ = scripted([10], [20], [30]).generate_tokens([[1] * 20, [2], [3] * 5], 7, **GREEDY)
+    assert [len(row) for row in ids] == [7, 7, 7]
+
+
+def test_rows_with_nothing_left_to_do_are_given_back_as_they_were() -> None:
+    model = scripted([10], [20])
+    ids, logprobs = model.generate_tokens([[1, 2], [3]], [0, 0], echo=True, logprobs=True)
+    assert ids == [[1, 2], [3]]
+    assert logprobs is not None
+    assert [len(row) for row in logprobs] == [2, 1]
+
+
+# ---- logits that are not numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, {"temperature": 1, "top_p": 1}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_logits_that_are_not_numbers_are_reported_with_step_and_row(options: Any, kv_caching: bool) -> None:
+    model = scripted([10, 11, 12], [20, 21, NAN])
+    with pytest.raises(NonFiniteLogits, match="row 1 at step 2") as report:
+        model.generate_tokens([[1, 1], [2]], 5, kv_caching=kv_caching, **options)
+    assert (report.value.step, report.value.row) == (2, 1)
+    assert at_rest(model)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_infinite_logits_are_reported(value: float) -> None:
+    with pytest.raises(NonFiniteLogits):
+        scripted([10], peak=value).generate_tokens([[1]], 2)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, {"repetition_penalty": 1.2, "seed": 0}])
+def test_logits_of_a_finished_row_are_nobody_s_concern(options: Any) -> None:
+    model = scripted([99, NAN], [20, 21, 22, 23], [30, NAN], peak=1e4)
+    ids, _ = model.generate_tokens([[1], [2], [3]], [9, 4, 1], stop_ids=[99], **options)
+    assert ids == [[], [20, 21, 22, 23], [30]]
+
+
+def test_nothing_of_the_step_that_failed_is_yielded_for_the_row_or_the_rows_after_it() -> None:
+    model = scripted([10, 11], [20, NAN], [30, 31])
+    stream = model.stream(Bytes(), [[1], [2], [3]], 5, **GREEDY)
+    with pytest.raises(NonFiniteLogits):
+        list(stream)
+    assert [result["ids"] for result in stream.results] == [[10, 11], [20], [30]]
+
+
+# ---- the model is given back -----------------------------------------------------------------------------------------
+
+
+class Bang(Exception):
+    pass
+
+
+def interrupt_at(step: int, error: BaseException) -> Callable[[Step], None]:
+    """Return an on_step that raises at its call number `step`."""
+    calls = iter(range(1000))
+
+    def look(_: Step) -> None:
+        if next(calls) == step:
+            raise error
+
+    return look
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+@pytest.mark.parametrize("kv_caching", [True, False, None])
+@pytest.mark.parametrize("error", [Bang(), KeyboardInterrupt()])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_a_model_is_as_before_after_an_error_and_generates_the_same(
+    step: int, error: BaseException, kv_caching: bool | None, kv_cache: str
+) -> None:
+    model = tiny(kv_cache=kv_cache)
+    expected = model.generate_tokens(RAGGED, 5, kv_caching=kv_caching, logprobs=True, **SAMPLED)
+    with pytest.raises(type(error)):
+        model.generate_tokens(RAGGED, 5, kv_caching=kv_caching, on_step=interrupt_at(step, error), **SAMPLED)
+    assert at_rest(model)
+    assert model.generate_tokens(RAGGED, 5, kv_caching=kv_caching, logprobs=True, **SAMPLED) == expected
+    assert at_rest(model)
+
+
+def close(stream: Any) -> None:
+    stream.close()
+
+
+def abandon(stream: Any) -> None:
+    del stream
+
+
+@pytest.mark.parametrize("end", [close, abandon])
+@pytest.mark.parametrize("pieces", [0, 1, 5])
+def test_a_stream_that_is_closed_or_abandoned_gives_the_model_back(
+    model: Transformer, end: Callable[[Any], None], pieces: int
+) -> None:
+    streams: list[Iterator[tuple[int, str]]] = [model.stream(Bytes(), RAGGED, 9, kv_caching=False, **SAMPLED)]
+    for _ in range(pieces):
+        next(streams[0])
+        assert model.generating
+        assert not model.kv_caching
+    end(streams.pop())
+    gc.collect()
+    assert at_rest(model)
+    assert model.generate_tokens(RAGGED, 2, **GREEDY) == tiny().generate_tokens(RAGGED, 2, **GREEDY)
+
+
+def test_a_stream_that_was_not_begun_has_not_touched_the_model(model: Transformer) -> None:
+    waiting = model.stream(Bytes(), RAGGED, 3, kv_caching=False)
+    assert at_rest(model)
+    model.generate_tokens([[1]], 2)
+    assert len(list(waiting)) > 0
+
+
+def test_two_generations_at_once_on_a_model_are_refused_and_the_first_goes_on(model: Transformer) -> None:
+    text = "".join(piece for _, piece in model.stream(Bytes(), [[65, 66]], 6, **GREEDY))
+    first = model.stream(Bytes(), [[65, 66]], 6, **GREEDY)
+    pieces = [next(first)[1]]
+    for again in (
+        lambda: model.generate_tokens([[1]], 2),
+        lambda: model.generate(Bytes(), [[1]], 2),
+        lambda: next(model.stream(Bytes(), [[1]], 2, kv_caching=False)),
+    ):
+        with pytest.raises(RuntimeError, match=r"in the middle of another generation.*close that stream"):
+            again()
+    assert model.generating
+    pieces += [piece for _, piece in first]
+    assert "".join(pieces) == text
+    assert at_rest(model)
+
+
+def test_the_switch_holds_for_the_call_and_none_follows_the_model() -> None:
+    for setting in (True, False):
+        model = scripted([10, 11, 12], kv_caching=setting)
+        for argument, cached in ((None, setting), (True, True), (False, False)):
+            model.calls.clear()
+            model.generate_tokens([[1, 2]], 3, kv_caching=argument)
+            assert [len(call.fed[0]) for call in model.calls] == ([2, 1, 1] if cached else [2, 3, 4])
+            assert model.kv_caching is setting
+
+
+@pytest.mark.parametrize("setting", [True, False])
+@pytest.mark.parametrize("argument", [True, False])
+def test_the_switch_is_undone_on_every_layer_after_a_call_and_after_an_error(setting: bool, argument: bool) -> None:
+    model = tiny()
+    model.kv_caching = setting
+    model.generate_tokens([[1, 2]], 2, kv_caching=argument)
+    with pytest.raises(Bang):
+        model.generate_tokens([[1, 2]], 3, kv_caching=argument, on_step=interrupt_at(1, Bang()))
+    assert {layer.attention.kv_caching for layer in model.layers} == {setting}
+
+
+def test_a_model_built_without_caching_generates_without_it() -> None:
+    model = tiny(kv_caching=False)
+    steps: list[Step] = []
+    ids, _ = model.generate_tokens(RAGGED, 4, on_step=steps.append, **GREEDY)
+    assert [max(map(len, step.fed)) for step in steps] == [30, 31, 32, 33]
+    assert (ids, None) == tiny().generate_tokens(RAGGED, 4, **GREEDY)
+
+
+def test_no_memory_is_held_between_calls_and_none_without_the_cache(model: Transformer) -> None:
+    held: list[int] = []
+
+    def look(_: Step) -> None:
+        held.append(sum(cache.nbytes for cache in model.caches))
+
+    model.generate_tokens(RAGGED, 3, on_step=look, kv_caching=False)
+    assert held == [0, 0, 0]
+    held.clear()
+    model.generate_tokens(RAGGED, 3, on_step=look)
+    # 2 layers, keys and values, 4 rows of 33 positions, 2 heads of 8 numbers of 8 bytes
+    assert held == [0, *[2 * 2 * 4 * 33 * 2 * 8 * 8] * 2]
+    assert at_rest(model)
+
+
+def test_generation_needs_no_gradients_and_leaves_their_mode_alone(model: Transformer) -> None:
+    stream = model.stream(Bytes(), [[65]], 4)
+    next(stream)
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    stream.close()
+
+
+# ---- a real model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("choice", [GREEDY, SAMPLED])
+def test_a_row_in_a_ragged_batch_gives_what_it_gives_alone(kv_cache: str, kv_caching: bool, choice: Any) -> None:
+    model = tiny(kv_cache=kv_cache)
+    options = {**choice, "kv_caching": kv_caching, "logprobs": True, "echo": True}
+    together, together_logprobs = model.generate_tokens(RAGGED, 12, **options)
+    assert together_logprobs is not None
+    for row, prompt in enumerate(RAGGED):
+        own = {**options, "seed": choice["seed"] + row} if "seed" in choice else options
+        alone, logprobs = model.generate_tokens([prompt], 12, **own)
+        assert logprobs is not None
+        assert together[row] == alone[0]
+        torch.testing.assert_close(numbers(together_logprobs[row]), numbers(logprobs[0]), **CLOSE)
+
+
+def numbers(logprobs: Sequence[float | None]) -> torch.Tensor:
+    return torch.tensor([0.0 if x is None else x for x in logprobs], dtype=torch.float64)
+
+
+@few
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    st.integers(0, 2**31),
+    st.sampled_from(["static", "concat"]),
+    st.sampled_from(
+        [GREEDY, {"temperature": 1.0}, {"top_k": 5, "min_p": 0.02}, {"repetition_penalty": 1.4, "temperature": 0}]
+    ),
+)
+def test_ids_and_logprobs_are_the_same_with_and_without_the_cache(
+    lengths: list[int], seed: int, kv_cache: str, choice: Any
+) -> None:
+    model = tiny(kv_cache=kv_cache)
+    prompts = random_prompts(*lengths, seed=seed)
+    cached, cached_logprobs = model.generate_tokens(prompts, 10, seed=seed, logprobs=True, **choice)
+    plain, plain_logprobs = model.generate_tokens(prompts, 10, seed=seed, logprobs=True, kv_caching=False, **choice)
+    assert cached == plain
+    assert cached_logprobs is not None
+    assert plain_logprobs is not None
+    for ours, theirs in zip(cached_logprobs, plain_logprobs, strict=True):
+        torch.testing.assert_close(numbers(ours), numbers(theirs), **CLOSE)
+
+
+@pytest.mark.parametrize("choice", [GREEDY, SAMPLED, {"seed": 3, "repetition_penalty": 1.3}])
+def test_a_shorter_generation_is_the_beginning_of_a_longer_one(model: Transformer, choice: Any) -> None:
+    longest, _ = model.generate_tokens(RAGGED, 15, **choice)
+    for n in (1, 2, 7, 14):
+        assert model.generate_tokens(RAGGED, n, **choice)[0] == [row[:n] for row in longest]
+    ragged, _ = model.generate_tokens(RAGGED, [3, 0, 15, 8], **choice)
+    assert ragged == [row[:n] for row, n in zip(longest, [3, 0, 15, 8], strict=True)]
+
+
+def test_a_list_of_seeds_gives_every_row_its_own_and_none_draws_afresh(model: Transformer) -> None:
+    prompts = [[1, 2]] * 3
+    one, two, three = model.generate_tokens(prompts, 9, temperature=1, seed=[5, 5, 6])[0]
+    assert one == two != three
+    assert [three, one] == model.generate_tokens(prompts[:2], 9, temperature=1, seed=[6, 5])[0]
+    assert model.generate_tokens(prompts, 9, temperature=1, seed=4)[0][1:] == [one, three]
+    fresh = [row for _ in range(2) for row in model.generate_tokens(prompts, 9, temperature=1)[0]]
+    assert len({tuple(row) for row in fresh}) == 6
+
+
+def test_generation_neither_reads_nor_moves_the_global_random_state(model: Transformer) -> None:
+    results = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        before = torch.get_rng_state()
+        results.append(model.generate_tokens(RAGGED, 4, **SAMPLED))
+        model.generate_tokens(RAGGED, 4)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("room", [1, 6, [4, 0, 7, 1], MAX_SEQ_LEN - 30, [MAX_SEQ_LEN - len(row) for row in RAGGED]])
+def test_logprobs_are_those_of_teacher_forcing(
+    room: int | list[int], echo: bool, kv_caching: bool, kv_cache: str
+) -> None:
+    model = tiny(kv_cache=kv_cache)
+    ids, logprobs = model.generate_tokens(RAGGED, room, echo=echo, logprobs=True, kv_caching=kv_caching, **SAMPLED)
+    assert logprobs is not None
+    for prompt, new, scores in zip(RAGGED, ids, logprobs, strict=True):
+        whole = new if echo else prompt + new
+        assert len(scores) == len(new)
+        if echo:
+            assert scores[0] is None
+            assert None not in scores[1:]
+        expected = teacher_forced(model, whole)[0 if echo else len(prompt) - 1 :]
+        torch.testing.assert_close(numbers(scores[1:] if echo else scores), expected, **CLOSE)
+
+
+def teacher_forced(model: Transformer, ids: list[int]) -> torch.Tensor:
+    """Return the log-probability of each id but the first under one full forward, (len(ids) - 1,)."""
+    model.kv_caching = False
+    with torch.no_grad():
+        scores = model(torch.tensor([ids]))[0].log_softmax(-1)
+    model.kv_caching = True
+    return scores[:-1].gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_logprobs_are_the_model_s_own_before_temperature_penalty_and_cuts(model: Transformer) -> None:
+    ids, logprobs = model.generate_tokens(
+        RAGGED[1:2], 8, logprobs=True, seed=0, temperature=3.0, top_k=3, repetition_penalty=2.0
+    )
+    assert logprobs is not None
+    expected = teacher_forced(model, RAGGED[1] + ids[0])[len(RAGGED[1]) - 1 :]
+    torch.testing.assert_close(numbers(logprobs[0]), expected, **CLOSE)
+
+
+def test_a_stop_id_has_neither_place_nor_logprob() -> None:
+    model = scripted([10, 11, 99, 12], [99])
+    ids, logprobs = model.generate_tokens([[1], [2]], 9, stop_ids=[99], logprobs=True, **GREEDY)
+    assert ids == [[10, 11], []]
+    assert logprobs is not None
+    sure = torch.zeros(512).index_fill(0, torch.tensor([10]), 10.0).log_softmax(-1)[10].item()
+    assert logprobs == [[sure, sure], []]
+
+
+def test_no_logprobs_are_returned_unasked(model: Transformer) -> None:
+    assert model.generate_tokens(RAGGED, 2)[1] is None
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+def test_calls_leave_no_trace_in_later_ones(kv_cache: str) -> None:
+    model = tiny(kv_cache=kv_cache)
+    large, small = random_prompts(20, 31, 7), random_prompts(3, 5, seed=1)
+    first = model.generate_tokens(small, 9, logprobs=True, **GREEDY)
+    model.generate_tokens(large, 20, **SAMPLED)
+    assert model.generate_tokens(small, 9, logprobs=True, **GREEDY) == first
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refused(model: Scripted | Transformer, prompts: Any, max_gen_len: Any = 4, **options: Any) -> str:
+    """Return the words with which a generation is refused, before the model was touched."""
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011  (its words are what the caller looks at)
+        model.generate_tokens(prompts, max_gen_len, **options)
+    assert at_rest(model)
+    assert not isinstance(model, Scripted) or not model.calls
+    return str(refusal.value)
+
+
+def test_no_prompts_and_empty_prompts_are_refused() -> None:
+    assert "no prompts were given" in refused(scripted(), [])
+    assert "prompt 1 has no tokens" in refused(scripted([1], [2]), [[1], []])
+
+
+@pytest.mark.parametrize("wrong", [-1, 512, 10**9, 1.5])
+def test_an_id_that_the_vocabulary_does_not_have_is_refused(wrong: float) -> None:
+    words = refused(scripted([1], [2]), [[1], [2, wrong, 3]])
+    assert f"prompt 1 has the token id {wrong}" in words
+    assert "0 to 511" in words
+
+
+def test_the_last_id_of_the_vocabulary_is_taken() -> None:
+    assert scripted([511]).generate_tokens([[0, 511]], 1, **GREEDY)[0] == [[511]]
+
+
+@pytest.mark.parametrize("max_gen_len", [0, -1, True, 1.5, None, "4"])
+def test_a_max_gen_len_that_is_no_length_is_refused(max_gen_len: Any) -> None:
+    words = refused(scripted([1]), [[1]], max_gen_len)
+    assert f"max_gen_len={max_gen_len!r}" in words
+    assert "whole number" in words
+
+
+@pytest.mark.parametrize("max_gen_len", [[1, -1], [1, True], [1, 1.5], [2, None]])
+def test_one_bad_length_of_several_is_refused(max_gen_len: Any) -> None:
+    assert "at least 0" in refused(scripted([1], [2]), [[1], [2]], max_gen_len)
+
+
+def test_as_many_lengths_as_prompts_are_needed() -> None:
+    assert "1 lengths were given for 2 prompts" in refused(scripted([1], [2]), [[1], [2]], [3])
+
+
+def test_more_seeds_or_fewer_than_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 seeds were given for 1 rows"):
+        scripted([1]).generate_tokens([[1]], 3, seed=[1, 2])
+
+
+def test_prompt_and_max_gen_len_may_fill_max_seq_len_and_not_pass_it(model: Transformer) -> None:
+    for length, room in ((MAX_SEQ_LEN - 1, 1), (60, 4), (1, MAX_SEQ_LEN - 1)):
+        prompts = random_prompts(3, length)
+        ids, _ = model.generate_tokens(prompts, [1, room], **GREEDY)
+        assert len(ids[1]) == room
+        words = refused(model, prompts, [1, room + 1])
+        for part in (f"prompt 1 has {length} tokens", f"max_gen_len={room + 1}", f"max_seq_len={MAX_SEQ_LEN}"):
+            assert part in words
+    ids, _ = model.generate_tokens(random_prompts(MAX_SEQ_LEN), [0], echo=True)
+    assert ids == random_prompts(MAX_SEQ_LEN)
+    assert f"max_seq_len={MAX_SEQ_LEN}" in refused(model, random_prompts(MAX_SEQ_LEN), 1)
+    assert "prompt 0 has 65 tokens" in refused(model, random_prompts(MAX_SEQ_LEN + 1), [0])
+
+
+def test_cached_and_uncached_fill_max_seq_len_alike(model: Transformer) -> None:
+    prompts = random_prompts(2, 30)
+    room = [MAX_SEQ_LEN - 2, MAX_SEQ_LEN - 30]
+    assert model.generate_tokens(prompts, room, **GREEDY) == model.generate_tokens(
+        prompts, room, kv_caching=False, **GREEDY
+    )
+
+
+def test_more_prompts_than_max_batch_size_are_refused() -> None:
+    model = tiny(max_batch_size=2)
+    assert len(model.generate_tokens([[1], [2]], 2)[0]) == 2
+    words = refused(model, [[1], [2], [3]])
+    assert "3 prompts are more than max_batch_size=2" in words
+
+
+def test_a_device_where_the_model_is_not_is_refused_and_nothing_moves(model: Transformer) -> None:
+    for device in ("cuda", "cuda:1", "meta", torch.device("mps")):
+        words = refused(model, [[1]], device=device)
+        assert "the model is on cpu" in words
+        assert f"model.to('{device}')" in words
+    for device in ("cpu", torch.device("cpu"), None):
+        assert len(model.generate_tokens([[1]], 1, device=device)[0]) == 1
+    assert model.device.type == "cpu"
+
+
+def test_a_bad_setting_of_the_sampler_is_refused_before_the_model_runs() -> None:
+    assert "top_p=2" in refused(scripted([1]), [[1]], top_p=2)
+    assert "temperature=-1" in refused(scripted([1]), [[1]], temperature=-1)
+
+
+def test_a_misspelt_option_is_refused_by_name() -> None:
+    model = scripted([1])
+    with pytest.raises(TypeError, match="temprature"):
+        model.generate_tokens([[1]], 1, temprature=0)  # type: ignore[call-arg]
+    assert not model.calls
+
+
+def test_limits_of_a_fake_are_enough_for_the_loop() -> None:
+    model = scripted([1], args=Limits(vocab_size=300, max_seq_len=3, max_batch_size=1))
+    assert "max_seq_len=3" in refused(model, [[1, 2]], 2)
+    assert "max_batch_size=1" in refused(model, [[1], [2]])

@@ -1,0 +1,419 @@
+"""A token is chosen as the documentation says, checked against a slow and obvious sampler in float64."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from llama.sampling import Sampler, Sampling, most_likely, penalize, row_streams, sample
+
+META_VOCAB = 128_256
+CPU = torch.device("cpu")
+# Sums of up to 128,256 probabilities in float64, each rounded by at most 2^-53 of a total of 1.
+SUM_ERROR = META_VOCAB * 2.0**-53
+
+few = settings(max_examples=40, derandomize=True, deadline=None)
+# Logits on a grid, so that ties are frequent and what is not tied is far apart.
+grids = st.lists(st.integers(-6, 6), min_size=2, max_size=24).map(lambda row: [x / 2 for x in row])
+shares = st.sampled_from([0.01, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0])
+
+
+def oracle(logits: list[float], sampling: Sampling) -> dict[int, float]:
+    """Return the ids that may be drawn, from the likeliest on, with their probabilities: the definition, step by step.
+
+    Takes a temperature above 0 and no penalty. The slack of 1e-12 is for sums that reach p exactly but for rounding.
+    """
+    scaled = [(x - max(logits)) / sampling.temperature for x in logits]
+    total = math.fsum(map(math.exp, scaled))
+    kept = sorted(((math.exp(x) / total, id) for id, x in enumerate(scaled)), key=lambda pair: (-pair[0], pair[1]))
+    kept = kept[: sampling.top_k]
+    if sampling.top_p < 1:
+        reach = sampling.top_p * math.fsum(p for p, _ in kept)
+        kept = [pair for n, pair in enumerate(kept) if n == 0 or math.fsum(p for p, _ in kept[:n]) < reach - 1e-12]
+    kept = [(p, id) for p, id in kept if p >= sampling.min_p * kept[0][0]]
+    left = math.fsum(p for p, _ in kept)
+    return {id: p / left for p, id in kept}
+
+
+def support(logits: Tensor, sampling: Sampling) -> set[int]:
+    """Return every id that some draw chooses: one draw from the middle of each token's share of the unit interval."""
+    probs = oracle(logits.double().tolist(), sampling)
+    # Draws as fine as the smallest share, wherever the order of the shares puts it.
+    n = 4 * math.ceil(1 / min(probs.values()))
+    draws = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    return set(sample(logits.expand(n, -1), draws, sampling).tolist())
+
+
+def kept(logits: Tensor, top_k: int | None, top_p: float) -> set[int]:
+    """Return the ids that `most_likely` leaves a probability."""
+    probs, ids = most_likely(logits.double().softmax(-1), top_k, top_p)
+    return set(ids[probs > 0].tolist())
+
+
+def full_sort(probs: Tensor, top_k: int | None, top_p: float) -> dict[int, float]:
+    """Return what a sort of the whole row keeps, written apart from the code under test."""
+    top, ids = probs[0].sort(descending=True, stable=True)
+    top, ids = top[:top_k], ids[:top_k]
+    before = top.cumsum(0) - top
+    keep = before < (top_p * top.sum() if top_p < 1 else math.inf)
+    keep[0] = True
+    return dict(zip(ids[keep].tolist(), top[keep].tolist(), strict=True))
+
+
+# ---- what may be drawn -----------------------------------------------------------------------------------------------
+
+
+@few
+@given(
+    grids,
+    st.sampled_from([1.0, 1.5, 2.0]),
+    shares,
+    st.none() | st.integers(1, 30),
+    st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+)
+def test_support_of_all_settings_together_is_the_oracle_s(
+    row: list[float], temperature: float, top_p: float, top_k: int | None, min_p: float
+) -> None:
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    logits = torch.tensor([row])
+    assert support(logits[0], sampling) == set(oracle(row, sampling))
+
+
+@few
+@given(grids, shares)
+def test_top_p_keeps_the_fewest_tokens_that_reach_p_and_the_argmax(row: list[float], top_p: float) -> None:
+    logits = torch.tensor([row], dtype=torch.float64)
+    probs = logits.softmax(-1)[0]
+    ids = kept(logits, None, top_p)
+    assert logits.argmax().item() in ids
+    mass, least = sum(probs[id].item() for id in ids), min(probs[id].item() for id in ids)
+    assert mass >= top_p - SUM_ERROR
+    assert mass - least < top_p + SUM_ERROR
+    assert len(ids) == 1 or mass - least < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_top_p_of_one_drops_nothing_of_a_whole_vocabulary(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, META_VOCAB, generator=generator).to(dtype)
+    everything = Sampling(temperature=1, top_p=1)
+    # Probabilities are at least 1e-8 here; the last id is drawn by the last draw below 1, the first by 0.
+    assert sample(logits, torch.tensor([1 - 2.0**-53]), everything).item() == META_VOCAB - 1
+    assert sample(logits, torch.tensor([0.0]), everything).item() == 0
+    # A draw from the middle of each token's share finds it, whichever it is.
+    probs = logits.double().softmax(-1)[0]
+    middles = probs.cumsum(0) - probs / 2
+    for start in range(0, META_VOCAB, META_VOCAB // 16):
+        ids = torch.arange(start, min(start + 8, META_VOCAB))
+        assert torch.equal(sample(logits.expand(len(ids), -1), middles[ids], everything), ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_top_p_just_below_one_keeps_what_the_oracle_keeps_of_a_whole_vocabulary(dtype: torch.dtype) -> None:
+    logits = torch.randn(1, META_VOCAB, generator=torch.Generator().manual_seed(1)).to(dtype)
+    probs = sorted(logits.double().softmax(-1)[0].tolist(), reverse=True)
+    ids = kept(logits, None, 0.999)
+    assert math.fsum(probs[: len(ids)]) >= 0.999 - SUM_ERROR
+    assert math.fsum(probs[: len(ids) - 1]) < 0.999 + SUM_ERROR
+
+
+@few
+@given(grids, st.integers(1, 30))
+def test_top_k_keeps_k_tokens_and_of_equal_ones_the_lowest_ids(row: list[float], k: int) -> None:
+    expected = sorted(range(len(row)), key=lambda id: (-row[id], id))[:k]
+    assert kept(torch.tensor([row]), k, 1.0) == set(expected)
+
+
+@few
+@given(grids, st.sampled_from([0.01, 0.2, 0.5, 1.0]))
+def test_min_p_keeps_tokens_at_least_so_likely_as_a_share_of_the_likeliest(row: list[float], min_p: float) -> None:
+    expected = {id for id, x in enumerate(row) if math.exp(x - max(row)) >= min_p}
+    assert support(torch.tensor(row), Sampling(temperature=1, top_p=1, min_p=min_p)) == expected
+
+
+def test_top_k_comes_before_top_p_which_measures_what_top_k_left() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    # Of all, p = 0.6 needs two tokens; of the first two alone (4/7 and 3/7) it also needs two, but p = 0.5 needs one.
+    assert support(logits, Sampling(temperature=1, top_p=0.5)) == {0, 1}
+    assert support(logits, Sampling(temperature=1, top_p=0.5, top_k=2)) == {0}
+
+
+def test_temperature_comes_before_top_p_and_min_p() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    assert support(logits, Sampling(temperature=1, top_p=0.8)) == {0, 1}
+    assert support(logits, Sampling(temperature=0.25, top_p=0.8)) == {0}
+    assert support(logits, Sampling(temperature=1, top_p=1, min_p=0.2)) == {0, 1}
+    assert support(logits, Sampling(temperature=4, top_p=1, min_p=0.2)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("vocab", [10, 5000])  # without and with the first look at 1024 candidates
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (None, 3 / 8), (4, 0.75)])
+def test_of_equal_logits_at_the_cut_the_lowest_ids_stay(vocab: int, top_k: int | None, top_p: float) -> None:
+    logits = torch.full((1, vocab), -torch.inf).index_fill(1, torch.tensor([0, 2, 3, 5, 6, 7, 8, 9]), 1.0)
+    assert kept(logits, top_k, top_p) == {0, 2, 3}
+
+
+def test_of_equal_logits_greedy_takes_the_lowest_id() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]]).expand(2, -1)
+    assert sample_with(logits, Sampling(temperature=0)) == [1, 1]
+    assert sample_with(logits, Sampling(temperature=1, top_p=0)) == [1, 1]
+    assert sample_with(logits, Sampling(temperature=1, top_k=1)) == [1, 1]
+    assert sample_with(torch.zeros(2, META_VOCAB), Sampling(temperature=0)) == [0, 0]
+    assert sample_with(torch.zeros(2, META_VOCAB), Sampling(temperature=1, top_p=0)) == [0, 0]
+
+
+def sample_with(logits: Tensor, sampling: Sampling, seed: int = 0) -> list[int]:
+    sampler = Sampler(sampling, seed, [[0]] * len(logits), logits.shape[1], CPU)
+    return sampler(logits).tolist()
+
+
+# ---- how it behaves --------------------------------------------------------------------------------------------------
+
+
+@few
+@given(grids)
+def test_a_larger_p_keeps_all_that_a_smaller_one_keeps(row: list[float]) -> None:
+    logits = torch.tensor([row])
+    sets = [kept(logits, None, p) for p in (0.0, 0.1, 0.3, 0.5, 0.9, 0.999)]
+    assert all(smaller <= larger for smaller, larger in pairwise(sets))
+
+
+@few
+@given(grids, st.integers(-100, 100), st.integers(0, 2**31))
+def test_a_constant_added_to_all_logits_changes_nothing(row: list[float], constant: int, seed: int) -> None:
+    logits = torch.tensor([row]).double()  # sums of halves and whole numbers are exact
+    sampling = Sampling(temperature=0.8, top_p=0.9, top_k=10, min_p=0.01)
+    assert sample_with(logits, sampling, seed) == sample_with(logits + constant, sampling, seed)
+
+
+@few
+@given(st.permutations(range(12)), shares, st.none() | st.integers(1, 12), st.integers(0, 2**31))
+def test_renaming_the_ids_renames_the_choice(order: list[int], top_p: float, top_k: int | None, seed: int) -> None:
+    logits = torch.linspace(-2, 2, 12)[None]  # no two are equal, so nothing is left to the ids
+    sampling = Sampling(temperature=1, top_p=min(top_p, 0.999), top_k=top_k)  # sorted: the order is the logits' own
+    (chosen,) = sample_with(logits[:, order], sampling, seed)
+    assert [order[chosen]] == sample_with(logits, sampling, seed)
+
+
+def shaped(name: str, vocab: int) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    noise = torch.randn(1, vocab, generator=generator, dtype=torch.float64)
+    return {
+        "flat": noise * 1e-3,
+        "normal": noise,
+        "peaked": noise * 12,
+        "tied": (noise * 2).round() / 2,
+        "all equal": torch.zeros_like(noise),
+        "tied at the top": noise.clamp(max=1.5),
+        "tied beyond 1024 candidates": torch.where(torch.arange(vocab) % 2 == 0, noise * 0, noise * 0 - 20),
+        "one certain": torch.where(torch.arange(vocab) == vocab - 1, 800.0, noise),
+    }[name]
+
+
+@pytest.mark.parametrize("vocab", [2048, 2049, 5000])
+@pytest.mark.parametrize(
+    "name",
+    ["flat", "normal", "peaked", "tied", "all equal", "tied at the top", "tied beyond 1024 candidates", "one certain"],
+)
+def test_a_look_at_1024_candidates_gives_what_a_full_sort_gives(name: str, vocab: int) -> None:
+    probs = shaped(name, vocab).softmax(-1)
+    for top_k in (None, 1, 50, 1023, 1024, 1025, 2 * vocab):
+        for top_p in (0.0, 0.2, 0.7, 0.95, 0.9999, 1.0):
+            if top_k is None and top_p == 1:
+                continue  # nothing is dropped, so nothing is looked at
+            found, ids = most_likely(probs, top_k, top_p)
+            shown = {id: p for id, p in zip(ids[0].tolist(), found[0].tolist(), strict=True) if p > 0}
+            expected = {id: p for id, p in full_sort(probs, top_k, top_p).items() if p > 0}
+            assert list(shown.items()) == list(expected.items()), (top_k, top_p)
+
+
+def test_where_few_tokens_are_kept_only_the_candidates_are_sorted() -> None:
+    assert most_likely(shaped("peaked", 5000).softmax(-1), None, 0.9)[0].shape == (1, 1024)
+    assert most_likely(shaped("flat", 5000).softmax(-1), None, 0.9)[0].shape == (1, 5000)
+
+
+def test_rows_that_need_the_full_sort_do_not_change_the_others() -> None:
+    flat, peaked = shaped("flat", 5000), shaped("peaked", 5000)
+    draws = torch.tensor([0.3, 0.6], dtype=torch.float64)
+    sampling = Sampling(temperature=1, top_p=0.9)
+    together = sample(torch.cat([flat, peaked]), draws, sampling)
+    assert together.tolist() == [sample(flat, draws[:1], sampling).item(), sample(peaked, draws[1:], sampling).item()]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_draws_have_the_probabilities_of_the_softmax(top_p: float) -> None:
+    logits = torch.tensor([1.5, 0.5, 0.0, -0.5, -1.0, 2.0])
+    sampling = Sampling(temperature=0.9, top_p=top_p)
+    expected = oracle(logits.tolist(), sampling)
+    n = 100_000
+    draws = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    counts = sample(logits.expand(n, -1), draws, sampling).bincount(minlength=6).tolist()
+    chi2 = sum((counts[id] - n * p) ** 2 / (n * p) for id, p in expected.items())
+    # 99.9 % of fair samples stay below this for 5 degrees of freedom, and fewer freedoms only lower it.
+    assert chi2 < 20.52
+    assert sum(counts[id] for id in expected) == n
+
+
+def test_200_000_draws_never_leave_the_support() -> None:
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 3
+    logits[0, [0, 1, 39]] = -torch.inf  # shares of nothing at both ends of the running sum
+    sampling = Sampling(temperature=1, top_p=1)
+    draws = torch.rand(200_000, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    draws[:3] = torch.tensor([0.0, 1 - 2.0**-53, 2.0**-60])
+    chosen = set(sample(logits.expand(len(draws), -1), draws, sampling).tolist())
+    assert not chosen & {0, 1, 39}
+    sampling = Sampling(temperature=1, top_p=0.8, top_k=9, min_p=0.02)
+    assert set(sample(logits.expand(len(draws), -1), draws, sampling).tolist()) == set(
+        oracle(logits[0].tolist(), sampling)
+    )
+
+
+# ---- greedy, and the limits of numbers -------------------------------------------------------------------------------
+
+
+@few
+@given(grids, shares, st.none() | st.integers(1, 5), st.sampled_from([0.0, 1.0]), st.integers(0, 99))
+def test_temperature_0_is_the_argmax_whatever_else_is_set(
+    row: list[float], top_p: float, top_k: int | None, min_p: float, seed: int
+) -> None:
+    sampling = Sampling(temperature=0, top_p=top_p, top_k=top_k, min_p=min_p)
+    assert sample_with(torch.tensor([row]), sampling, seed) == [row.index(max(row))]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-300, 5e-324])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_tiny_temperature_is_greedy_and_finite(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([[-3e4, 2.0, 2.1, 3e4, 0.0], [5.0, 1.0, 2.0, 3.0, 4.0]])
+    assert sample_with(logits, Sampling(temperature=temperature, top_p=top_p)) == [3, 0]
+
+
+@pytest.mark.parametrize("vocab", [7, 3000])
+@pytest.mark.parametrize("top_p", [0, 0.0, 5e-324, 1e-9])
+def test_top_p_of_0_or_next_to_it_is_greedy(vocab: int, top_p: float) -> None:
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(0))
+    assert sample_with(logits, Sampling(temperature=2, top_p=top_p)) == logits.argmax(-1).tolist()
+
+
+def test_a_huge_temperature_makes_all_tokens_equal_and_half_precision_logits_do_not_overflow() -> None:
+    logits = torch.tensor([65504.0, -65504.0], dtype=torch.float16)
+    assert support(logits, Sampling(temperature=1e300, top_p=1)) == {0, 1}
+    assert sample_with(logits[None], Sampling(temperature=1, top_p=1)) == [0]
+
+
+@pytest.mark.parametrize("vocab", [50, 3000])
+@pytest.mark.parametrize("options", [{}, {"top_p": 1.0}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.3}])
+def test_a_row_that_is_not_a_number_gives_some_id_and_leaves_the_others_alone(
+    vocab: int, options: dict[str, float]
+) -> None:
+    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(0))
+    sound = Sampler(Sampling(**options), 5, [[1], [2]], vocab, CPU)(logits)
+    logits[0, 3] = torch.nan
+    spoiled = Sampler(Sampling(**options), 5, [[1], [2]], vocab, CPU)(logits)
+    assert 0 <= spoiled[0] < vocab  # the loop says which row and step it was
+    assert spoiled[1] == sound[1]
+
+
+# ---- bad settings ----------------------------------------------------------------------------------------------------
+
+_NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, "0.5", None, [0.5], 1j]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in [-1, -1e-9, *_NOT_NUMBERS]),
+        *(("top_p", value) for value in [-0.1, 1.0000001, 2, *_NOT_NUMBERS]),
+        *(("min_p", value) for value in [-0.1, 1.1, *_NOT_NUMBERS]),
+        *(("repetition_penalty", value) for value in [0, -1.0, *_NOT_NUMBERS]),
+        *(("top_k", value) for value in [0, -1, 1.5, True, "5", math.nan, math.inf]),
+    ],
+)
+def test_a_bad_setting_is_refused_with_its_value_and_the_limit(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"between 0 and 1|at least [01]|above 0") as refusal:
+        Sampling(**{name: value})
+    assert f"{name}={value!r}" in str(refusal.value)
+
+
+# ---- the repetition penalty ------------------------------------------------------------------------------------------
+
+
+@few
+@given(grids, st.sampled_from([0.5, 1.0, 1.1, 2.0, 10.0]), st.data())
+def test_penalty_is_that_of_transformers(row: list[float], penalty: float, data: st.DataObject) -> None:
+    logits = torch.tensor([row])
+    tokens = data.draw(st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=9))
+    seen = torch.zeros(1, len(row), dtype=torch.bool).index_fill(1, torch.tensor(tokens), True)
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits.clone())
+    assert torch.equal(penalize(logits, seen, penalty), theirs)
+
+
+def test_penalty_comes_before_the_argmax() -> None:
+    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0), None, [[0]], 4, CPU)
+    logits = torch.tensor([[3.0, 2.0, 1.8, -1.0]])
+    assert [sampler(logits).item() for _ in range(3)] == [1, 2, 0]  # 3/2 < 2, then 2/2 < 1.8, then 1.5 leads
+
+
+def test_tokens_of_the_prompt_count_as_seen_and_those_of_other_rows_and_padding_do_not() -> None:
+    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0), None, [[1], [2, 2, 3]], 5, CPU)
+    assert sampler.seen is not None
+    assert [row.nonzero()[:, 0].tolist() for row in sampler.seen] == [[1], [2, 3]]
+    assert sampler(torch.tensor([[1.9, 3.0, 0, 0, 0], [1.9, 1.0, 3.0, 0, 0]])).tolist() == [0, 0]
+
+
+def test_penalty_of_1_keeps_no_account() -> None:
+    assert Sampler(Sampling(), 0, [[1]], 5, CPU).seen is None
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-3])
+@pytest.mark.parametrize(("penalty", "expected"), [(1e-300, 1), (1e-40, 1), (1e40, 3), (1e300, 3)])
+def test_a_penalty_past_the_range_of_float32_still_orders_the_tokens(
+    penalty: float, expected: int, temperature: float
+) -> None:
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
+    sampler = Sampler(sampling, 0, [[0, 1, 2]], 4, CPU)
+    assert sampler(torch.tensor([[0.0, 1.0, -1.0, 2.0]])).item() == expected
+
+
+# ---- random streams --------------------------------------------------------------------------------------------------
+
+
+def test_row_i_has_the_stream_of_seed_plus_i_and_a_list_gives_each_row_its_own() -> None:
+    assert [stream.initial_seed() for stream in row_streams(7, 3)] == [7, 8, 9]
+    assert [stream.initial_seed() for stream in row_streams([5, 1, 5], 3)] == [5, 1, 5]
+
+
+def test_a_list_of_seeds_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 seeds were given for 3 rows"):
+        row_streams([1, 2], 3)
+
+
+def test_no_seed_draws_afresh_each_time() -> None:
+    seeds = {stream.initial_seed() for _ in range(4) for stream in row_streams(None, 2)}
+    assert len(seeds) == 8
+
+
+def test_a_row_draws_alone_what_it_draws_in_a_batch() -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    together = Sampler(Sampling(temperature=1), 10, [[0]] * 5, 300, CPU)
+    first, second = together(logits).tolist(), together(logits).tolist()
+    for row in range(5):
+        alone = Sampler(Sampling(temperature=1), 10 + row, [[0]], 300, CPU)
+        assert [alone(logits[row : row + 1]).item() for _ in range(2)] == [first[row], second[row]]
+
+
+def test_the_global_random_state_is_neither_read_nor_moved() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    results = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        before = torch.get_rng_state()
+        results.append(sample_with(logits, Sampling(temperature=1), seed=3))
+        sample_with(logits, Sampling(temperature=1), seed=3)
+        row_streams(None, 3)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert results[0] == results[1]
