@@ -86,7 +86,7 @@ class ModelArgs:
             object.__setattr__(self, name, value)  # the one moment when a frozen value may still be completed
 
     def _meta_ffn_dim(self) -> int:
-        hidden_dim = int(2 * (4 * self.dim) / 3)
+        hidden_dim = 2 * (4 * self.dim) // 3
         if self.ffn_dim_multiplier is not None:
             hidden_dim = int(self.ffn_dim_multiplier * hidden_dim)
         return self.multiple_of * ((hidden_dim + self.multiple_of - 1) // self.multiple_of)
@@ -97,6 +97,9 @@ class ModelArgs:
         for name in ("n_kv_heads", "head_dim", "ffn_dim", "max_batch_size"):
             if getattr(self, name) is not None:
                 _check_positive_int(name, getattr(self, name))
+        for name in ("use_scaled_rope", "kv_caching", "tied_head"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.vocab_size != -1:
             _check_positive_int("vocab_size", self.vocab_size)
         for name in ("norm_eps", "rope_theta", "ffn_dim_multiplier"):

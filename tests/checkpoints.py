@@ -24,6 +24,7 @@ N_RANKS = 256 + len(MERGES)
 N_WORDS = N_RANKS + 256  # Llama 3 has 256 special tokens after the ranks
 BOS, EOS, EOT = N_RANKS, N_RANKS + 1, N_RANKS + 9
 
+GGUF_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 16)
 HF_NAMES = {
     "tok_embeddings": "model.embed_tokens",
     "attention.wq": "self_attn.q_proj",
@@ -40,7 +41,6 @@ HF_NAMES = {
 }
 LLAMA3_SCALING = {
     "rope_type": "llama3",
-    "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -48,9 +48,10 @@ LLAMA3_SCALING = {
 
 
 def config_of(**changes: Any) -> LlamaConfig:
-    """Return a tiny Llama of transformers; `scaled=True` gives it Llama 3.1's RoPE scaling."""
-    scaled = changes.pop("scaled", False)
-    rope = {"rope_theta": 500000.0, **(LLAMA3_SCALING if scaled else {"rope_type": "default"})}
+    """Return a tiny Llama of transformers; `scaled=True` gives it Llama 3.1's RoPE scaling, by `factor`."""
+    scaled, factor = changes.pop("scaled", False), changes.pop("factor", 8.0)
+    scaling = LLAMA3_SCALING | {"factor": factor} if scaled else {"rope_type": "default"}
+    rope = {"rope_theta": 500000.0, **scaling}
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -81,12 +82,7 @@ def random_model(config: LlamaConfig, *, dtype: torch.dtype = torch.float32, see
 def meta_rows(n_heads: int, head_dim: int) -> list[int]:
     """Return, for each row of Meta's wq or wk, the row of Hugging Face's where the same numbers are."""
     half = head_dim // 2
-    return [
-        head * head_dim + place
-        for head in range(n_heads)
-        for pair in range(half)
-        for place in (pair, half + pair)
-    ]
+    return [head * head_dim + place for head in range(n_heads) for pair in range(half) for place in (pair, half + pair)]
 
 
 def meta_weights(model: LlamaForCausalLM) -> dict[str, Tensor]:
@@ -94,7 +90,7 @@ def meta_weights(model: LlamaForCausalLM) -> dict[str, Tensor]:
     theirs, config = model.state_dict(), model.config
     weights = {}
     for ours, name in HF_NAMES.items():
-        if "." in name and not name.startswith("model") or "layernorm" in name:
+        if ours.startswith(("attention", "feed_forward", "ffn_norm")):
             for i in range(config.num_hidden_layers):
                 weights[f"layers.{i}.{ours}.weight"] = theirs[f"model.layers.{i}.{name}.weight"]
         elif not (ours == "output" and config.tie_word_embeddings):
@@ -190,8 +186,7 @@ def write_meta(
 
 def gguf_name(name: str) -> str:
     """Return llama.cpp's name, from the gguf package's own table."""
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 512)
-    theirs = table.get_name(name, try_suffixes=(".weight",))
+    theirs = GGUF_NAMES.get_name(name, try_suffixes=(".weight",))
     assert theirs is not None
     return theirs
 

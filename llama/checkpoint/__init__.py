@@ -89,16 +89,25 @@ def load_weights(
         needed={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
         found={name: weight.shape for name, weight in checkpoint.tensors.items()},
     )
-    total = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    done = 0
+    _materialise(model, dtype=dtype, device=device)
+    parameters = dict(model.named_parameters())  # a tied head is here once, as the embedding
+    total, done = sum(parameter.nbytes for parameter in parameters.values()), 0
+    for name, parameter in parameters.items():
+        checkpoint.tensors[name].copy_to(parameter.detach())
+        done += parameter.nbytes
+        if progress is not None:
+            progress(done, total)
+    return model
+
+
+def _materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give every parameter memory, still unwritten. Those that are one stay one: the two ends of a tied head.
+
+    All at once and before the first read, so that what reading needs for a moment leaves no holes between them.
+    """
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, blank in list(model.named_parameters(remove_duplicate=False)):
-        if blank not in made:  # a tied head is one Parameter under two names, and stays one
+        if blank not in made:
             made[blank] = torch.nn.Parameter(torch.empty(blank.shape, dtype=dtype, device=device))
-            checkpoint.tensors[name].copy_to(made[blank].detach())
-            done += made[blank].nbytes
-            if progress is not None:
-                progress(done, total)
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, made[blank])
-    return model

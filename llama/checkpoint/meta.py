@@ -197,13 +197,16 @@ def _merge(path: Path, name: str, parts: list[Tensor], args: ModelArgs) -> Weigh
     if name.endswith(("wk.weight", "wv.weight")) and shards > args.n_kv_heads and len(part) == args.head_dim:
         copies = shards // args.n_kv_heads  # more shards than heads: neighbours hold the same head
     groups = [parts[i : i + copies] for i in range(0, shards, copies)]
+    length = len(part)
 
     def rows(start: int, stop: int) -> Tensor:
-        length = len(part)
-        spans = [(max(start - i * length, 0), max(stop - i * length, 0)) for i in range(len(groups))]
-        return torch.cat([_agreed(path, name, group, *span) for group, span in zip(groups, spans, strict=True)])
+        pieces = [
+            _agreed(path, name, groups[i], max(start - i * length, 0), min(stop - i * length, length))
+            for i in range(start // length, (stop - 1) // length + 1)
+        ]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
-    return Weight((len(part) * len(groups), *part.shape[1:]), rows)
+    return Weight((length * len(groups), *part.shape[1:]), rows)
 
 
 def _agreed(path: Path, name: str, copies: Sequence[Tensor], start: int, stop: int) -> Tensor:
