@@ -69,7 +69,7 @@ def main(
         stop: End a text before this string; may be given several times.
         kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
         kv_cache: The kind of cache: static or concat.
-        stream: Print the text as it is made.
+        stream: Print the text as it is made; of several prompts, the first one's.
         chat: Take each prompt as a user's message and answer it.
         trace: Print what each step is fed: one token a row with the cache, the growing prefix without.
         device: auto, cpu, cuda or mps.
@@ -79,12 +79,13 @@ def main(
     """
     texts = list(prompts)
     if prompt_file is not None:
-        texts.append((sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text()).removesuffix("\n"))
+        texts.append(
+            (sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text("utf-8")).removesuffix("\n")
+        )
     texts = texts or list(PROMPTS)
 
-    from llama.chat import ChatFormat
-
     from llama import load  # here, so that a mistyped flag is refused without waiting for torch
+    from llama.chat import ChatFormat
 
     model, tokenizer = load(
         ckpt_dir,
@@ -95,8 +96,10 @@ def main(
         max_batch_size=max_batch_size,
         kv_cache=kv_cache,
     )
-    format = ChatFormat(tokenizer) if chat else None
-    asked = [format.encode_dialog_prompt([{"role": "user", "content": text}]) if format else text for text in texts]
+    asked: list[str] | list[list[int]] = texts
+    if chat:
+        format = ChatFormat(tokenizer)
+        asked = [format.encode_dialog_prompt([{"role": "user", "content": text}]) for text in texts]
     pieces = model.stream(
         tokenizer,
         asked,
@@ -112,7 +115,7 @@ def main(
         on_step=Trace(tokenizer) if trace else None,
     )
     started = time.perf_counter()
-    code = show(texts, pieces, live=stream)
+    code = show(texts, pieces, live=stream and not trace)
     seconds = time.perf_counter() - started
     tokens = sum(len(result["ids"]) for result in pieces.results)
     cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from llama.chat import ChatFormat, Dialog, Message
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.demo import demo_model_path
-from llama.generation import Stream
+from llama.generation import Stream, encode_prompt
 from llama.model import Transformer
 from llama.tokenizer import Tokenizer
 
@@ -252,7 +252,7 @@ class Llama:
         )
 
     def _encode(self, prompts: list[str]) -> list[list[int]]:
-        return [self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos, eos=False) for prompt in prompts]
+        return [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
 
     def _room(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[int]:
         """Return how many tokens each row may grow by: `max_gen_len`, cut where the text would pass max_seq_len."""

@@ -31,9 +31,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"rope scaling: {name}={value} must be a finite number above 0")
+            _check_positive(name, getattr(self, name))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"rope scaling: high_freq_factor={self.high_freq_factor} must be above "
@@ -93,25 +91,19 @@ class ModelArgs:
 
     def _check_types(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "multiple_of", "max_seq_len"):
-            _check_positive_int(name, getattr(self, name))
+            _check_count(name, getattr(self, name))
         for name in ("n_kv_heads", "head_dim", "ffn_dim", "max_batch_size"):
             if getattr(self, name) is not None:
-                _check_positive_int(name, getattr(self, name))
+                _check_count(name, getattr(self, name))
+        if self.vocab_size != -1:
+            _check_count("vocab_size", self.vocab_size)
+        for name in ("norm_eps", "rope_theta"):
+            _check_positive(name, getattr(self, name))
+        if self.ffn_dim_multiplier is not None:
+            _check_positive("ffn_dim_multiplier", self.ffn_dim_multiplier)
         for name in ("use_scaled_rope", "kv_caching", "tied_head"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.vocab_size != -1:
-            _check_positive_int("vocab_size", self.vocab_size)
-        for name in ("norm_eps", "rope_theta", "ffn_dim_multiplier"):
-            value = getattr(self, name)
-            if name == "ffn_dim_multiplier" and value is None:
-                continue
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not (math.isfinite(value) and value > 0)
-            ):
-                raise ValueError(f"{name}={value!r} must be a finite number above 0")
 
     def _check_values(self) -> None:
         if self.n_heads % self.n_kv_heads:
@@ -124,12 +116,17 @@ class ModelArgs:
                     f"rope_scaling has {len(self.rope_scaling)} divisors but head_dim={self.head_dim} "
                     f"has {self.head_dim // 2} frequencies"
                 )
-            if not all(math.isfinite(divisor) and divisor > 0 for divisor in self.rope_scaling):
-                raise ValueError("rope_scaling: every divisor must be a finite number above 0")
+            for divisor in self.rope_scaling:
+                _check_positive("a divisor of rope_scaling", divisor)
         elif not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(f"rope_scaling={self.rope_scaling!r} must be a RopeScaling, a tuple of divisors or None")
 
 
-def _check_positive_int(name: str, value: object) -> None:
+def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a finite number above 0")

@@ -47,11 +47,18 @@ def run(command: Callable[..., int], words: list[str]) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {_in_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _in_one_line(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    return " ".join(text.split())
 
 
 def flag_types(command: Callable[..., int]) -> dict[str, Any]:

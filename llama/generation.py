@@ -352,7 +352,7 @@ def _stream(
     prompts, stops = _as_list(prompts), _as_list(stop)
     if "" in stops:
         raise ValueError("a stop string is empty, so it would end every text before it began")
-    ids = [_encode(tokenizer, prompt) for prompt in prompts]
+    ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     request = _request(model, ids, max_gen_len, tokenizer.stop_tokens, options)
     echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
     texts = [_Text(tokenizer.stream(), stops) for _ in prompts]
@@ -431,7 +431,7 @@ def _running(model: LanguageModel, request: Request) -> Iterator[None]:
         model.free_cache()
 
 
-def _encode(tokenizer: TextCodec, prompt: str | Sequence[int]) -> list[int]:
+def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int]) -> list[int]:
     """Return a prompt's ids, with BOS as the file asks for; an empty text is BOS alone where there is one."""
     if not isinstance(prompt, str):
         return list(prompt)

@@ -121,6 +121,8 @@ def main(
         ratio = statistics.median(a / b for a, b in zip(speeds["llama"], speeds["transformers"], strict=True))
         words = ", ".join(f"{name} {statistics.median(values):.1f}" for name, values in speeds.items())
         print(f"{('prefill', 'decode')[phase]} tokens/s: {words}; ratio {ratio:.2f}")
+    whole = {name: statistics.median(sum(run) for run in runs) for name, runs in times.items()}
+    print("whole job: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in whole.items()))
     return 0
 
 

@@ -1,8 +1,13 @@
-"""Stand-ins that are small enough to be seen through: a model that follows a script, and a tokenizer of bytes."""
+"""Stand-ins that are small enough to be seen through: a model that follows a script, and a tokenizer of bytes.
+
+And for what needs files, a tiny checkpoint, written by other people's code.
+"""
 
 import codecs
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -95,3 +100,41 @@ class ByteStream:
 def piece(id: int) -> bytes:
     """Return the bytes that an id of `Bytes` stands for."""
     return {256: b"<bos>", 257: b"<eos>", 300: b"hello"}.get(id) or bytes([id])
+
+
+SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+
+def write_checkpoint(folder: Path, *, max_seq_len: int = 128) -> Path:
+    """Write a random model of two layers, and a tokenizer of 256 bytes, a few merges and Llama 3's chat marks."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "hello", "\u0120t", "\u0120the"]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("\u0120", "t"), ("\u0120t", "he")]
+    tokenizer = Tokenizer(models.BPE(vocab={text: id for id, text in enumerate(pieces)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    bos, eos, eot = (tokenizer.token_to_id(SPECIALS[i]) for i in (0, 1, 4))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIALS[0]} $A", special_tokens=[(SPECIALS[0], bos)]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": SPECIALS[0], "eos_token": SPECIALS[1]}))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=tokenizer.get_vocab_size(),
+        max_position_embeddings=max_seq_len,
+        bos_token_id=bos,
+        eos_token_id=[eos, eot],
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

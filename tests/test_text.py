@@ -1,7 +1,7 @@
 """Text goes in and comes out whole: stop strings, characters made of several tokens, and streams that equal `generate`.
 
-A scripted model says the bytes of a given text, through a tokenizer of bytes, so every token border is where a byte
-ends. `Merged` moves the borders.
+A scripted model says a given text byte by byte, through a tokenizer of bytes, so there is a token border wherever a
+character has one inside.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from fakes import Bytes, Scripted
+from fakes import Bytes, Limits, Scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,9 +21,9 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 
 
 def saying(*texts: str | bytes | Sequence[int], end: bool = True) -> Scripted:
-    """Return a model whose row b says texts[b], a text or its ids, and then ends it (or says it over to its last id)."""
+    """Return a model whose row b says texts[b], a text or its ids, and then ends it, or else repeats its last id."""
     scripts = [list(text.encode() if isinstance(text, str) else text) + [EOS] * end for text in texts]
-    return Scripted(scripts)
+    return Scripted(scripts, Limits(max_seq_len=80))
 
 
 def one(model: Scripted, prompt: str | Sequence[int] = "p", max_gen_len: int = 60, **options: Any) -> Completion:
