@@ -22,31 +22,32 @@ def attend(
     """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
 
     xq is (bsz, seqlen, n_heads, head_dim), and its query i stands at start_pos + i. keys and values are
-    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j, or at key_positions[j], (kv_len,) or (bsz, kv_len).
+    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j, or at key_positions[j], (kv_len,) or (bsz, kv_len);
+    with key_positions, all of them must be finite, also where nobody looks.
     """
     if isinstance(start_pos, int):
         return _attend_in_step(xq, keys, values, start_pos, key_positions)
-    # Rows at different positions are attended one by one, each over its own keys: what lies past a row's position is
-    # then never read, and a row gives what it gives alone. A mask would multiply it by zero, and 0 * nan is nan.
+    # Rows at different positions are attended one by one, each over its own keys, so that a row gives what it gives
+    # alone.
     rows = []
     for row, pos in enumerate(start_pos):
         one = slice(row, row + 1)
-        if key_positions is None:
-            seen, places = slice(0, pos + xq.shape[1]), None
-        else:
-            seen, places = slice(None), key_positions if key_positions.ndim == 1 else key_positions[row]
-        rows.append(_attend_in_step(xq[one], keys[one, seen], values[one, seen], pos, places))
+        places = key_positions if key_positions is None or key_positions.ndim == 1 else key_positions[row]
+        rows.append(_attend_in_step(xq[one], keys[one], values[one], pos, places))
     return torch.cat(rows)
 
 
 def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, key_positions: Tensor | None) -> Tensor:
     """Attend where all rows stand at the same position."""
-    seqlen, kv_len = xq.shape[1], keys.shape[1]
+    seqlen = xq.shape[1]
+    end = start_pos + seqlen
     mask = None
     if key_positions is not None:
         mask = _mask(start_pos, seqlen, key_positions)
-    elif seqlen > 1 and start_pos > 0:  # is_causal would align the first query with the first key
-        mask = _mask(start_pos, seqlen, torch.arange(kv_len, device=xq.device))
+    else:  # what lies past the end is never read: a mask would multiply it by zero, and 0 * nan is nan
+        keys, values = keys[:, :end], values[:, :end]
+        if seqlen > 1 and start_pos > 0:  # is_causal would align the first query with the first key
+            mask = _mask(start_pos, seqlen, torch.arange(end, device=xq.device))
     output = F.scaled_dot_product_attention(
         xq.transpose(1, 2),  # (bsz, n_heads, seqlen, head_dim)
         keys.transpose(1, 2),  # (bsz, n_kv_heads, kv_len, head_dim)

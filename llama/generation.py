@@ -366,9 +366,10 @@ Piece = tuple[int, str, Token | None]
 def _pieces(
     model: LanguageModel, request: Request, texts: "list[_Text]", echo: list[str]
 ) -> Generator[Piece, None, None]:
-    """Yield the texts of all rows, piece by piece."""
+    """Yield the texts of all rows, piece by piece, and what a row still holds back as soon as it has ended."""
     if request.echo:
         yield from ((row, prompt, None) for row, prompt in enumerate(echo))
+    unfinished = set(range(len(texts)))
     with closing(_generate(model, request)) as tokens:
         for token in tokens:
             text = texts[token.row]
@@ -377,8 +378,18 @@ def _pieces(
                 request.live.discard(token.row)
                 request.stopped.add(token.row)
             yield token.row, piece, token
-    for row, text in enumerate(texts):
-        yield row, text.flush(), None
+            ended = unfinished - request.live
+            unfinished -= ended
+            yield from _flush(request, texts, ended)
+    yield from _flush(request, texts, unfinished)
+
+
+def _flush(request: Request, texts: "list[_Text]", rows: set[int]) -> Iterator[Piece]:
+    for row in sorted(rows):
+        piece = texts[row].flush()
+        if texts[row].stopped:
+            request.stopped.add(row)
+        yield row, piece, None
 
 
 class _Text:
@@ -467,6 +478,8 @@ def _request(
     least = 0 if isinstance(max_gen_len, Sequence) else 1  # a row of several may stay as it is
     if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in room):
         raise ValueError(f"max_gen_len={max_gen_len!r} must be a whole number of at least {least}")
+    if switch not in (None, True, False):
+        raise ValueError(f"kv_caching={switch!r} must be True, False or None")
     _check_device(model, device)
     _check_prompts(model.args, ids)
     _check_room(model.args, ids, room)

@@ -59,7 +59,10 @@ class KVCache(nn.Module):
         raise NotImplementedError
 
     def key_positions(self) -> Tensor | None:
-        """Return where the keys of the last update stand, (kv_len,) or (bsz, kv_len); None: at 0 .. kv_len - 1."""
+        """Return where the keys of the last update stand, (kv_len,) or (bsz, kv_len); None: at 0 .. kv_len - 1.
+
+        Keys and values whose positions are given must be finite, also where nobody may look yet: they are masked.
+        """
         return None
 
     def reserve(self, rows: int, length: int) -> None:

@@ -6,6 +6,7 @@ Knows tensors only. Every linear layer of the model goes through here, cached or
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
 
@@ -30,10 +31,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
     # PyTorch hands float32 products on a CPU to MKL, which reaches a half to a third of oneDNN's speed on an AMD
-    # machine, at one row and at many (docs/log.md). oneDNN's operator has no gradient.
+    # machine, at one row and at many (docs/log.md). oneDNN's operator has no gradient, and under
+    # forward-mode differentiation (an open level of dual numbers) it would give zeros without a word.
     return (
         x.dtype == torch.float32 == weight.dtype
         and x.device.type == "cpu"
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and forward_ad._current_level < 0
         and _HAS_ONEDNN
     )

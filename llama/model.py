@@ -168,6 +168,7 @@ class Transformer(nn.Module, Generation):
         are real, and its own last one is taken. Raises ValueError on what the limits or the cache do not allow.
         """
         start_pos = self._check_positions(tokens, start_pos)
+        _check_wanted(tokens, logits, lengths)
         freqs_cis = self.rope.at(start_pos, tokens.shape[1], tokens.device)
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
@@ -184,8 +185,8 @@ class Transformer(nn.Module, Generation):
         bsz, seqlen = tokens.shape
         if isinstance(start_pos, Tensor):
             start_pos = start_pos.tolist()
-        starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
-        if len(starts) != bsz or min(starts) < 0:
+        starts = list(start_pos) if isinstance(start_pos, Sequence) else [start_pos] * bsz
+        if len(starts) != bsz or not all(isinstance(start, int) and start >= 0 for start in starts):
             raise ValueError(f"start_pos={start_pos} must be an int or one per row (of {bsz}), and not negative")
         if self.args.max_batch_size is not None and bsz > self.args.max_batch_size:
             raise ValueError(f"{bsz} rows are more than max_batch_size={self.args.max_batch_size}")
@@ -204,6 +205,14 @@ class Transformer(nn.Module, Generation):
         return cast(list[TransformerBlock], list(self.layers))
 
 
+def _check_wanted(tokens: Tensor, logits: str, lengths: Sequence[int] | None) -> None:
+    if logits not in ("all", "last"):
+        raise ValueError(f"logits={logits!r} must be 'all' or 'last'")
+    bsz, seqlen = tokens.shape
+    if lengths is not None and (len(lengths) != bsz or not all(1 <= length <= seqlen for length in lengths)):
+        raise ValueError(f"lengths={lengths} must be one per row (of {bsz}), each from 1 to {seqlen}")
+
+
 def _last(h: Tensor, lengths: Sequence[int] | None) -> Tensor:
     """Return each row's last real vector, (bsz, 1, dim)."""
     if lengths is None or len(set(lengths)) == 1:
@@ -219,5 +228,5 @@ def _frequencies(args: ModelArgs) -> Tensor:
         if isinstance(args.rope_scaling, RopeScaling):
             return scale_frequencies(freqs, **asdict(args.rope_scaling))
         if args.rope_scaling is not None:
-            return freqs / torch.tensor(args.rope_scaling)
+            return freqs / torch.tensor(args.rope_scaling, dtype=torch.float32)
         return freqs

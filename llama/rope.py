@@ -60,8 +60,8 @@ class RopeTable:
             cos, sin = self._up_to(start_pos + seqlen, device)
             return cos[None, start_pos : start_pos + seqlen], sin[None, start_pos : start_pos + seqlen]
         cos, sin = self._up_to(max(start_pos) + seqlen, device)
-        positions = torch.tensor(start_pos)[:, None] + torch.arange(seqlen)  # (bsz, seqlen)
-        positions = positions.to(device)
+        starts = torch.tensor(start_pos, device=device)
+        positions = starts[:, None] + torch.arange(seqlen, device=device)  # (bsz, seqlen)
         return cos[positions], sin[positions]
 
     def _up_to(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,8 @@ class RopeTable:
 
 
 def _cos_sin(freqs: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), freqs)  # (length, head_dim / 2)
+    positions = torch.arange(length, dtype=torch.float32, device=freqs.device)
+    angles = torch.outer(positions, freqs)  # (length, head_dim / 2)
     cos, sin = angles.cos(), angles.sin()
     cos = torch.stack((cos, cos), dim=-1).flatten(-2)  # (length, head_dim)
     sin = torch.stack((-sin, sin), dim=-1).flatten(-2)

@@ -92,6 +92,9 @@ def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Gener
         seeds = list(seed)
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds were given for {rows} rows; give one int, or one seed per row")
+    for seed in seeds:
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed={seed!r} must be a whole number from -2**63 to 2**64 - 1")
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 

@@ -617,6 +617,11 @@ def test_a_bad_setting_of_the_sampler_is_refused_before_the_model_runs() -> None
     assert "temperature=-1" in refused(scripted([1]), [[1]], temperature=-1)
 
 
+@pytest.mark.parametrize("switch", ["no", "False", 2])
+def test_a_switch_that_is_neither_true_nor_false_is_refused(switch: Any) -> None:
+    assert f"kv_caching={switch!r}" in refused(scripted([1]), [[1]], kv_caching=switch)
+
+
 def test_a_misspelt_option_is_refused_by_name() -> None:
     model = scripted([1])
     with pytest.raises(TypeError, match="temprature"):

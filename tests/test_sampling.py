@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -390,6 +391,16 @@ def test_row_i_has_the_stream_of_seed_plus_i_and_a_list_gives_each_row_its_own()
 def test_a_list_of_seeds_of_the_wrong_length_is_refused() -> None:
     with pytest.raises(ValueError, match="2 seeds were given for 3 rows"):
         row_streams([1, 2], 3)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, [0, 1.5], [0, None], [0, "1"]])
+def test_a_seed_that_no_stream_can_have_is_refused_with_the_limits(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be a whole number from -2\*\*63 to 2\*\*64 - 1"):
+        row_streams(seed, 2)
+
+
+def test_the_largest_and_the_smallest_seed_are_taken() -> None:
+    assert len(row_streams([2**64 - 1, -(2**63)], 2)) == 2
 
 
 def test_no_seed_draws_afresh_each_time() -> None:

@@ -136,11 +136,26 @@ def test_what_may_begin_a_stop_string_waits_and_nothing_else_does() -> None:
     assert pieces == ["abX", "ab"]  # the last when no more can come
 
 
+def test_what_a_row_held_back_comes_when_it_ends_and_not_when_the_batch_does() -> None:
+    pieces = list(saying("ab", "wxyz").stream(Bytes(), ["p", "q"], 9, stop="bc", **GREEDY))
+    assert pieces.index((0, "b")) < pieces.index((1, "z"))
+
+
 def test_a_stop_string_inside_one_token_cuts_that_token_s_text_and_keeps_its_id() -> None:
     result = one(saying([HELLO, 33, HELLO]), stop="ll")
     assert result == {"generation": "he", "ids": [HELLO], "finish_reason": "stop"}
     result = one(saying([HELLO, HELLO]), stop="loh")
     assert result == {"generation": "hel", "ids": [HELLO, HELLO], "finish_reason": "stop"}
+
+
+def test_of_two_stop_strings_in_one_piece_the_earlier_cuts() -> None:
+    for stop in (["lo", "el"], ["el", "lo"], ["ello", "lo"]):
+        assert one(saying([HELLO]), stop=stop)["generation"] == "h"
+
+
+def test_a_stop_string_that_only_the_end_completes_is_a_stop() -> None:
+    result = one(saying(b"ab\xe6\x97", end=False), max_gen_len=4, stop="b\ufffd")
+    assert (result["generation"], result["finish_reason"]) == ("a", "stop")
 
 
 def test_a_stop_string_ends_its_row_alone_and_its_model_steps() -> None:

@@ -1,0 +1,406 @@
+"""`load` gives a model and a tokenizer that belong together, and `Llama` is what programs for Meta's llama3 expect."""
+
+import logging
+import runpy
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import SPECIALS, write_checkpoint
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from llama import Llama, load
+from llama.api import pick_device, pick_dtype
+from llama.checkpoint import CheckpointError
+
+MAX_SEQ_LEN = 128
+CPU = torch.device("cpu")
+TEXTS = ["hello the world", "x", "one two three four"]
+# float32 sums over 32 to 48 numbers of size 1, taken in another order by transformers.
+FLOAT32 = {"rtol": 0, "atol": 2e-4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: for a model this small, waiting for others costs more than they help."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_seq_len=MAX_SEQ_LEN)
+
+
+@pytest.fixture
+def llama(checkpoint: Path) -> Llama:
+    return Llama.build(str(checkpoint), seed=1, device="cpu")
+
+
+# ---- devices and dtypes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", CPU])
+def test_a_device_that_is_there_is_taken(device: Any) -> None:
+    assert pick_device(device).type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="this machine has a GPU")
+def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
+    assert pick_device("auto") == CPU
+
+
+def test_a_cuda_gpu_beyond_those_that_are_there_is_refused_with_their_number() -> None:
+    count = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=rf"device='cuda:{count}'.* sees {count} CUDA GPUs; choose cpu"):
+        pick_device(f"cuda:{count}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
+def test_cuda_is_refused_where_there_is_none(device: Any) -> None:
+    with pytest.raises(ValueError, match="sees 0 CUDA GPUs"):
+        pick_device(device)
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has a Metal GPU")
+def test_mps_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ValueError, match=r"device='mps': .* no Metal GPU; choose cpu"):
+        pick_device("mps")
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "CPU", "tpu:0", "cuda:x", "meta", "xpu", torch.device("meta")])
+def test_other_devices_are_refused_with_the_choices(device: Any) -> None:
+    with pytest.raises(ValueError, match="choose auto, cpu, cuda or mps"):
+        pick_device(device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("auto", torch.float32),
+        ("fp32", torch.float32),
+        ("float32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("fp64", torch.float64),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_dtypes_have_short_and_long_names(dtype: Any, expected: torch.dtype) -> None:
+    assert pick_dtype(dtype, CPU) == expected
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "", "FP32", torch.int8, torch.float8_e4m3fn, None])
+def test_other_dtypes_are_refused_with_the_choices(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="choose auto, fp32, bf16, fp16 or fp64"):
+        pick_dtype(dtype, CPU)
+
+
+def test_a_metal_gpu_is_given_what_it_can_compute() -> None:
+    mps = torch.device("mps")
+    assert pick_dtype("auto", mps) == torch.float16
+    with pytest.raises(ValueError, match="no bf16 arithmetic; choose fp16"):
+        pick_dtype("bf16", mps)
+    with pytest.raises(ValueError, match="no fp64; choose fp32"):
+        pick_dtype("fp64", mps)
+
+
+# ---- load ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_continues_texts_as_transformers_does(checkpoint: Path) -> None:
+    model, tokenizer = load(checkpoint, device="cpu")
+    theirs = LlamaForCausalLM.from_pretrained(checkpoint)
+    their_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
+    results = model.generate(tokenizer, TEXTS, 20, temperature=0, logprobs=True)
+    for text, result in zip(TEXTS, results, strict=True):
+        prompt = their_tokenizer(text)["input_ids"]
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([prompt + result["ids"]])).logits[0, len(prompt) - 1 :]
+        chosen = logits.argmax(-1).tolist()
+        assert chosen[:-1] == result["ids"]
+        assert len(result["ids"]) == 20 or chosen[-1] in tokenizer.stop_tokens
+        expected = logits[:-1].log_softmax(-1).gather(-1, torch.tensor(result["ids"])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(result["logprobs"]), expected, **FLOAT32)
+        assert result["generation"] == their_tokenizer.decode(result["ids"])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+def test_the_model_is_loaded_as_asked(checkpoint: Path, dtype: str, kv_cache: str) -> None:
+    model, tokenizer = load(
+        str(checkpoint), device="cpu", dtype=dtype, max_seq_len=50, max_batch_size=3, kv_cache=kv_cache
+    )
+    assert {parameter.dtype for parameter in model.parameters()} == {pick_dtype(dtype, CPU)}
+    assert (model.args.max_seq_len, model.args.max_batch_size, model.args.kv_cache) == (50, 3, kv_cache)
+    assert (model.device, model.training, model.kv_caching) == (CPU, False, True)
+    results = model.generate(tokenizer, TEXTS, 5, temperature=0)
+    assert results == model.generate(tokenizer, TEXTS, 5, temperature=0, kv_caching=False)
+    with pytest.raises(ValueError, match="max_seq_len=50"):
+        model.generate(tokenizer, "x", 49)
+    with pytest.raises(ValueError, match="max_batch_size=3"):
+        model.generate(tokenizer, ["x"] * 4, 1)
+
+
+def test_limits_default_to_the_checkpoint_s_length_and_any_number_of_rows(checkpoint: Path) -> None:
+    model, _ = load(checkpoint)
+    assert (model.args.max_seq_len, model.args.max_batch_size) == (MAX_SEQ_LEN, None)
+
+
+def test_a_length_past_the_checkpoint_s_own_is_taken_with_a_warning(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="llama.api"):
+        model, _ = load(checkpoint, max_seq_len=200)
+    assert "max_seq_len=200 is past the 128" in caplog.text
+    assert model.args.max_seq_len == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_cache": "rolling"}, "kv_cache='rolling' is not a known kind.*concat, static"),
+        ({"max_seq_len": 0}, "max_seq_len=0"),
+        ({"max_batch_size": -1}, "max_batch_size=-1"),
+        ({"dtype": "int4"}, "dtype='int4'"),
+        ({"device": "gpu"}, "device='gpu'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(checkpoint: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load(checkpoint, **options)
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file"):
+        load(tmp_path / "nothing")
+
+
+def test_loading_prints_nothing_and_leaves_torch_s_defaults_alone(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(5)
+    state, grad, dtype = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_default_dtype()
+    load(checkpoint, dtype="bf16")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == (grad, dtype)
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- Meta's Llama ----------------------------------------------------------------------------------------------------
+
+
+def test_text_completion_returns_what_meta_s_does(llama: Llama) -> None:
+    for result in llama.text_completion(TEXTS, max_gen_len=6):
+        assert result.keys() == {"generation"}
+        assert isinstance(result["generation"], str)
+    for result in llama.text_completion(TEXTS, temperature=0, max_gen_len=6, logprobs=True):
+        assert result.keys() == {"generation", "tokens", "logprobs"}
+        assert len(result["tokens"]) == len(result["logprobs"])
+        assert all(isinstance(token, str) for token in result["tokens"])
+        assert all(isinstance(score, float) and score <= 0 for score in result["logprobs"])
+
+
+def test_text_completion_is_the_model_s_own_generation(llama: Llama) -> None:
+    own = llama.model.generate(llama.tokenizer, TEXTS, 9, temperature=0)
+    ours = llama.text_completion(TEXTS, temperature=0, max_gen_len=9)
+    assert [result["generation"] for result in ours] == [result["generation"] for result in own]
+
+
+def test_echo_gives_the_prompt_with_its_bos_and_a_logprob_of_0_for_that(llama: Llama) -> None:
+    (result,) = llama.text_completion(["hello"], temperature=0, max_gen_len=3, logprobs=True, echo=True)
+    assert result["tokens"][:2] == [SPECIALS[0], "hello"]
+    assert result["logprobs"][0] == 0.0
+    assert result["generation"].startswith(SPECIALS[0] + "hello")  # as Meta's: it decodes all the ids
+
+
+def test_generate_takes_and_returns_ids(llama: Llama) -> None:
+    prompts = [[1, 2, 3], [4]]
+    ids, logprobs = llama.generate(prompts, max_gen_len=5, temperature=0)
+    assert logprobs is None
+    assert ids == llama.model.generate_tokens(prompts, 5, stop_ids=llama.tokenizer.stop_tokens, temperature=0)[0]
+    echoed, logprobs = llama.generate(prompts, 5, 0.0, 1.0, True, True)
+    assert echoed == [prompt + new for prompt, new in zip(prompts, ids, strict=True)]
+    assert logprobs is not None
+    assert [len(row) for row in logprobs] == [len(row) for row in echoed]
+    assert [row[0] for row in logprobs] == [0.0, 0.0]
+
+
+def test_chat_completion_answers_as_the_assistant(llama: Llama) -> None:
+    dialogs: Any = [
+        [{"role": "user", "content": "hello"}],
+        [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": "the"},
+        ],
+    ]
+    results = llama.chat_completion(dialogs, temperature=0, max_gen_len=6)
+    for result in results:
+        assert result.keys() == {"generation"}
+        assert result["generation"].keys() == {"role", "content"}
+        assert result["generation"]["role"] == "assistant"
+    prompts = [llama.formatter.encode_dialog_prompt(dialog) for dialog in dialogs]
+    assert [prompt.count(llama.tokenizer.bos_id) for prompt in prompts] == [1, 1]
+    ids, _ = llama.generate(prompts, 6, temperature=0)
+    assert [result["generation"]["content"] for result in results] == [llama.tokenizer.decode(row) for row in ids]
+    (asked, _) = llama.chat_completion(dialogs, temperature=0, max_gen_len=6, logprobs=True)
+    assert asked.keys() == {"generation", "tokens", "logprobs"}
+    assert len(asked["tokens"]) == len(asked["logprobs"])
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_an_empty_text_is_completed_from_bos_alone(
+    llama: Llama, adds_bos: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama.tokenizer, "adds_bos", adds_bos)
+    (own,) = llama.model.generate(llama.tokenizer, "", 5, temperature=0)
+    assert llama.text_completion([""], temperature=0, max_gen_len=5) == [{"generation": own["generation"]}]
+
+
+def test_stream_makes_the_texts_of_text_completion(checkpoint: Path) -> None:
+    texts = [""] * len(TEXTS)
+    one, other = Llama.build(checkpoint, device="cpu"), Llama.build(checkpoint, device="cpu")
+    for row, piece in one.stream(TEXTS, max_gen_len=9):
+        texts[row] += piece
+    assert texts == [result["generation"] for result in other.text_completion(TEXTS, max_gen_len=9)]
+
+
+@pytest.mark.parametrize("max_gen_len", [None, MAX_SEQ_LEN, 10**6])
+def test_max_gen_len_is_cut_where_max_seq_len_is_reached(llama: Llama, max_gen_len: int | None) -> None:
+    llama.tokenizer.stop_tokens = []
+    prompts = [[1] * 20, [2], [3] * MAX_SEQ_LEN]
+    ids, _ = llama.generate(prompts, max_gen_len)
+    # None means Meta's max_seq_len - 1
+    assert [len(row) for row in ids] == [MAX_SEQ_LEN - 20, MAX_SEQ_LEN - 1, 0]
+    ids, _ = llama.generate(prompts, MAX_SEQ_LEN - 20)
+    assert [len(row) for row in ids] == [MAX_SEQ_LEN - 20, MAX_SEQ_LEN - 20, 0]
+
+
+def test_a_prompt_longer_than_the_limit_is_refused_with_both_numbers(llama: Llama) -> None:
+    with pytest.raises(ValueError, match="prompt 1 has 129 tokens, more than max_seq_len=128"):
+        llama.generate([[1], [2] * (MAX_SEQ_LEN + 1)], None)
+
+
+@pytest.mark.parametrize("max_gen_len", [-1, 1.5])
+def test_a_max_gen_len_that_is_no_length_is_refused(llama: Llama, max_gen_len: Any) -> None:
+    with pytest.raises(ValueError, match="max_gen_len"):
+        llama.text_completion(["x"], max_gen_len=max_gen_len)
+
+
+def test_limits_of_build_hold(checkpoint: Path) -> None:
+    llama = Llama.build(str(checkpoint), None, 40, 2, device="cpu")
+    assert len(llama.text_completion(["x", "y"], max_gen_len=1000)) == 2
+    with pytest.raises(ValueError, match="3 prompts are more than max_batch_size=2"):
+        llama.text_completion(["x", "y", "z"])
+    with pytest.raises(ValueError, match="more than max_seq_len=40"):
+        llama.text_completion(["x" * 41])
+
+
+def test_more_than_one_rank_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="model_parallel_size=2"):
+        Llama.build(checkpoint, model_parallel_size=2)
+    assert Llama.build(checkpoint, model_parallel_size=1).text_completion(["x"], max_gen_len=1)
+
+
+def test_the_seed_of_build_decides_all_calls_and_successive_ones_differ(checkpoint: Path) -> None:
+    def three_calls(seed: int) -> list[Any]:
+        llama = Llama.build(checkpoint, seed=seed, device="cpu")
+        return [llama.text_completion(["hello", "hello"], temperature=1.0, max_gen_len=12) for _ in range(3)]
+
+    first = three_calls(1)
+    assert first == three_calls(1)
+    texts = [result["generation"] for call in [*first, *three_calls(2)] for result in call]
+    assert len(set(texts)) == len(texts) == 12
+
+
+def test_the_global_random_state_is_left_alone(llama: Llama) -> None:
+    state = torch.get_rng_state()
+    llama.text_completion(["x"], max_gen_len=3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- programs written for Meta's llama3 ------------------------------------------------------------------------------
+
+_COMPLETION = """
+    from typing import List
+    import fire
+    from llama import Llama
+
+    def main(ckpt_dir: str, tokenizer_path: str, temperature: float = 0.6, top_p: float = 0.9,
+             max_seq_len: int = 128, max_gen_len: int = 8, max_batch_size: int = 4):
+        generator = Llama.build(
+            ckpt_dir=ckpt_dir, tokenizer_path=tokenizer_path,
+            max_seq_len=max_seq_len, max_batch_size=max_batch_size,
+        )
+        prompts: List[str] = ["The sun is", "hello, the"]
+        results = generator.text_completion(
+            prompts, max_gen_len=max_gen_len, temperature=temperature, top_p=top_p,
+        )
+        for prompt, result in zip(prompts, results):
+            print(prompt)
+            print(f"> {result['generation']}")
+            print("==========")
+
+    if __name__ == "__main__":
+        fire.Fire(main)
+"""
+_CHAT = """
+    from typing import List, Optional
+    import fire
+    from llama import Dialog, Llama
+
+    def main(ckpt_dir: str, tokenizer_path: str, temperature: float = 0.6, top_p: float = 0.9,
+             max_seq_len: int = 128, max_batch_size: int = 4, max_gen_len: Optional[int] = None):
+        generator = Llama.build(
+            ckpt_dir=ckpt_dir, tokenizer_path=tokenizer_path,
+            max_seq_len=max_seq_len, max_batch_size=max_batch_size,
+        )
+        dialogs: List[Dialog] = [
+            [{"role": "user", "content": "hello?"}],
+            [{"role": "system", "content": "In rhyme."}, {"role": "user", "content": "the time"}],
+        ]
+        results = generator.chat_completion(
+            dialogs, max_gen_len=max_gen_len, temperature=temperature, top_p=top_p,
+        )
+        for dialog, result in zip(dialogs, results):
+            for msg in dialog:
+                print(f"{msg['role'].capitalize()}: {msg['content']}")
+            print(f"> {result['generation']['role'].capitalize()}: {result['generation']['content']}")
+            print("==========")
+
+    if __name__ == "__main__":
+        fire.Fire(main)
+"""
+
+
+@pytest.mark.parametrize(("program", "answer"), [(_COMPLETION, "\n> "), (_CHAT, "\n> Assistant: ")])
+def test_a_program_for_meta_s_llama3_runs_unchanged_and_without_a_process_group(
+    program: str,
+    answer: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "example.py"
+    file.write_text(textwrap.dedent(program))
+    words = ["--ckpt_dir", str(checkpoint), "--tokenizer_path", str(checkpoint / "tokenizer.json")]
+    monkeypatch.setattr(sys, "argv", [str(file), *words])
+    outputs = []
+    for _ in range(2):
+        runpy.run_path(str(file), run_name="__main__")
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]  # the seed is 1 unless told otherwise
+    assert outputs[0].count(answer) == outputs[0].count("==========") == 2
+    assert not torch.distributed.is_initialized()

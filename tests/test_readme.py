@@ -1,0 +1,28 @@
+"""What the README says is what happens: its Python runs, its links and files are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.splitlines()[0])
+def test_python_in_the_readme_runs(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(snippet, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_every_file_the_readme_names_is_there() -> None:
+    named = re.findall(r"^    ((?:llama/|inference)\S+)", README, flags=re.MULTILINE)
+    linked = re.findall(r"\]\((?!http)([^)]+)\)", README)
+    assert len(named) >= 10
+    assert [name for name in named + linked if not (ROOT / name).exists()] == []
+
+
+def test_every_module_of_the_library_stands_in_the_reading_order() -> None:
+    modules = {path.name for path in (ROOT / "llama").glob("*.py")} - {"__init__.py"}
+    assert [name for name in sorted(modules) if name not in README] == []
