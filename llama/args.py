@@ -106,6 +106,7 @@ class ModelArgs:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
 
     def _check_values(self) -> None:
+        _check_count("ffn_dim", self.ffn_dim)  # a tiny ffn_dim_multiplier rounds it to nothing
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
         if self.head_dim % 2:

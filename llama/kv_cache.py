@@ -80,16 +80,19 @@ class KVCache(nn.Module):
 
     def check(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> list[int]:
         """Return each row's end, `start_pos + seqlen`; raise ValueError for a write that must not happen."""
-        if xk.shape != xv.shape or xk.ndim != 4 or xk.shape[2:] != (self.n_kv_heads, self.head_dim):
+        wanted = (self.n_kv_heads, self.head_dim)
+        if xk.shape != xv.shape or xk.ndim != 4 or xk.shape[2:] != wanted or 0 in xk.shape:
             raise ValueError(
                 f"the KV cache takes keys and values of shape (bsz, seqlen, {self.n_kv_heads}, {self.head_dim}), "
                 f"not {tuple(xk.shape)} and {tuple(xv.shape)}"
             )
-        if self.keys is not None and (self.keys.dtype != xk.dtype or self.keys.device != xk.device):
-            raise ValueError(
-                f"the KV cache holds {self.keys.dtype} on {self.keys.device}, so it cannot take {xk.dtype} on "
-                f"{xk.device}; move the model as a whole, or free the cache first"
-            )
+        held = xk if self.keys is None else self.keys
+        for new in (xk, xv):
+            if new.dtype != held.dtype or new.device != held.device:
+                raise ValueError(
+                    f"the KV cache holds {held.dtype} on {held.device}, so it cannot take {new.dtype} on "
+                    f"{new.device}; move the model as a whole, or free the cache first"
+                )
         if torch.is_grad_enabled() and (xk.requires_grad or xv.requires_grad):
             raise ValueError(
                 "gradients cannot flow through the KV cache: set kv_caching=False to train, "
@@ -97,12 +100,12 @@ class KVCache(nn.Module):
             )
         bsz, seqlen = xk.shape[:2]
         starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
-        if len(starts) != bsz or min(starts, default=0) < 0:
+        if len(starts) != bsz or not all(isinstance(start, int) and start >= 0 for start in starts):
             raise ValueError(f"start_pos={start_pos} must be an int or one per row (of {bsz}), and not negative")
         if self.max_batch_size is not None and bsz > self.max_batch_size:
             raise ValueError(f"{bsz} rows are more than max_batch_size={self.max_batch_size}")
         ends = [start + seqlen for start in starts]
-        if max(ends, default=0) > self.max_seq_len:
+        if max(ends) > self.max_seq_len:
             raise ValueError(f"position {max(ends) - 1} is past the last of max_seq_len={self.max_seq_len}")
         return ends
 
@@ -175,6 +178,8 @@ class ConcatCache(KVCache, kind="concat"):
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
         self._refuse_gap(start_pos, rows=len(ends))
+        if self.keys is not None and self.keys.shape[0] < len(ends):
+            self.free()  # more rows than before can only be a new batch, from position 0 on
         if isinstance(start_pos, int):
             self.keys = xk if self.keys is None else torch.cat((self.keys[: len(ends), :start_pos], xk), dim=1)
             self.values = xv if self.values is None else torch.cat((self.values[: len(ends), :start_pos], xv), dim=1)

@@ -1,6 +1,6 @@
 """Time the demo model here and in transformers, in one process, on the same threads, turn by turn.
 
-python scripts/compare_speed.py [--batch_size 1] [--input_len 256] [--output_len 32] [--repeats 5] [--threads 2]
+python scripts/compare_speed.py [--batch_size 1] [--input_len 256] [--output_len 32] [--repeats 5] [--kv_caching=False]
 
 Both run eagerly in float32, greedily, on random token ids, and neither stops early. transformers gets a model of the
 same shape; its weights are random, on which no time depends. Needs the dev extra.
@@ -95,16 +95,16 @@ def main(
     repeats: int = 5,
     threads: int = 2,
     kv_caching: bool = True,
+    peer: bool = True,
 ) -> int:
-    """Print prefill and decode tokens/s of both, each the median of the repeats, and the median of their ratios."""
+    """Print prefill and decode tokens/s of both (`peer=False`: of ours), and the ratios, as medians of the repeats."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model, _ = load("demo", device="cpu", dtype="fp32")
     prompts = torch.randint(model.args.vocab_size, (batch_size, input_len)).tolist()
-    engines = {
-        "llama": ours(model, prompts, output_len, kv_caching),
-        "transformers": theirs(twin(model.args), prompts, output_len, kv_caching),
-    }
+    engines = {"llama": ours(model, prompts, output_len, kv_caching)}
+    if peer:
+        engines["transformers"] = theirs(twin(model.args), prompts, output_len, kv_caching)
     for run in engines.values():
         run()  # warm-up of the same shape
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
@@ -118,9 +118,11 @@ def main(
     )
     for phase, tokens in enumerate((batch_size * input_len, batch_size * (output_len - 1))):
         speeds = {name: [tokens / run[phase] for run in runs] for name, runs in times.items()}
-        ratio = statistics.median(a / b for a, b in zip(speeds["llama"], speeds["transformers"], strict=True))
         words = ", ".join(f"{name} {statistics.median(values):.1f}" for name, values in speeds.items())
-        print(f"{('prefill', 'decode')[phase]} tokens/s: {words}; ratio {ratio:.2f}")
+        if peer:
+            ratios = [a / b for a, b in zip(speeds["llama"], speeds["transformers"], strict=True)]
+            words += f"; ratio {statistics.median(ratios):.2f}"
+        print(f"{('prefill', 'decode')[phase]} tokens/s: {words}")
     whole = {name: statistics.median(sum(run) for run in runs) for name, runs in times.items()}
     print("whole job: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in whole.items()))
     return 0

@@ -1,4 +1,4 @@
-"""What the README says is what happens: its Python runs, its links and files are there."""
+"""What the documents say is what happens: the README's Python runs, and files, links and tests that are named exist."""
 
 import re
 from pathlib import Path
@@ -26,3 +26,16 @@ def test_every_file_the_readme_names_is_there() -> None:
 def test_every_module_of_the_library_stands_in_the_reading_order() -> None:
     modules = {path.name for path in (ROOT / "llama").glob("*.py")} - {"__init__.py"}
     assert [name for name in sorted(modules) if name not in README] == []
+
+
+def test_every_known_bug_has_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "known-bugs.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(\w+|@\w+)`", text)
+    lacking = [
+        f"{file}::{test}"
+        for file, test in named
+        if f"def {test}(" not in (ROOT / "tests" / file).read_text(encoding="utf-8")
+    ]
+    assert lacking == []
+    numbers = {int(n) for row in re.findall(r"^\| ([\d, ]+) \|", text, flags=re.MULTILINE) for n in row.split(",")}
+    assert numbers == set(range(1, 34))

@@ -1,0 +1,219 @@
+"""Tiny Llama models, caches full of nan, and independent answers: transformers' Llama, and attention in plain loops.
+
+Nothing here uses llama/checkpoint, llama/rope or llama/attend, so that a mistake there cannot be made twice.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from llama.args import ModelArgs, RopeScaling
+from llama.kv_cache import ConcatCache, StaticCache
+from llama.model import Transformer
+
+# Logits of about 3 with roundings of 1e-16 were measured to stay below 1e-13 of each other; a wrong formula does not.
+FP64_TOLERANCE = 1e-10
+
+
+def fp32_tolerance(logits: Tensor, args: ModelArgs, dtype: torch.dtype = torch.float32) -> float:
+    """Return how far rounding alone may take two ways of summing apart.
+
+    A sum of n products is off by about eps * sqrt(n) of its size, each layer adds its own, and softmax and norm can
+    magnify it; over 150 drawn models, the distance to transformers was a tenth of this at most.
+    """
+    widest = max(args.dim, args.n_heads * args.head_dim, args.ffn_dim)
+    return 32 * torch.finfo(dtype).eps * math.sqrt(widest) * args.n_layers * float(logits.abs().max())
+
+
+def tiny_args(**changes: Any) -> ModelArgs:
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 40, "multiple_of": 16}
+    return ModelArgs(**{**sizes, "max_seq_len": 24, "rope_theta": 10000.0, **changes})
+
+
+def tiny_model(args: ModelArgs | None = None, *, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
+    """Make a model whose weights are large enough for every one of them, norms included, to show in the logits."""
+    model = Transformer(args or tiny_args(**changes))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.uniform_(0.5, 1.5, generator=generator)
+            else:
+                weight.normal_(0, 1.5 / math.sqrt(weight.shape[1]), generator=generator)
+    return model.to(dtype).eval()
+
+
+def some_tokens(rows: int, length: int, *, vocab_size: int = 40, seed: int = 0) -> Tensor:
+    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the tensor as bytes, in which nan equals nan and -0 differs from 0."""
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+@dataclass
+class Watch:
+    """What every forward of a model was fed, where it stood, and how many cache bytes were held after it."""
+
+    widths: list[int] = field(default_factory=list)
+    starts: list[Any] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def watched(model: Transformer) -> Iterator[Watch]:
+    """Record the forwards of `model`, or a test of the cache would pass without one."""
+    watch = Watch()
+
+    def before(_: nn.Module, given: tuple[Any, ...]) -> None:
+        watch.widths.append(given[0].shape[1])
+        watch.starts.append(given[1] if len(given) > 1 else 0)
+
+    def after(*_: object) -> None:
+        watch.nbytes.append(cache_nbytes(model))
+
+    hooks = model.register_forward_pre_hook(before), model.register_forward_hook(after)
+    try:
+        yield watch
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def cache_nbytes(model: Transformer) -> int:
+    """Return the bytes of all buffers there are, not what the caches say of themselves."""
+    return sum(buffer.nbytes for buffer in model.buffers())
+
+
+def kv_nbytes(args: ModelArgs, rows: int, length: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the keys and values of all layers, for `rows` x `length` positions."""
+    return args.n_layers * rows * length * args.n_kv_heads * args.head_dim * 2 * dtype.itemsize
+
+
+class InputDtypeRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
+    """transformers' norm without its cast to float32.
+
+    Theirs casts even in a float64 model, which would hide differences below 1e-7. Ours is float64 there on purpose:
+    cached and uncached could not agree to 1e-10 otherwise. In float32 the two are the same.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+
+def hf_config(args: ModelArgs) -> LlamaConfig:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
+    if isinstance(args.rope_scaling, RopeScaling):
+        scaling = args.rope_scaling
+        rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor}
+        rope |= {"high_freq_factor": scaling.high_freq_factor}
+        rope |= {"original_max_position_embeddings": scaling.original_max_seq_len}
+    return LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.dim,
+        intermediate_size=args.ffn_dim,
+        num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads,
+        num_key_value_heads=args.n_kv_heads,
+        head_dim=args.head_dim,
+        rms_norm_eps=args.norm_eps,
+        max_position_embeddings=max(args.max_seq_len, 131072),
+        rope_parameters=rope,
+        tie_word_embeddings=args.tied_head,
+        attn_implementation="sdpa",  # eager attention casts its softmax to float32
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+_HF_NAMES = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def hf_tensors(tensors: Mapping[str, Tensor], args: ModelArgs) -> dict[str, Tensor]:
+    """Return weights (or their gradients) under transformers' names and in its order of rows."""
+    hf = {
+        "model.embed_tokens.weight": tensors["tok_embeddings.weight"],
+        "model.norm.weight": tensors["norm.weight"],
+        "lm_head.weight": tensors["tok_embeddings.weight" if args.tied_head else "output.weight"],
+    }
+    for layer in range(args.n_layers):
+        for ours, theirs in _HF_NAMES.items():
+            weight = tensors[f"layers.{layer}.{ours}.weight"]
+            if ours in ("attention.wq", "attention.wk"):
+                weight = _half_split(weight, args.head_dim)
+            hf[f"model.layers.{layer}.{theirs}.weight"] = weight
+    return hf
+
+
+def _half_split(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder each head's rows: Meta turns rows 2i and 2i + 1 as a pair, transformers rows i and i + head_dim / 2."""
+    one_head = [*range(0, head_dim, 2), *range(1, head_dim, 2)]
+    return weight[[start + row for start in range(0, len(weight), head_dim) for row in one_head]]
+
+
+def hf_llama(model: Transformer) -> LlamaForCausalLM:
+    """Make transformers' Llama with the weights of `model`."""
+    hf = LlamaForCausalLM(hf_config(model.args)).to(model.norm.weight.dtype).eval()
+    missing, unexpected = hf.load_state_dict(hf_tensors(model.state_dict(), model.args), strict=True)
+    assert not missing
+    assert not unexpected
+    for module in hf.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.__class__ = InputDtypeRMSNorm
+    return hf
+
+
+def attend_by_loops(
+    xq: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int], position_of: Callable[[int, int], int]
+) -> Tensor:
+    """Attention in float64, one query and one key at a time; key j of a row stands at position_of(row, j)."""
+    bsz, seqlen, n_heads, head_dim = xq.shape
+    per_group = n_heads // keys.shape[2]
+    output = torch.zeros(xq.shape, dtype=torch.float64)
+    for row in range(bsz):
+        for i in range(seqlen):
+            seen = [j for j in range(keys.shape[1]) if position_of(row, j) <= starts[row] + i]
+            for head in range(n_heads):
+                query, group = xq[row, i, head].double(), head // per_group
+                scores = [float(query @ keys[row, j, group].double()) / math.sqrt(head_dim) for j in seen]
+                shares = [math.exp(score - max(scores)) for score in scores]
+                for j, share in zip(seen, shares, strict=True):
+                    output[row, i, head] += share / sum(shares) * values[row, j, group].double()
+    return output
+
+
+class PoisonedCache(StaticCache, kind="poisoned"):
+    """The static cache with nan wherever nothing was written, so that reading there shows."""
+
+    def _allocate(self, rows: int, length: int, like: Tensor) -> Tensor:
+        return super()._allocate(rows, length, like).fill_(torch.nan)
+
+
+class PoisonedConcatCache(ConcatCache, kind="poisoned_concat"):
+    """The concatenating cache with nan in the positions that shorter rows have not reached."""
+
+    @staticmethod
+    def _room(held: Tensor | None, ends: list[int], like: Tensor) -> Tensor:
+        room = ConcatCache._room(held, ends, like)
+        room[:, 0 if held is None else held.shape[1] :] = torch.nan
+        return room

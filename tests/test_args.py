@@ -1,0 +1,153 @@
+"""ModelArgs reads Meta's params.json as Meta's code does, and says by name what it cannot take."""
+
+from dataclasses import FrozenInstanceError, asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama.args import ModelArgs, RopeScaling
+
+# The params.json of the released models, whole.
+COMMON: dict[str, Any] = {"vocab_size": 128256, "norm_eps": 1e-05, "rope_theta": 500000.0}
+SIZES: dict[str, dict[str, Any]] = {
+    "3.2 1B": {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256},
+    "3.2 3B": {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "multiple_of": 256},
+    "3 8B": {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
+    "3 70B": {"dim": 8192, "n_layers": 80, "n_heads": 64, "ffn_dim_multiplier": 1.3, "multiple_of": 4096},
+    "3.1 405B": {"dim": 16384, "n_layers": 126, "n_heads": 128, "ffn_dim_multiplier": 1.2, "multiple_of": 4096},
+}
+SCALED = {"3.2 1B": True, "3.2 3B": True, "3.1 405B": True}
+
+
+def released(name: str) -> ModelArgs:
+    scaled = {"use_scaled_rope": True} if name in SCALED else {}
+    return ModelArgs(**COMMON, **SIZES[name], n_kv_heads=8, **scaled)
+
+
+@pytest.mark.parametrize(
+    ("name", "ffn_dim", "head_dim"),
+    [
+        ("3.2 1B", 8192, 64),
+        ("3.2 3B", 8192, 128),
+        ("3 8B", 14336, 128),
+        ("3 70B", 28672, 128),
+        ("3.1 405B", 53248, 128),
+    ],
+)
+def test_released_params_give_the_released_widths(name: str, ffn_dim: int, head_dim: int) -> None:
+    """Catches bug 30: the order of the two roundings and of the multiplication."""
+    args = released(name)
+    assert (args.ffn_dim, args.head_dim, args.n_kv_heads) == (ffn_dim, head_dim, 8)
+
+
+def test_llama_2_params_give_its_widths_without_a_multiplier() -> None:
+    seven = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-05, "vocab_size": -1}
+    args = ModelArgs(**seven, rope_theta=10000.0)
+    assert (args.ffn_dim, args.n_kv_heads, args.head_dim, args.vocab_size) == (11008, 32, 128, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), [("3.2 1B", 32), ("3.2 3B", 32), ("3 8B", None), ("3 70B", None), ("3.1 405B", 8)]
+)
+def test_scaled_rope_means_32_for_the_small_models_and_8_for_the_others(name: str, factor: float | None) -> None:
+    """Catches bugs 5 and 6: 8 for all, and scaling Llama 3.0, which has none."""
+    scaling = None if factor is None else RopeScaling(factor, low_freq_factor=1, high_freq_factor=4)
+    assert released(name).rope_scaling == scaling
+    assert scaling is None or scaling.original_max_seq_len == 8192
+
+
+def test_stated_scaling_wins_over_metas_switch() -> None:
+    stated = RopeScaling(factor=3.0)
+    assert ModelArgs(use_scaled_rope=True, rope_scaling=stated).rope_scaling is stated
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 300), st.integers(1, 64), st.one_of(st.none(), st.floats(0.1, 4)))
+def test_ffn_width_is_the_next_multiple(heads: int, multiple_of: int, multiplier: float | None) -> None:
+    args = ModelArgs(dim=8 * heads, n_heads=heads, multiple_of=multiple_of, ffn_dim_multiplier=multiplier)
+    least = int(2 * 4 * args.dim / 3)
+    least = least if multiplier is None else int(multiplier * least)
+    assert args.ffn_dim % multiple_of == 0
+    assert args.ffn_dim - multiple_of < least <= args.ffn_dim
+
+
+def test_stated_sizes_are_kept() -> None:
+    args = ModelArgs(dim=576, n_heads=9, n_kv_heads=3, head_dim=32, ffn_dim=1000)
+    assert (args.n_kv_heads, args.head_dim, args.ffn_dim) == (3, 32, 1000)
+    assert ModelArgs(dim=10, n_heads=4, head_dim=2).head_dim == 2  # then dim need not be a multiple of n_heads
+
+
+def test_limits_and_switch_default_to_the_promised_values() -> None:
+    args = ModelArgs()
+    assert (args.max_batch_size, args.max_seq_len) == (None, 2048)
+    assert (args.kv_caching, args.kv_cache, args.tied_head) == (True, "static", False)
+
+
+def test_unknown_key_is_refused_by_name() -> None:
+    """Catches silently wrong models: the popular cure for a new key in params.json was to delete it."""
+    with pytest.raises(TypeError, match="use_sliding_window"):
+        ModelArgs(**COMMON, use_sliding_window=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({name: value} for name in ("dim", "n_layers", "n_heads", "n_kv_heads") for value in (0, -1, 2.0, "8", True)),
+        *({name: value} for name in ("head_dim", "ffn_dim", "multiple_of") for value in (0, -2, 4.0, "8", False)),
+        *({name: value} for name in ("max_seq_len", "max_batch_size") for value in (0, -1, 1.5, "8", True)),
+        {"dim": None},
+        {"max_seq_len": None},
+        {"vocab_size": 0},
+        {"vocab_size": -2},
+        {"vocab_size": 1.0},
+        *(
+            {name: value}
+            for name in ("norm_eps", "rope_theta", "ffn_dim_multiplier")
+            for value in (0, -1.0, float("nan"), float("inf"), "1", True)
+        ),
+        {"norm_eps": None},
+        {"dim": 30, "n_heads": 4},
+        {"n_heads": 32, "n_kv_heads": 5},
+        {"n_heads": 4, "n_kv_heads": 8},
+        {"head_dim": 7},
+        {"ffn_dim_multiplier": 1e-9},
+        {"rope_scaling": {"factor": 8.0}},
+        {"rope_scaling": [1.0] * 64},
+        {"rope_scaling": (1.0,) * 63},
+        {"rope_scaling": (0.0,) * 64},
+        {"rope_scaling": (float("nan"),) * 64},
+        {"rope_scaling": ("1",) * 64},
+        {"kv_caching": "False"},
+        {"kv_caching": None},
+        {"tied_head": "no"},
+        {"use_scaled_rope": 0.5},
+    ],
+    ids=repr,
+)
+def test_bad_value_is_refused_by_name(given: dict[str, Any]) -> None:
+    name = next(iter(given)) if "ffn_dim_multiplier" not in given else "ffn_dim"
+    with pytest.raises(ValueError, match=name):
+        ModelArgs(**given)
+
+
+@pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "8", None, True])
+def test_bad_scaling_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        RopeScaling(**{name: value})
+
+
+def test_scaling_bands_must_not_cross() -> None:
+    with pytest.raises(ValueError, match=r"high_freq_factor=1.0 must be above low_freq_factor=1.0"):
+        RopeScaling(high_freq_factor=1.0)
+
+
+def test_args_are_frozen_and_can_be_replaced() -> None:
+    args = ModelArgs(dim=64, n_heads=4)
+    with pytest.raises(FrozenInstanceError):
+        args.dim = 128  # type: ignore[misc]
+    assert replace(args, max_seq_len=7).max_seq_len == 7
+    assert ModelArgs(**asdict(args)) == args
+    assert hash(replace(args)) == hash(args)

@@ -1,0 +1,114 @@
+"""Attention is what two loops over positions say it is, for every way in which a query can stand among keys."""
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import attend_by_loops
+from torch import Tensor
+
+from llama.attend import attend
+
+FP64_TOLERANCE = 1e-13  # averages of numbers of about 1, a few dozen roundings of 1e-16 each
+FP32_TOLERANCE = 1e-5  # the same with roundings of 6e-8
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """Draw rows, queries, grouped-query heads and their size; two kv heads or more in most draws."""
+    groups = draw(st.sampled_from([2, 1, 4]))
+    return draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 3)), groups, draw(st.integers(1, 8))
+
+
+def qkv(shape: tuple[int, int, int, int, int], kv_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    rows, seqlen, per_group, groups, head_dim = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=dtype)
+
+    keys, values = made(rows, kv_len, groups, head_dim), made(rows, kv_len, groups, head_dim)
+    return made(rows, seqlen, groups * per_group, head_dim), keys, values
+
+
+def assert_attends(output: Tensor, expected: Tensor) -> None:
+    atol = FP64_TOLERANCE if output.dtype == torch.float64 else FP32_TOLERANCE
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
+
+
+def at_its_index(row: int, j: int) -> int:
+    return j
+
+
+dtypes = st.sampled_from([torch.float64, torch.float32])
+
+
+@settings(max_examples=30)
+@given(shapes(), st.integers(0, 6), st.integers(0, 3), dtypes)
+def test_rows_at_one_position_see_their_past_and_themselves(
+    shape: tuple[int, int, int, int, int], start_pos: int, more: int, dtype: torch.dtype
+) -> None:
+    """A prompt, a chunk of one after a past (bug 14: PyTorch's own causal mask would start at key 0), and one token."""
+    xq, keys, values = qkv(shape, start_pos + shape[1] + more, dtype)
+    expected = attend_by_loops(xq, keys, values, [start_pos] * shape[0], at_its_index)
+    assert_attends(attend(xq, keys, values, start_pos), expected)
+
+
+@settings(max_examples=30)
+@given(shapes(), st.lists(st.integers(0, 6), min_size=3, max_size=3), dtypes)
+def test_every_row_may_stand_at_a_position_of_its_own(
+    shape: tuple[int, int, int, int, int], starts: list[int], dtype: torch.dtype
+) -> None:
+    starts = starts[: shape[0]]
+    xq, keys, values = qkv(shape, max(starts) + shape[1], dtype)
+    assert_attends(attend(xq, keys, values, starts), attend_by_loops(xq, keys, values, starts, at_its_index))
+
+
+@settings(max_examples=30)
+@given(shapes(), st.integers(0, 6), st.booleans(), st.booleans(), dtypes, st.randoms(use_true_random=False))
+def test_keys_may_stand_in_any_order(
+    shape: tuple[int, int, int, int, int],
+    start_pos: int,
+    per_row: bool,
+    ragged: bool,
+    dtype: torch.dtype,
+    random: Random,
+) -> None:
+    """`key_positions`, one order for all rows or one for each, and slots that nobody may see yet."""
+    rows, seqlen = shape[:2]
+    starts = [start_pos + row if ragged else start_pos for row in range(rows)]
+    kv_len = max(starts) + seqlen + 2
+    orders = [random.sample(range(kv_len), kv_len) for _ in range(rows if per_row else 1)]
+    xq, keys, values = qkv(shape, kv_len, dtype)
+    expected = attend_by_loops(xq, keys, values, starts, lambda row, j: orders[row % len(orders)][j])
+    positions = torch.tensor(orders if per_row else orders[0])
+    assert_attends(attend(xq, keys, values, starts if ragged else start_pos, positions), expected)
+
+
+@pytest.mark.parametrize("start_pos", [0, 3, [0, 3], [3, 0]])
+@pytest.mark.parametrize("seqlen", [1, 2])
+def test_what_lies_past_a_rows_own_end_is_never_read(seqlen: int, start_pos: int | list[int]) -> None:
+    """A mask alone would not do: it multiplies by zero, and zero times nan is nan (bug 13)."""
+    xq, keys, values = qkv((2, seqlen, 2, 2, 4), 8, torch.float64)
+    expected = attend(xq, keys, values, start_pos)
+    starts = [start_pos] * 2 if isinstance(start_pos, int) else start_pos
+    for row, start in enumerate(starts):
+        keys[row, start + seqlen :] = values[row, start + seqlen :] = torch.nan
+    assert torch.equal(attend(xq, keys, values, start_pos), expected)
+    assert expected.isfinite().all()
+
+
+def test_row_gives_the_same_bits_beside_rows_at_other_positions() -> None:
+    xq, keys, values = qkv((3, 2, 2, 2, 4), 9, torch.float32)
+    together = attend(xq, keys, values, [0, 4, 7])
+    for row, start in enumerate([0, 4, 7]):
+        alone = attend(xq[row : row + 1], keys[row : row + 1, : start + 2], values[row : row + 1, : start + 2], start)
+        assert torch.equal(together[row : row + 1], alone)
+
+
+@pytest.mark.parametrize("start_pos", [0, [0, 0]])
+def test_gradients_flow(start_pos: int | list[int]) -> None:
+    tensors = [tensor.requires_grad_() for tensor in qkv((2, 3, 2, 2, 4), 3, torch.float64)]
+    assert torch.autograd.gradcheck(lambda *qkv: attend(*qkv, start_pos), tensors)

@@ -1,0 +1,350 @@
+"""A cache holds exactly what was written where it was written, in as many bytes as promised, or says why not."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import oracles  # registers the caches full of nan
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from oracles import bits, kv_nbytes, tiny_args
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.kv_cache import ConcatCache, KVCache, StaticCache
+
+HEADS, HEAD_DIM, ROWS, LENGTH = 2, 4, 4, 12  # never one kv head: writes to a wrong axis would broadcast (bug 1)
+KINDS = ["static", "concat"]
+assert oracles.PoisonedCache in KVCache.kinds.values()
+
+
+def cache_args(**changes: Any) -> ModelArgs:
+    sizes = {"dim": 16, "n_layers": 1, "n_heads": 4, "n_kv_heads": HEADS, "max_seq_len": LENGTH, "max_batch_size": ROWS}
+    return tiny_args(**{**sizes, **changes})
+
+
+def make(kind: str, **changes: Any) -> KVCache:
+    return KVCache.of(cache_args(kv_cache=kind, **changes))
+
+
+def new(rows: int, seqlen: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return keys and values as a layer would make them."""
+    size = (rows, seqlen, HEADS, HEAD_DIM)
+    return torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
+
+
+def state(cache: KVCache) -> list[Tensor]:
+    return [bits(buffer).clone() for buffer in cache.buffers()]
+
+
+def nbytes(rows: int, length: int, dtype: torch.dtype = torch.float32) -> int:
+    return kv_nbytes(cache_args(), rows, length, dtype)
+
+
+class Writes(RuleBasedStateMachine):
+    """Any sequence of writes, good and bad, against a dictionary of what is where."""
+
+    kind = "poisoned"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = make(self.kind)
+        self.known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.extent = (0, 0)  # rows and positions that there is room for
+
+    @rule(rows=st.integers(1, ROWS + 1), start=st.integers(-1, LENGTH), seqlen=st.integers(1, 5))
+    def write_in_step(self, rows: int, start: int, seqlen: int) -> None:
+        self.write(start, [start] * rows, seqlen)
+
+    @rule(starts=st.lists(st.integers(-1, LENGTH), min_size=1, max_size=ROWS + 1), seqlen=st.integers(1, 5))
+    def write_ragged(self, starts: list[int], seqlen: int) -> None:
+        self.write(starts, starts, seqlen)
+
+    @rule(start=st.integers(0, 3))
+    def append_to_what_is_there(self, start: int) -> None:
+        rows, length = max(self.extent[0], 1), self.extent[1]
+        self.write(max(length - start, 0), [max(length - start, 0)] * rows, start + 1)
+
+    @rule(rows=st.integers(1, ROWS), seqlen=st.integers(1, 5), ragged=st.booleans())
+    def begin(self, rows: int, seqlen: int, ragged: bool) -> None:
+        self.write([0] * rows if ragged else 0, [0] * rows, seqlen)
+
+    @rule()
+    def free(self) -> None:
+        self.cache.free()
+        self.known, self.extent = {}, (0, 0)
+
+    @rule(rows=st.integers(1, ROWS), length=st.integers(1, LENGTH))
+    def reserve(self, rows: int, length: int) -> None:
+        self.cache.reserve(rows, length)
+        self.known, self.extent = {}, (0, 0)
+
+    def write(self, start_pos: int | list[int], starts: list[int], seqlen: int) -> None:
+        xk, xv = new(len(starts), seqlen)
+        ends = [start + seqlen for start in starts]
+        if len(starts) > ROWS or min(starts) < 0 or max(ends) > LENGTH or self.gap(starts):
+            before = state(self.cache)
+            with pytest.raises(ValueError, match=r"max_batch_size|negative|max_seq_len|gap"):
+                self.cache.update(start_pos, xk, xv)
+            assert all(map(torch.equal, before, state(self.cache)))
+            return
+        keys, values = self.cache.update(start_pos, xk, xv)
+        self.note(start_pos, starts, xk, xv)
+        assert keys.shape == values.shape == (len(starts), max(ends), HEADS, HEAD_DIM)
+        for (row, pos), (key, value) in self.known.items():
+            if row < len(starts) and pos < max(ends):
+                assert torch.equal(keys[row, pos], key)
+                assert torch.equal(values[row, pos], value)
+
+    def gap(self, starts: list[int]) -> bool:
+        return False
+
+    def note(self, start_pos: int | list[int], starts: list[int], xk: Tensor, xv: Tensor) -> None:
+        assert self.cache.keys is not None
+        self.extent = (self.cache.keys.shape[0], self.cache.keys.shape[1])
+        for row, start in enumerate(starts):
+            for i in range(xk.shape[1]):
+                self.known[row, start + i] = xk[row, i].clone(), xv[row, i].clone()
+
+    @invariant()
+    def holds_what_was_written_and_nothing_else(self) -> None:
+        rows, length = self.extent
+        assert rows <= ROWS
+        assert length <= LENGTH
+        assert self.cache.nbytes == nbytes(rows, length)
+        expected = torch.full((2, rows, length, HEADS, HEAD_DIM), torch.nan)
+        for (row, pos), (key, value) in self.known.items():
+            expected[:, row, pos] = torch.stack((key, value))
+        for held, wanted in zip((self.cache.keys, self.cache.values), expected, strict=True):
+            assert held is None or torch.equal(bits(held), bits(wanted))
+
+
+class ConcatWrites(Writes):
+    """The concatenating cache forgets what lies past a write, and refuses to leave a gap."""
+
+    kind = "poisoned_concat"
+
+    def gap(self, starts: list[int]) -> bool:
+        return max(starts) > 0 and (max(starts) > self.extent[1] or len(starts) > self.extent[0])
+
+    def note(self, start_pos: int | list[int], starts: list[int], xk: Tensor, xv: Tensor) -> None:
+        end = starts[0] + xk.shape[1] if isinstance(start_pos, int) else LENGTH
+        if len(starts) > self.extent[0]:  # more rows than before: a new batch
+            self.known = {}
+        self.known = {(row, pos): kept for (row, pos), kept in self.known.items() if row < len(starts) and pos < end}
+        super().note(start_pos, starts, xk, xv)
+
+
+TestStaticWrites = Writes.TestCase
+TestConcatWrites = ConcatWrites.TestCase
+TestStaticWrites.settings = TestConcatWrites.settings = settings(max_examples=40, stateful_step_count=20)
+
+
+# --- What must not be written
+
+
+def bad_writes() -> dict[str, tuple[Any, Tensor, Tensor, str]]:
+    """Return start_pos, keys, values and what the refusal must say, by what is wrong with them."""
+    good, (two, too) = new(2, 3), new(2, 3)
+    one = new(2, 1)
+    return {
+        "past the end": (10, *good, f"max_seq_len={LENGTH}"),
+        "one token past the end, which torch would drop silently": (LENGTH, *one, f"max_seq_len={LENGTH}"),
+        "one row past the end": ([0, LENGTH], *one, f"max_seq_len={LENGTH}"),
+        "longer than the limit": (0, *new(2, LENGTH + 1), f"max_seq_len={LENGTH}"),
+        "too many rows": (0, *new(ROWS + 1, 3), f"{ROWS + 1} rows are more than max_batch_size={ROWS}"),
+        "no rows": (0, *new(0, 3), "shape"),
+        "no tokens": (0, *new(2, 0), "shape"),
+        "heads before positions": (0, two.transpose(1, 2), too.transpose(1, 2), "shape"),
+        "heads flattened": (0, two.flatten(2), too.flatten(2), "shape"),
+        "one head for all, which would broadcast": (0, two[:, :, :1], too[:, :, :1], "shape"),
+        "fewer values than keys": (0, two, too[:, :2], "shape"),
+        "fewer rows of values": (0, two, too[:1], "shape"),
+        "another dtype": (3, two.double(), too.double(), "float64"),
+        "another dtype of the values": (3, two, too.double(), "float64"),
+        "another device": (3, two.to("meta"), too.to("meta"), "meta"),
+        "negative": (-1, *good, "negative"),
+        "one row negative": ([0, -1], *good, "negative"),
+        "too few positions": ([0], *good, "one per row"),
+        "too many positions": ([0, 0, 0], *good, "one per row"),
+        "no whole positions": ([0.0, 1.0], *good, "one per row"),
+        "a gradient for the keys": (3, two.clone().requires_grad_(), too, "kv_caching=False"),
+        "a gradient for the values": (3, two, too.clone().requires_grad_(), "kv_caching=False"),
+    }
+
+
+@pytest.mark.parametrize("what", bad_writes())
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_write_is_refused_before_anything_is_written(kind: str, what: str) -> None:
+    """Catches bugs 1, 15 and 16."""
+    cache = make(kind)
+    cache.update(0, *new(2, 5))
+    before, (start_pos, xk, xv, words) = state(cache), bad_writes()[what]
+    with pytest.raises(ValueError, match=words):
+        cache.update(start_pos, xk, xv)
+    assert all(map(torch.equal, before, state(cache)))
+
+
+@pytest.mark.parametrize("what", [what for what in bad_writes() if what not in ("another dtype", "another device")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_first_write_takes_no_memory(kind: str, what: str) -> None:
+    cache, (start_pos, xk, xv, words) = make(kind), bad_writes()[what]
+    with pytest.raises(ValueError, match=f"{words}|gap"):
+        cache.update(start_pos, xk, xv)
+    assert cache.nbytes == 0
+
+
+def test_concat_refuses_a_gap_in_words() -> None:
+    cache = make("concat")
+    with pytest.raises(ValueError, match="holds 0 rows of 0 positions, so 2 rows at position 1 would leave a gap"):
+        cache.update(1, *new(2, 1))
+    cache.update(0, *new(2, 3))
+    for start_pos, rows in [(4, 2), ([0, 4], 2), (3, 3), ([0, 0, 3], 3)]:
+        with pytest.raises(ValueError, match=f"2 rows of 3 positions, so {rows} rows at position . would leave a gap"):
+            cache.update(start_pos, *new(rows, 1))
+    cache.update(0, *new(3, 1))  # a new batch starts anew
+
+
+# --- Memory
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "poisoned"])
+def test_nothing_is_held_before_the_first_write_and_after_free(kind: str) -> None:
+    cache = make(kind)
+    cache.reserve(ROWS, LENGTH)
+    assert (cache.nbytes, list(cache.buffers())) == (0, [])
+    cache.update(0, *new(2, 3))
+    assert cache.nbytes > 0
+    cache.free()
+    assert (cache.nbytes, list(cache.buffers())) == (0, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_static_holds_exactly_what_was_reserved(dtype: torch.dtype) -> None:
+    cache = make("static")
+    cache.reserve(3, 7)
+    for start, seqlen in [(0, 2), (2, 4), (6, 1)]:
+        cache.update(start, *new(3, seqlen, dtype))
+        assert cache.nbytes == 3 * 7 * HEADS * HEAD_DIM * 2 * dtype.itemsize
+    cache.free()
+    cache.update(0, *new(1, 2, dtype))  # the reservation is over too
+    assert cache.nbytes == nbytes(1, 2, dtype)
+
+
+def test_static_buffers_stay_where_they_are_while_there_is_room() -> None:
+    cache = make("static")
+    cache.reserve(2, LENGTH)
+    keys, _ = cache.update(0, *new(2, 3))
+    for start in range(3, LENGTH):
+        assert cache.update(start, *new(2, 1))[0].data_ptr() == keys.data_ptr()
+    assert cache.update(0, *new(1, 1))[0].data_ptr() == keys.data_ptr()
+
+
+def test_static_grows_by_doubling_to_the_limits_and_never_beyond() -> None:
+    cache, lengths = make("static"), []
+    for start in range(LENGTH):
+        cache.update(start, *new(2, 1))
+        lengths.append(cache.nbytes // nbytes(2, 1))
+    assert lengths == [1, 2, 4, 4, *[8] * 4, *[12] * 4]
+    cache.update(LENGTH - 1, *new(ROWS, 1))
+    assert cache.nbytes == nbytes(ROWS, LENGTH)
+
+
+def test_static_without_a_limit_on_rows_grows_by_rows_and_keeps_the_others() -> None:
+    cache = make("static", max_batch_size=None)
+    xk, xv = new(2, 5)
+    cache.update(0, xk, xv)
+    keys, values = cache.update(5, *new(100, 1))
+    assert keys.shape[:2] == (100, 6)
+    assert torch.equal(keys[:2, :5], xk)
+    assert torch.equal(values[:2, :5], xv)
+
+
+def test_static_that_cannot_get_its_memory_is_left_as_it_was() -> None:
+    """Catches bug 33, for memory that runs out between the keys and the values."""
+
+    class Poor(StaticCache):
+        allocations = 0
+
+        def _allocate(self, rows: int, length: int, like: Tensor) -> Tensor:
+            self.allocations += 1
+            if self.allocations == 4:
+                raise MemoryError
+            return super()._allocate(rows, length, like)
+
+    cache = Poor(cache_args())
+    cache.update(0, *new(2, 3))
+    before = state(cache)
+    with pytest.raises(MemoryError):
+        cache.update(3, *new(2, 4))
+    assert all(map(torch.equal, before, state(cache)))
+    assert cache.update(3, *new(2, 4))[0].shape[1] == 7
+
+
+def test_concat_holds_exactly_what_it_was_given() -> None:
+    cache = make("concat")
+    cache.reserve(ROWS, LENGTH)
+    for start, seqlen in [(0, 2), (2, 4), (6, 1), (3, 1), (0, 1)]:
+        keys, _ = cache.update(start, *new(3, seqlen))
+        assert cache.nbytes == nbytes(3, start + seqlen)
+        assert keys.shape[1] == start + seqlen
+
+
+# --- As a part of a model
+
+
+@pytest.mark.parametrize("start_pos", [5, [5, 5], [2, 5]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_contents_follow_the_dtype_and_the_next_write_continues_them(kind: str, start_pos: int | Sequence[int]) -> None:
+    """Catches bug 32: a cache that is a plain attribute stays behind when its model moves."""
+    cache = make(kind)
+    xk, xv = new(2, 5)
+    cache.update(0, xk, xv)
+    cache.to(torch.float64)
+    with pytest.raises(ValueError, match="float32"):
+        cache.update(start_pos, *new(2, 1))
+    more = new(2, 1, torch.float64)
+    keys, values = cache.update(start_pos, *more)
+    assert keys.dtype == values.dtype == torch.float64
+    expected = torch.cat((xk.double(), more[0]), dim=1)[1]  # the second row, at position 5 in all cases
+    assert torch.equal(keys[1], expected)
+    assert torch.equal(keys[0, :2], xk[0, :2].double())
+    assert torch.equal(values[1], torch.cat((xv.double(), more[1]), dim=1)[1])
+
+
+@pytest.mark.parametrize("kind", ["poisoned", "poisoned_concat"])
+def test_buffers_made_in_inference_mode_are_written_and_copied_outside_of_it(kind: str) -> None:
+    """Catches bug 32."""
+    cache = make(kind)
+    with torch.inference_mode():
+        cache.update(0, *new(2, 5))
+        cache.update([1, 5], *new(2, 1))
+    twin = copy.deepcopy(cache)
+    more = new(2, 1)
+    for one in (cache, twin):
+        one.update(4, *more)
+        keys, _ = one.update([2, 5], *more)
+        assert torch.equal(keys[0, 2], more[0][0, 0])
+    assert all(map(torch.equal, state(cache), state(twin)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_has_no_entries_for_a_cache(kind: str) -> None:
+    cache = make(kind)
+    cache.update(0, *new(2, 5))
+    assert cache.state_dict() == {}
+    cache.load_state_dict({})
+
+
+def test_kinds_are_chosen_by_name_and_a_subclass_without_one_is_not_listed() -> None:
+    class Unnamed(StaticCache):
+        pass
+
+    assert type(make("static")) is StaticCache
+    assert type(make("concat")) is ConcatCache
+    assert Unnamed not in KVCache.kinds.values()
+    with pytest.raises(NotImplementedError):
+        KVCache(cache_args()).update(0, *new(1, 1))

@@ -1,0 +1,478 @@
+"""The model is Llama: its logits and gradients are those of transformers' own, and its limits are kept in words."""
+
+import copy
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import (
+    FP64_TOLERANCE,
+    bits,
+    cache_nbytes,
+    fp32_tolerance,
+    hf_llama,
+    hf_tensors,
+    kv_nbytes,
+    some_tokens,
+    tiny_args,
+    tiny_model,
+)
+from torch import Tensor, nn
+
+from llama.args import ModelArgs, RopeScaling
+from llama.kv_cache import KVCache
+from llama.model import RMSNorm, Transformer
+
+CHECKOUT = Path(__file__).parents[1]
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> ModelArgs:
+    """Draw the sizes of a small Llama of any shape that the architecture has."""
+    n_heads = draw(st.integers(1, 8))
+    scaling = RopeScaling(
+        factor=draw(st.sampled_from([2.0, 8.0, 32.0])),
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_seq_len=draw(st.sampled_from([32, 8192])),
+    )
+    return ModelArgs(
+        dim=n_heads * draw(st.integers(1, 8)),
+        n_layers=draw(st.integers(1, 3)),
+        n_heads=n_heads,
+        n_kv_heads=draw(st.sampled_from([n for n in range(1, n_heads + 1) if n_heads % n == 0])),
+        head_dim=2 * draw(st.integers(1, 32)),
+        vocab_size=draw(st.integers(3, 60)),
+        multiple_of=draw(st.sampled_from([1, 8, 24])),
+        norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
+        rope_theta=draw(st.sampled_from([100.0, 10000.0, 500000.0])),
+        rope_scaling=draw(st.sampled_from([None, scaling])),
+        tied_head=draw(st.booleans()),
+        max_seq_len=40,
+        kv_caching=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=40)
+@given(configurations(), st.integers(1, 3), st.integers(1, 40))
+def test_logits_equal_those_of_transformers(args: ModelArgs, rows: int, length: int) -> None:
+    """Catches bugs 2, 6, 7 and 30: positions, RoPE scaling, the head, widths; a test against ourselves could not."""
+    tokens = some_tokens(rows, length, vocab_size=args.vocab_size)
+    model = tiny_model(args)
+    with torch.no_grad():
+        expected = hf_llama(model)(tokens, use_cache=False).logits
+        torch.testing.assert_close(model(tokens), expected, rtol=0, atol=FP64_TOLERANCE)
+
+        model = model.to(torch.float32)
+        model.free_cache()
+        single = hf_llama(model)(tokens, use_cache=False).logits
+        torch.testing.assert_close(model(tokens), single, rtol=0, atol=fp32_tolerance(expected, args))
+
+
+def test_cached_steps_equal_transformers_own_cached_steps() -> None:
+    model = tiny_model()
+    hf, tokens, past = hf_llama(model), some_tokens(2, 9), None
+    for start, end in [(0, 4), (4, 5), (5, 6), (6, 9)]:
+        with torch.no_grad():
+            step = hf(tokens[:, start:end], past_key_values=past, use_cache=True)
+            ours = model(tokens[:, start:end], start)
+        past = step.past_key_values
+        torch.testing.assert_close(ours, step.logits, rtol=0, atol=FP64_TOLERANCE)
+
+
+# --- Gradients, with the cache off
+
+
+def test_gradients_equal_those_of_transformers() -> None:
+    model = tiny_model(kv_caching=False)
+    hf, tokens = hf_llama(model), some_tokens(2, 7)
+    nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    nn.functional.cross_entropy(hf(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    ours = hf_tensors({name: grad(weight) for name, weight in model.named_parameters()}, model.args)
+    for name, weight in hf.named_parameters():
+        torch.testing.assert_close(ours[name], grad(weight), rtol=0, atol=FP64_TOLERANCE)
+
+
+def grad(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_equal_finite_differences(dtype: torch.dtype) -> None:
+    model = tiny_model(kv_caching=False, tied_head=True, dtype=dtype)
+    tokens = some_tokens(2, 6)
+    model(tokens).square().mean().backward()
+    directions = [torch.randn_like(weight, dtype=torch.float64) for weight in model.parameters()]
+    slope = sum((grad(w).double() * d).sum() for w, d in zip(model.parameters(), directions, strict=True))
+
+    model, h = model.double(), 1e-6
+
+    @torch.no_grad()
+    def loss(along: float) -> Tensor:
+        for weight, direction in zip(model.parameters(), directions, strict=True):
+            weight += along * direction
+        there = model(tokens).square().mean()
+        for weight, direction in zip(model.parameters(), directions, strict=True):
+            weight -= along * direction
+        return there
+
+    # A central difference is off by h^2 and by 1e-16 / h, both far below what a float32 backward rounds away.
+    rtol = 1e-6 if dtype == torch.float64 else 1e-3
+    torch.testing.assert_close(torch.as_tensor(slope), (loss(h) - loss(-h)) / (2 * h), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("kv_cache", sorted(KVCache.kinds))
+def test_backward_works_twice_and_after_inference_mode(kv_cache: str) -> None:
+    """Catches bug 32: a table or buffer made in inference mode cannot be saved for a backward pass."""
+    model, tokens = tiny_model(kv_cache=kv_cache), some_tokens(2, 6)
+    with torch.inference_mode():
+        model(tokens)  # makes the RoPE table and the caches
+        model(tokens[:, :1], [3, 5])
+    model.kv_caching = False
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+        return [grad(weight).clone() for weight in model.parameters()]
+
+    first = gradients()
+    assert all(weight.any() for weight in first)
+    with torch.inference_mode():
+        model(tokens)
+    assert all(map(torch.equal, first, gradients()))
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+def test_cached_call_that_needs_a_gradient_is_refused_and_leaves_the_cache_as_it_was(kv_cache: str) -> None:
+    model, tokens = tiny_model(kv_cache=kv_cache), some_tokens(2, 6)
+    with torch.no_grad():
+        model(tokens)
+    before = [bits(buffer).clone() for buffer in model.buffers()]
+    for start_pos, fed in [(0, tokens), (6, tokens[:, :1]), ([4, 6], tokens[:, :1])]:
+        with pytest.raises(ValueError, match="kv_caching=False"):
+            model(fed, start_pos)
+    assert all(map(torch.equal, before, map(bits, model.buffers())))
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+def test_cache_works_in_every_mode_without_gradients_in_any_order(kv_cache: str) -> None:
+    """Catches bug 32: buffers made in inference mode are written outside of it, and the other way round."""
+    tokens = some_tokens(2, 12)
+    expected = tiny_model(kv_caching=False)(tokens).detach()
+    for modes in [("inference", "frozen", "no_grad"), ("frozen", "no_grad", "inference"), ("no_grad", "inference")]:
+        model = tiny_model(kv_cache=kv_cache)
+        for start in range(0, 12, 2):
+            mode = modes[start // 2 % len(modes)]
+            model.requires_grad_(mode != "frozen")
+            with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "frozen"):
+                logits = model(tokens[:, start : start + 2], start if start % 4 else [start, start])
+            torch.testing.assert_close(logits, expected[:, start : start + 2], rtol=0, atol=FP64_TOLERANCE)
+
+
+def test_head_alone_can_be_trained_over_a_cache_of_frozen_layers() -> None:
+    model, tokens = tiny_model().requires_grad_(False), some_tokens(2, 6)
+    model.output.requires_grad_()
+    model(tokens[:, :5])
+    model(tokens[:, 5:], 5).square().mean().backward()
+    cached = grad(model.output.weight).clone()
+    model.zero_grad()
+    model.kv_caching = False
+    model(tokens)[:, 5:].square().mean().backward()
+    torch.testing.assert_close(cached, grad(model.output.weight), rtol=0, atol=FP64_TOLERANCE)
+
+
+# --- Limits
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_max_seq_len_is_the_last_length_that_is_served(kv_caching: bool) -> None:
+    """Catches bug 15: prompts at max_seq_len - 1, exactly, and one more."""
+    model = tiny_model(max_seq_len=8, kv_caching=kv_caching).requires_grad_(False)
+    assert model(some_tokens(1, 7)).shape == (1, 7, 40)
+    assert model(some_tokens(1, 8)).shape == (1, 8, 40)
+    with pytest.raises(ValueError, match=r"9 tokens from position 0 on go past max_seq_len=8; .*larger max_seq_len"):
+        model(some_tokens(1, 9))
+
+
+@pytest.mark.parametrize("start_pos", [8, [8, 3], [0, 8], 10**12])
+def test_one_token_past_the_end_is_refused(start_pos: Any) -> None:
+    """Catches the silent overflow of Meta-style caches: torch drops a one-token write past the end without a word."""
+    model = tiny_model(max_seq_len=8).requires_grad_(False)
+    model(some_tokens(2, 8))
+    before = [bits(buffer).clone() for buffer in model.buffers()]
+    with pytest.raises(ValueError, match="max_seq_len=8"):
+        model(some_tokens(2, 1), start_pos)
+    assert all(map(torch.equal, before, map(bits, model.buffers())))
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_max_batch_size_is_kept_and_none_is_no_limit(kv_caching: bool) -> None:
+    """Catches bug 16."""
+    model = tiny_model(max_batch_size=2, kv_caching=kv_caching).requires_grad_(False)
+    assert len(model(some_tokens(2, 3))) == 2
+    with pytest.raises(ValueError, match="3 rows are more than max_batch_size=2"):
+        model(some_tokens(3, 3))
+    assert cache_nbytes(model) == (kv_nbytes(model.args, 2, 3, torch.float64) if kv_caching else 0)
+    assert tiny_args().max_batch_size is None
+    assert len(tiny_model(kv_caching=kv_caching).requires_grad_(False)(some_tokens(100, 2))) == 100
+
+
+@pytest.mark.parametrize("start_pos", [1, [0, 2], torch.tensor([2, 2])])
+def test_start_pos_without_a_cache_is_refused(start_pos: Any) -> None:
+    """Catches bug 2: the newest token alone, at a position whose past the cache would hold."""
+    with pytest.raises(ValueError, match="needs the KV cache, which is off: feed the whole prefix at start_pos=0"):
+        tiny_model(kv_caching=False)(some_tokens(2, 1), start_pos)
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 3), (3, 0), (2, 3, 4)])
+def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...], kv_caching: bool) -> None:
+    """Catches bug 16: no rows, and rows without tokens."""
+    model = tiny_model(kv_caching=kv_caching)
+    with pytest.raises(ValueError, match=r"tokens must be \(bsz, seqlen\), both at least 1"):
+        model(torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("start_pos", [-1, [0, -1], [0], [0, 0, 0], [], torch.tensor([1, 2, 3])])
+def test_start_pos_that_is_negative_or_not_one_per_row_is_refused(start_pos: Any) -> None:
+    model = tiny_model().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"must be an int or one per row \(of 2\), and not negative"):
+        model(some_tokens(2, 3), start_pos)
+    assert cache_nbytes(model) == 0
+
+
+@pytest.mark.parametrize("start_pos", [0.0, [0.0, 1.0], None, "00", torch.tensor([0.0, 1.0]), torch.ones(2, 2)])
+def test_start_pos_that_is_no_whole_number_is_refused(start_pos: Any) -> None:
+    model = tiny_model().requires_grad_(False)
+    with pytest.raises(ValueError, match="start_pos"):
+        model(some_tokens(2, 3), start_pos)
+    assert cache_nbytes(model) == 0
+
+
+@pytest.mark.parametrize("lengths", [[], [2], [2, 2, 2], [0, 2], [0, 0], [2, 4], [-1, 3]])
+def test_lengths_that_do_not_fit_the_tokens_are_refused(lengths: list[int]) -> None:
+    model = tiny_model().requires_grad_(False)
+    with pytest.raises(ValueError, match="lengths"):
+        model(some_tokens(2, 3), logits="last", lengths=lengths)
+    assert cache_nbytes(model) == 0
+
+
+def test_logits_of_an_unknown_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match="logits='first'"):
+        tiny_model(kv_caching=False)(some_tokens(2, 3), logits="first")  # type: ignore[arg-type]
+
+
+def test_vocab_size_that_nobody_stated_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size=-1"):
+        Transformer(ModelArgs())
+
+
+def test_limits_hold_where_python_strips_asserts() -> None:
+    """Catches bug 15: Meta's limits are asserts, which `python -O` removes."""
+    program = """
+import torch
+from llama import ModelArgs, Transformer
+model = Transformer(ModelArgs(dim=8, n_layers=1, n_heads=2, vocab_size=9, max_seq_len=4, max_batch_size=2))
+model.requires_grad_(False)
+assert False, "asserts must be off here"
+for rows, length, start_pos in [(1, 5, 0), (3, 1, 0), (1, 1, 4), (1, 0, 0), (1, 1, -1), (2, 1, [0])]:
+    try:
+        model(torch.zeros(rows, length, dtype=torch.int64), start_pos)
+    except ValueError:
+        print("refused")
+for cache in model.caches:
+    try:
+        cache.update(4, torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
+    except ValueError:
+        print("refused")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    run = subprocess.run(
+        [sys.executable, "-O", "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (run.stdout.split(), run.stderr) == (["refused"] * 7, "")
+
+
+# --- Last-position logits
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_last_logits_are_the_last_of_all(dtype: torch.dtype, kv_caching: bool) -> None:
+    model, tokens = tiny_model(dtype=dtype, kv_caching=kv_caching).requires_grad_(False), some_tokens(3, 6)
+    every = model(tokens)
+    # The head multiplies 3 rows instead of 18, and sums of another shape may be taken in another order.
+    atol = fp32_tolerance(every, model.args, dtype)
+    last = model(tokens, logits="last")
+    assert last.shape == (3, 1, 40)
+    torch.testing.assert_close(last, every[:, -1:], rtol=0, atol=atol)
+    for lengths in ([6, 6, 6], [2, 2, 2], [1, 6, 3]):
+        own = torch.stack([every[row, length - 1] for row, length in enumerate(lengths)])[:, None]
+        torch.testing.assert_close(model(tokens, logits="last", lengths=lengths), own, rtol=0, atol=atol)
+
+
+def test_last_logits_never_make_the_others() -> None:
+    """The logits of a whole prompt are the largest tensor of an inference, and all but a row of them is thrown away."""
+    model, widths = tiny_model().requires_grad_(False), []
+    model.output.register_forward_hook(lambda _, __, made: widths.append(made.shape[1]))
+    model(some_tokens(2, 9), logits="last")
+    model(some_tokens(2, 9), logits="last", lengths=[4, 9])
+    assert widths == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_logits_come_out_as_float32(dtype: torch.dtype) -> None:
+    model = tiny_model(dtype=dtype, kv_caching=False)
+    assert model(some_tokens(1, 3)).dtype == torch.float32
+    assert model.double()(some_tokens(1, 3)).dtype == torch.float64
+
+
+def test_norm_squares_16_bit_numbers_in_float32() -> None:
+    norm = RMSNorm(4, eps=1e-5).half()
+    large = torch.tensor([300.0, -300.0, 300.0, 300.0]).half()  # 300^2 is past float16's 65504
+    assert norm(large).tolist() == [1, -1, 1, 1]
+
+
+# --- Tied head
+
+
+def test_tied_head_is_one_tensor_counted_once() -> None:
+    """Catches bug 7."""
+    tied, untied = tiny_model(tied_head=True), tiny_model()
+    assert tied.output.weight.data_ptr() == tied.tok_embeddings.weight.data_ptr()
+    count = sum(weight.numel() for weight in untied.parameters())
+    assert sum(weight.numel() for weight in tied.parameters()) == count - 40 * 32
+
+
+def test_tied_head_stays_tied_when_moved_loaded_and_copied() -> None:
+    """Catches bug 7."""
+    model = tiny_model(tied_head=True)
+    other = tiny_model(tied_head=True)
+    with torch.no_grad():
+        other.tok_embeddings.weight += 1
+    model = copy.deepcopy(model.to(torch.bfloat16).to(torch.float64))
+    model.load_state_dict(other.state_dict())
+    assert model.output.weight is model.tok_embeddings.weight
+    assert torch.equal(model.output.weight, other.tok_embeddings.weight)
+    with torch.no_grad():
+        model.tok_embeddings.weight.zero_()
+        assert not model(some_tokens(1, 3)).any()
+
+
+# --- The released models
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parameters"),
+    [  # the counts of the model cards' safetensors
+        ({"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "tied_head": True}, 1_235_814_400),
+        ({"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "tied_head": True}, 3_212_749_824),
+        ({"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024}, 8_030_261_248),
+        ({"dim": 8192, "n_layers": 80, "n_heads": 64, "ffn_dim_multiplier": 1.3, "multiple_of": 4096}, 70_553_706_496),
+    ],
+)
+def test_released_models_have_the_published_number_of_parameters(sizes: dict[str, Any], parameters: int) -> None:
+    with torch.device("meta"):
+        model = Transformer(ModelArgs(n_kv_heads=8, vocab_size=128256, **sizes))
+    assert sum(weight.numel() for weight in model.parameters()) == parameters
+
+
+# --- Manners
+
+
+def test_unknown_kind_of_cache_names_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"kv_cache='unknown' is not a known kind of cache; known are: .*concat.*static"
+    ):
+        tiny_model(kv_cache="unknown")
+
+
+def test_params_are_the_args() -> None:
+    args = tiny_args()
+    model = Transformer(args)
+    assert model.params is args
+    assert model.args is args
+
+
+def test_making_and_running_a_model_changes_no_global_state() -> None:
+    def state() -> list[Any]:
+        return [
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.distributed.is_initialized(),
+            dict(os.environ),
+        ]
+
+    before = state()
+    model = tiny_model(dtype=torch.bfloat16)
+    model.generate_tokens([[1, 2, 3], [4]], 2)
+    with pytest.raises(ValueError, match="kv_caching=False"):
+        model(some_tokens(1, 2))
+    assert state() == before
+
+
+def test_two_models_share_nothing() -> None:
+    args = tiny_args()
+    one, other = tiny_model(args).requires_grad_(False), tiny_model(args).requires_grad_(False)
+    one(some_tokens(1, 4))
+    other.kv_caching = False
+    assert one.kv_caching
+    assert (cache_nbytes(one), cache_nbytes(other)) == (kv_nbytes(args, 1, 4, torch.float64), 0)
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+def test_deep_copy_goes_on_alone_where_the_original_stood(kv_cache: str) -> None:
+    model, tokens = tiny_model(kv_cache=kv_cache).requires_grad_(False), some_tokens(2, 9)
+    with torch.inference_mode():
+        model(tokens[:, :5])
+    twin = copy.deepcopy(model)
+    expected = model(tokens[:, 5:], 5)
+    model(some_tokens(2, 9, seed=1))  # the original goes elsewhere
+    assert torch.equal(twin(tokens[:, 5:], 5), expected)
+    twin.kv_caching = False
+    assert model.kv_caching
+
+
+def test_args_stay_as_they_were_made_when_the_switch_is_thrown() -> None:
+    model = tiny_model()
+    before = asdict(model.args)
+    model.kv_caching = False
+    assert asdict(model.args) == before
+    assert not model.kv_caching
+    assert all(not layer.attention.kv_caching for layer in model.layers)
+    assert not Transformer(replace(model.args, kv_caching=False)).kv_caching
+
+
+def test_model_made_under_a_16_bit_default_dtype_computes_the_same() -> None:
+    """Catches bug 6: Meta's build sets a 16-bit default dtype, in which carelessly made frequencies lose their bits."""
+    args = tiny_args(rope_scaling=(1.0, 1.7, 3.3, 31.0), kv_caching=False)
+    expected = tiny_model(args)(some_tokens(2, 20))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        careless = Transformer(args)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    careless.double().load_state_dict(tiny_model(args).state_dict())
+    assert torch.equal(careless(some_tokens(2, 20)), expected)
+
+
+def test_model_runs_under_another_default_device() -> None:
+    model, other, tokens = tiny_model(), tiny_model(), some_tokens(2, 6)
+    with torch.no_grad():
+        expected = [model(tokens), model(tokens[:, :2], [3, 4])]
+        with torch.device("meta"):  # a device on which nothing can be computed
+            made = [other(tokens), other(tokens[:, :2], [3, 4])]
+    assert all(map(torch.equal, made, expected))

@@ -1,0 +1,479 @@
+"""The cache changes what is computed anew, never what comes out; and every test here also sees that it was really used.
+
+`watched` counts the tokens that each forward was fed and the bytes that the caches held after it: without that, all of
+this would pass with the cache off.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import oracles  # registers the caches full of nan
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import (
+    FP64_TOLERANCE,
+    bits,
+    cache_nbytes,
+    fp32_tolerance,
+    kv_nbytes,
+    some_tokens,
+    tiny_args,
+    tiny_model,
+    watched,
+)
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.generation import Step
+from llama.kv_cache import KVCache
+from llama.model import Transformer
+
+LENGTH = 24  # max_seq_len of the tiny models
+# Logits of about 3, rounded at ten places or so in each of two layers. In units of the dtype's epsilon, 9 to 13 were
+# measured, and one position off makes 300 and more.
+HALF_TOLERANCE = 48
+GQA = [(4, 4), (4, 2), (4, 1), (2, 2)]  # heads and kv heads: groups of 1, 2 and 4, and never one head alone
+
+
+class NewestFirst(KVCache, kind="newest_first"):
+    """A kind as a researcher would add one: all slots at once, the newest position in the first of them."""
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        ends = self.check(start_pos, xk, xv)
+        if self.keys is None or len(self.keys) < len(ends):
+            size = (len(ends), self.max_seq_len, self.n_kv_heads, self.head_dim)
+            self.keys, self.values = xk.new_zeros(size), xv.new_zeros(size)
+        assert self.values is not None
+        for row, end in enumerate(ends):
+            slots = slice(self.max_seq_len - end, self.max_seq_len - end + xk.shape[1])
+            self.keys[row, slots], self.values[row, slots] = xk[row].flip(0), xv[row].flip(0)
+        return self.keys[: len(ends)], self.values[: len(ends)]
+
+    def key_positions(self) -> Tensor:
+        assert self.keys is not None
+        return torch.arange(self.max_seq_len - 1, -1, -1, device=self.keys.device)
+
+
+class Window(KVCache, kind="window"):
+    """A ring of the newest `size` positions, for rows in step that are fed token by token."""
+
+    size = 5
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        (end,) = set(self.check(start_pos, xk, xv))
+        if end == 1:
+            self.keys, self.values = xk, xv
+        else:
+            assert self.keys is not None
+            assert self.values is not None
+            self.keys, self.values = (
+                torch.cat((held[:, -self.size + 1 :], new), dim=1) for held, new in ((self.keys, xk), (self.values, xv))
+            )
+        self.end = end
+        return self.keys, self.values
+
+    def key_positions(self) -> Tensor:
+        assert self.keys is not None
+        return torch.arange(self.end - self.keys.shape[1], self.end, device=self.keys.device)
+
+
+KINDS = ["static", "concat", "poisoned", "poisoned_concat", "newest_first"]
+assert oracles.PoisonedCache in KVCache.kinds.values()
+
+
+def held_by(kind: str, args: ModelArgs, rows: int, end: int, reserved: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a kind must hold after a step that ended at position `end`."""
+    length = {"static": reserved, "poisoned": reserved, "newest_first": args.max_seq_len}.get(kind, end)
+    return kv_nbytes(args, rows, length, dtype)
+
+
+def gqa(heads: tuple[int, int]) -> dict[str, int]:
+    return {"n_heads": heads[0], "n_kv_heads": heads[1]}
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Cut a prompt of 1, 2, 7 or max_seq_len tokens anywhere; return the start and end of every part."""
+    length = draw(st.sampled_from([1, 2, 7, LENGTH]))
+    cuts = draw(st.sets(st.integers(1, max(length - 1, 1))))
+    edges = sorted({0, length} | {cut for cut in cuts if cut < length})
+    return list(pairwise(edges))
+
+
+def token_by_token(length: int) -> list[tuple[int, int]]:
+    return [(start, start + 1) for start in range(length)]
+
+
+def assert_parity(
+    args: ModelArgs, rows: int, parts: list[tuple[int, int]], dtype: torch.dtype, atol: float | None = None
+) -> None:
+    """Feed the parts one after the other with the cache, and the whole prefix each time without."""
+    model, length = tiny_model(args, dtype=dtype), parts[-1][1]
+    plain = tiny_model(replace(args, kv_caching=False), dtype=dtype)
+    tokens = some_tokens(rows, length)
+    with torch.inference_mode(), watched(model) as cached, watched(plain) as uncached:
+        model.reserve_cache(rows, length)
+        for start, end in parts:
+            expected = plain(tokens[:, :end], 0)[:, start:]
+            made = model(tokens[:, start:end], start)
+            allowed = fp32_tolerance(expected, args, dtype) if atol is None else atol
+            torch.testing.assert_close(made, expected, rtol=0, atol=allowed)
+    assert cached.widths == [end - start for start, end in parts]
+    assert cached.nbytes == [held_by(args.kv_cache, args, rows, end, length, dtype) for _, end in parts]
+    assert (uncached.widths, set(uncached.nbytes)) == ([end for _, end in parts], {0})
+
+
+@settings(max_examples=50)
+@given(chunks(), st.sampled_from(KINDS), st.sampled_from(GQA), st.sampled_from([2, 1, 3]))
+def test_cached_logits_equal_uncached_however_the_prompt_is_cut(
+    parts: list[tuple[int, int]], kind: str, heads: tuple[int, int], rows: int
+) -> None:
+    """Catches bugs 1, 2, 13 and 14: writes to a wrong axis, positions, stale slots, the mask of a chunk."""
+    args = tiny_args(kv_cache=kind, max_seq_len=LENGTH, **gqa(heads))
+    assert_parity(args, rows, parts, torch.float64, FP64_TOLERANCE)
+
+
+@pytest.mark.parametrize("heads", GQA)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_logits_equal_uncached_token_by_token(kind: str, heads: tuple[int, int]) -> None:
+    args = tiny_args(kv_cache=kind, max_seq_len=LENGTH, **gqa(heads))
+    assert_parity(args, 2, token_by_token(LENGTH), torch.float64, FP64_TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_logits_equal_uncached_in_float32(kind: str) -> None:
+    args = tiny_args(kv_cache=kind, max_seq_len=LENGTH)
+    assert_parity(args, 2, [(0, 7), *token_by_token(LENGTH)[7:20], (20, 24)], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_logits_are_near_uncached_in_16_bits(kind: str, dtype: torch.dtype) -> None:
+    """Loose, as 16 bits are: that no mistake comes through is proved in float64, above."""
+    args = tiny_args(kv_cache=kind, max_seq_len=LENGTH, rope_scaling=(1.0, 2.0, 4.0, 8.0))
+    assert_parity(args, 2, [(0, 7), *token_by_token(LENGTH)[7:]], dtype, HALF_TOLERANCE * torch.finfo(dtype).eps)
+
+
+def test_float64_tolerance_would_not_let_a_mistake_through() -> None:
+    """The inverse test: one position off, or one past token forgotten, changes the logits by far more than allowed."""
+    model, tokens = tiny_model().requires_grad_(False), some_tokens(2, 9)
+    expected = tiny_model(kv_caching=False)(tokens)[:, 8:]
+    model(tokens[:, :8])
+    assert (model(tokens[:, 8:], 7) - expected).abs().max() > 0.1
+    model(tokens[:, :8])
+    model(tokens[:, :1], 3)
+    assert (model(tokens[:, 8:], 8) - expected).abs().max() > 0.1
+    assert 1e6 * FP64_TOLERANCE < 0.1
+
+
+# --- Rows at positions of their own
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 12), min_size=2, max_size=4),
+    st.lists(st.integers(1, 4), max_size=3),
+    st.sampled_from(KINDS),
+    st.sampled_from(GQA),
+    st.sampled_from([list, tuple, torch.tensor]),
+)
+def test_ragged_rows_give_what_each_gives_alone(
+    prompts: list[int], more: list[int], kind: str, heads: tuple[int, int], given_as: Callable[[list[int]], Any]
+) -> None:
+    """Prompts of any lengths in one padded prefill, then steps of one or more tokens, each row at its own position.
+
+    Catches bugs 13 and 14, and that what a row gives depends on the rows beside it.
+    """
+    args = tiny_args(kv_cache=kind, max_seq_len=LENGTH, **gqa(heads))
+    model, plain = tiny_model(args).requires_grad_(False), tiny_model(replace(args, kv_caching=False))
+    rows, longest = len(prompts), max(prompts) + sum(more)
+    tokens = some_tokens(rows, LENGTH)
+    alone = [plain(tokens[row : row + 1]).detach()[0] for row in range(rows)]
+
+    model.reserve_cache(rows, longest)
+    with watched(model) as watch:
+        made = model(tokens[:, : max(prompts)], given_as([0] * rows), logits="last", lengths=prompts)
+        expected = [alone[row][length - 1] for row, length in enumerate(prompts)]
+        torch.testing.assert_close(made[:, 0], torch.stack(expected), rtol=0, atol=FP64_TOLERANCE)
+        starts = prompts
+        for width in more:
+            fed = torch.stack([tokens[row, start : start + width] for row, start in enumerate(starts)])
+            made = model(fed, given_as(starts))
+            expected = [alone[row][start : start + width] for row, start in enumerate(starts)]
+            torch.testing.assert_close(made, torch.stack(expected), rtol=0, atol=FP64_TOLERANCE)
+            starts = [start + width for start in starts]
+    assert watch.widths == [max(prompts), *more]
+    assert watch.nbytes[-1] == held_by(kind, args, rows, longest, longest, torch.float64)
+    assert watch.nbytes == sorted(watch.nbytes)
+
+
+@settings(max_examples=15)
+@given(st.permutations(range(3)), st.sampled_from(KINDS))
+def test_order_of_the_rows_does_not_matter(order: list[int], kind: str) -> None:
+    prompts = [3, 9, 1]
+
+    def ragged(order: Sequence[int]) -> Tensor:
+        model, tokens = tiny_model(kv_cache=kind).requires_grad_(False), some_tokens(3, LENGTH)[list(order)]
+        starts = [prompts[row] for row in order]
+        model(tokens[:, :9], logits="last", lengths=starts)
+        return model(tokens[:, -1:], starts)
+
+    torch.testing.assert_close(ragged(order), ragged(range(3))[order], rtol=0, atol=FP64_TOLERANCE)
+
+
+# --- Generation
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[7]], [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_feeds_each_token_once_with_the_cache_and_the_whole_prefix_without(
+    kind: str, prompts: list[list[int]]
+) -> None:
+    """Catches bug 2, and a switch that switches nothing: what is fed and what is held is seen at every step."""
+    model = tiny_model(kv_cache=kind)
+    seen: dict[bool, list[Step]] = {True: [], False: []}
+    rows, longest, n = len(prompts), max(map(len, prompts)), 6
+
+    with watched(model) as cached:
+        on = model.generate_tokens(prompts, n, temperature=0, logprobs=True, on_step=seen[True].append)
+    with watched(model) as uncached:
+        off = model.generate_tokens(
+            prompts, n, temperature=0, logprobs=True, kv_caching=False, on_step=seen[False].append
+        )
+    assert on[0] == off[0]
+    torch.testing.assert_close(torch.tensor(on[1]), torch.tensor(off[1]), rtol=0, atol=FP64_TOLERANCE)
+
+    assert cached.widths == [longest] + [1] * (n - 1)
+    assert [step.fed for step in seen[True]] == [prompts] + [[[row[i]] for row in on[0]] for i in range(n - 1)]
+    assert cached.nbytes[-1] == held_by(kind, model.args, rows, longest + n - 1, longest + n, torch.float64)
+    assert min(cached.nbytes) > 0
+
+    texts = [prompt + row for prompt, row in zip(prompts, on[0], strict=True)]
+    assert uncached.widths == [longest + i for i in range(n)]
+    assert [step.fed for step in seen[False]] == [
+        [text[: len(prompt) + i] for text, prompt in zip(texts, prompts, strict=True)] for i in range(n)
+    ]
+    assert (set(uncached.nbytes), {start for starts in uncached.starts for start in starts}) == ({0}, {0})
+
+
+def test_no_cache_is_asked_while_caching_is_off() -> None:
+    """Catches bug 3: an uncached path that still writes to a cache, or reads from one."""
+
+    class Untouchable(KVCache, kind="untouchable"):
+        def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+            raise AssertionError("the cache was touched")
+
+        def key_positions(self) -> Tensor | None:
+            raise AssertionError("the cache was asked")
+
+    model = tiny_model(kv_cache="untouchable", kv_caching=False)
+    torch.testing.assert_close(model(some_tokens(2, 5)), tiny_model(kv_caching=False)(some_tokens(2, 5)))
+    model.generate_tokens([[1, 2]], 3)
+    assert list(model.buffers()) == []
+    model.kv_caching = True
+    with torch.no_grad(), pytest.raises(AssertionError, match="touched"):
+        model(some_tokens(2, 5))
+
+
+# --- Texts after texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_gives_the_same_bits_after_any_other(kind: str) -> None:
+    """A, B, A by direct calls: smaller batch after larger, shorter prompt after longer. Catches bug 13."""
+    model = tiny_model(kv_cache=kind, dtype=torch.float32).requires_grad_(False)
+
+    def run(rows: int, length: int, seed: int) -> list[Tensor]:
+        tokens = some_tokens(rows, length + 3, seed=seed)
+        ragged = [max(1, length - row) for row in range(rows)]
+        prefill = model(tokens[:, :length])
+        steps = [model(tokens[:, length + i : length + i + 1], length + i) for i in range(3)]
+        return [prefill, *steps, model(tokens[:, -1:], ragged)]
+
+    first = run(2, 6, seed=0)
+    for rows, length in [(4, 15), (1, 2), (2, 6), (3, 1)]:
+        run(rows, length, seed=1)
+        assert cache_nbytes(model) > 0
+        assert all(map(torch.equal, run(2, 6, seed=0), first))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_gives_the_same_bits_after_any_other(kind: str) -> None:
+    """A, B, A by generate. Catches bug 13."""
+    model = tiny_model(kv_cache=kind, dtype=torch.float32)
+
+    def run(prompts: list[list[int]]) -> Any:
+        made = model.generate_tokens(prompts, 5, seed=1, temperature=1.0, logprobs=True)
+        assert cache_nbytes(model) == 0
+        return made
+
+    short, long = [[1, 2, 3], [4]], [[5] * 12, [6, 7], [8] * 17]
+    first = run(short)
+    run(long)
+    assert run(short) == first
+    model.kv_caching = False
+    model.generate_tokens(long, 2)
+    model.kv_caching = True
+    assert run(short) == first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_switch_may_be_thrown_in_the_middle_of_a_text(kind: str) -> None:
+    model, tokens = tiny_model(kv_cache=kind), some_tokens(2, 9)
+    expected = tiny_model(kv_caching=False)(tokens)
+    with torch.inference_mode(), watched(model) as watch:
+        assert_near(model(tokens[:, :6]), expected[:, :6])
+        assert_near(model(tokens[:, 6:7], 6), expected[:, 6:7])
+        model.kv_caching = False
+        assert cache_nbytes(model) == 0  # off frees
+        assert_near(model(tokens[:, :8]), expected[:, :8])
+        model.kv_caching = True
+        assert cache_nbytes(model) == 0  # and on takes nothing before it is used
+        assert_near(model(tokens[:, :8]), expected[:, :8])
+        assert_near(model(tokens[:, 8:], 8), expected[:, 8:])
+    assert watch.widths == [6, 1, 8, 8, 1]
+    assert [nbytes > 0 for nbytes in watch.nbytes] == [True, True, False, True, True]
+
+
+def assert_near(made: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(made, expected.detach(), rtol=0, atol=FP64_TOLERANCE)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("switch", [True, False, None])
+def test_argument_of_generate_holds_for_that_call_alone(before: bool, switch: bool | None) -> None:
+    model = tiny_model(kv_caching=before)
+    with watched(model) as watch:
+        model.generate_tokens([[1, 2, 3]], 4, kv_caching=switch)
+    used = before if switch is None else switch
+    assert watch.widths == ([3, 1, 1, 1] if used else [3, 4, 5, 6])
+    assert watch.nbytes == [kv_nbytes(model.args, 1, 7, torch.float64) if used else 0] * 4
+    assert all(layer.attention.kv_caching == before for layer in model.layers)
+    assert cache_nbytes(model) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cache_follows_the_model_to_another_dtype_in_the_middle_of_a_text(kind: str) -> None:
+    """Catches bug 32."""
+    model, tokens = tiny_model(kv_cache=kind, dtype=torch.float32).requires_grad_(False), some_tokens(2, 12)
+    plain = tiny_model(kv_caching=False, dtype=torch.float32).double()
+    expected = plain(tokens).detach()
+    model(tokens[:, :8])
+    small = cache_nbytes(model)
+    model.double()
+    assert cache_nbytes(model) == 2 * small
+    made = model(tokens[:, 8:], 8)
+    assert made.dtype == torch.float64
+    # The keys and values of the first eight tokens were rounded to float32, the rest was not.
+    torch.testing.assert_close(made, expected[:, 8:], rtol=0, atol=fp32_tolerance(expected, model.args))
+
+
+# --- Failures in the middle
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_failure_in_the_middle_of_a_generation_leaves_nothing_behind(
+    step: int, error: type[BaseException], kv_caching: bool
+) -> None:
+    """Catches bug 33: in the middle of the prefill (step 0) and of a decode step, in the second layer."""
+    model = tiny_model(kv_cache="poisoned", kv_caching=not kv_caching, dtype=torch.float32)
+
+    def run() -> Any:
+        prompts = [[1, 2, 3], [4]]
+        return model.generate_tokens(prompts, 5, seed=1, temperature=1.0, logprobs=True, kv_caching=kv_caching)
+
+    expected = run()
+    with fails(model, step, error), pytest.raises(error):
+        run()
+    assert (cache_nbytes(model), model.kv_caching, model.generating) == (0, not kv_caching, False)
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert run() == expected
+
+
+class fails:
+    """Let the second layer of a model fail in its n-th forward, after the first has written its keys and values."""
+
+    def __init__(self, model: Transformer, step: int, error: type[BaseException]) -> None:
+        self.countdown, self.error = step, error
+        self.hook = model.layers[1].feed_forward.register_forward_hook(self.count)
+
+    def count(self, *_: object) -> None:
+        self.countdown -= 1
+        if self.countdown < 0:
+            raise self.error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.hook.remove()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_failed_step_can_simply_be_fed_again(kind: str) -> None:
+    """Catches bug 33: nothing counts, so a step at the same position overwrites what the failed one wrote."""
+    tokens = some_tokens(2, 9)
+
+    def run(failing: bool) -> list[Tensor]:
+        model, made = tiny_model(kv_cache=kind, dtype=torch.float32).requires_grad_(False), []
+        for start, end in [(0, 6), (6, 7), (7, 9)]:
+            if failing:
+                with fails(model, 0, Boom), pytest.raises(Boom):
+                    model(some_tokens(2, end - start, seed=1), start)
+            made.append(model(tokens[:, start:end], start))
+        return made
+
+    assert all(map(torch.equal, run(failing=True), run(failing=False)))
+
+
+# --- Kinds of one's own
+
+
+@pytest.mark.parametrize("kind", [NewestFirst, Window])
+def test_a_kind_of_ones_own_takes_40_lines_at_most(kind: type[KVCache]) -> None:
+    assert len(inspect.getsource(kind).splitlines()) <= 40
+    assert kind in KVCache.kinds.values()
+
+
+def test_sliding_window_gives_what_the_tokens_within_it_give_alone() -> None:
+    """In a model of one layer, the last token sees its window and nothing else, and RoPE knows distances only.
+
+    So its logits are those of the window's tokens fed alone, from position 0. Angles are float32, which at positions
+    of about 20 are off by 20 * 2^-24 = 1e-6; logits are about 10.
+    """
+    model = tiny_model(n_layers=1, kv_cache="window").requires_grad_(False)
+    plain, tokens = tiny_model(n_layers=1, kv_caching=False).requires_grad_(False), some_tokens(2, LENGTH)
+    with watched(model) as watch:
+        for end in range(1, LENGTH + 1):
+            made = model(tokens[:, end - 1 : end], end - 1)
+            alone = plain(tokens[:, max(0, end - Window.size) : end])[:, -1:]
+            torch.testing.assert_close(made, alone, rtol=0, atol=1e-4)
+            if end > Window.size:
+                assert (made - plain(tokens[:, :end])[:, -1:]).abs().max() > 1e-2
+    assert watch.nbytes[-1] == kv_nbytes(model.args, 2, Window.size, torch.float64)
+
+
+def test_caches_hold_the_same_bits_however_they_were_filled() -> None:
+    """The contents of a static cache after a prefill and steps, against keys and values of the whole text."""
+    model, other = tiny_model(kv_cache="poisoned").requires_grad_(False), tiny_model(kv_cache="concat")
+    other.requires_grad_(False)
+    tokens = some_tokens(2, 8)
+    model.reserve_cache(2, 10)
+    for start, end in [(0, 5), (5, 6), (6, 8)]:
+        model(tokens[:, start:end], start)
+        other(tokens[:, start:end], start)
+    for poisoned, concat in zip(model.buffers(), other.buffers(), strict=True):
+        assert torch.equal(bits(poisoned[:, :8]), bits(concat))
+        assert poisoned[:, 8:].isnan().all()

@@ -1,0 +1,213 @@
+"""Angles are those that the released models were trained with, at every position, whatever the model's dtype."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import hf_config, some_tokens, tiny_args, tiny_model
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from llama.args import RopeScaling
+from llama.model import Transformer
+from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+CONTEXT = 131072  # the longest text that a released model reads
+
+# A float32 angle is position * frequency with both factors and the product rounded, and the frequency comes out of a
+# power, a division and up to four more operations of the scaling: at most 8 roundings of 2^-24 of the angle.
+ANGLE_ROUNDINGS = 8 * 2**-24
+
+
+def of_pair(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a table, (1, seqlen, 1, head_dim), holds for the first and second number of every pair."""
+    return table[0, :, 0, 0::2], table[0, :, 0, 1::2]
+
+
+@pytest.mark.parametrize("factor", [None, 8.0, 32.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cos_and_sin_equal_those_of_transformers_at_every_position(head_dim: int, factor: float | None) -> None:
+    """Bit for bit. Catches bugs 5 and 6: factor 8 for all models, scaling where there is none, borders of the bands."""
+    scaling = None if factor is None else RopeScaling(factor=factor)
+    args = tiny_args(dim=2 * head_dim, n_heads=2, rope_theta=500000.0, rope_scaling=scaling)
+    theirs = LlamaRotaryEmbedding(hf_config(args))
+    cos, sin = Transformer(args).rope.at(0, CONTEXT, CPU)
+    expected_cos, expected_sin = theirs(torch.zeros(1), torch.arange(CONTEXT)[None])
+    for turn in of_pair(cos):
+        assert torch.equal(turn, expected_cos[0, :, : head_dim // 2])
+    first, second = of_pair(sin)
+    assert torch.equal(second, expected_sin[0, :, : head_dim // 2])
+    assert torch.equal(first, -second)
+
+
+@pytest.mark.parametrize("factor", [None, 8.0, 32.0])
+def test_angles_are_exact_as_far_as_float32_angles_can_be(factor: float | None) -> None:
+    scaling = None if factor is None else RopeScaling(factor=factor)
+    args = tiny_args(dim=128, n_heads=2, rope_theta=500000.0, rope_scaling=scaling)
+    cos, sin = Transformer(args).rope.at(CONTEXT - 1000, 1000, CPU)
+    for pair in range(32):
+        frequency = exact_frequency(pair, args.head_dim, args.rope_theta, scaling)
+        angles = torch.arange(CONTEXT - 1000, CONTEXT, dtype=torch.float64) * frequency
+        bound = ANGLE_ROUNDINGS * angles + 2**-23  # and the roundings of cos and sin themselves
+        assert ((cos[0, :, 0, 2 * pair] - angles.cos()).abs() <= bound).all()
+        assert ((sin[0, :, 0, 2 * pair + 1] - angles.sin()).abs() <= bound).all()
+
+
+def exact_frequency(pair: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> float:
+    """Return radians per position in float64, with the bands written as ifs."""
+    frequency = theta ** (-2 * pair / head_dim)
+    if scaling is None:
+        return frequency
+    wavelength = 2 * math.pi / frequency
+    if wavelength < scaling.original_max_seq_len / scaling.high_freq_factor:
+        return frequency
+    if wavelength > scaling.original_max_seq_len / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    smooth = scaling.original_max_seq_len / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def scaled(*wavelengths: float, original: int = 8192, factor: float = 8.0) -> list[float]:
+    """Return the wavelengths after scaling with the released models' bands."""
+    freqs = 2 * math.pi / torch.tensor(wavelengths)
+    scaled = scale_frequencies(
+        freqs, factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=original
+    )
+    assert scaled.dtype == torch.float32
+    return (2 * math.pi / scaled).tolist()
+
+
+def test_scaling_bands_keep_stretch_and_blend() -> None:
+    """Catches bug 6: short wavelengths are kept, long ones stretched; at both borders the blend meets its neighbour."""
+    assert scaled(10, 2047, 8193, 10**6) == pytest.approx([10, 2047, 8 * 8193, 8 * 10**6], rel=1e-6)
+    assert scaled(2048, 8192) == pytest.approx([2048, 8 * 8192], rel=1e-6)
+    assert scaled(4096) == pytest.approx([4096 / (1 / 3 + 2 / 3 / 8)], rel=1e-6)  # 8192 / 4096 is a third of 1 to 4
+    assert scaled(4096, factor=1.0) == pytest.approx([4096], rel=1e-6)
+
+
+def test_frequencies_outside_the_band_keep_their_bits() -> None:
+    freqs = rope_frequencies(128, 500000.0)
+    made = scale_frequencies(freqs, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+    kept, stretched = 2 * math.pi / freqs < 2048, 2 * math.pi / freqs > 8192
+    assert torch.equal(made[kept], freqs[kept])
+    assert torch.equal(made[stretched], freqs[stretched] / 8)
+    assert kept.any()
+    assert stretched.any()
+    assert not (kept | stretched).all()
+
+
+def test_tuple_of_divisors_divides_each_frequency() -> None:
+    divisors = (1.0, 2.0, 4.0, 32.0)
+    scaled = Transformer(tiny_args(rope_scaling=divisors)).rope.freqs
+    assert torch.equal(scaled, rope_frequencies(8, 10000.0) / torch.tensor(divisors))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_table_stays_float32_whatever_the_model_becomes(dtype: torch.dtype) -> None:
+    """Catches bug 6: bf16 keeps 8 bits of a position, so angles past a few hundred would be off by whole turns."""
+    model = tiny_model(dtype=torch.float32, kv_caching=False)
+    before = model.rope.at(0, 16, CPU)
+    model.to(dtype)(some_tokens(1, 16))
+    after = model.rope.at(0, 16, CPU)
+    assert after[0].dtype == after[1].dtype == model.rope.freqs.dtype == torch.float32
+    assert all(map(torch.equal, before, after))
+
+
+def test_table_is_no_part_of_a_checkpoint() -> None:
+    model = tiny_model(kv_caching=False)
+    model(some_tokens(1, 3))
+    assert not any("rope" in name or "freqs" in name for name in model.state_dict())
+    assert not list(model.buffers())
+
+
+def test_table_grows_by_doubling_and_never_shrinks() -> None:
+    table = RopeTable(rope_frequencies(8, 10000.0))
+    lengths = []
+    for start_pos, seqlen in [(0, 1), (1, 1), (2, 1), (0, 5), (7, 1), (8, 1), (2, 1), ([0, 40], 2)]:
+        table.at(start_pos, seqlen, CPU)
+        assert table._freqs_cis is not None
+        lengths.append(len(table._freqs_cis[0]))
+    assert lengths == [1, 2, 4, 8, 8, 16, 16, 64]
+
+
+@settings(max_examples=30)
+@given(st.one_of(st.integers(0, 70), st.lists(st.integers(0, 70), min_size=1, max_size=4)), st.integers(1, 70))
+def test_any_window_is_cut_from_one_table(start_pos: int | list[int], seqlen: int) -> None:
+    freqs = rope_frequencies(8, 10000.0)
+    whole = RopeTable(freqs).at(0, 200, CPU)
+    starts = [start_pos] if isinstance(start_pos, int) else start_pos
+    for made, full in zip(RopeTable(freqs).at(start_pos, seqlen, CPU), whole, strict=True):
+        assert made.shape == (len(starts), seqlen, 1, 8)
+        for row, start in enumerate(starts):
+            assert torch.equal(made[row], full[0, start : start + seqlen])
+
+
+def test_table_follows_the_device_that_asks() -> None:
+    table = RopeTable(rope_frequencies(8, 10000.0))
+    here = table.at(0, 4, CPU)
+    assert {part.device for part in table.at(3, 2, META)} == {META}
+    assert {part.device for part in table.at([3, 1], 2, META)} == {META}
+    assert all(map(torch.equal, table.at(0, 4, CPU), here))
+
+
+def test_model_built_on_the_meta_device_has_real_frequencies() -> None:
+    with torch.device("meta"):
+        model = Transformer(tiny_args(rope_scaling=RopeScaling(original_max_seq_len=32)))
+    assert torch.equal(model.rope.freqs, Transformer(model.args).rope.freqs)
+
+
+def test_copy_of_a_table_is_its_own() -> None:
+    table = RopeTable(rope_frequencies(8, 10000.0))
+    expected = table.at(0, 4, CPU)
+    twin = copy.deepcopy(table)
+    twin.freqs.zero_()
+    assert all(map(torch.equal, table.at(0, 8, CPU), RopeTable(rope_frequencies(8, 10000.0)).at(0, 8, CPU)))
+    assert all(map(torch.equal, twin.at(0, 4, CPU), expected))
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 32), st.integers(1, 4), st.integers(1, 2), st.integers(0, 1000))
+def test_turning_equals_that_of_transformers_in_its_order_of_pairs(
+    pairs: int, heads: int, groups: int, start_pos: int
+) -> None:
+    """Theirs pairs (x[i], x[i + head_dim/2]), ours (x[2i], x[2i+1]): the same numbers, dealt out differently."""
+    head_dim = 2 * pairs
+    args = tiny_args(dim=2 * head_dim, n_heads=2)
+    xq, xk = torch.randn(2, 3, heads, head_dim), torch.randn(2, 3, groups, head_dim)
+    freqs_cis = RopeTable(rope_frequencies(head_dim, args.rope_theta)).at(start_pos, 3, CPU)
+    cos, sin = LlamaRotaryEmbedding(hf_config(args))(torch.zeros(1), torch.arange(start_pos, start_pos + 3)[None])
+    expected = apply_rotary_pos_emb(half_split(xq), half_split(xk), cos, sin, unsqueeze_dim=2)
+    for made, wanted in zip(apply_rotary_emb(xq, xk, freqs_cis), expected, strict=True):
+        assert torch.equal(half_split(made), wanted)
+
+
+def half_split(x: Tensor) -> Tensor:
+    return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_numbers_are_turned_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 50, 2, 16, dtype=dtype)
+    freqs_cis = RopeTable(rope_frequencies(16, 10000.0)).at(1000, 50, CPU)
+    turned, _ = apply_rotary_emb(x, x, freqs_cis)
+    assert turned.dtype == dtype
+    assert torch.equal(turned, apply_rotary_emb(x.float(), x.float(), freqs_cis)[0].to(dtype))
+
+
+def test_only_the_distance_between_two_positions_matters() -> None:
+    q, k = torch.randn(1, 1, 1, 64, dtype=torch.float64), torch.randn(1, 1, 1, 64, dtype=torch.float64)
+    table = RopeTable(rope_frequencies(64, 10000.0))
+
+    def score(query_position: int, key_position: int) -> float:
+        turned_q, _ = apply_rotary_emb(q, q, table.at(query_position, 1, CPU))
+        turned_k, _ = apply_rotary_emb(k, k, table.at(key_position, 1, CPU))
+        return float((turned_q * turned_k).sum())
+
+    # Angles of about 1000 are float32, hence off by 1000 * 2^-24 = 6e-5, in products that sum to about 10.
+    assert score(1007, 1000) == pytest.approx(score(7, 0), abs=1e-3)
+    assert abs(score(1007, 1000) - score(8, 0)) > 0.1
