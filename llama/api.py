@@ -15,8 +15,9 @@ from tqdm import tqdm
 from llama.chat import ChatFormat, Dialog, Message
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.demo import demo_model_path
-from llama.generation import Stream, encode_prompt
+from llama.generation import Stream
 from llama.model import Transformer
+from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,13 @@ def load(
     stand beside Meta's weights. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
     """
     on = pick_device(device)
+    kind = pick_dtype(dtype, on)
     checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
     args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=kv_cache)
     if max_seq_len is not None:
-        if max_seq_len > args.max_seq_len:
-            logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, args.max_seq_len)
-        args = replace(args, max_seq_len=max_seq_len)
+        made_for, args = args.max_seq_len, replace(args, max_seq_len=max_seq_len)
+        if max_seq_len > made_for:
+            logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
     # disable=None: only on a terminal; delay: only what takes longer than two seconds
     with tqdm(desc="loading", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
 
@@ -64,7 +66,7 @@ def load(
             bar.total = total
             bar.update(done - bar.n)
 
-        model = load_weights(checkpoint, args, dtype=pick_dtype(dtype, on), device=on, progress=progress)
+        model = load_weights(checkpoint, args, dtype=kind, device=on, progress=progress)
     return model.eval(), checkpoint.tokenizer
 
 
@@ -74,7 +76,7 @@ def pick_device(device: torch.device | str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if _has_mps() else "cpu")
     try:
         wanted = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ValueError(f"device={device!r} is not known; choose auto, cpu, cuda or mps") from None
     if wanted.type not in ("cpu", "cuda", "mps"):
         raise ValueError(f"device={device!r} is not supported; choose auto, cpu, cuda or mps")
@@ -208,9 +210,7 @@ class Llama:
         """Continue texts."""
         ids, scores = self.generate(self._encode(prompts), max_gen_len, temperature, top_p, logprobs, echo)
         results: list[CompletionPrediction] = [{"generation": self.tokenizer.decode(row)} for row in ids]
-        for result, row, row_scores in zip(results, ids, scores or [], strict=False):
-            result["tokens"] = [self.tokenizer.decode([id]) for id in row]
-            result["logprobs"] = row_scores
+        self._add_logprobs(results, ids, scores)
         return results
 
     def chat_completion(
@@ -228,9 +228,7 @@ class Llama:
         results: list[ChatPrediction] = [
             {"generation": {"role": "assistant", "content": self.tokenizer.decode(row)}} for row in ids
         ]
-        for result, row, row_scores in zip(results, ids, scores or [], strict=False):
-            result["tokens"] = [self.tokenizer.decode([id]) for id in row]
-            result["logprobs"] = row_scores
+        self._add_logprobs(results, ids, scores)
         return results
 
     def stream(
@@ -251,12 +249,29 @@ class Llama:
             seed=self._draw_seeds(len(prompts)),
         )
 
+    def _add_logprobs(
+        self,
+        results: Sequence[CompletionPrediction] | Sequence[ChatPrediction],
+        ids: list[list[int]],
+        scores: list[list[float]] | None,
+    ) -> None:
+        """Put each token's text and log-probability into the results, where log-probabilities were asked for."""
+        if scores is None:
+            return
+        for result, row, row_scores in zip(results, ids, scores, strict=True):
+            result["tokens"] = [self.tokenizer.decode([id]) for id in row]
+            result["logprobs"] = row_scores
+
     def _encode(self, prompts: list[str]) -> list[list[int]]:
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts={prompts[:40]!r} must be a list of texts; for one, write [text]")
         return [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
 
     def _room(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[int]:
         """Return how many tokens each row may grow by: `max_gen_len`, cut where the text would pass max_seq_len."""
         limit = self.model.args.max_seq_len
+        if max_gen_len is not None and max_gen_len < 1:
+            raise ValueError(f"max_gen_len={max_gen_len} must be at least 1, or None for all that there is room for")
         for row, prompt in enumerate(prompts):
             if len(prompt) > limit:
                 raise ValueError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len={limit}; shorten it")

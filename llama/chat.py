@@ -4,11 +4,14 @@ Knows roles and special tokens. Does not know models, how an answer is generated
 which format it writes and, for ChatML, the system message that it puts before a dialog without one.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Literal, TypedDict, get_args
 
 from llama.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Role = Literal["system", "user", "assistant"]
 
@@ -48,6 +51,8 @@ class ChatFormat:
                 "special tokens, and a chat template, if there is one, that uses them; complete plain text instead"
             )
         self._is_chatml = formats[0] is _CHATML
+        if not self._is_chatml and "Cutting Knowledge Date" in template:
+            logger.info("the chat template's own system text, with its dates, is left out, as in Meta's ChatFormat")
         found = _DEFAULT_SYSTEM.search(template)
         if self._is_chatml and found is None and "<|im_start|>system" in template:
             raise ValueError("the chat template has a system message of its own, in a form that only Jinja can read")
@@ -93,8 +98,6 @@ def _check_dialog(dialog: Dialog) -> None:
         raise ValueError(f"a dialog is a list of at least one message, not {dialog!r:.80}")
     for message in dialog:
         _check_message(message)
-    if dialog[-1]["role"] != "user":
-        raise ValueError(f"the last message must be from the user, not from {dialog[-1]['role']!r}")
 
 
 def _check_message(message: Message) -> None:

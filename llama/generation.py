@@ -7,35 +7,27 @@ the model has not seen, `tokens[:, prev_pos:cur_pos]`, and without it, the whole
 Rows of different lengths stand in one matrix, padded on the right, and each decodes at its own position.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NotRequired, Protocol, TypedDict, TypeVar, Unpack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, NotRequired, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from llama.sampling import Sampler, Sampling
+from llama.request import Limits, Options, Request, Step, make_request
+from llama.sampling import Sampler
+from llama.text import RowText, TextCodec, encode_prompt
 
-T = TypeVar("T")
-
-
-class Limits(Protocol):
-    """How large a batch may be, and how long a text."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def max_batch_size(self) -> int | None: ...
+__all__ = ["Completion", "Generation", "LanguageModel", "NonFiniteLogits", "Options", "Step", "Stream"]
 
 
 class LanguageModel(Protocol):
     """What the loop needs of a model. `llama.Transformer` has it, and so has a small fake in the tests."""
 
     kv_caching: bool
-    generating: bool
+    generating: bool  # while True, the model refuses everybody else, because its cache is in use
 
     @property
     def args(self) -> Limits: ...
@@ -53,27 +45,6 @@ class LanguageModel(Protocol):
     def free_cache(self) -> None: ...
 
 
-class TextStream(Protocol):
-    """Turns ids into text, whole characters only."""
-
-    def feed(self, id: int, /) -> str: ...
-    def flush(self) -> str: ...
-
-
-class TextCodec(Protocol):
-    """What text needs of a tokenizer."""
-
-    @property
-    def bos_id(self) -> int | None: ...
-    @property
-    def adds_bos(self) -> bool: ...
-    @property
-    def stop_tokens(self) -> Sequence[int]: ...
-    def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]: ...
-    def decode(self, ids: Sequence[int], /) -> str: ...
-    def stream(self) -> TextStream: ...
-
-
 class NonFiniteLogits(ValueError):
     """The model's logits held a nan or an infinity."""
 
@@ -85,46 +56,16 @@ class NonFiniteLogits(ValueError):
         self.step, self.row = step, row
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one step was fed: row b got its tokens from position prev_pos[b] up to, not including, cur_pos[b]."""
-
-    prev_pos: list[int]
-    cur_pos: list[int]
-    fed: list[list[int]]
-
-
-class Options(TypedDict, total=False):
-    """What all forms of generation can be told.
-
-    temperature, top_p, top_k, min_p, repetition_penalty: how a token is chosen, see `llama.sampling.Sampling`.
-    seed: an int seeds row i with seed + i, a list gives every row its own, None (the default) draws afresh.
-    logprobs: also return the log-probability of each token under the model, before temperature and penalty.
-    echo: begin with the prompt.
-    kv_caching: None follows the model's setting; True or False holds for this call.
-    device: where the model must be; nothing is moved.
-    on_step: called before each step with what it is about to be fed.
-    """
-
-    temperature: float
-    top_p: float
-    top_k: int | None
-    min_p: float
-    repetition_penalty: float
-    seed: int | Sequence[int] | None
-    logprobs: bool
-    echo: bool
-    kv_caching: bool | None
-    device: torch.device | str | None
-    on_step: Callable[[Step], None] | None
-
-
 class Completion(TypedDict):
-    """What `generate` returns for a prompt; `logprobs`, one for each of `ids`, only where it was asked for."""
+    """What `generate` returns for a prompt.
+
+    `finish_reason` is None while a stream goes on, or where it was broken off. `logprobs`, one for each of `ids`, are
+    there only where they were asked for.
+    """
 
     generation: str
     ids: list[int]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"] | None
     logprobs: NotRequired[list[float | None]]
 
 
@@ -150,7 +91,7 @@ class Generation:
         request = _request(self, prompt_tokens, max_gen_len, stop_ids, options)
         ids: list[list[int]] = [[] for _ in request.prompts]
         logprobs: list[list[float | None]] = [[] for _ in request.prompts]
-        for token in _generate(self, request):
+        for token in _generate(self, request, Rows(request)):
             ids[token.row].append(token.id)
             logprobs[token.row].append(token.logprob)
         return ids, logprobs if request.logprobs else None
@@ -170,10 +111,10 @@ class Generation:
         `max_gen_len` tokens. Where a stop string cuts the text, `ids` still hold the tokens that spelled it.
         Raises ValueError on bad input, and NonFiniteLogits.
         """
-        texts = _stream(self, tokenizer, prompts, max_gen_len, stop, options)
-        for _ in texts:
+        stream = _stream(self, tokenizer, prompts, max_gen_len, stop, options)
+        for _ in stream:
             pass
-        return texts.results
+        return stream.results
 
     def stream(
         self: LanguageModel,
@@ -192,13 +133,17 @@ class Generation:
 
 
 class Stream(Iterator[tuple[int, str]]):
-    """The texts of one generation, made while it is iterated; `results` always holds what there is so far."""
+    """The texts of one generation, made while it is iterated; `results` holds what there is so far.
 
-    def __init__(self, pieces: "Generator[Piece, None, None]", request: "Request") -> None:
-        self._pieces, self._request = pieces, request
-        self.results: list[Completion] = [
-            {"generation": "", "ids": [], "finish_reason": "length"} for _ in request.prompts
-        ]
+    The model serves nobody else until the stream has ended. To leave a loop over it early, `close` it, or put the loop
+    into `with model.stream(...) as stream:`.
+    """
+
+    def __init__(
+        self, pieces: "Generator[Piece, None, None]", request: Request, rows: "Rows", texts: Sequence[RowText]
+    ) -> None:
+        self._pieces, self._rows, self._texts = pieces, rows, texts
+        self.results: list[Completion] = [{"generation": "", "ids": [], "finish_reason": None} for _ in texts]
         if request.logprobs:
             for result in self.results:
                 result["logprobs"] = []
@@ -209,34 +154,39 @@ class Stream(Iterator[tuple[int, str]]):
             result["generation"] += text
             if token is not None:
                 result["ids"].append(token.id)
-                if self._request.logprobs:
+                if "logprobs" in result:
                     result["logprobs"].append(token.logprob)
-            if row in self._request.stopped:
-                result["finish_reason"] = "stop"
+            if row not in self._rows.live:
+                result["finish_reason"] = "stop" if row in self._rows.stopped else "length"
             if text:
                 return row, text
         raise StopIteration
 
     def close(self) -> None:
-        """End the generation here and give the model back."""
+        """End the generation here, give the model back, and let what was held back of the texts into `results`."""
         self._pieces.close()
+        for result, text in zip(self.results, self._texts, strict=True):
+            result["generation"] += text.flush()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-@dataclass(frozen=True)
-class Request:
-    """One generation, checked. `room` is how many tokens each row may grow by."""
+class Rows:
+    """How the rows of a generation stand; whoever reads the tokens may end one by taking it out of `live`."""
 
-    prompts: list[list[int]]
-    room: list[int]
-    stop_ids: frozenset[int]
-    sampling: Sampling
-    kv_caching: bool
-    seed: int | Sequence[int] | None = None
-    logprobs: bool = False
-    echo: bool = False
-    on_step: Callable[[Step], None] | None = None
-    live: set[int] = field(default_factory=set)  # the rows that still grow; the reader of the tokens may end one
-    stopped: set[int] = field(default_factory=set)  # the rows that ended by a stop token or a stop string
+    def __init__(self, request: Request) -> None:
+        self.live = {row for row, tokens in enumerate(request.room) if tokens > 0}
+        self.stopped: set[int] = set()  # those that ended by a stop token or a stop string
+
+    def stop(self, row: int) -> None:
+        self.live.discard(row)
+        self.stopped.add(row)
 
 
 @dataclass(frozen=True)
@@ -250,34 +200,35 @@ class Token:
 
 
 @torch.inference_mode()
-def _generate(model: LanguageModel, request: Request) -> Generator[Token, None, None]:
+def _generate(model: LanguageModel, request: Request, rows: Rows) -> Generator[Token, None, None]:
     """Yield every row's tokens, step by step."""
     with _running(model, request):
         prompts = request.prompts
-        ends = [len(prompt) + room for prompt, room in zip(prompts, request.room, strict=True)]
-        tokens = _padded(prompts, width=max(ends) + 1, device=model.device)
+        tokens = _padded(prompts, width=request.longest, device=model.device)
         sampler = Sampler(request.sampling, request.seed, prompts, model.args.vocab_size, model.device)
 
         cur_pos = [len(prompt) for prompt in prompts]
-        logits, echo = _prefill(model, request, tokens, cur_pos)
+        logits, echo = _prefill(model, request, rows, tokens, cur_pos)
         yield from echo
         step = 0
-        while request.live:
+        while rows.live:
             chosen = sampler(logits)
-            tokens[torch.arange(len(prompts)), cur_pos] = chosen
-            yield from _record(request, step, logits, chosen)
-            if not request.live:
+            yield from _record(request, rows, step, logits, chosen)
+            if not rows.live:
                 return
-            # A row that has all it may have is fed its last token again, to no effect, so that the others can go on.
-            cur_pos = [min(pos + 1, end) for pos, end in zip(cur_pos, ends, strict=True)]
-            logits = _decode(model, request, tokens, cur_pos)
+            _append(tokens, cur_pos, chosen)
+            # Rows that have ended go along, so that rows in step stay in step; there is room up to the longest.
+            cur_pos = [min(pos + 1, request.longest) for pos in cur_pos]
+            logits = _decode(model, request, rows, tokens, cur_pos)
             step += 1
 
 
-def _prefill(model: LanguageModel, request: Request, tokens: Tensor, cur_pos: list[int]) -> tuple[Tensor, list[Token]]:
+def _prefill(
+    model: LanguageModel, request: Request, rows: Rows, tokens: Tensor, cur_pos: list[int]
+) -> tuple[Tensor, list[Token]]:
     """Feed all prompts in one pass; return the logits of each row's next token, (bsz, vocab), and what to echo."""
     scored = request.echo and request.logprobs  # the only case that looks at the logits of all positions
-    logits = _feed(model, request, tokens, [0] * len(cur_pos), cur_pos, logits="all" if scored else "last")
+    logits = _feed(model, request, rows, tokens, [0] * len(cur_pos), cur_pos, logits="all" if scored else "last")
     if not request.echo:
         return logits[:, -1], []
     if not scored:
@@ -290,15 +241,16 @@ def _prefill(model: LanguageModel, request: Request, tokens: Tensor, cur_pos: li
     return logits[torch.arange(len(cur_pos)), [pos - 1 for pos in cur_pos]], echo
 
 
-def _decode(model: LanguageModel, request: Request, tokens: Tensor, cur_pos: list[int]) -> Tensor:
+def _decode(model: LanguageModel, request: Request, rows: Rows, tokens: Tensor, cur_pos: list[int]) -> Tensor:
     """Feed every row's newest token, or without a cache its whole prefix; return the next logits, (bsz, vocab)."""
-    prev_pos = [pos - 1 if model.kv_caching else 0 for pos in cur_pos]
-    return _feed(model, request, tokens, prev_pos, cur_pos)[:, -1]
+    prev_pos = [pos - 1 for pos in cur_pos] if model.kv_caching else [0] * len(cur_pos)
+    return _feed(model, request, rows, tokens, prev_pos, cur_pos)[:, -1]
 
 
 def _feed(
     model: LanguageModel,
     request: Request,
+    rows: Rows,
     tokens: Tensor,
     prev_pos: list[int],
     cur_pos: list[int],
@@ -309,8 +261,12 @@ def _feed(
     fed = _window(tokens, prev_pos, max(lengths))
     if request.on_step is not None:
         ids = [row[:length] for row, length in zip(fed.tolist(), lengths, strict=True)]
-        request.on_step(Step(prev_pos, cur_pos, ids))
-    return model(fed, prev_pos, logits=logits, lengths=lengths)
+        request.on_step(Step(prev_pos, cur_pos, ids, frozenset(rows.live)))
+    model.generating = False  # the door is open for this call alone
+    try:
+        return model(fed, prev_pos, logits=logits, lengths=lengths)
+    finally:
+        model.generating = True
 
 
 def _window(tokens: Tensor, prev_pos: list[int], width: int) -> Tensor:
@@ -319,25 +275,30 @@ def _window(tokens: Tensor, prev_pos: list[int], width: int) -> Tensor:
     if all(pos == first for pos in prev_pos):
         return tokens[:, first : first + width]
     columns = torch.tensor(prev_pos)[:, None] + torch.arange(width)
-    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1).to(tokens.device))
+    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1).to(tokens.device, non_blocking=True))
 
 
-def _record(request: Request, step: int, logits: Tensor, chosen: Tensor) -> Iterator[Token]:
+def _append(tokens: Tensor, cur_pos: list[int], chosen: Tensor) -> None:
+    """Write tokens[:, cur_pos] = chosen; a full row has ended, so what becomes of its last token does not matter."""
+    columns = torch.tensor(cur_pos).clamp(max=tokens.shape[1] - 1)
+    tokens.scatter_(1, columns.to(tokens.device, non_blocking=True)[:, None], chosen[:, None])
+
+
+def _record(request: Request, rows: Rows, step: int, logits: Tensor, chosen: Tensor) -> Iterator[Token]:
     """Yield the chosen token of every live row, and end the rows that met a stop id or have grown enough."""
     finite = logits.sum(-1).isfinite()  # one pass: a nan or an infinity anywhere shows in the sum
     ids = chosen.where(finite, -1).tolist()  # host sync: the only one per step, where stopping is checked
     scores: list[float | None] = [None] * len(ids)
     if request.logprobs:
         scores = logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
-    for row in sorted(request.live):
+    for row in sorted(rows.live):
         if ids[row] < 0:
             raise NonFiniteLogits(step, row)
         if ids[row] in request.stop_ids:
-            request.live.discard(row)
-            request.stopped.add(row)
+            rows.stop(row)
             continue
         if step + 1 == request.room[row]:
-            request.live.discard(row)
+            rows.live.discard(row)
         yield Token(row, ids[row], scores[row])
 
 
@@ -349,14 +310,16 @@ def _stream(
     stop: str | Sequence[str],
     options: Options,
 ) -> Stream:
-    prompts, stops = _as_list(prompts), _as_list(stop)
-    if "" in stops:
-        raise ValueError("a stop string is empty, so it would end every text before it began")
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop={stop!r} must be texts that are not empty: an empty one would end every text at once")
     ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     request = _request(model, ids, max_gen_len, tokenizer.stop_tokens, options)
+    rows = Rows(request)
     echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
-    texts = [_Text(tokenizer.stream(), stops) for _ in prompts]
-    return Stream(_pieces(model, request, texts, echo), request)
+    texts = [RowText(tokenizer.stream(), stops) for _ in prompts]
+    return Stream(_pieces(model, request, rows, texts, echo), request, rows, texts)
 
 
 # A row, some of its text, and the token that it came with: none, or no text, where a character needs several tokens.
@@ -364,64 +327,31 @@ Piece = tuple[int, str, Token | None]
 
 
 def _pieces(
-    model: LanguageModel, request: Request, texts: "list[_Text]", echo: list[str]
+    model: LanguageModel, request: Request, rows: Rows, texts: Sequence[RowText], echo: list[str]
 ) -> Generator[Piece, None, None]:
     """Yield the texts of all rows, piece by piece, and what a row still holds back as soon as it has ended."""
     if request.echo:
         yield from ((row, prompt, None) for row, prompt in enumerate(echo))
     unfinished = set(range(len(texts)))
-    with closing(_generate(model, request)) as tokens:
+    with closing(_generate(model, request, rows)) as tokens:
         for token in tokens:
             text = texts[token.row]
             piece = "" if token.echoed else text.feed(token.id)
             if text.stopped:
-                request.live.discard(token.row)
-                request.stopped.add(token.row)
+                rows.stop(token.row)
             yield token.row, piece, token
-            ended = unfinished - request.live
+            ended = unfinished - rows.live
             unfinished -= ended
-            yield from _flush(request, texts, ended)
-    yield from _flush(request, texts, unfinished)
+            yield from _flush(rows, texts, ended)
+    yield from _flush(rows, texts, unfinished)
 
 
-def _flush(request: Request, texts: "list[_Text]", rows: set[int]) -> Iterator[Piece]:
-    for row in sorted(rows):
+def _flush(rows: Rows, texts: Sequence[RowText], ended: set[int]) -> Iterator[Piece]:
+    for row in sorted(ended):
         piece = texts[row].flush()
         if texts[row].stopped:
-            request.stopped.add(row)
+            rows.stop(row)
         yield row, piece, None
-
-
-class _Text:
-    """The text of one row, let out as soon as no stop string can begin in it."""
-
-    def __init__(self, stream: TextStream, stops: list[str]) -> None:
-        self.stream, self.stops = stream, stops
-        self.held = ""
-        self.stopped = False
-
-    def feed(self, id: int) -> str:
-        return self._let_out(self.stream.feed(id), last=False)
-
-    def flush(self) -> str:
-        return self._let_out(self.stream.flush(), last=True)
-
-    def _let_out(self, piece: str, *, last: bool) -> str:
-        if self.stopped:
-            return ""
-        text = self.held + piece
-        found = [text.index(stop) for stop in self.stops if stop in text]
-        if found:
-            self.stopped = True
-            return text[: min(found)]
-        keep = 0 if last else max((_overlap(text, stop) for stop in self.stops), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @contextmanager
@@ -432,26 +362,15 @@ def _running(model: LanguageModel, request: Request) -> Iterator[None]:
             "this model is in the middle of another generation, which owns its cache; finish or close that stream first"
         )
     before = model.kv_caching
-    model.generating, model.kv_caching = True, request.kv_caching
-    longest = max(len(prompt) + room for prompt, room in zip(request.prompts, request.room, strict=True))
     try:
-        model.reserve_cache(len(request.prompts), longest)
+        model.kv_caching = request.kv_caching
+        model.reserve_cache(len(request.prompts), request.longest)
+        model.generating = True
         yield
     finally:
-        model.generating, model.kv_caching = False, before
+        model.generating = False
+        model.kv_caching = before
         model.free_cache()
-
-
-def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int]) -> list[int]:
-    """Return a prompt's ids, with BOS as the file asks for; an empty text is BOS alone where there is one."""
-    if not isinstance(prompt, str):
-        return list(prompt)
-    ids = tokenizer.encode(prompt, bos=tokenizer.adds_bos, eos=False)
-    return ids if ids or tokenizer.bos_id is None else [tokenizer.bos_id]
-
-
-def _as_list(given: str | Sequence[T]) -> list[str | T]:
-    return [given] if isinstance(given, str) else list(given)
 
 
 def _padded(prompts: list[list[int]], *, width: int, device: torch.device) -> Tensor:
@@ -469,56 +388,18 @@ def _request(
     stop_ids: Sequence[int],
     options: Options,
 ) -> Request:
-    """Check everything that a user can get wrong before anything runs."""
-    rest: dict[str, Any] = dict(options)
-    sampling = Sampling(**{f.name: rest.pop(f.name) for f in fields(Sampling) if f.name in rest})
-    switch, device = rest.pop("kv_caching", None), rest.pop("device", None)
-    ids = [list(prompt) for prompt in prompts]
-    room = list(max_gen_len) if isinstance(max_gen_len, Sequence) else [max_gen_len] * len(ids)
-    least = 0 if isinstance(max_gen_len, Sequence) else 1  # a row of several may stay as it is
-    if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in room):
-        raise ValueError(f"max_gen_len={max_gen_len!r} must be a whole number of at least {least}")
-    if switch not in (None, True, False):
-        raise ValueError(f"kv_caching={switch!r} must be True, False or None")
-    _check_device(model, device)
-    _check_prompts(model.args, ids)
-    _check_room(model.args, ids, room)
-    live = {row for row, tokens in enumerate(room) if tokens > 0}
-    caching = model.kv_caching if switch is None else switch
-    return Request(ids, room, frozenset(stop_ids), sampling, caching, live=live, **rest)
+    _check_device(model, options.get("device"))
+    return make_request(model.args, model.kv_caching, prompts, max_gen_len, stop_ids, options)
 
 
 def _check_device(model: LanguageModel, device: torch.device | str | None) -> None:
-    wanted = None if device is None else torch.device(device)
-    here = model.device
-    if wanted is not None and (wanted.type != here.type or wanted.index not in (None, here.index)):
-        raise ValueError(f"the model is on {here}, not on {wanted}; move it with model.to({str(wanted)!r}) first")
-
-
-def _check_prompts(limits: Limits, prompts: list[list[int]]) -> None:
-    if not prompts:
-        raise ValueError("no prompts were given; give at least one")
-    if limits.max_batch_size is not None and len(prompts) > limits.max_batch_size:
+    if device is None:
+        return
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device={device!r} is not known; the model is on {model.device}") from None
+    if wanted.type != model.device.type or wanted.index not in (None, model.device.index):
         raise ValueError(
-            f"{len(prompts)} prompts are more than max_batch_size={limits.max_batch_size}; "
-            "give fewer at a time, or load the model with a larger max_batch_size"
+            f"the model is on {model.device}, not on {wanted}; move it with model.to({str(wanted)!r}) first"
         )
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {row} has no tokens, and there is no BOS to begin with; give it some text")
-        wrong = next((id for id in prompt if not 0 <= id < limits.vocab_size or id != int(id)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"prompt {row} has the token id {wrong}, but ids are whole numbers from 0 to {limits.vocab_size - 1}"
-            )
-
-
-def _check_room(limits: Limits, prompts: list[list[int]], room: list[int]) -> None:
-    if len(room) != len(prompts):
-        raise ValueError(f"{len(room)} lengths were given for {len(prompts)} prompts; give one, or one per prompt")
-    for row, (prompt, tokens) in enumerate(zip(prompts, room, strict=True)):
-        if len(prompt) + tokens > limits.max_seq_len:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens, and with max_gen_len={tokens} it would pass "
-                f"max_seq_len={limits.max_seq_len}; shorten one of the two, or load the model with a larger max_seq_len"
-            )

@@ -30,8 +30,12 @@ class KVCache(nn.Module):
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
         super().__init_subclass__()
-        if kind is not None:
-            KVCache.kinds[kind] = cls
+        if kind is None:
+            return
+        taken = KVCache.kinds.get(kind, cls)
+        if taken.__qualname__ != cls.__qualname__:  # the same class made again, as notebooks do, replaces itself
+            raise ValueError(f"kind={kind!r} is taken by {taken.__qualname__}; choose another name")
+        KVCache.kinds[kind] = cls
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -119,7 +123,8 @@ class KVCache(nn.Module):
             self.values[:bsz, start_pos : start_pos + seqlen] = xv
             return
         rows = torch.arange(bsz, device=xk.device)[:, None]
-        positions = torch.tensor(start_pos, device=xk.device)[:, None] + torch.arange(seqlen, device=xk.device)
+        starts = torch.tensor(start_pos, device="cpu").to(xk.device, non_blocking=True)
+        positions = starts[:, None] + torch.arange(seqlen, device=xk.device)
         self.keys[rows, positions] = xk
         self.values[rows, positions] = xv
 

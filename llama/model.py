@@ -137,6 +137,9 @@ class Transformer(nn.Module, Generation):
 
     @kv_caching.setter
     def kv_caching(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"kv_caching={value!r} must be True or False")
+        self._refuse_while_generating()
         for layer in self._blocks():
             layer.attention.kv_caching = value
         if not value:
@@ -144,11 +147,13 @@ class Transformer(nn.Module, Generation):
 
     def reserve_cache(self, rows: int, length: int) -> None:
         """Start with empty caches that will take room for exactly `rows` x `length` positions when first written."""
+        self._refuse_while_generating()
         for cache in self.caches:
             cache.reserve(rows, length)
 
     def free_cache(self) -> None:
         """Hold no cache memory until the next cached call."""
+        self._refuse_while_generating()
         for cache in self.caches:
             cache.free()
 
@@ -167,6 +172,7 @@ class Transformer(nn.Module, Generation):
         last token only, (bsz, 1, vocab); where rows are padded on the right, `lengths` says how many tokens of each
         are real, and its own last one is taken. Raises ValueError on what the limits or the cache do not allow.
         """
+        self._refuse_while_generating()
         start_pos = self._check_positions(tokens, start_pos)
         _check_wanted(tokens, logits, lengths)
         freqs_cis = self.rope.at(start_pos, tokens.shape[1], tokens.device)
@@ -199,7 +205,18 @@ class Transformer(nn.Module, Generation):
             raise ValueError(
                 f"start_pos={start_pos} needs the KV cache, which is off: feed the whole prefix at start_pos=0"
             )
+        if max(starts) > 0 and self.caches[0].nbytes == 0:
+            raise ValueError(
+                f"start_pos={start_pos} with an empty KV cache: feed the positions before it first "
+                "(generate, free_cache and switching off empty the cache)"
+            )
         return starts[0] if len(set(starts)) == 1 else starts
+
+    def _refuse_while_generating(self) -> None:
+        if self.generating:
+            raise RuntimeError(
+                "this model is in the middle of a generation, which owns its cache; finish or close that stream first"
+            )
 
     def _blocks(self) -> list[TransformerBlock]:
         return cast(list[TransformerBlock], list(self.layers))

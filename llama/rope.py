@@ -60,7 +60,7 @@ class RopeTable:
             cos, sin = self._up_to(start_pos + seqlen, device)
             return cos[None, start_pos : start_pos + seqlen], sin[None, start_pos : start_pos + seqlen]
         cos, sin = self._up_to(max(start_pos) + seqlen, device)
-        starts = torch.tensor(start_pos, device=device)
+        starts = torch.tensor(start_pos, device="cpu").to(device, non_blocking=True)
         positions = starts[:, None] + torch.arange(seqlen, device=device)  # (bsz, seqlen)
         return cos[positions], sin[positions]
 

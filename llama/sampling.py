@@ -115,7 +115,7 @@ def sample(logits: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
         probs, ids = most_likely(probs, sampling.top_k, sampling.top_p)
     if sampling.min_p > 0:
         probs = torch.where(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0, probs)
-    chosen = _draw(probs, draws.to(probs))
+    chosen = _draw(probs, draws.to(probs, non_blocking=True))
     return chosen if ids is None else ids.gather(-1, chosen[:, None])[:, 0]
 
 

@@ -13,7 +13,7 @@ import torch
 from fakes import SPECIALS, write_checkpoint
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from llama import Llama, load
+from llama import Dialog, Llama, load
 from llama.api import pick_device, pick_dtype
 from llama.checkpoint import CheckpointError
 
@@ -208,6 +208,18 @@ def test_text_completion_returns_what_meta_s_does(llama: Llama) -> None:
         assert len(result["tokens"]) == len(result["logprobs"])
         assert all(isinstance(token, str) for token in result["tokens"])
         assert all(isinstance(score, float) and score <= 0 for score in result["logprobs"])
+
+
+def test_what_meta_s_interface_would_misread_is_refused(llama: Llama) -> None:
+    with pytest.raises(ValueError, match=r"must be a list of texts; for one, write \[text\]"):
+        llama.text_completion("hi")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_gen_len=0 must be at least 1"):
+        llama.text_completion(["hi"], max_gen_len=0)
+
+
+def test_an_answer_may_follow_an_answer_as_in_meta_s_code(llama: Llama) -> None:
+    dialog: Dialog = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    assert llama.chat_completion([dialog], max_gen_len=2)[0]["generation"]["role"] == "assistant"
 
 
 def test_text_completion_is_the_model_s_own_generation(llama: Llama) -> None:

@@ -245,8 +245,6 @@ def test_a_tokenizer_without_a_known_format_is_refused(
         ([{"role": "wizard", "content": "Hi"}], "unknown role 'wizard'; known are system, user, assistant"),
         ([{"role": ["user"], "content": "Hi"}], "unknown role"),
         ([{"role": "user", "content": None}], "is a str, not NoneType"),
-        ([USER, {"role": "assistant", "content": "Hello"}], "must be from the user, not from 'assistant'"),
-        ([{"role": "system", "content": "Be kind."}], "must be from the user, not from 'system'"),
     ],
 )
 def test_what_is_no_dialog_is_refused_in_words(tokenizer: Tokenizer, dialog: Any, words: str) -> None:

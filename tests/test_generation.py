@@ -125,16 +125,27 @@ def test_equal_prompts_decode_at_one_position_and_the_model_s_own_calls_are_slic
 
 
 @pytest.mark.parametrize("kv_caching", [True, False])
-def test_a_finished_row_is_never_fed_past_its_end(kv_caching: bool) -> None:
+def test_a_finished_row_goes_along_up_to_the_longest_and_changes_nobody(kv_caching: bool) -> None:
     model = scripted([10, 11], [20, 21, 22, 23, 24, 25], [30, 99, 31, 32])
-    ends = [5, 8, 5]
+    longest = 8
     prompts, room = [[1, 2, 3], [4, 5], [6, 7]], [2, 6, 3]
     ids, _ = model.generate_tokens(prompts, room, stop_ids=[99], kv_caching=kv_caching, **GREEDY)
     assert ids == [[10, 11], [20, 21, 22, 23, 24, 25], [30]]
     for call in model.calls:
-        reached = [start + len(fed) for start, fed in zip(call.start_pos, call.fed, strict=True)]
-        assert all(pos <= end for pos, end in zip(reached, ends, strict=True))
-    assert model.calls[-1].fed[0] == ([11] if kv_caching else [1, 2, 3, 10, 11])  # again, to no effect
+        assert all(start + len(fed) <= longest for start, fed in zip(call.start_pos, call.fed, strict=True))
+
+
+def test_rows_in_step_stay_in_step_when_one_of_them_has_grown_enough() -> None:
+    model = scripted([10, 11, 12, 13], [20, 21, 22, 23])
+    ids, _ = model.generate_tokens([[1, 2], [3, 4]], [2, 4], **GREEDY)
+    assert ids == [[10, 11], [20, 21, 22, 23]]
+    assert [call.start_pos for call in model.calls] == [[0, 0], [2, 2], [3, 3], [4, 4]]
+
+
+def test_on_step_is_told_which_rows_still_grow() -> None:
+    steps: list[Step] = []
+    scripted([10, 99], [20, 21, 22]).generate_tokens([[1], [2]], 3, stop_ids=[99], on_step=steps.append, **GREEDY)
+    assert [step.live for step in steps] == [{0, 1}, {0, 1}, {1}]
 
 
 def test_room_is_taken_for_the_longest_row_alone() -> None:
@@ -331,6 +342,14 @@ def test_two_generations_at_once_on_a_model_are_refused_and_the_first_goes_on(mo
         with pytest.raises(RuntimeError, match=r"in the middle of another generation.*close that stream"):
             again()
     assert model.generating
+    for meddle in (
+        lambda: model(torch.tensor([[1]])),
+        model.free_cache,
+        lambda: model.reserve_cache(1, 1),
+        lambda: setattr(model, "kv_caching", False),
+    ):
+        with pytest.raises(RuntimeError, match=r"in the middle of a generation.*close that stream"):
+            meddle()
     pieces += [piece for _, piece in first]
     assert "".join(pieces) == text
     assert at_rest(model)
@@ -541,10 +560,11 @@ def test_no_prompts_and_empty_prompts_are_refused() -> None:
     assert "prompt 1 has no tokens" in refused(scripted([1], [2]), [[1], []])
 
 
-@pytest.mark.parametrize("wrong", [-1, 512, 10**9, 1.5])
+@pytest.mark.parametrize("wrong", [-1, 512, 10**9])
 def test_an_id_that_the_vocabulary_does_not_have_is_refused(wrong: float) -> None:
     words = refused(scripted([1], [2]), [[1], [2, wrong, 3]])
-    assert f"prompt 1 has the token id {wrong}" in words
+    assert "whole numbers" in words
+    assert str(wrong) in words
     assert "0 to 511" in words
 
 
@@ -615,6 +635,28 @@ def test_a_device_where_the_model_is_not_is_refused_and_nothing_moves(model: Tra
 def test_a_bad_setting_of_the_sampler_is_refused_before_the_model_runs() -> None:
     assert "top_p=2" in refused(scripted([1]), [[1]], top_p=2)
     assert "temperature=-1" in refused(scripted([1]), [[1]], temperature=-1)
+
+
+def test_what_is_no_list_of_ids_is_refused_in_words() -> None:
+    model: Any = scripted([1], [2])
+    assert "lists of token ids" in refused(model, [1, 2])
+    assert "lists of token ids" in refused(model, "ab")
+    assert "1.5" in refused(model, [[1], [2, 1.5]])
+    assert "stop_ids must be lists of token ids" in refused(model, [[1]], stop_ids=5)
+    assert "logprobs='no' must be True or False" in refused(model, [[1]], logprobs="no")
+    assert "device='gpu' is not known" in refused(model, [[1]], device="gpu")
+
+
+def test_settings_are_refused_when_a_stream_is_asked_for_and_not_when_it_is_read() -> None:
+    model: Any = scripted([1], [2])
+    for bad in ({"seed": [1]}, {"temperature": -1}, {"stop": ""}):
+        with pytest.raises(ValueError):  # noqa: PT011  (which one is the claim of other tests)
+            model.stream(Bytes(), [[1], [2]], 3, **bad)
+
+
+def test_what_only_the_loop_may_set_is_no_option() -> None:
+    with pytest.raises(TypeError, match="unknown option prompts"):
+        scripted([1]).generate_tokens([[1]], 1, prompts=[[2]])  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("switch", ["no", "False", 2])

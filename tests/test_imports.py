@@ -25,7 +25,7 @@ FILES = [
     for path in sorted(ROOT.glob(pattern))
 ]
 
-ABOVE_API = "args rope attend linear sampling tokenizer kv_cache chat generation model checkpoint demo"
+ABOVE_API = "args rope attend linear sampling tokenizer text request kv_cache chat generation model checkpoint demo"
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
 MAY_IMPORT = {
@@ -39,7 +39,9 @@ MAY_IMPORT = {
     "llama/tokenizer.py": ("vocabulary", "tiktoken"),
     "llama/kv_cache.py": ("args", "torch"),
     "llama/chat.py": ("tokenizer", ""),
-    "llama/generation.py": ("sampling", "torch"),
+    "llama/text.py": ("", ""),
+    "llama/request.py": ("sampling", "torch"),
+    "llama/generation.py": ("request sampling text", "torch"),
     "llama/model.py": ("args rope attend linear kv_cache generation", "torch"),
     "llama/checkpoint/": ("args rope model tokenizer checkpoint", "torch numpy safetensors gguf"),
     "llama/demo.py": ("", ""),

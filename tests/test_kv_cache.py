@@ -346,5 +346,11 @@ def test_kinds_are_chosen_by_name_and_a_subclass_without_one_is_not_listed() -> 
     assert type(make("static")) is StaticCache
     assert type(make("concat")) is ConcatCache
     assert Unnamed not in KVCache.kinds.values()
+    with pytest.raises(ValueError, match="kind='static' is taken by StaticCache"):
+
+        class Usurper(KVCache, kind="static"):
+            pass
+
+    assert type(make("static")) is StaticCache
     with pytest.raises(NotImplementedError):
         KVCache(cache_args()).update(0, *new(1, 1))

@@ -232,6 +232,24 @@ def test_start_pos_without_a_cache_is_refused(start_pos: Any) -> None:
         tiny_model(kv_caching=False)(some_tokens(2, 1), start_pos)
 
 
+@pytest.mark.parametrize("kind", ["static", "concat"])
+@pytest.mark.parametrize("start_pos", [3, [0, 3]])
+def test_start_pos_with_an_empty_cache_is_refused(kind: str, start_pos: Any) -> None:
+    """Catches bug 13: a fresh, freed or switched-off cache read as if it held the past."""
+    model = tiny_model(kv_cache=kind).requires_grad_(False)
+    model(some_tokens(2, 3))
+    model.generate_tokens([[1]], 2)  # owns the cache and frees it
+    with pytest.raises(ValueError, match="with an empty KV cache: feed the positions before it first"):
+        model(some_tokens(2, 1), start_pos)
+
+
+@pytest.mark.parametrize("value", ["False", 0, None])
+def test_the_switch_takes_true_and_false_only(value: Any) -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match=f"kv_caching={value!r} must be True or False"):
+        model.kv_caching = value
+
+
 @pytest.mark.parametrize("kv_caching", [True, False])
 @pytest.mark.parametrize("shape", [(), (3,), (0, 3), (3, 0), (2, 3, 4)])
 def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...], kv_caching: bool) -> None:

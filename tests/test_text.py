@@ -93,7 +93,21 @@ def test_results_hold_what_there_is_when_a_stream_is_closed() -> None:
     stream.close()
     assert [result["generation"] for result in stream.results] == ["ab", "x"]
     assert [len(result["logprobs"]) for result in stream.results] == [2, 1]
+    assert [result["finish_reason"] for result in stream.results] == [None, None]
     assert list(stream) == []
+
+
+def test_a_closed_stream_gives_what_it_held_back() -> None:
+    stream = saying("ab-cd").stream(Bytes(), "p", 9, stop="-!", **GREEDY)
+    assert [next(stream), next(stream)] == [(0, "a"), (0, "b")]
+    for _ in range(2):
+        stream.close()
+        assert stream.results[0]["generation"] == "ab"
+    model = saying("ab--")
+    with model.stream(Bytes(), "p", 4, stop="--!", **GREEDY) as stream:
+        for _ in stream:
+            break
+    assert not model.generating
 
 
 # ---- stop strings ----------------------------------------------------------------------------------------------------
@@ -184,7 +198,7 @@ def test_a_stop_string_in_the_prompt_or_over_its_border_is_not_one() -> None:
 @pytest.mark.parametrize("stop", ["", ["a", ""]])
 def test_an_empty_stop_string_is_refused(stop: str | list[str]) -> None:
     model = saying("abc")
-    with pytest.raises(ValueError, match="a stop string is empty"):
+    with pytest.raises(ValueError, match="not empty"):
         model.generate(Bytes(), "p", 5, stop=stop)
     assert not model.calls
 

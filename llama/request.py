@@ -1,0 +1,160 @@
+"""What one generation is asked to do, checked before anything runs.
+
+Knows ids and limits; does not know models, text or how tokens are made.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypedDict
+
+import torch
+
+from llama.sampling import Sampling, row_streams
+
+
+class Limits(Protocol):
+    """How large a batch may be, and how long a text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def max_batch_size(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step was fed: row b got its tokens from position prev_pos[b] up to, not including, cur_pos[b]."""
+
+    prev_pos: list[int]
+    cur_pos: list[int]
+    fed: list[list[int]]
+    live: frozenset[int]  # the rows that still grow; the others are fed along with them, to no effect
+
+
+class Options(TypedDict, total=False):
+    """What all forms of generation can be told.
+
+    temperature, top_p, top_k, min_p, repetition_penalty: how a token is chosen, see `llama.sampling.Sampling`.
+    seed: an int seeds row i with seed + i, a list gives every row its own, None (the default) draws afresh.
+    logprobs: also return the log-probability of each token under the model, before temperature and penalty.
+    echo: begin with the prompt.
+    kv_caching: None follows the model's setting; True or False holds for this call.
+    device: where the model must be; nothing is moved.
+    on_step: called before each step with what it is about to be fed.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    min_p: float
+    repetition_penalty: float
+    seed: int | Sequence[int] | None
+    logprobs: bool
+    echo: bool
+    kv_caching: bool | None
+    device: torch.device | str | None
+    on_step: Callable[[Step], None] | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation, checked. `room` is how many tokens each row may grow by."""
+
+    prompts: list[list[int]]
+    room: list[int]
+    stop_ids: frozenset[int]
+    sampling: Sampling
+    kv_caching: bool
+    seed: int | Sequence[int] | None = None
+    logprobs: bool = False
+    echo: bool = False
+    on_step: Callable[[Step], None] | None = None
+
+    @property
+    def longest(self) -> int:
+        """The most positions that a row may come to."""
+        return max(len(prompt) + room for prompt, room in zip(self.prompts, self.room, strict=True))
+
+
+def make_request(
+    limits: Limits,
+    kv_caching: bool,
+    prompts: Sequence[Sequence[int]],
+    max_gen_len: int | Sequence[int],
+    stop_ids: Sequence[int],
+    options: Options,
+) -> Request:
+    """Return what a user asked for, or raise ValueError (TypeError for an option that does not exist).
+
+    `limits` and `kv_caching` are the model's. `options["device"]` is not looked at: it speaks of the model.
+    """
+    unknown = options.keys() - Options.__annotations__.keys()
+    if unknown:
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {known}, stop_ids and, for text, stop")
+    rest: dict[str, Any] = {name: value for name, value in options.items() if name != "device"}
+    sampling = Sampling(**{f.name: rest.pop(f.name) for f in fields(Sampling) if f.name in rest})
+    switch = rest.pop("kv_caching", None)
+    _check_switches(kv_caching=switch, logprobs=rest.get("logprobs"), echo=rest.get("echo"))
+    ids = _rows_of_ids("the prompts", prompts)
+    (stops,) = _rows_of_ids("stop_ids", [stop_ids])
+    _check_prompts(limits, ids)
+    room = _room(max_gen_len, len(ids))
+    _check_room(limits, ids, room)
+    row_streams(rest.get("seed"), len(ids))  # refuses bad seeds
+    return Request(ids, room, frozenset(stops), sampling, kv_caching if switch is None else switch, **rest)
+
+
+def _check_switches(**switches: object) -> None:
+    for name, value in switches.items():
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def _rows_of_ids(what: str, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    try:
+        return [[operator.index(id) for id in row] for row in rows]
+    except TypeError:
+        raise ValueError(f"{what} must be lists of token ids, which are whole numbers, not {rows!r:.80}") from None
+
+
+def _check_prompts(limits: Limits, prompts: list[list[int]]) -> None:
+    if not prompts:
+        raise ValueError("no prompts were given; give at least one")
+    if limits.max_batch_size is not None and len(prompts) > limits.max_batch_size:
+        raise ValueError(
+            f"{len(prompts)} prompts are more than max_batch_size={limits.max_batch_size}; "
+            "give fewer at a time, or load the model with a larger max_batch_size"
+        )
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {row} has no tokens, and there is no BOS to begin with; give it some text")
+        wrong = next((id for id in prompt if not 0 <= id < limits.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"prompt {row} has the token id {wrong}, but ids are whole numbers from 0 to {limits.vocab_size - 1}"
+            )
+
+
+def _room(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
+    """Return how many tokens each of `rows` may grow by."""
+    several = isinstance(max_gen_len, Sequence)
+    room = list(max_gen_len) if isinstance(max_gen_len, Sequence) else [max_gen_len] * rows
+    least = 0 if several else 1  # a row of several may stay as it is
+    if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in room):
+        raise ValueError(f"max_gen_len={max_gen_len!r} must be a whole number of at least {least}")
+    return room
+
+
+def _check_room(limits: Limits, prompts: list[list[int]], room: list[int]) -> None:
+    if len(room) != len(prompts):
+        raise ValueError(f"{len(room)} lengths were given for {len(prompts)} prompts; give one, or one per prompt")
+    for row, (prompt, tokens) in enumerate(zip(prompts, room, strict=True)):
+        if len(prompt) + tokens > limits.max_seq_len:
+            raise ValueError(
+                f"prompt {row} has {len(prompt)} tokens, and with max_gen_len={tokens} it would pass "
+                f"max_seq_len={limits.max_seq_len}; shorten one of the two, or load the model with a larger max_seq_len"
+            )
