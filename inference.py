@@ -3,12 +3,14 @@
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama import cli
 
 if TYPE_CHECKING:
-    from llama.generation import Step, Stream
+    from llama.generation import Stream
+    from llama.model import Transformer
+    from llama.request import Options, Step
     from llama.tokenizer import Tokenizer
 
 # Meta's example prompts, example_text_completion.py in https://github.com/meta-llama/llama3.
@@ -77,78 +79,105 @@ def main(
         max_seq_len: The longest text, prompt and answer together; by default what the checkpoint was made for.
         max_batch_size: The most prompts at once; by default without limit.
     """
-    texts = list(prompts)
-    if prompt_file is not None:
-        texts.append(
-            (sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text("utf-8")).removesuffix("\n")
-        )
-    texts = texts or list(PROMPTS)
+    if stream and trace:
+        raise ValueError("--stream and --trace would print into one another; give one of them")
+    texts = read_prompts(prompts, prompt_file)
+    options: Options = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "kv_caching": kv_caching,
+    }
+    limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
+    check_without_a_model(len(texts), max_gen_len, stop, options, limits, device=device, dtype=dtype)
 
     from llama import load  # here, so that a mistyped flag is refused without waiting for torch
-    from llama.chat import ChatFormat
 
-    model, tokenizer = load(
-        ckpt_dir,
-        tokenizer_path=tokenizer_path,
-        device=device,
-        dtype=dtype,
-        max_seq_len=max_seq_len,
-        max_batch_size=max_batch_size,
-        kv_cache=kv_cache,
-    )
-    asked: list[str] | list[list[int]] = texts
-    if chat:
-        format = ChatFormat(tokenizer)
-        asked = [format.encode_dialog_prompt([{"role": "user", "content": text}]) for text in texts]
-    pieces = model.stream(
-        tokenizer,
-        asked,
-        max_gen_len,
-        stop=stop,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        kv_caching=kv_caching,
-        on_step=Trace(tokenizer) if trace else None,
-    )
+    model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, **limits)
+    if trace:
+        options["on_step"] = Trace(tokenizer)
+    asked = as_messages(texts, tokenizer) if chat else texts
+    pieces = model.stream(tokenizer, asked, max_gen_len, stop=stop, **options)
     started = time.perf_counter()
-    code = show(texts, pieces, live=stream and not trace)
+    code = show(texts, pieces, live=stream)
     seconds = time.perf_counter() - started
-    tokens = sum(len(result["ids"]) for result in pieces.results)
     cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
-    precision = str(next(model.parameters()).dtype).removeprefix("torch.")
-    print(
-        f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s, "
-        f"prompts included (batch {len(texts)}, {cache}, {precision} on {model.device})"
-    )
+    print(f"{speed(pieces, seconds)}, prompts included (batch {len(texts)}, {cache}, {where(model)})")
     return code
 
 
+def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
+    """Return the prompts as typed and the one in the file; where there are none, Meta's."""
+    texts = list(prompts)
+    if prompt_file is not None:
+        text = sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text("utf-8")
+        texts.append(text.removesuffix("\n"))
+    return texts or list(PROMPTS)
+
+
+def check_without_a_model(
+    rows: int, max_gen_len: int, stop: list[str], options: "Options", limits: dict[str, Any], *, device: str, dtype: str
+) -> None:
+    """Refuse what would be refused anyway, before a checkpoint is read or the demo model downloaded."""
+    from llama.api import pick_device, pick_dtype
+    from llama.args import ModelArgs
+    from llama.kv_cache import KVCache
+    from llama.request import make_request
+
+    if "" in stop:
+        raise ValueError("--stop is empty, so it would end every text before it began; give it a character")
+    pick_dtype(dtype, pick_device(device))
+    KVCache.of(ModelArgs(**{name: value for name, value in limits.items() if value is not None}))
+    least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=limits["max_batch_size"])
+    make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest prompts there could be
+
+
+def as_messages(texts: list[str], tokenizer: "Tokenizer") -> list[list[int]]:
+    """Return the ids of dialogs in which a user has said each text and is to be answered."""
+    from llama.chat import ChatFormat
+
+    format = ChatFormat(tokenizer)
+    return [format.encode_dialog_prompt([{"role": "user", "content": text}]) for text in texts]
+
+
 def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
-    """Print every prompt and its continuation, of the first one as it is made if `live`; return the exit code."""
-    shown = 0  # how many prompts have been printed, the last of them without its end
-    code = 0
+    """Print every prompt and its continuation, of the first one as it is made if `live`; return the exit code.
+
+    What there is of the text is printed whatever ends it: Ctrl-C, which is exit code 130, or an error, which goes on.
+    """
     if live:
         print(f"{texts[0]}\n> ", end="", flush=True)
-        shown = 1
     try:
         for row, piece in pieces:
             if live and row == 0:
                 print(piece, end="", flush=True)
-    except KeyboardInterrupt:  # what there is so far is worth showing
-        code = 130
-    for row, (text, result) in enumerate(zip(texts, pieces.results, strict=True)):
-        if row >= shown:
-            print(f"{text}\n> {result['generation']}", end="")
-        print("\n\n==================================\n")
-    return code
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        pieces.close()
+        for row, (text, result) in enumerate(zip(texts, pieces.results, strict=True)):
+            if row > 0 or not live:
+                print(f"{text}\n> {result['generation']}", end="")
+            print("\n\n==================================\n", flush=True)
+    return 0
+
+
+def speed(pieces: "Stream", seconds: float) -> str:
+    """Return how many tokens were made and how fast, in words."""
+    tokens = sum(len(result["ids"]) for result in pieces.results)
+    return f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
+
+
+def where(model: "Transformer") -> str:
+    """Return the model's dtype and device, in words."""
+    return f"{str(next(model.parameters()).dtype).removeprefix('torch.')} on {model.device}"
 
 
 class Trace:
-    """Prints what each step is fed."""
+    """Prints what each step is fed, of the rows that still grow: one that has ended is fed to no effect."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.tokenizer, self.step = tokenizer, 0
@@ -156,9 +185,12 @@ class Trace:
     def __call__(self, step: "Step") -> None:
         print(f"step {self.step}")
         self.step += 1
-        for row, (prev_pos, cur_pos, ids) in enumerate(zip(step.prev_pos, step.cur_pos, step.fed, strict=True)):
-            text = self.tokenizer.decode(ids)
-            print(f"  row {row}: prev_pos={prev_pos} cur_pos={cur_pos} fed {len(ids)}: {ids} {text!r}")
+        for row in sorted(step.live):
+            ids = step.fed[row]
+            print(
+                f"  row {row}: prev_pos={step.prev_pos[row]} cur_pos={step.cur_pos[row]} "
+                f"fed {len(ids)}: {ids} {self.tokenizer.decode(ids)!r}"
+            )
 
 
 if __name__ == "__main__":

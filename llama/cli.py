@@ -8,44 +8,56 @@ by the function's annotations, and fire is handed only what it cannot misread. K
 import difflib
 import functools
 import inspect
+import io
 import logging
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
 import fire
+from fire.helptext import HelpText
+from fire.trace import FireTrace
 
+# A word of two dashes and a name, or of one dash and nothing but a name: `-5 degrees` is a prompt.
+_FLAG = re.compile(r"--\w|-[A-Za-z][\w-]*(=|\Z)")
 _BOOLS = {"true": True, "false": False}
-_HELP = ("--help", "-h")
+_MEANT_AS_BOOLS = {*_BOOLS, "0", "1", "yes", "no", "on", "off", "none"}
+_DEBUG_HELP = """
+    --debug
+        Show the traceback of an error."""
 
 
 def main(command: Callable[..., int]) -> None:
     """Run `command` on this process's arguments and exit with what it returns; see `run`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that the page cannot hold must not lose the others
     sys.exit(run(command, sys.argv[1:]))
 
 
 def run(command: Callable[..., int], words: list[str]) -> int:
-    """Call `command(*plain words, **flags)` and return its exit code.
+    """Call `command(*prompts, **flags)` and return its exit code.
 
-    The command's keyword parameters are the flags, their annotations (str, int, float, bool, `X | None`, `list[str]`
-    for a flag that may be repeated) decide how a value is read. An error in the words, or one that the command raises
-    as ValueError, OSError or RuntimeError, becomes one line on stderr and exit code 2; --debug shows its traceback.
+    Plain words are the prompts. The command's keyword parameters are the flags, their annotations (str, int, float,
+    bool, `X | None`, `list[str]` for a flag that may be repeated) decide how a value is read. An error in the words,
+    or one that the command raises as ValueError, OSError or RuntimeError, becomes one line on stderr and exit code 2;
+    --debug shows its traceback.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("llama").setLevel(logging.INFO)  # what was chosen for the user, in words, on stderr
-    debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    types = {**flag_types(command), "debug": bool, "help": bool}
+    given = sort_words(words, types)
+    switched_on = {name for name, text in given if text is not None and text.lower() == "true"}
     try:
-        if any(word in _HELP for word in words):
-            fire.Fire(command, command=["--help"], name=sys.argv[0])
+        if "help" in switched_on:
+            print(help_text(command))
             return 0
-        plain, flags = sort_words(words, flag_types(command))
-        return call_through_fire(command, plain, flags)
+        return call_through_fire(command, read_values(given, types))
     except (ValueError, OSError, RuntimeError) as error:
-        if debug:
+        if "debug" in switched_on:
             traceback.print_exc()
         print(f"error: {_in_one_line(error)}", file=sys.stderr)
         return 2
@@ -62,54 +74,61 @@ def _in_one_line(error: Exception) -> str:
 
 
 def flag_types(command: Callable[..., int]) -> dict[str, Any]:
-    """Return the annotation of every keyword parameter, by name."""
+    """Return the type of everything that the command takes, by name; its prompts are a list."""
     parameters = inspect.signature(command).parameters.values()
-    return {p.name: p.annotation for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return {p.name: list[str] if p.kind is inspect.Parameter.VAR_POSITIONAL else p.annotation for p in parameters}
 
 
-def sort_words(words: list[str], types: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Part plain words, which stay as they are, from flags, whose values are read by their types."""
-    plain: list[str] = []
-    flags: dict[str, Any] = {}
+def help_text(command: Callable[..., int]) -> str:
+    """Return fire's help, without the one-letter flags that it would take and we do not."""
+    text = HelpText(command, FireTrace(command, name=Path(sys.argv[0]).name))
+    return re.sub(r"^    -\w, (?=--)", "    ", text, flags=re.MULTILINE) + _DEBUG_HELP
+
+
+def sort_words(words: list[str], types: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Return the (name, value) of all that is given, unread; a plain word is a prompt, None a value that is missing.
+
+    Refuses nothing, so that --debug and --help are known whatever else is wrong. An unknown flag keeps its dashes.
+    """
+    given: list[tuple[str, str | None]] = []
     queue = list(words)
     while queue:
         word = queue.pop(0)
         if word == "--":
-            return plain + queue, flags
-        if not re.match(r"--\w|-[A-Za-z]\w*(=|$)", word):
-            plain.append(word)
+            return given + [("prompts", prompt) for prompt in queue]
+        if not _FLAG.match(word):
+            given.append(("prompts", word))
             continue
-        name, has_value, text = word.partition("=")
-        name = _full_name(name, types)
-        if name != "prompts" and name not in types:
-            raise ValueError(_unknown(word.partition("=")[0], types))
-        if not has_value:
-            text = _next_value(name, types, queue)
-        if name == "prompts":  # the plain words under a name
-            plain.append(text)
-        elif get_origin(types[name]) is list:
-            flags.setdefault(name, []).append(text)
-        elif name in flags:
+        flag, has_value, text = word.partition("=")
+        name = "help" if flag == "-h" else flag[2:].replace("-", "_") if flag.startswith("--") else flag
+        if name not in types:
+            given.append((flag, None))
+        else:
+            given.append((name, text if has_value else _next_value(types[name], queue)))
+    return given
+
+
+def _next_value(kind: Any, queue: list[str]) -> str | None:
+    if kind is bool and not (queue and queue[0].lower() in _MEANT_AS_BOOLS):
+        return "true"  # a bare switch is on
+    return queue.pop(0) if queue else None
+
+
+def read_values(given: list[tuple[str, str | None]], types: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of what is given, read by their types, or refuse them in words."""
+    values: dict[str, Any] = {}
+    for name, text in given:
+        if name not in types:
+            raise ValueError(_unknown(name, text, types))
+        if text is None:
+            raise ValueError(f"--{name} needs a value")
+        if get_origin(types[name]) is list:
+            values.setdefault(name, []).append(text)
+        elif name in values:
             raise ValueError(f"--{name} is given twice")
         else:
-            flags[name] = _read(name, text, types[name])
-    return plain, flags
-
-
-def _full_name(flag: str, types: dict[str, Any]) -> str:
-    """Return what a flag stands for: --kv-caching is kv_caching, and -p the only flag that begins with p."""
-    if flag.startswith("--"):
-        return flag[2:].replace("-", "_")
-    names = [name for name in types if name[0] == flag[1:]]
-    return names[0] if len(names) == 1 else flag
-
-
-def _next_value(name: str, types: dict[str, Any], queue: list[str]) -> str:
-    if types.get(name) is bool:  # a bare switch is on; only a plain true or false after it is its value
-        return queue.pop(0) if queue and queue[0].lower() in _BOOLS else "true"
-    if not queue:
-        raise ValueError(f"--{name} needs a value")
-    return queue.pop(0)
+            values[name] = _read(name, text, types[name])
+    return values
 
 
 def _read(name: str, text: str, kind: Any) -> object:
@@ -120,7 +139,10 @@ def _read(name: str, text: str, kind: Any) -> object:
         return text
     if bool in kinds:
         if text.lower() not in _BOOLS:
-            raise ValueError(f"--{name}={text} must be true or false")
+            raise ValueError(
+                f"--{name}={text} must be true or false: write --{name}=true or --{name}=false "
+                "(a prompt that is this word goes before the flag, or after --)"
+            )
         return _BOOLS[text.lower()]
     reader, what = (int, "a whole number") if int in kinds else (float, "a number")
     try:
@@ -129,21 +151,24 @@ def _read(name: str, text: str, kind: Any) -> object:
         raise ValueError(f"--{name}={text} must be {what}") from None
 
 
-def _unknown(word: str, types: dict[str, Any]) -> str:
-    close = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), types, n=1)
+def _unknown(flag: str, text: str | None, types: dict[str, Any]) -> str:
+    if not flag.startswith("-"):
+        return f"{text!r} is not a flag; --help lists the flags"
+    close = difflib.get_close_matches(flag.lstrip("-").replace("-", "_"), types, n=1)
     hint = f"did you mean --{close[0]}?" if close else "--help lists the flags"
-    return f"unknown flag {word}; {hint}"
+    return f"unknown flag {flag}; {hint}"
 
 
-def call_through_fire(command: Callable[..., int], plain: list[str], flags: dict[str, Any]) -> int:
+def call_through_fire(command: Callable[..., int], values: dict[str, Any]) -> int:
     """Let fire make the call, with the words and values replaced by their numbers, which it cannot misread."""
-    values = [*plain, *flags.values()]
+    flags = {name: value for name, value in values.items() if name not in ("prompts", "debug", "help")}
+    numbers = [*values.get("prompts", []), *flags.values()]
     codes: list[int] = []
 
     @functools.wraps(command)
     def numbered(*places: int, **named: int) -> None:
-        codes.append(command(*(values[i] for i in places), **{name: values[i] for name, i in named.items()}))
+        codes.append(command(*(numbers[i] for i in places), **{name: numbers[i] for name, i in named.items()}))
 
-    places = [str(i) for i in range(len(plain))]
-    fire.Fire(numbered, command=places + [f"--{name}={len(plain) + i}" for i, name in enumerate(flags)])
+    plain = len(numbers) - len(flags)
+    fire.Fire(numbered, command=[*map(str, range(plain)), *(f"--{name}={plain + i}" for i, name in enumerate(flags))])
     return codes[0]

@@ -7,7 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ PROMPTS = [
     "  spaces ",
     "",
     "-",
-    "--",
     "a=b",
     "(1, 2)",
     "'quoted'",
@@ -41,7 +40,10 @@ PROMPTS = [
     "日本 😀",
     "\\n",
     "$HOME",
+    "-5",
+    "-x\n",
 ]
+FLAGS = ["--", "--debug", "--help", "-h", "--prompts", "--stream", "--zzz", "-hello", "-x=1"]  # prompts all the same
 
 Result = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -104,13 +106,25 @@ def inference() -> Callable[..., int]:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_arrives_unchanged(prompt: str) -> None:
+def test_a_prompt_arrives_unchanged_as_a_plain_word(prompt: str) -> None:
+    assert asked(prompt) == ((prompt,), {})
+    assert asked(prompt, "--max_gen_len", "3") == ((prompt,), {"max_gen_len": 3})
+
+
+@pytest.mark.parametrize("prompt", PROMPTS + FLAGS)
+def test_a_prompt_arrives_unchanged_under_its_name_and_after_two_dashes(
+    prompt: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert asked("--prompts", prompt) == ((prompt,), {})
+    assert asked(f"--prompts={prompt}", "--stream", "--max_gen_len=3")[0] == (prompt,)
     assert asked("--max_gen_len=3", "--", prompt) == ((prompt,), {"max_gen_len": 3})
-    if prompt != "--":
-        assert asked(prompt) == ((prompt,), {})
-        assert asked(prompt, "--max_gen_len", "3") == ((prompt,), {"max_gen_len": 3})
-        assert asked(f"--prompts={prompt}", "--stream", "--max_gen_len=3")[0] == (prompt,)
+    assert asked("--debug", "--", "first", prompt) == (("first", prompt), {})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_flag_s_value_may_look_like_a_flag() -> None:
+    assert asked("--stop", "--debug", "--stop", "-h", "--stop=--") == ((), {"stop": ["--debug", "-h", "--"]})
+    assert asked("--ckpt_dir", "--help") == ((), {"ckpt_dir": "--help"})
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -149,7 +163,8 @@ def test_no_words_are_no_prompts_and_all_defaults() -> None:
         (["--ckpt_dir=None"], {"ckpt_dir": "None"}),
         (["--ckpt_dir=a=b"], {"ckpt_dir": "a=b"}),
         (["--stop", "a,b", "--stop=# x", "--stop", "None"], {"stop": ["a,b", "# x", "None"]}),
-        (["-p", "-", "-m=5"], {"prompt_file": "-", "max_gen_len": 5}),
+        (["--prompt_file", "-"], {"prompt_file": "-"}),
+        (["--debug=false"], {}),
     ],
 )
 def test_flags_are_read_by_their_types(words: list[str], expected: dict[str, Any]) -> None:
@@ -159,7 +174,22 @@ def test_flags_are_read_by_their_types(words: list[str], expected: dict[str, Any
 
 def test_a_bare_switch_does_not_eat_the_prompt_after_it() -> None:
     assert asked("--stream", "x") == (("x",), {"stream": True})
-    assert asked("--kv_caching", "0") == (("0",), {})
+    assert asked("0", "--kv_caching") == (("0",), {})
+    assert asked("--kv_caching", "--", "off") == (("off",), {})
+
+
+@pytest.mark.parametrize("word", ["0", "1", "yes", "No", "on", "OFF", "none"])
+def test_a_switch_before_a_word_that_may_be_meant_for_it_is_refused(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        refusal(capsys, "--kv_caching", word)
+        == refusal(capsys, f"--kv_caching={word}")
+        == (
+            f"error: --kv_caching={word} must be true or false: write --kv_caching=true or --kv_caching=false "
+            "(a prompt that is this word goes before the flag, or after --)\n"
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +200,10 @@ def test_a_bare_switch_does_not_eat_the_prompt_after_it() -> None:
         (["--max-gen-length", "5"], "unknown flag --max-gen-length; did you mean --max_gen_len?"),
         (["-stream"], "unknown flag -stream; did you mean --stream?"),
         (["--zzz"], "unknown flag --zzz; --help lists the flags"),
-        (["-t", "0.5"], "unknown flag -t"),  # temperature or top_k
+        (["-m=5"], "unknown flag -m"),
+        (["-p", "-"], "unknown flag -p"),
+        (["-hello"], "unknown flag -hello"),
+        (["-kv-caching=False"], "unknown flag -kv-caching; did you mean --kv_caching?"),
         (["--max_gen_len", "many"], "--max_gen_len=many must be a whole number"),
         (["--max_gen_len=1.5"], "must be a whole number"),
         (["--max_gen_len="], "must be a whole number"),
@@ -207,6 +240,24 @@ def test_an_error_of_the_command_is_one_line_and_debug_shows_the_traceback(
     assert "Traceback" in err
     assert "raise error" in err
     assert err.endswith("\nerror: top_p=2 is too much\n")
+
+
+@pytest.mark.parametrize("words", [["--debug", "--zzz"], ["--zzz", "--debug"], ["--max_gen_len=x", "--debug=TRUE"]])
+def test_debug_shows_the_traceback_of_an_error_in_the_words_too(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Refused, match="2"):
+        asked(*words)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_plain_word_is_refused_where_a_command_takes_none(capsys: pytest.CaptureFixture[str]) -> None:
+    def command(*, on: bool = True) -> int:
+        return 0
+
+    assert cli.run(command, []) == 0
+    assert cli.run(command, ["x"]) == 2
+    assert capsys.readouterr() == ("", "error: 'x' is not a flag; --help lists the flags\n")
 
 
 def test_an_error_that_no_user_can_cause_is_not_hidden() -> None:
@@ -246,14 +297,13 @@ def without_speed(printed: str) -> str:
 def test_prompts_reach_the_model_and_the_page_unchanged(
     inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = [prompt for prompt in PROMPTS if prompt != "--"]
-    printed = infer(inference, checkpoint, capsys, "--max_gen_len=2", *prompts)
+    printed = infer(inference, checkpoint, capsys, "--max_gen_len=2", *PROMPTS)
     at = 0
-    for prompt in prompts:
+    for prompt in PROMPTS:
         at = printed.index(f"{prompt}\n> ", at) + len(prompt)
-    assert printed.count("==================================") == len(prompts)
+    assert printed.count("==================================") == len(PROMPTS)
     assert re.search(
-        r"\n\d+ tokens in \d+\.\d\d s: .* \(batch 19, KV cache on \(static\), float32 on cpu\)\n$", printed
+        r"\n\d+ tokens in \d+\.\d\d s: .* \(batch 21, KV cache on \(static\), float32 on cpu\)\n$", printed
     )
 
 
@@ -291,20 +341,46 @@ def test_a_prompt_is_read_from_a_file_or_standard_input(
 
 
 def test_a_missing_prompt_file_and_a_missing_checkpoint_are_one_line(
-    inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    inference: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for words in (
-        ["--prompt_file", str(tmp_path / "none.txt")],
-        ["--ckpt_dir", str(tmp_path / "none")],
-        ["x", "--ckpt_dir", str(checkpoint), "--top_p", "2"],
-        ["x", "--ckpt_dir", str(checkpoint), "--max_gen_len", "0"],
-        ["x", "--ckpt_dir", str(checkpoint), "--kv_cache", "rolling"],
-        ["x", "--ckpt_dir", str(checkpoint), "--device", "gpu"],
-    ):
-        assert cli.run(inference, words) == 2
+    for flag in ("--prompt_file", "--ckpt_dir"):
+        missing = tmp_path / "none.txt"
+        assert cli.run(inference, [flag, str(missing)]) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert err.startswith("error: ")
+        assert str(missing) in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--top_p", "2"],
+        ["--top_k", "0"],
+        ["--min_p=-0.1"],
+        ["--repetition_penalty", "0"],
+        ["--seed", str(2**64)],
+        ["--max_gen_len", "0"],
+        ["--stop", ""],
+        ["--device", "gpu"],
+        ["--dtype", "fp8"],
+        ["--kv_cache", "rolling"],
+        ["--max_seq_len", "0"],
+        ["--max_batch_size", "0"],
+        ["--max_batch_size", "3"],  # of the four example prompts
+        ["--stream", "--trace"],
+    ],
+)
+def test_what_needs_no_model_is_refused_before_one_is_loaded(
+    words: list[str], inference: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(inference, ["--ckpt_dir", "not/there", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert words[0].lstrip("-").split("=")[0] in err
+    assert "not/there" not in err  # was not looked for
 
 
 def traced(printed: str) -> list[tuple[int, int, int, int]]:
@@ -326,6 +402,44 @@ def test_a_trace_shows_one_token_a_row_with_the_cache_and_the_growing_prefix_wit
     assert "'<|begin_of_text|>hello the'" in cached
 
 
+def test_a_trace_leaves_out_rows_that_have_ended(
+    inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["hello the", "x", "--max_gen_len=6", "--temperature=0"]
+    long, short = re.findall(r"> (.*?)\n\n===", infer(inference, checkpoint, capsys, *words), re.DOTALL)
+    stop = next(piece for piece in short if piece not in long)  # it ends the second row and not the first
+    rows = [row for row, *_ in traced(infer(inference, checkpoint, capsys, *words, "--trace", "--stop", stop))]
+    assert rows.count(0) == 6
+    assert 1 <= rows.count(1) < 6
+    assert rows[-1] == 0
+
+
+class Broken:
+    """A stream that ends in an error after some pieces."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.results = [{"generation": "one "}, {"generation": "two "}]
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        yield from [(0, "one "), (1, "two ")]
+        raise self.error
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("error", [ValueError("the logits are not finite"), RuntimeError("out of memory")])
+def test_an_error_in_the_middle_is_one_line_after_the_text_so_far(
+    error: Exception, live: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*prompts: str) -> int:
+        code: int = runpy.run_path(str(SCRIPT))["show"](prompts, Broken(error), live=live)
+        return code
+
+    assert cli.run(command, ["first", "second"]) == 2
+    end = "\n\n==================================\n\n"
+    assert capsys.readouterr() == (f"first\n> one {end}second\n> two {end}", f"error: {error}\n")
+
+
 def test_chat_answers_a_user_s_message(
     inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,11 +452,11 @@ def test_chat_answers_a_user_s_message(
 # ---- as a process ----------------------------------------------------------------------------------------------------
 
 
-def start(*words: str, **options: Any) -> "subprocess.Popen[bytes]":
+def start(*words: str, environment: Mapping[str, str] = {}, **options: Any) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -368,14 +482,24 @@ def test_an_unknown_flag_is_refused_before_torch_is_imported() -> None:
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
 def test_help_names_every_flag_and_exits_0(word: str, inference: Callable[..., int]) -> None:
-    process = start(word)
+    process = start("a prompt", word)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0
-    text = (out + err).decode()
-    for flag in cli.flag_types(inference):
+    assert (process.returncode, err) == (0, b"")
+    text = out.decode()
+    for flag in [*cli.flag_types(inference), "debug"]:
         assert f"--{flag}" in text
     assert "PROMPTS" in text
-    assert "Traceback" not in text
+    assert not re.search(r"(?<![-\w])-\w", text), "it promises a one-letter flag"
+
+
+def test_a_page_that_cannot_hold_a_character_gets_a_mark_in_its_place(checkpoint: Path) -> None:
+    words = ["日本", "second", "--max_gen_len=1", "--device=cpu"]
+    process = start("--ckpt_dir", str(checkpoint), *words, environment={"PYTHONIOENCODING": "ascii"})
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+    assert out.startswith(b"??\n> ")
+    assert b"second\n> " in out
+    assert b" tokens/s" in out
 
 
 def test_an_interrupt_prints_the_text_so_far_and_exits_130(checkpoint: Path) -> None:
