@@ -148,20 +148,23 @@ def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
 
     What there is of the text is printed whatever ends it: Ctrl-C, which is exit code 130, or an error, which goes on.
     """
+    shown = ""  # of the first page, while it is made
     if live:
-        print(f"{texts[0]}\n> ", end="", flush=True)
+        shown = f"{texts[0]}\n> "
+        print(shown, end="", flush=True)
     try:
         for row, piece in pieces:
             if live and row == 0:
+                shown += piece
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
         return 130
     finally:
         pieces.close()
-        for row, (text, result) in enumerate(zip(texts, pieces.results, strict=True)):
-            if row > 0 or not live:
-                print(f"{text}\n> {result['generation']}", end="")
-            print("\n\n==================================\n", flush=True)
+        for text, result in zip(texts, pieces.results, strict=True):
+            page = f"{text}\n> {result['generation']}"
+            print(f"{page[len(shown) :]}\n\n==================================\n", flush=True)
+            shown = ""
     return 0
 
 

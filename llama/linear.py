@@ -17,6 +17,10 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # no numbers to draw there, and trying to costs most of a second of imports
+            super().reset_parameters()
+
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight)
 

@@ -20,7 +20,15 @@ from llama.kv_cache import KVCache
 from llama.linear import Linear
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
 
-__all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
+__all__ = ["Attention", "Embedding", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
+
+
+class Embedding(nn.Embedding):
+    """A vector for each token."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # as in Linear
+            super().reset_parameters()
 
 
 class RMSNorm(nn.Module):
@@ -108,7 +116,7 @@ class Transformer(nn.Module, Generation):
         if args.vocab_size < 1:
             raise ValueError(f"vocab_size={args.vocab_size}: a model needs to know how many tokens there are")
         self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings = Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = Linear(args.dim, args.vocab_size)
