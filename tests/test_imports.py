@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "llama/kv_cache.py": ("args", "torch"),
     "llama/chat.py": ("tokenizer", ""),
     "llama/text.py": ("", ""),
+    "llama/costs.py": ("args cli", ""),
     "llama/request.py": ("sampling", "torch"),
     "llama/generation.py": ("request sampling text", "torch"),
     "llama/model.py": ("args rope attend linear kv_cache generation", "torch"),

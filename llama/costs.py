@@ -1,0 +1,188 @@
+"""Bytes and FLOPs of a Llama, worked out from its sizes alone: plain arithmetic, no torch.
+
+`python -m llama.costs` prints what a KV cache takes in well-known models.
+Units: bytes, and FLOPs where a multiplication and an addition are two. "rows" are texts in a batch, "length" is
+positions a row, `itemsize` the bytes of a number.
+"""
+
+from collections.abc import Sequence
+
+from llama.args import ModelArgs
+
+MB = 2**20
+
+# Meta's params.json of the released models (https://github.com/meta-llama/llama-models), with the head tied where the
+# released weights have none of its own.
+_LLAMA3 = {"vocab_size": 128256, "n_kv_heads": 8, "norm_eps": 1e-5, "rope_theta": 500000.0}
+_1B = {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256, "tied_head": True}
+_3B = {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "multiple_of": 256, "tied_head": True}
+_8B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024}
+_70B = {"dim": 8192, "n_layers": 80, "n_heads": 64, "ffn_dim_multiplier": 1.3, "multiple_of": 4096}
+_405B = {"dim": 16384, "n_layers": 126, "n_heads": 128, "ffn_dim_multiplier": 1.2, "multiple_of": 4096}
+
+
+def _released(sizes: dict[str, float], *, scaled: bool) -> ModelArgs:
+    return ModelArgs(**_LLAMA3, **sizes, use_scaled_rope=scaled, max_seq_len=131072 if scaled else 8192)  # type: ignore[arg-type]
+
+
+RELEASED: dict[str, ModelArgs] = {
+    "llama-3-8b": _released(_8B, scaled=False),
+    "llama-3-70b": _released(_70B, scaled=False),
+    "llama-3.1-8b": _released(_8B, scaled=True),
+    "llama-3.1-70b": _released(_70B, scaled=True),
+    "llama-3.1-405b": _released(_405B, scaled=True),
+    "llama-3.2-1b": _released(_1B, scaled=True),
+    "llama-3.2-3b": _released(_3B, scaled=True),
+    "llama-3.3-70b": _released(_70B, scaled=True),
+}
+
+# (layers, KV heads, head size) of models that the literature counts with; all of them cache every head.
+CLASSICS: dict[str, tuple[int, int, int]] = {
+    "GPT-2 Small": (12, 12, 64),
+    "GPT-2 Large": (36, 20, 64),
+    "LLaMA-7B": (32, 32, 128),
+    "GPT-3": (96, 96, 128),
+}
+
+
+def parameters(args: ModelArgs) -> int:
+    """Return how many numbers a model has; a tied head counts once."""
+    heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim  # wq and wo, wk and wv
+    layer = args.dim * heads + 3 * args.dim * args.ffn_dim + 2 * args.dim
+    embedding = args.vocab_size * args.dim
+    return args.n_layers * layer + args.dim + embedding * (1 if args.tied_head else 2)
+
+
+def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, *, positions: int, itemsize: int) -> int:
+    """Return the bytes of the keys and values of so many positions, over all rows."""
+    return 2 * n_layers * n_kv_heads * head_dim * positions * itemsize
+
+
+def cache_bytes(args: ModelArgs, *, rows: int, length: int, itemsize: int) -> int:
+    """Return the bytes of a static cache of `rows` x `length`."""
+    return kv_bytes(args.n_layers, args.n_kv_heads, args.head_dim, positions=rows * length, itemsize=itemsize)
+
+
+def logits_bytes(args: ModelArgs, *, rows: int, positions: int, itemsize: int = 4) -> int:
+    """Return the bytes of the logits of `positions` positions a row: 1 for the last alone, which is all that decoding
+    looks at, or the whole prompt's, which is what fills the published tables.
+    """
+    return rows * positions * args.vocab_size * itemsize
+
+
+def token_forwards(*, input_len: int, output_len: int, kv_caching: bool) -> int:
+    """Return how many tokens a row feeds through the model to make `output_len` new ones; the last is never fed."""
+    if kv_caching:
+        return input_len + output_len - 1
+    return sum(range(input_len, input_len + output_len))
+
+
+def forward_flops(args: ModelArgs, *, seqlen: int, start_pos: int = 0, scored: int = 1) -> int:
+    """Return the FLOPs of feeding one row `seqlen` tokens from `start_pos` on, with the logits of `scored` of them.
+
+    Counts the matrix products and attention, in which query i looks at start_pos + i + 1 keys; a kernel that computes
+    masked pairs too does more.
+    """
+    heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim
+    weights = args.n_layers * args.dim * (heads + 3 * args.ffn_dim)
+    pairs = seqlen * start_pos + seqlen * (seqlen + 1) // 2
+    attention = 4 * args.n_layers * args.n_heads * args.head_dim * pairs  # scores, and the weighted sum of values
+    return 2 * weights * seqlen + attention + 2 * args.dim * args.vocab_size * scored
+
+
+def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int) -> int:
+    """Return the bytes that a cached decode step must read: every weight once, and the keys and values so far.
+
+    Of an untied embedding only the rows' own vectors are read.
+    """
+    unread = 0 if args.tied_head else args.vocab_size * args.dim - rows * args.dim
+    return (parameters(args) - unread) * itemsize + cache_bytes(args, rows=rows, length=context, itemsize=itemsize)
+
+
+def largest_batch(args: ModelArgs, *, memory: int, length: int, itemsize: int) -> int:
+    """Return how many rows of `length` fit beside the weights in `memory` bytes: cache and last logits; 0 if none."""
+    row = cache_bytes(args, rows=1, length=length, itemsize=itemsize) + logits_bytes(args, rows=1, positions=1)
+    return max(0, (memory - parameters(args) * itemsize) // row)
+
+
+def largest_length(args: ModelArgs, *, memory: int, rows: int, itemsize: int) -> int:
+    """Return how long `rows` rows may become beside the weights in `memory` bytes, up to the model's limit."""
+    free = memory - parameters(args) * itemsize - logits_bytes(args, rows=rows, positions=1)
+    return max(0, min(args.max_seq_len, free // cache_bytes(args, rows=rows, length=1, itemsize=itemsize)))
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, the first column to the left and the others to the right."""
+    lines = [list(heads), ["---", *["---:"] * (len(heads) - 1)], *map(list, rows)]
+    return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in lines), ""])
+
+
+def size(nbytes: int) -> str:
+    """Return bytes in words: 9.0 MB, 36.0 GB, where MB is 2^20 and GB 2^30 bytes."""
+    gigabytes = nbytes >= 1024 * MB
+    return f"{nbytes / (1024 * MB if gigabytes else MB):,.1f} {'GB' if gigabytes else 'MB'}"
+
+
+def classic_tables(itemsize: int = 2) -> str:
+    """Return what the cache of one row takes in well-known models, in numbers of `itemsize` bytes."""
+    short, long = (512, 2048, 8192), (1024, 2048, 4096, 8192, 16384, 32768)
+    small = [name for name in CLASSICS if name != "GPT-3"]
+    llamas = {name: (args.n_layers, args.n_kv_heads, args.head_dim) for name, args in RELEASED.items()}
+
+    def rows(shapes: dict[str, tuple[int, int, int]], lengths: Sequence[int]) -> list[list[str]]:
+        return [
+            [
+                f"{name} ({', '.join(map(str, shape))})",
+                f"{kv_bytes(*shape, positions=1, itemsize=itemsize):,}",
+                *(size(kv_bytes(*shape, positions=length, itemsize=itemsize)) for length in lengths),
+            ]
+            for name, shape in shapes.items()
+        ]
+
+    def columns(lengths: Sequence[int]) -> list[str]:
+        return ["model (layers, KV heads, head size)", "bytes a token", *(f"{length} tokens" for length in lengths)]
+
+    what = f"one row, {8 * itemsize}-bit numbers"
+    return "\n".join(
+        [
+            table(f"KV cache, {what}", columns(short), rows({name: CLASSICS[name] for name in small}, short)),
+            table(f"KV cache of GPT-3, {what}", columns(long), rows({"GPT-3": CLASSICS["GPT-3"]}, long)),
+            table(f"KV cache of every Llama 3.x, {what}", columns(long), rows(llamas, long)),
+        ]
+    )
+
+
+def fitting_table(memory: int, itemsize: int = 2) -> str:
+    """Return what fits into `memory` bytes: the rows of 288 and of 8192 positions, and the length of 1, 8, 16 rows."""
+    batches, lengths = (1, 8, 16), (288, 8192)
+    rows = [
+        [
+            name,
+            size(parameters(args) * itemsize),
+            *(f"{largest_batch(args, memory=memory, length=length, itemsize=itemsize):,}" for length in lengths),
+            *(f"{largest_length(args, memory=memory, rows=batch, itemsize=itemsize):,}" for batch in batches),
+        ]
+        for name, args in RELEASED.items()
+    ]
+    heads = ["model", "weights", *(f"rows of {n}" for n in lengths), *(f"length of {n} rows" for n in batches)]
+    return table(f"What fits into {size(memory)} in {8 * itemsize}-bit numbers, activations apart", heads, rows)
+
+
+def main(*, memory_gb: float = 24.0, itemsize: int = 2) -> int:
+    """Print what a KV cache takes in well-known models, and what fits into a given memory.
+
+    Args:
+        memory_gb: The memory to fill, in units of 2^30 bytes.
+        itemsize: The bytes of a number: 2 for fp16 and bf16, 4 for fp32.
+    """
+    if memory_gb <= 0 or itemsize <= 0:
+        raise ValueError(f"memory_gb={memory_gb} and itemsize={itemsize} must be above 0")
+    print(classic_tables(itemsize))
+    print(fitting_table(int(memory_gb * 1024 * MB), itemsize))
+    return 0
+
+
+if __name__ == "__main__":
+    from llama import cli
+
+    cli.main(main)

@@ -1,0 +1,125 @@
+"""Predictions from sizes alone equal constants worked out by hand, and tensors as they are."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama import costs
+from llama.args import ModelArgs
+from llama.costs import MB, RELEASED
+from llama.model import Transformer
+from llama.request import Step
+
+TINY = ModelArgs(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, vocab_size=50, ffn_dim=40, max_seq_len=64)
+
+
+@pytest.mark.parametrize(
+    ("model", "positions", "megabytes"),
+    [  # 2 x layers x heads x head size x positions x 2 bytes, by hand
+        ("GPT-2 Small", 512, 18),
+        ("GPT-2 Small", 2048, 72),
+        ("GPT-2 Large", 8192, 1440),
+        ("LLaMA-7B", 2048, 1024),
+        ("GPT-3", 1024, 4608),
+        ("GPT-3", 32768, 147456),
+    ],
+)
+def test_kv_bytes_of_the_classics_are_those_worked_out_by_hand(model: str, positions: int, megabytes: int) -> None:
+    assert costs.kv_bytes(*costs.CLASSICS[model], positions=positions, itemsize=2) == megabytes * MB
+
+
+def test_llama_3_2_1b_at_the_published_shape_is_what_the_literature_should_have_printed() -> None:
+    """256 in and 32 out at batch 1, 8, 16: the cache, and the logits that hid it (research on published tables)."""
+    args = RELEASED["llama-3.2-1b"]
+    for rows, cache, logits in [(1, 9, 125.25), (8, 72, 1002), (16, 144, 2004)]:
+        assert costs.cache_bytes(args, rows=rows, length=288, itemsize=2) == cache * MB
+        assert costs.logits_bytes(args, rows=rows, positions=256) == logits * MB
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [  # the counts of the model cards' safetensors
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
+    ],
+)
+def test_released_models_have_their_published_number_of_parameters(name: str, count: int) -> None:
+    assert costs.parameters(RELEASED[name]) == count
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+def test_parameters_cache_and_logits_equal_the_tensors_of_a_model(tied_head: bool) -> None:
+    args = replace(TINY, tied_head=tied_head)
+    model = Transformer(args).requires_grad_(False)
+    assert costs.parameters(args) == sum(parameter.numel() for parameter in model.parameters())
+    model.reserve_cache(3, 20)
+    logits = model(torch.zeros(3, 7, dtype=torch.int64))
+    assert costs.cache_bytes(args, rows=3, length=20, itemsize=4) == sum(cache.nbytes for cache in model.caches)
+    assert costs.logits_bytes(args, rows=3, positions=7) == logits.nbytes
+
+
+def test_token_forwards_are_the_tokens_that_a_generation_feeds() -> None:
+    model = Transformer(TINY)
+    for kv_caching in (True, False):
+        fed = 0
+
+        def count(step: Step) -> None:
+            nonlocal fed
+            fed += len(step.fed[0])
+
+        model.generate_tokens([[1] * 9], 5, kv_caching=kv_caching, on_step=count)
+        assert fed == costs.token_forwards(input_len=9, output_len=5, kv_caching=kv_caching)
+    assert costs.token_forwards(input_len=263, output_len=32, kv_caching=False) == 8912
+    assert costs.token_forwards(input_len=263, output_len=32, kv_caching=True) == 294
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3))
+def test_flops_are_two_for_each_product_that_loops_would_make(seqlen: int, start_pos: int, scored: int) -> None:
+    products = TINY.dim * TINY.vocab_size * scored
+    for query in range(seqlen):
+        for _ in range(TINY.n_layers):
+            products += TINY.dim * (4 + 2 + 2) * 8 + 4 * 8 * TINY.dim  # wq, wk, wv and wo, 4 and 2 heads of 8
+            products += 3 * TINY.dim * TINY.ffn_dim
+            products += 4 * 8 * 2 * (start_pos + query + 1)  # a score and a weighted value for each key
+    assert costs.forward_flops(TINY, seqlen=seqlen, start_pos=start_pos, scored=scored) == 2 * products
+
+
+def test_a_step_reads_every_weight_once_and_of_an_untied_embedding_only_its_rows() -> None:
+    tied, untied = replace(TINY, tied_head=True), replace(TINY, tied_head=False)
+    cache = costs.cache_bytes(TINY, rows=3, length=10, itemsize=2)
+    assert costs.step_bytes(tied, rows=3, context=10, itemsize=2) == 2 * costs.parameters(tied) + cache
+    assert (
+        costs.step_bytes(untied, rows=3, context=10, itemsize=2) == 2 * (costs.parameters(tied) + 3 * TINY.dim) + cache
+    )
+
+
+@given(st.integers(0, 10**6), st.integers(1, 64), st.integers(1, 9))
+def test_what_fits_fits_and_one_more_does_not(memory: int, length: int, rows: int) -> None:
+    def need(rows: int, length: int) -> int:
+        cache = costs.cache_bytes(TINY, rows=rows, length=length, itemsize=2)
+        return 2 * costs.parameters(TINY) + cache + costs.logits_bytes(TINY, rows=rows, positions=1)
+
+    most = costs.largest_batch(TINY, memory=memory, length=length, itemsize=2)
+    assert most == 0 or need(most, length) <= memory
+    assert need(most + 1, length) > memory
+    longest = costs.largest_length(TINY, memory=memory, rows=rows, itemsize=2)
+    assert longest == 0 or need(rows, longest) <= memory
+    assert longest == TINY.max_seq_len or need(rows, longest + 1) > memory
+
+
+def test_the_command_prints_the_tables_without_torch() -> None:
+    code = "import sys; from llama import costs; costs.main(memory_gb=24); assert 'torch' not in sys.modules"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "| GPT-2 Small (12, 12, 64) | 36,864 | 18.0 MB | 72.0 MB | 288.0 MB |" in printed
+    assert all(name in printed for name in (*costs.CLASSICS, *RELEASED))
+    assert "What fits into 24.0 GB" in printed
+    with pytest.raises(ValueError, match="must be above 0"):
+        costs.main(memory_gb=0)
