@@ -21,6 +21,21 @@ from torch import Tensor, nn
 from llama.args import ModelArgs
 
 
+def check_positions(start_pos: int | Sequence[int], bsz: int, seqlen: int, args: ModelArgs) -> list[int]:
+    """Return every row's start; raise ValueError for what is no position, or where rows or texts pass the limits."""
+    starts = list(start_pos) if isinstance(start_pos, Sequence) else [start_pos] * bsz
+    if len(starts) != bsz or not all(isinstance(start, int) and start >= 0 for start in starts):
+        raise ValueError(f"start_pos={start_pos} must be an int or one per row (of {bsz}), and not negative")
+    if args.max_batch_size is not None and bsz > args.max_batch_size:
+        raise ValueError(f"{bsz} rows are more than max_batch_size={args.max_batch_size}")
+    if max(starts) + seqlen > args.max_seq_len:
+        raise ValueError(
+            f"{seqlen} tokens from position {max(starts)} on go past max_seq_len={args.max_seq_len}; "
+            "build or load the model with a larger max_seq_len"
+        )
+    return starts
+
+
 class KVCache(nn.Module):
     """The contract: store new keys and values at their positions, return all that attention may look at."""
 
@@ -39,8 +54,7 @@ class KVCache(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.n_kv_heads, self.head_dim = args.n_kv_heads, args.head_dim
-        self.max_seq_len, self.max_batch_size = args.max_seq_len, args.max_batch_size
+        self.args = args
         # Buffers follow the module's .to(); persistent=False keeps them out of checkpoints.
         self.register_buffer("keys", None, persistent=False)
         self.register_buffer("values", None, persistent=False)
@@ -84,10 +98,10 @@ class KVCache(nn.Module):
 
     def check(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> list[int]:
         """Return each row's end, `start_pos + seqlen`; raise ValueError for a write that must not happen."""
-        wanted = (self.n_kv_heads, self.head_dim)
+        wanted = (self.args.n_kv_heads, self.args.head_dim)
         if xk.shape != xv.shape or xk.ndim != 4 or xk.shape[2:] != wanted or 0 in xk.shape:
             raise ValueError(
-                f"the KV cache takes keys and values of shape (bsz, seqlen, {self.n_kv_heads}, {self.head_dim}), "
+                f"the KV cache takes keys and values of shape (bsz, seqlen, {wanted[0]}, {wanted[1]}), "
                 f"not {tuple(xk.shape)} and {tuple(xv.shape)}"
             )
         held = xk if self.keys is None else self.keys
@@ -103,15 +117,7 @@ class KVCache(nn.Module):
                 "or run the model under torch.inference_mode()"
             )
         bsz, seqlen = xk.shape[:2]
-        starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
-        if len(starts) != bsz or not all(isinstance(start, int) and start >= 0 for start in starts):
-            raise ValueError(f"start_pos={start_pos} must be an int or one per row (of {bsz}), and not negative")
-        if self.max_batch_size is not None and bsz > self.max_batch_size:
-            raise ValueError(f"{bsz} rows are more than max_batch_size={self.max_batch_size}")
-        ends = [start + seqlen for start in starts]
-        if max(ends) > self.max_seq_len:
-            raise ValueError(f"position {max(ends) - 1} is past the last of max_seq_len={self.max_seq_len}")
-        return ends
+        return [start + seqlen for start in check_positions(start_pos, bsz, seqlen, self.args)]
 
     def _write(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> None:
         """Copy xk and xv into the buffers, which must have the room."""
@@ -165,7 +171,7 @@ class StaticCache(KVCache, kind="static"):
         else:
             rows = max(rows, old_keys.shape[0])
             if length > old_keys.shape[1]:  # by doubling, or a text fed token by token would be copied each time
-                length = min(max(length, 2 * old_keys.shape[1]), self.max_seq_len)
+                length = min(max(length, 2 * old_keys.shape[1]), self.args.max_seq_len)
             length = max(length, old_keys.shape[1])
         self.keys, self.values = self._allocate(rows, length, like), self._allocate(rows, length, like)
         if old_keys is not None and old_values is not None:
@@ -174,7 +180,9 @@ class StaticCache(KVCache, kind="static"):
 
     def _allocate(self, rows: int, length: int, like: Tensor) -> Tensor:
         with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
-            return torch.empty((rows, length, self.n_kv_heads, self.head_dim), dtype=like.dtype, device=like.device)
+            return torch.empty(
+                (rows, length, self.args.n_kv_heads, self.args.head_dim), dtype=like.dtype, device=like.device
+            )
 
 
 class ConcatCache(KVCache, kind="concat"):

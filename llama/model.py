@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llama.args import ModelArgs, RopeScaling
 from llama.attend import attend
 from llama.generation import Generation
-from llama.kv_cache import KVCache
+from llama.kv_cache import KVCache, check_positions
 from llama.linear import Linear
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
 
@@ -196,19 +196,10 @@ class Transformer(nn.Module, Generation):
         """Return start_pos as an int where all rows agree, else as a list; refuse what cannot be fed."""
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be (bsz, seqlen), both at least 1, not {tuple(tokens.shape)}")
-        bsz, seqlen = tokens.shape
         if isinstance(start_pos, Tensor):
             start_pos = start_pos.tolist()
-        starts = list(start_pos) if isinstance(start_pos, Sequence) else [start_pos] * bsz
-        if len(starts) != bsz or not all(isinstance(start, int) and start >= 0 for start in starts):
-            raise ValueError(f"start_pos={start_pos} must be an int or one per row (of {bsz}), and not negative")
-        if self.args.max_batch_size is not None and bsz > self.args.max_batch_size:
-            raise ValueError(f"{bsz} rows are more than max_batch_size={self.args.max_batch_size}")
-        if max(starts) + seqlen > self.args.max_seq_len:
-            raise ValueError(
-                f"{seqlen} tokens from position {max(starts)} on go past max_seq_len={self.args.max_seq_len}; "
-                "build or load the model with a larger max_seq_len"
-            )
+        bsz, seqlen = tokens.shape
+        starts = check_positions(start_pos, bsz, seqlen, self.args)
         if max(starts) > 0 and not self.kv_caching:
             raise ValueError(
                 f"start_pos={start_pos} needs the KV cache, which is off: feed the whole prefix at start_pos=0"

@@ -46,17 +46,17 @@ class NewestFirst(KVCache, kind="newest_first"):
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
         if self.keys is None or len(self.keys) < len(ends):
-            size = (len(ends), self.max_seq_len, self.n_kv_heads, self.head_dim)
+            size = (len(ends), self.args.max_seq_len, self.args.n_kv_heads, self.args.head_dim)
             self.keys, self.values = xk.new_zeros(size), xv.new_zeros(size)
         assert self.values is not None
         for row, end in enumerate(ends):
-            slots = slice(self.max_seq_len - end, self.max_seq_len - end + xk.shape[1])
+            slots = slice(self.args.max_seq_len - end, self.args.max_seq_len - end + xk.shape[1])
             self.keys[row, slots], self.values[row, slots] = xk[row].flip(0), xv[row].flip(0)
         return self.keys[: len(ends)], self.values[: len(ends)]
 
     def key_positions(self) -> Tensor:
         assert self.keys is not None
-        return torch.arange(self.max_seq_len - 1, -1, -1, device=self.keys.device)
+        return torch.arange(self.args.max_seq_len - 1, -1, -1, device=self.keys.device)
 
 
 class Window(KVCache, kind="window"):
