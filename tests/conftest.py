@@ -1,10 +1,14 @@
-"""What all tests share: one thread, a fixed seed, and randomised tests that draw the same examples every time."""
+"""What tests share: one thread, a fixed seed, the same randomised examples every time, and the two real tokenizers."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from llama.checkpoint.gguf import read_header
+from llama.demo import demo_model_path, meta_tokenizer_path
+from llama.tokenizer import Tokenizer
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
@@ -22,3 +26,13 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def meta() -> Tokenizer:
+    return Tokenizer(meta_tokenizer_path())
+
+
+@pytest.fixture(scope="session")
+def demo() -> Tokenizer:
+    return Tokenizer.from_gguf(read_header(demo_model_path()).metadata)

@@ -4,7 +4,6 @@ import logging
 import runpy
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ CPU = torch.device("cpu")
 TEXTS = ["hello the world", "x", "one two three four"]
 # float32 sums over 32 to 48 numbers of size 1, taken in another order by transformers.
 FLOAT32 = {"rtol": 0, "atol": 2e-4}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: for a model this small, waiting for others costs more than they help."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

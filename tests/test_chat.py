@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama.chat import ChatFormat, Dialog, Message
 from llama.checkpoint.gguf import read_header
-from llama.demo import demo_model_path, meta_tokenizer_path
+from llama.demo import demo_model_path
 from llama.tokenizer import Tokenizer
 
 SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -31,16 +31,6 @@ DIALOGS = st.builds(
     CONTENTS,
 )
 many = settings(max_examples=150, deadline=None, derandomize=True)
-
-
-@pytest.fixture(scope="module")
-def meta() -> Tokenizer:
-    return Tokenizer(meta_tokenizer_path())
-
-
-@pytest.fixture(scope="module")
-def demo() -> Tokenizer:
-    return Tokenizer.from_gguf(read_header(demo_model_path()).metadata)
 
 
 def tiny(*specials: str, **more: Any) -> Tokenizer:

@@ -31,15 +31,6 @@ def tiny(**changes: Any) -> Transformer:
     return Transformer(ModelArgs(**{**sizes, "multiple_of": 16, **changes})).double().eval()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: for a model this small, waiting for others costs more than they help."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def model() -> Transformer:
     return tiny()

@@ -12,7 +12,6 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama.checkpoint.gguf import read_header
 from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
 
@@ -42,16 +41,6 @@ def is_representable(tokenizer: Tokenizer, text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-@pytest.fixture(scope="module")
-def meta() -> Tokenizer:
-    return Tokenizer(meta_tokenizer_path())
-
-
-@pytest.fixture(scope="module")
-def demo() -> Tokenizer:
-    return Tokenizer.from_gguf(read_header(demo_model_path()).metadata)
 
 
 @pytest.fixture(scope="module")
