@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
+from llama.model import Transformer
 from llama.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -147,22 +148,9 @@ def assemble(
 
 def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor that a model of these sizes needs, a tied head included."""
-    heads, kv_heads = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    shapes = {
-        "tok_embeddings.weight": (args.vocab_size, args.dim),
-        "layers.{}.attention.wq.weight": (heads, args.dim),
-        "layers.{}.attention.wk.weight": (kv_heads, args.dim),
-        "layers.{}.attention.wv.weight": (kv_heads, args.dim),
-        "layers.{}.attention.wo.weight": (args.dim, heads),
-        "layers.{}.feed_forward.w1.weight": (args.ffn_dim, args.dim),
-        "layers.{}.feed_forward.w2.weight": (args.dim, args.ffn_dim),
-        "layers.{}.feed_forward.w3.weight": (args.ffn_dim, args.dim),
-        "layers.{}.attention_norm.weight": (args.dim,),
-        "layers.{}.ffn_norm.weight": (args.dim,),
-        "norm.weight": (args.dim,),
-        "output.weight": (args.vocab_size, args.dim),
-    }
-    return {name.format(i): shape for i in range(args.n_layers) for name, shape in shapes.items()}
+    with torch.device("meta"):  # shapes alone: this costs milliseconds and no memory, whatever the sizes
+        model = Transformer(args)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def numbered(names: Mapping[str, str], n_layers: int) -> dict[str, str]:
