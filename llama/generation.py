@@ -203,8 +203,8 @@ class Token:
 def _generate(model: LanguageModel, request: Request, rows: Rows) -> Generator[Token, None, None]:
     """Yield every row's tokens, step by step."""
     with _running(model, request):
-        prompts = request.prompts
-        tokens = _padded(prompts, width=request.longest, device=model.device)
+        prompts, longest = request.prompts, request.longest
+        tokens = _padded(prompts, width=longest, device=model.device)
         sampler = Sampler(request.sampling, request.seed, prompts, model.args.vocab_size, model.device)
 
         cur_pos = [len(prompt) for prompt in prompts]
@@ -218,7 +218,7 @@ def _generate(model: LanguageModel, request: Request, rows: Rows) -> Generator[T
                 return
             _append(tokens, cur_pos, chosen)
             # Rows that have ended go along, so that rows in step stay in step; there is room up to the longest.
-            cur_pos = [min(pos + 1, request.longest) for pos in cur_pos]
+            cur_pos = [min(pos + 1, longest) for pos in cur_pos]
             logits = _decode(model, request, rows, tokens, cur_pos)
             step += 1
 

@@ -141,7 +141,7 @@ class Transformer(nn.Module, Generation):
     @property
     def kv_caching(self) -> bool:
         """Whether past keys and values are kept. Setting it to False frees them."""
-        return self._blocks()[0].attention.kv_caching
+        return self._first_attention.kv_caching
 
     @kv_caching.setter
     def kv_caching(self, value: bool) -> None:
@@ -204,7 +204,7 @@ class Transformer(nn.Module, Generation):
             raise ValueError(
                 f"start_pos={start_pos} needs the KV cache, which is off: feed the whole prefix at start_pos=0"
             )
-        if max(starts) > 0 and self.caches[0].nbytes == 0:
+        if max(starts) > 0 and self._first_attention.cache.nbytes == 0:
             raise ValueError(
                 f"start_pos={start_pos} with an empty KV cache: feed the positions before it first "
                 "(generate, free_cache and switching off empty the cache)"
@@ -216,6 +216,11 @@ class Transformer(nn.Module, Generation):
             raise RuntimeError(
                 "this model is in the middle of a generation, which owns its cache; finish or close that stream first"
             )
+
+    @property
+    def _first_attention(self) -> Attention:
+        """The layer that is asked where all agree: every step asks, and a list of all layers would cost more."""
+        return cast(TransformerBlock, self.layers[0]).attention
 
     def _blocks(self) -> list[TransformerBlock]:
         return cast(list[TransformerBlock], list(self.layers))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.checkpoint.base import Checkpoint, CheckpointError, check_shapes, listing, refusing
+from llama.checkpoint.base import Checkpoint, CheckpointError, check_shapes, listing, refusing, shapes_of
 from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
@@ -86,7 +86,7 @@ def load_weights(
         model = Transformer(args)
     check_shapes(
         checkpoint.path,
-        needed={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        needed=shapes_of(model),
         found={name: weight.shape for name, weight in checkpoint.tensors.items()},
     )
     _materialise(model, dtype=dtype, device=device)

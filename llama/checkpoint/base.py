@@ -149,7 +149,10 @@ def assemble(
 def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor that a model of these sizes needs, a tied head included."""
     with torch.device("meta"):  # shapes alone: this costs milliseconds and no memory, whatever the sizes
-        model = Transformer(args)
+        return shapes_of(Transformer(args))
+
+
+def shapes_of(model: Transformer) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
@@ -171,6 +174,13 @@ def check_shapes(path: Path, *, needed: Mapping[str, tuple[int, ...]], found: Ma
     complaints = [f"{title}: {', '.join(group)}" for title, group in groups.items() if group]
     if complaints:
         raise CheckpointError(path, "the tensors do not fit the config; " + "; ".join(complaints))
+
+
+def refuse_others(path: Path, content: Mapping[str, Any], must_be: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse, by name, a key whose value is not among those under which the model is the one that we build."""
+    for key, allowed in must_be.items():
+        if content.get(key) not in allowed:
+            raise CheckpointError(path, f"{key}={content.get(key)!r} is not supported")
 
 
 def need_file(directory: Path, name: str, what: str) -> Path:

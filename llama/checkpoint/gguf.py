@@ -26,6 +26,7 @@ from llama.checkpoint.base import (
     make_args,
     numbered,
     read_tokenizer,
+    refuse_others,
     refusing,
 )
 from llama.rope import rope_frequencies, scale_frequencies
@@ -141,9 +142,7 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
 
 
 def _args(path: Path, metadata: Mapping[str, Any]) -> ModelArgs:
-    for key, allowed in _MUST_BE.items():
-        if metadata.get(key) not in allowed:
-            raise CheckpointError(path, f"{key}={metadata.get(key)!r} is not supported")
+    refuse_others(path, metadata, _MUST_BE)
 
     def size(key: str, default: Any = None) -> Any:
         value = metadata.get(f"llama.{key}", default)

@@ -22,6 +22,7 @@ from llama.checkpoint.base import (
     numbered,
     read_json,
     read_tokenizer,
+    refuse_others,
     refusing,
 )
 
@@ -88,9 +89,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
 
 
 def _args(path: Path, config: Mapping[str, Any]) -> ModelArgs:
-    for key, allowed in _MUST_BE.items():
-        if config.get(key) not in allowed:
-            raise CheckpointError(path, f"{key}={config.get(key)!r} is not supported")
+    refuse_others(path, config, _MUST_BE)
     if config.get("tie_word_embeddings") not in (True, False, None):
         raise CheckpointError(path, f"tie_word_embeddings={config['tie_word_embeddings']!r} must be true or false")
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
