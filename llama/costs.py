@@ -6,6 +6,7 @@ positions a row, `itemsize` the bytes of a number.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from llama.args import ModelArgs
 
@@ -70,11 +71,16 @@ def logits_bytes(args: ModelArgs, *, rows: int, positions: int, itemsize: int = 
     return rows * positions * args.vocab_size * itemsize
 
 
-def token_forwards(*, input_len: int, output_len: int, kv_caching: bool) -> int:
-    """Return how many tokens a row feeds through the model to make `output_len` new ones; the last is never fed."""
+def forwards(*, input_len: int, output_len: int, kv_caching: bool) -> list[tuple[int, int]]:
+    """Return (start_pos, seqlen) of every forward that makes `output_len` new tokens; the last of them is never fed."""
     if kv_caching:
-        return input_len + output_len - 1
-    return sum(range(input_len, input_len + output_len))
+        return [(0, input_len), *((pos, 1) for pos in range(input_len, input_len + output_len - 1))]
+    return [(0, length) for length in range(input_len, input_len + output_len)]
+
+
+def token_forwards(*, input_len: int, output_len: int, kv_caching: bool) -> int:
+    """Return how many tokens a row feeds through the model to make `output_len` new ones."""
+    return sum(seqlen for _, seqlen in forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching))
 
 
 def forward_flops(args: ModelArgs, *, seqlen: int, start_pos: int = 0, scored: int = 1) -> int:
@@ -97,6 +103,84 @@ def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int) -> in
     """
     unread = 0 if args.tied_head else args.vocab_size * args.dim - rows * args.dim
     return (parameters(args) - unread) * itemsize + cache_bytes(args, rows=rows, length=context, itemsize=itemsize)
+
+
+def activation_bytes(args: ModelArgs, *, tokens: int, itemsize: int) -> int:
+    """Return the most bytes that a layer holds at one time while `tokens` tokens, over all rows, go through it.
+
+    Of the plain modules, without gradients, with an attention kernel that keeps no scores.
+    """
+    wide = max(4, itemsize)  # norms and RoPE compute in float32 or wider
+    queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    norm = args.dim * (3 * itemsize + wide + (wide + itemsize if itemsize < wide else 0))
+    rope = (2 * args.dim + 2 * keys) * itemsize + queries * (2 * itemsize + 3 * wide)
+    mlp = (3 * args.dim + 3 * args.ffn_dim) * itemsize  # x, h, its norm; silu(w1), w3 and their product
+    return tokens * max(norm, rope, mlp)
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The bytes of tensors at the moment of a generation when they are most, part by part.
+
+    A layer's activations and the logits do not live at the same time: `at_head` tells which of the two makes the peak.
+    """
+
+    weights: int
+    cache: int
+    logits: int  # of the largest forward, as returned: in float32 or wider
+    narrow_logits: int  # the same before they are widened, where the model computes in 16 bits
+    previous_logits: int  # of the step before, which the loop still holds
+    activations: int
+    head_activations: int
+    workspace: int
+
+    @property
+    def at_head(self) -> bool:
+        return self.logits + self.narrow_logits + self.head_activations > self.activations
+
+    @property
+    def total(self) -> int:
+        at_head = self.logits + self.narrow_logits + self.head_activations
+        return self.weights + self.cache + self.previous_logits + self.workspace + max(self.activations, at_head)
+
+
+def peak_memory(
+    args: ModelArgs,
+    *,
+    rows: int,
+    input_len: int,
+    output_len: int,
+    kv_caching: bool,
+    itemsize: int,
+    all_logits: bool = False,
+    workspace: int = 0,
+) -> PeakMemory:
+    """Predict the peak of a greedy generation by the plain path.
+
+    With the cache it stands in the prefill, without it in the last forward, while the logits of the one before are
+    still held. `all_logits`: every forward computes those of all its positions, as much published code does.
+    `workspace`: what the device's libraries take for themselves.
+    """
+    last = len(forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching)) - 1
+    fed = input_len if kv_caching else input_len + last
+    scored = fed if all_logits else 1
+    wide = max(4, itemsize)
+    logits = logits_bytes(args, rows=rows, positions=scored, itemsize=wide)
+    narrow = logits_bytes(args, rows=rows, positions=scored, itemsize=itemsize) if itemsize < wide else 0
+    before = (
+        0 if kv_caching or last == 0 else logits_bytes(args, rows=rows, positions=scored - all_logits, itemsize=wide)
+    )
+    return PeakMemory(
+        weights=parameters(args) * itemsize,
+        cache=cache_bytes(args, rows=rows, length=input_len + output_len, itemsize=itemsize) if kv_caching else 0,
+        logits=logits,
+        narrow_logits=narrow,
+        previous_logits=before,
+        activations=activation_bytes(args, tokens=rows * fed, itemsize=itemsize),
+        # h of all tokens and, while scores are made but not yet widened, its norm
+        head_activations=rows * fed * args.dim * itemsize + (0 if narrow else rows * scored * args.dim * itemsize),
+        workspace=workspace,
+    )
 
 
 def largest_batch(args: ModelArgs, *, memory: int, length: int, itemsize: int) -> int:

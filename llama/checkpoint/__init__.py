@@ -89,7 +89,7 @@ def load_weights(
         needed=shapes_of(model),
         found={name: weight.shape for name, weight in checkpoint.tensors.items()},
     )
-    _materialise(model, dtype=dtype, device=device)
+    materialise(model, dtype=dtype, device=device)
     parameters = dict(model.named_parameters())  # a tied head is here once, as the embedding
     total, done = sum(parameter.nbytes for parameter in parameters.values()), 0
     for name, parameter in parameters.items():
@@ -100,7 +100,7 @@ def load_weights(
     return model
 
 
-def _materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device | str) -> None:
+def materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device | str) -> None:
     """Give every parameter memory, still unwritten. Those that are one stay one: the two ends of a tied head.
 
     All at once and before the first read, so that what reading needs for a moment leaves no holes between them.

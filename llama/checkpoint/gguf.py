@@ -32,7 +32,7 @@ from llama.checkpoint.base import (
 from llama.rope import rope_frequencies, scale_frequencies
 from llama.tokenizer import Tokenizer
 
-_NAMES = {
+NAMES = {
     "tok_embeddings.weight": "token_embd.weight",
     "layers.{}.attention.wq.weight": "blk.{}.attn_q.weight",
     "layers.{}.attention.wk.weight": "blk.{}.attn_k.weight",
@@ -46,7 +46,7 @@ _NAMES = {
     "norm.weight": "output_norm.weight",
     "output.weight": "output.weight",
 }
-_ROPE_DIVISORS = "rope_freqs.weight"
+ROPE_DIVISORS = "rope_freqs.weight"
 
 # Keys that change what a model computes, with the values under which it is the model that we build. Others pass.
 _MUST_BE: dict[str, tuple[object, ...]] = {
@@ -128,7 +128,7 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     with refusing(path, "cannot be mapped"):
         data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
         tensors = {name: _weight(data, info) for name, info in header.tensors.items()}
-    divisors = tensors.pop(_ROPE_DIVISORS, None)
+    divisors = tensors.pop(ROPE_DIVISORS, None)
     if divisors is not None:
         args = replace(args, rope_scaling=_rope_scaling(path, args, divisors))
     return assemble(
@@ -136,7 +136,7 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
         args=args,
         tokenizer=tokenizer,
         tensors=tensors,
-        names=numbered(_NAMES, args.n_layers),
+        names=numbered(NAMES, args.n_layers),
         says_tied=None,
     )
 
@@ -202,11 +202,11 @@ def _dequantize(blocks: Tensor, kind: str) -> Tensor:
 def _rope_scaling(path: Path, args: ModelArgs, weight: Weight) -> RopeScaling | tuple[float, ...] | None:
     """Return the rule behind the file's divisors, one per frequency, or the divisors where no rule gives them."""
     if weight.shape != (args.head_dim // 2,):
-        raise CheckpointError(path, f"{_ROPE_DIVISORS} is {weight.shape} and must be ({args.head_dim // 2},)")
+        raise CheckpointError(path, f"{ROPE_DIVISORS} is {weight.shape} and must be ({args.head_dim // 2},)")
     divisors = weight.rows(0, args.head_dim // 2).float()
     factor = float(divisors.max())
     if not (math.isfinite(factor) and float(divisors.min()) > 0):
-        raise CheckpointError(path, f"{_ROPE_DIVISORS} must hold finite numbers above 0")
+        raise CheckpointError(path, f"{ROPE_DIVISORS} must hold finite numbers above 0")
     if torch.equal(divisors, torch.ones_like(divisors)):
         return None
     freqs = rope_frequencies(args.head_dim, args.rope_theta)

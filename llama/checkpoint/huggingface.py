@@ -26,7 +26,7 @@ from llama.checkpoint.base import (
     refusing,
 )
 
-_NAMES = {
+NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.{}.attention.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
     "layers.{}.attention.wk.weight": "model.layers.{}.self_attn.k_proj.weight",
@@ -40,7 +40,7 @@ _NAMES = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_HALF_SPLIT = (".self_attn.q_proj.weight", ".self_attn.k_proj.weight")
+HALF_SPLIT = (".self_attn.q_proj.weight", ".self_attn.k_proj.weight")
 _DROPPED = ".rotary_emb.inv_freq"  # a table that old files carry; ours is made from rope_theta
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -83,7 +83,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
         args=args,
         tokenizer=tokenizer,
         tensors=tensors,
-        names=numbered(_NAMES, args.n_layers),
+        names=numbered(NAMES, args.n_layers),
         says_tied=config.get("tie_word_embeddings"),
     )
 
@@ -174,12 +174,12 @@ def _read_shard(path: Path, indexed: set[str] | None) -> dict[str, Tensor]:
 
 
 def _in_our_layout(name: str, tensor: Tensor, head_dim: int) -> Weight:
-    if not name.endswith(_HALF_SPLIT):
+    if not name.endswith(HALF_SPLIT):
         return Weight.of(tensor)
-    return Weight(tuple(tensor.shape), lambda start, stop: tensor[_half_split_rows(start, stop, head_dim)])
+    return Weight(tuple(tensor.shape), lambda start, stop: tensor[half_split_rows(start, stop, head_dim)])
 
 
-def _half_split_rows(start: int, stop: int, head_dim: int) -> Tensor:
+def half_split_rows(start: int, stop: int, head_dim: int) -> Tensor:
     """Return where the rows start..stop-1 of ours are in a file of theirs.
 
     Of a head, we keep the two rows of each RoPE pair side by side, they keep all first rows and then all second ones.

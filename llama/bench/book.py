@@ -1,0 +1,85 @@
+"""A report that is being written: the cells that are planned, those that are finished, and the folder that keeps them.
+
+Everything is saved as soon as it is measured, so an interrupted run loses at most the repetition it was in.
+"""
+
+import json
+from datetime import date
+from pathlib import Path
+
+from llama.bench.cell import Cell
+from llama.bench.record import SCHEMA, CellRecord, Report
+from llama.bench.report import write_json
+
+RESULTS = "results.json"
+
+
+class Book:
+    """A report and its folder. Its cells are the plan: those without samples or error are still to be measured."""
+
+    def __init__(self, folder: Path, report: Report) -> None:
+        self.folder, self.report = folder, report
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(**record["cell"]) for record in self.report["cells"]]
+
+    def save(self) -> None:
+        write_json(self.report, self.folder / RESULTS)
+
+    def put(self, place: int, record: CellRecord) -> None:
+        """Keep a cell's new record, on disk too."""
+        self.report["cells"][place] = record
+        self.save()
+
+    def settle(self, *, input_len: int) -> None:
+        """Write down the count of a text's tokens, which is known only once a tokenizer has seen it."""
+        for record in self.report["cells"]:
+            record["cell"]["input_len"] = input_len
+
+
+def new_book(out: Path, report: Report) -> Book:
+    """Make a folder for a report, named with date, model and preset, and numbered where that name is taken."""
+    stem = f"{date.today().isoformat()}-{_kind(report)}"
+    for number in range(1, 1000):
+        folder = out / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not folder.parent.is_dir():
+                raise
+            continue
+        book = Book(folder, report)
+        book.save()
+        return book
+    raise ValueError(f"{out} holds a thousand runs of today; give another --out")
+
+
+def resumed_book(out: Path, report: Report) -> Book:
+    """Return the newest book under `out` with this plan. Raises ValueError where there is none."""
+    wanted = [record["cell"] for record in report["cells"]]
+    found = sorted(out.glob(f"*-{_kind(report)}*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(found):
+        kept: Report = json.loads(path.read_text("utf-8"))
+        if kept["schema"] == SCHEMA and _same_plan([record["cell"] for record in kept["cells"]], wanted):
+            for record in kept["cells"]:
+                record["error"] = None if record["samples"] else record["error"]
+            return Book(path.parent, kept)
+    raise ValueError(
+        f"nothing to resume: {out} holds no run of this preset with these cells "
+        f"({len(found)} of this model were found); run it without --resume"
+    )
+
+
+def _same_plan(kept: list[dict[str, object]], wanted: list[dict[str, object]]) -> bool:
+    """Are they the same cells? The length of a text is known only after the first of them has run."""
+
+    def settled(cell: dict[str, object]) -> dict[str, object]:
+        return cell if cell["text"] is None else {**cell, "input_len": None}
+
+    return [settled(cell) for cell in kept] == [settled(cell) for cell in wanted]
+
+
+def _kind(report: Report) -> str:
+    model = Path(str(report["cells"][0]["cell"]["model"])).stem
+    return f"{''.join(c if c.isalnum() or c in '.-' else '-' for c in model)}-{report['preset']}"

@@ -1,0 +1,86 @@
+"""A single cell of the table, measured in processes of its own, and what is gathered from several repetitions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama.bench.cell import Cell
+from llama.bench.jobs import run_job
+from llama.bench.record import Ceilings, CellRecord, Comparison, Divergence, Report
+from llama.bench.spread import limits_of, summarise
+from llama.bench.validity import worse
+
+
+def gathered(old: CellRecord, new: CellRecord) -> CellRecord:
+    """Return a cell's record with one more repetition."""
+    different = bool(old["ids"]) and old["ids"] != new["ids"]
+    notes = list(dict.fromkeys([*old["notes"], *new["notes"]]))
+    if different:
+        notes.append("repetitions made different tokens")
+    return {
+        **new,
+        "samples": old["samples"] + new["samples"],
+        "points": worse(old["points"], new["points"]),
+        "notes": notes,
+        "ledger": old["ledger"] or new["ledger"],
+    }
+
+
+def with_figures(record: CellRecord, ceilings: Ceilings | None) -> CellRecord:
+    """Return a record with its summary and, where the machine's ceilings are known, its limits."""
+    if not record["samples"]:
+        return record
+    summary = summarise(Cell(**record["cell"]), record["samples"])
+    work = record["work"]
+    limits = limits_of(work, summary, ceilings) if work is not None and ceilings is not None else None
+    return {**record, "summary": summary, "limits": limits}
+
+
+def note_machine(report: Report, done: dict[str, Any]) -> None:
+    """Note what machine and model a job found, and of the machine's ceilings the highest so far: machines drift."""
+    report["environment"], report["model"] = done["environment"], done["model"]
+    old, new = report["ceilings"] or done["ceilings"], done["ceilings"]
+    report["ceilings"] = {
+        "read_bytes_per_second": max(old["read_bytes_per_second"], new["read_bytes_per_second"]),
+        "flops_per_second": max(old["flops_per_second"], new["flops_per_second"]),
+        "dtype": new["dtype"],
+    }
+
+
+def compare_modes(cached: CellRecord, uncached: CellRecord) -> Comparison:
+    """Compare the ids of a cell with the cache on and one with it off, and look at the logits where they part."""
+    cell = Cell(**uncached["cell"])
+    divergence = first_divergence(cached["ids"], uncached["ids"])
+    if divergence is not None and cell.engine == "llama":
+        ids = uncached["ids"][divergence["row"]][: divergence["token"]]
+        divergence["margin"] = run_job("margin", cell, row=divergence["row"], ids=ids)["margin"]
+    return {
+        "engine": cell.engine,
+        "batch_size": cell.batch_size,
+        "tokens": sum(map(len, uncached["ids"])),
+        "equal": divergence is None,
+        "divergence": divergence,
+    }
+
+
+def first_divergence(cached: Sequence[Sequence[int]], uncached: Sequence[Sequence[int]]) -> Divergence | None:
+    """Return the earliest token in which two lists of rows differ, over all rows; None where there is none."""
+    found: Divergence | None = None
+    for row, (on, off) in enumerate(zip(cached, uncached, strict=True)):
+        token = next((i for i, (a, b) in enumerate(zip(on, off, strict=True)) if a != b), None)
+        if token is not None and (found is None or token < found["token"]):
+            found = {"row": row, "token": token, "cached_id": on[token], "uncached_id": off[token], "margin": None}
+    return found
+
+
+def comparison_words(comparison: Comparison) -> str:
+    """Return what a comparison found, in a sentence."""
+    where = comparison["divergence"]
+    if where is None:
+        return f"cache on and off made the same {comparison['tokens']} tokens"
+    words = (
+        f"cache on and off part at token {where['token']} of row {where['row']} "
+        f"({where['cached_id']} with it, {where['uncached_id']} without)"
+    )
+    if where["margin"] is None:
+        return words
+    return f"{words}, where the two largest logits are {where['margin']:.2g} apart"

@@ -1,0 +1,142 @@
+"""What a benchmark needs of an engine, and our own engine behind it.
+
+An engine runs prompts greedily to a fixed length and tells what it was seen doing. It is timed from outside the model:
+the loop calls `on_step` when the tokens of the step before are on the host.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.model import Transformer
+from llama.request import Options, Step
+from llama.text import TextCodec
+
+GREEDY: Options = {"temperature": 0.0}
+
+
+@dataclass
+class Run:
+    """One run, as it was seen from outside. Times are those of `time.perf_counter`.
+
+    started: when the engine was called. token_times: when each token of all rows was on the host.
+    fed: (rows, tokens a row) of every forward. cache_bytes, cache_length: what the cache held at the last forward, and
+    for how many positions there was room. logits_bytes: the most that a forward returned. greedy: whether every token
+    that was fed back was the most likely one, which only warm-ups look at. None: the engine does not show it.
+    """
+
+    started: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    fed: list[tuple[int, int]] | None = None
+    cache_bytes: int | None = None
+    cache_length: int | None = None
+    logits_bytes: int | None = None
+    greedy: bool | None = None
+
+
+class Engine(Protocol):
+    """What is measured. `args` and `weights_bytes` are None where the engine does not tell; `path` names its step."""
+
+    path: str
+    args: ModelArgs | None
+    vocab_size: int
+    max_seq_len: int
+    weights_bytes: int | None
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
+    ) -> Run:
+        """Continue every prompt by `output_len` tokens, the most likely ones, without looking at any end-of-text.
+
+        With `steps`, stop after so many forwards, with room taken for all: what a warm-up needs.
+        """
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class LlamaEngine:
+    """This library. `logits="all"` makes every forward compute the logits of all positions, as published code does."""
+
+    path = "plain"
+
+    def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
+        self.model, self.tokenizer, self.logits = model, tokenizer, logits
+        self.args: ModelArgs | None = model.args
+        self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        self.weights_bytes: int | None = sum(storages.values())
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
+    ) -> Run:
+        run = Run(fed=[], logits_bytes=0)
+        times: list[float] = []  # when each forward began
+
+        def on_step(step: Step) -> None:
+            times.append(time.perf_counter())
+            if len(times) - 1 == steps:
+                raise _EnoughError
+
+        with self._watched(run, last=steps or output_len, warming_up=steps is not None):
+            run.started = time.perf_counter()
+            try:
+                options: Options = {**GREEDY, "kv_caching": kv_caching, "on_step": on_step}
+                run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
+                times.append(time.perf_counter())
+            except _EnoughError:
+                pass
+        run.token_times = times[1:]
+        return run
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, bos=self.tokenizer.adds_bos, eos=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids))
+
+    @contextmanager
+    def _watched(self, run: Run, last: int, warming_up: bool) -> Iterator[None]:
+        """Note what the model is really fed and returns; ask the caches once, at the last forward."""
+        likeliest: list[Tensor] = []
+
+        def before(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return given, {**named, "logits": self.logits}
+
+        def after(_: object, given: tuple[Any, ...], logits: Tensor) -> Tensor:
+            assert run.fed is not None
+            rows, width = given[0].shape
+            run.fed.append((rows, width))
+            run.logits_bytes = max(run.logits_bytes or 0, logits.untyped_storage().nbytes())
+            if len(run.fed) == last:
+                caches = self.model.caches
+                run.cache_bytes = sum(cache.nbytes for cache in caches)
+                run.cache_length = 0 if caches[0].keys is None else caches[0].keys.shape[1]
+            if warming_up:
+                if likeliest:
+                    same = torch.equal(likeliest.pop(), given[0][:, -1])
+                    run.greedy = same and run.greedy is not False
+                likeliest.append(logits[:, -1].argmax(-1))
+            return logits[:, -1:]  # a view: all of them live until the next step's are there
+
+        hooks = [
+            self.model.register_forward_pre_hook(before, with_kwargs=True),
+            self.model.register_forward_hook(after),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _EnoughError(Exception):
+    """Ends a generation from inside its `on_step`."""

@@ -1,0 +1,86 @@
+"""The memory ledger: what a cell's memory is predicted to hold at its peak, line by line, beside what was measured.
+
+The predictions are `llama.costs`' and come from ModelArgs alone. Knows nothing of how anything was measured.
+"""
+
+from llama.args import ModelArgs
+from llama.bench.cell import Cell
+from llama.bench.record import Ledger, Line
+from llama.costs import PeakMemory, peak_memory, size
+
+CUBLAS_WORKSPACE = 8_519_680  # torch's default configuration, :4096:2:16:8, in bytes
+CUBLAS_WORKSPACE_HOPPER = 32 * 2**20  # and the one it takes from compute capability 9.0 on
+
+
+def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
+    """Return the predicted peak of a cell."""
+    return peak_memory(
+        args,
+        rows=cell.batch_size,
+        input_len=cell.input_len,
+        output_len=cell.output_len,
+        kv_caching=cell.kv_caching,
+        itemsize=cell.itemsize,
+        all_logits=cell.logits == "all",
+        workspace=workspace,
+    )
+
+
+def make_ledger(
+    args: ModelArgs,
+    cell: Cell,
+    predicted: PeakMemory,
+    *,
+    weights: int | None = None,
+    cache: int | None = None,
+    logits: int | None = None,
+    peak: int | None = None,
+    measured_by: str = "not measured",
+) -> Ledger:
+    """Return the ledger of the tensors; the resident memory of the process is for the caller to add.
+
+    `weights`, `cache`, `logits` and `peak` are measured bytes, None where nobody could look.
+    """
+    head = args.vocab_size * args.dim * cell.itemsize
+    untied = 0 if args.tied_head else head
+    at_head = predicted.at_head
+    lines = [
+        _line("weights", predicted.weights - untied, None if weights is None else weights - untied),
+        _line("tied head" if args.tied_head else "head", untied, untied if weights == predicted.weights else None),
+        _line("KV cache", predicted.cache, cache),
+        _line("logits", predicted.logits, logits, counts=at_head),
+    ]
+    if args.tied_head:
+        lines[1]["note"] = f"is the embedding; on its own it would take {size(head)}"
+    if cell.kv_cache != "static" and cell.kv_caching:
+        lines[2]["note"] = f"predicted for a static cache; this one is {cell.kv_cache}"
+    if predicted.narrow_logits:
+        lines.append(_line("logits in 16 bits", predicted.narrow_logits, None, counts=at_head))
+    if predicted.previous_logits:
+        lines.append(_line("logits of the step before", predicted.previous_logits, None))
+    doing = predicted.head_activations if at_head else predicted.activations
+    known = predicted.total - doing - predicted.workspace
+    moment = "prefill" if cell.kv_caching or cell.output_len == 1 else "last step"
+    lines.append(_line(f"{moment} activations", doing, None if peak is None else peak - known - predicted.workspace))
+    lines.append(_line("workspace", predicted.workspace, None))
+    return {
+        "moment": f"{'at the head' if at_head else 'in a layer'} of the {moment}",
+        "lines": lines,
+        "predicted_peak": predicted.total,
+        "measured_peak": peak,
+        "measured_by": measured_by,
+        "residual": None if peak is None else peak - predicted.total,
+        "resident_before_model": None,
+        "resident_peak": None,
+        "resident_residual": None,
+    }
+
+
+def _line(name: str, predicted: int, measured: int | None, *, counts: bool = True) -> Line:
+    return {"name": name, "predicted": predicted, "measured": measured, "counts": counts, "note": ""}
+
+
+def ledger_words(ledger: Ledger) -> str:
+    """Return the predicted lines in one sentence, for a refusal."""
+    parts = [f"{line['name']} {size(line['predicted'])}" for line in ledger["lines"] if line["counts"]]
+    return f"{', '.join(parts)}: {size(ledger['predicted_peak'])} at the peak"

@@ -1,0 +1,182 @@
+"""One repetition of a cell, in this process: warm up, reset the statistics, run, look at what was seen.
+
+Everything that a repetition tells stands in a CellRecord with one sample; `llama.bench.worker` gives each a process of
+its own.
+"""
+
+import gc
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from llama.args import ModelArgs
+from llama.bench.cell import Cell
+from llama.bench.engines import Engine, LlamaEngine, Run
+from llama.bench.ledger import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, ledger_words, make_ledger, predict
+from llama.bench.machine import OtherLoad, available_memory
+from llama.bench.memory import Peak, PeakBytes, tensor_peak
+from llama.bench.record import CellRecord, Ledger, Sample, Work, new_record
+from llama.bench.validity import judge, notes
+from llama.costs import forward_flops, forwards, size, step_bytes
+
+
+def measure(
+    cell: Cell,
+    engine: Engine,
+    *,
+    device: torch.device,
+    weights: str = "checkpoint",
+    resident_before_model: int | None = None,
+    device_bytes_before: int | None = None,
+    with_ledger: bool = True,
+) -> CellRecord:
+    """Measure a cell once. Raises ValueError where it does not fit the model's limits or the memory.
+
+    `with_ledger` also measures the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
+    """
+    cell = settled(cell, engine)
+    check_length(cell, engine.max_seq_len)
+    if engine.args is not None:
+        check_memory(cell, engine.args, device, held=engine.weights_bytes or 0)
+    prompts = make_prompts(cell, engine)
+    warm_up = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=min(2, cell.output_len))
+    gc.collect()
+    peak, load = Peak(device, device_bytes_before=device_bytes_before), OtherLoad()
+    peak.start()
+    load.start()
+    run = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching)
+    sample = make_sample(run, load.stop(), peak.stop())
+    record: CellRecord = {
+        **new_record(cell),
+        "path": engine.path,
+        "samples": [sample],
+        "weights_bytes": engine.weights_bytes,
+        "cache_bytes": run.cache_bytes,
+        "ids": run.ids,
+        "text": engine.decode(run.ids[0]),
+        "points": judge(cell, run, warm_up, max_seq_len=engine.max_seq_len, reset_seen=peak.reset_seen),
+        "notes": notes(cell, other_load=sample["other_load_cores"], weights=weights),
+        "work": None if engine.args is None else make_work(cell, engine.args),
+    }
+    if with_ledger and isinstance(engine, LlamaEngine):
+        record["ledger"] = _ledger(cell, engine, prompts, run, sample, device, resident_before_model)
+    return record
+
+
+def settled(cell: Cell, engine: Engine) -> Cell:
+    """Return the cell with the count of its text's tokens, where it has one."""
+    return cell if cell.text is None else cell.but(input_len=len(engine.encode(cell.text)))
+
+
+def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
+    """Return every row's prompt: random ids, or the cell's text."""
+    if cell.text is not None:
+        return [engine.encode(cell.text)] * cell.batch_size
+    stream = torch.Generator().manual_seed(cell.seed)
+    ids: list[list[int]] = torch.randint(
+        engine.vocab_size, (cell.batch_size, cell.input_len), generator=stream
+    ).tolist()
+    return ids
+
+
+def check_length(cell: Cell, max_seq_len: int) -> None:
+    """Refuse what passes the model's limit."""
+    if cell.total_len > max_seq_len:
+        raise ValueError(
+            f"input_len={cell.input_len} + output_len={cell.output_len} = {cell.total_len} passes the model's "
+            f"max_seq_len={max_seq_len}; shorten one of the two"
+        )
+
+
+def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, held: int) -> None:
+    """Refuse what is predicted to pass the memory that is free; `held` bytes of the prediction are taken already."""
+    predicted = predict(args, cell, workspace=_workspace(device))
+    free = available_memory(device)
+    if free is not None and predicted.total - held > free:
+        raise ValueError(
+            f"{cell.name} does not fit: {ledger_words(make_ledger(args, cell, predicted))}, and {size(free)} are free "
+            f"on {device}; make batch_size, input_len or output_len smaller"
+        )
+
+
+def make_sample(run: Run, other_load: float | None, memory: PeakBytes) -> Sample:
+    """Return what the clock and the memory statistics said of a run."""
+    times = [run.started, *run.token_times]
+    return {
+        "seconds": times[-1] - times[0],
+        "first_token_seconds": times[1] - times[0],
+        "step_seconds": [after - before for before, after in pairwise(times[1:])],
+        "other_load_cores": other_load,
+        **memory,
+    }
+
+
+def make_work(cell: Cell, args: ModelArgs) -> Work:
+    """Return what a cell asks of any machine: tokens, FLOPs and bytes that must be read, over all rows and forwards."""
+    fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
+
+    def flops(start_pos: int, seqlen: int) -> int:
+        scored = seqlen if cell.logits == "all" else 1
+        return cell.batch_size * forward_flops(args, seqlen=seqlen, start_pos=start_pos, scored=scored)
+
+    def read(start_pos: int, seqlen: int) -> int:
+        return step_bytes(args, rows=cell.batch_size, context=start_pos, itemsize=cell.itemsize)
+
+    middle = fed[1:][len(fed[1:]) // 2] if len(fed) > 1 else fed[0]
+    return {
+        "token_forwards": cell.batch_size * sum(seqlen for _, seqlen in fed),
+        "flops": sum(flops(*forward) for forward in fed),
+        "bytes": sum(read(*forward) for forward in fed),
+        "prefill_flops": flops(*fed[0]),
+        "step_flops": flops(*middle),
+        "step_bytes": read(*middle),
+    }
+
+
+def _ledger(
+    cell: Cell,
+    engine: LlamaEngine,
+    prompts: list[list[int]],
+    run: Run,
+    sample: Sample,
+    device: torch.device,
+    resident_before_model: int | None,
+) -> Ledger:
+    """Return the ledger, with the tensors' peak from CUDA's allocator, or on a CPU from a run that is traced."""
+    peak, measured_by = sample["peak_allocated_bytes"], "max_memory_allocated"
+    if device.type == "cpu":
+        peak = (engine.weights_bytes or 0) + tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run))
+        measured_by = "a trace of PyTorch's CPU allocator"
+    ledger = make_ledger(
+        engine.model.args,
+        cell,
+        predict(engine.model.args, cell, workspace=_workspace(device)),
+        weights=engine.weights_bytes,
+        cache=run.cache_bytes,
+        logits=run.logits_bytes,
+        peak=peak,
+        measured_by=measured_by if peak is not None else "not measured",
+    )
+    resident = sample["peak_resident_bytes"]
+    if resident is not None and resident_before_model is not None and device.type == "cpu":
+        ledger["resident_before_model"], ledger["resident_peak"] = resident_before_model, resident
+        ledger["resident_residual"] = resident - resident_before_model - ledger["predicted_peak"]
+    return ledger
+
+
+def _largest_forwards(cell: Cell, engine: Engine, prompts: Sequence[list[int]], run: Run) -> None:
+    """Run the forwards that make the peak: with the cache the first ones, without it the last two."""
+    if cell.kv_caching or cell.output_len < 2:
+        engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=min(2, cell.output_len))
+        return
+    nearly = [prompt + ids[: cell.output_len - 2] for prompt, ids in zip(prompts, run.ids, strict=True)]
+    engine.run(nearly, 2, kv_caching=False)
+
+
+def _workspace(device: torch.device) -> int:
+    """Return what the device's libraries take through PyTorch's allocator: cuBLAS its workspace, a CPU nothing."""
+    if device.type != "cuda":
+        return 0
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    return CUBLAS_WORKSPACE_HOPPER if hopper else CUBLAS_WORKSPACE

@@ -1,0 +1,91 @@
+"""How long one step takes, by context, batch and mode: the curves under the table.
+
+A step makes one token per row out of a context of n tokens: with the cache the newest is fed, without it all n are.
+A cached step can stand at any position that was fed before, so one prefill of the longest context serves all of them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from llama.bench.record import CacheSize, Crossover, StepTimes
+from llama.bench.spread import spread
+from llama.costs import cache_bytes
+from llama.model import Transformer
+
+LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
+
+
+@torch.inference_mode()
+def step_times(model: Transformer, batch_size: int, contexts: Sequence[int], *, kv_caching: bool) -> list[StepTimes]:
+    """Time a step at every context length, up to the model's limit, each after a warm-up of its own shape."""
+    tokens = torch.randint(model.args.vocab_size, (batch_size, max(contexts)), device=model.device)
+    before, model.kv_caching = model.kv_caching, kv_caching
+    try:
+        if kv_caching:
+            model.reserve_cache(batch_size, max(contexts))
+            model(tokens, 0, logits="last")
+        return [
+            {
+                "batch_size": batch_size,
+                "context": context,
+                "kv_caching": kv_caching,
+                "seconds": spread(_repeat(_step(model, tokens, context, kv_caching=kv_caching))),
+            }
+            for context in contexts
+        ]
+    finally:
+        model.free_cache()
+        model.kv_caching = before
+
+
+def _step(model: Transformer, tokens: Tensor, context: int, *, kv_caching: bool) -> Callable[[], object]:
+    start = context - 1 if kv_caching else 0
+    fed = tokens[:, start:context]
+    return lambda: model(fed, start, logits="last")[:, -1].argmax(-1).tolist()  # on the host, as the loop has it
+
+
+def _repeat(work: Callable[[], object]) -> list[float]:
+    work()
+    seconds: list[float] = []
+    while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < ENOUGH):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def crossover(steps: Sequence[StepTimes]) -> Crossover:
+    """Return the shortest context from which on the cached step was the faster one at every length that was tried."""
+    seconds = {(step["context"], step["kv_caching"]): step["seconds"]["median"] for step in steps}
+    found = None
+    for context in sorted({step["context"] for step in steps}, reverse=True):
+        if seconds[context, True] >= seconds[context, False]:
+            break
+        found = context
+    return {"batch_size": steps[0]["batch_size"], "context": found, "steps": list(steps)}
+
+
+@torch.inference_mode()
+def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
+    """Take caches of one row of each length, and compare their bytes with the prediction."""
+    sizes: list[CacheSize] = []
+    itemsize = model.tok_embeddings.weight.itemsize
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    for length in lengths:
+        model.reserve_cache(1, length)
+        model(token, 0, logits="last")
+        measured = sum(cache.nbytes for cache in model.caches)
+        predicted = cache_bytes(model.args, rows=1, length=length, itemsize=itemsize)
+        sizes.append({"length": length, "predicted": predicted, "measured": measured})
+    model.free_cache()
+    return sizes
+
+
+def grid(longest: int) -> list[int]:
+    """Return context lengths from 1 to `longest`, closer together where the cache begins to pay."""
+    steps = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192]
+    octaves = [256 * 2**n for n in range(20)]
+    return [*(length for length in steps + octaves if length < longest), longest]

@@ -1,0 +1,159 @@
+"""A process that measures one thing and ends: python -m llama.bench.worker JOB RESULT, both files of JSON.
+
+Nothing of one measurement can reach the next: no memory, no cache, no warmth. What a job cannot do for a reason that a
+user can mend comes back as words; anything else ends the process, and `llama.bench.jobs` tells of it.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama.bench.cell import Cell
+from llama.bench.engines import Engine, LlamaEngine
+from llama.bench.machine import ceilings, environment
+from llama.bench.measure import check_length, check_memory, make_prompts, measure, settled
+from llama.bench.memory import device_bytes_used, resident_bytes
+from llama.bench.models import DTYPES, Source, find_model
+from llama.bench.probe import cache_sizes, step_times
+from llama.bench.record import ModelFacts
+from llama.costs import parameters
+
+
+def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
+    """Return what a cell runs on, what it is, and the resident memory before there was a model."""
+    from llama.bench.peers import GPT2, TransformersEngine, open_peer
+
+    if cell.model in GPT2:
+        before = resident_bytes()
+        gpt2 = TransformersEngine.gpt2(cell.model, seed=0, device=torch.device(cell.device), dtype=DTYPES[cell.dtype])
+        return gpt2, {"name": cell.model, "weights": gpt2.weights, "parameters": None, "sizes": None}, before
+    source = find_model(cell)
+    check_first(cell, source)
+    before = resident_bytes()
+    model = source.build()
+    facts: ModelFacts = {
+        "name": cell.model,
+        "weights": source.weights,
+        "parameters": parameters(source.args),
+        "sizes": _plain(source.args),
+    }
+    if cell.engine == "llama":
+        return LlamaEngine(model, source.tokenizer, logits=cell.logits), facts, before
+    return open_peer(cell.engine, model, source.tokenizer, threads=torch.get_num_threads()), facts, before
+
+
+def check_first(cell: Cell, source: Source) -> None:
+    """Refuse what cannot be run before the weights are read."""
+    if cell.text is not None:
+        cell = cell.but(input_len=len(source.tokenizer.encode(cell.text, bos=source.tokenizer.adds_bos, eos=False)))
+    check_length(cell, source.args.max_seq_len)
+    check_memory(cell, source.args, source.device, held=0)
+
+
+def run_cell(cell: Cell, *, ledger: bool) -> dict[str, Any]:
+    """Measure a cell once and, after that, the machine that it ran on."""
+    device = torch.device(cell.device)
+    device_before = device_bytes_used(device)
+    engine, facts, before = open_engine(cell)
+    record = measure(
+        cell,
+        engine,
+        device=device,
+        weights=facts["weights"],
+        resident_before_model=before,
+        device_bytes_before=device_before,
+        with_ledger=ledger,
+    )
+    return {"record": record, "model": facts, **describe(cell)}
+
+
+def describe(cell: Cell) -> dict[str, Any]:
+    """Return what machine this is and can do."""
+    device = torch.device(cell.device)
+    return {
+        "environment": environment(device, torch.get_num_threads()),
+        "ceilings": ceilings(device, DTYPES[cell.dtype]),
+    }
+
+
+def calibrate(cell: Cell) -> dict[str, Any]:
+    """Say what this machine is and can do, and time the pieces that a prediction of all cells is made of."""
+    started = time.perf_counter()
+    engine, facts, _ = open_engine(cell)
+    loaded = time.perf_counter() - started
+    one = settled(cell.but(batch_size=1, output_len=2), engine)
+    prompts = make_prompts(one, engine)
+    engine.run(prompts, 2, kv_caching=True)
+    run = engine.run(prompts, 2, kv_caching=True)
+    return {
+        **describe(cell),
+        "model": facts,
+        "input_len": one.input_len,
+        "max_seq_len": engine.max_seq_len,
+        "load_seconds": loaded,
+        "prefill_seconds": run.token_times[0] - run.started,
+        "step_seconds": run.token_times[1] - run.token_times[0],
+    }
+
+
+def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
+    """Time a step of the cell's batch at each context, with the cache and without."""
+    model = find_model(cell).build()
+    steps = [
+        step
+        for kv_caching in (True, False)
+        for step in step_times(model, cell.batch_size, contexts, kv_caching=kv_caching)
+    ]
+    return {"steps": steps}
+
+
+def size_caches(cell: Cell, *, lengths: list[int]) -> dict[str, Any]:
+    """Take caches of these lengths."""
+    return {"sizes": cache_sizes(find_model(cell).build(), lengths)}
+
+
+def margin(cell: Cell, *, row: int, ids: list[int]) -> dict[str, Any]:
+    """Return the gap between the two largest logits that follow a row's prompt and these new ids, without a cache."""
+    source = find_model(cell)
+    engine = LlamaEngine(source.build(), source.tokenizer)
+    prompts = make_prompts(cell, engine)
+    with torch.inference_mode():
+        engine.model.kv_caching = False
+        tokens = torch.tensor([prompts[row] + ids], device=engine.model.device)
+        first, second = engine.model(tokens, 0, logits="last")[0, -1].topk(2).values.tolist()
+    return {"margin": first - second}
+
+
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {
+    "cell": run_cell,
+    "calibrate": calibrate,
+    "steps": time_steps,
+    "caches": size_caches,
+    "margin": margin,
+}
+
+
+def _plain(args: object) -> dict[str, Any]:
+    sizes: dict[str, Any] = json.loads(json.dumps(vars(args), default=vars))
+    return sizes
+
+
+def main(job_path: str, result_path: str) -> None:
+    """Do the job that stands in one file and write what came of it into another."""
+    job = json.loads(Path(job_path).read_text("utf-8"))
+    cell = Cell(**job.pop("cell"))
+    torch.set_num_threads(cell.threads or torch.get_num_threads())
+    try:
+        result: dict[str, Any] = {"done": JOBS[job.pop("kind")](cell, **job)}
+    except ValueError as error:
+        result = {"refused": str(error)}
+    Path(result_path).write_text(json.dumps(result), "utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

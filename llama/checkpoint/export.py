@@ -1,0 +1,163 @@
+"""A model of ours in the formats of others: Hugging Face's directory, and llama.cpp's file.
+
+Knows the foreign names and layouts, by the tables of the two readers. Writes no tokenizer.
+"""
+
+import json
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs, RopeScaling
+from llama.checkpoint import gguf, huggingface
+from llama.checkpoint.base import numbered
+from llama.model import Transformer
+from llama.rope import rope_frequencies, scale_frequencies
+
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_GGUF_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def save_huggingface(model: Transformer, directory: str | PathLike[str]) -> None:
+    """Write config.json and model.safetensors, in the model's dtype, into a directory that is made where there is none.
+
+    Raises ValueError for a dtype other than fp32, fp16 and bf16, and for RoPE scaling that config.json cannot say.
+    """
+    from safetensors.torch import save_file
+
+    config = huggingface_config(model.args) | {"dtype": _DTYPES[_dtype(model)]}
+    tensors = huggingface_tensors(model)
+    if model.args.tied_head:
+        del tensors[huggingface.NAMES["output.weight"]]  # the file may not hold one tensor under two names
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def huggingface_config(args: ModelArgs) -> dict[str, Any]:
+    """Return what config.json says of such a model, in the words of transformers 5.
+
+    Raises ValueError for RoPE scaling that is a divisor per frequency, for which its Llama has no word.
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": args.norm_eps,
+        "max_position_embeddings": args.max_seq_len,
+        "rope_parameters": {"rope_theta": args.rope_theta, **_rope_scaling(args)},
+        "tie_word_embeddings": args.tied_head,
+        # Those of Llama 2 unless others are stated; ours are with the tokenizer.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def huggingface_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Return the weights in Hugging Face's names and layout, a tied head under both of its names.
+
+    Only wq and wk are copies, because their rows stand in another order there; the others are the model's own memory.
+    """
+    names = numbered(huggingface.NAMES, model.args.n_layers)
+    tensors = {names[ours]: weight.detach() for ours, weight in model.state_dict().items()}
+    for name, weight in tensors.items():
+        if name.endswith(huggingface.HALF_SPLIT):
+            tensors[name] = _half_split(weight, model.args.head_dim)
+    return tensors
+
+
+def save_gguf(model: Transformer, path: str | PathLike[str]) -> None:
+    """Write a .gguf file in the model's dtype, with vectors in float32, which is how llama.cpp wants them.
+
+    In place of a tokenizer it names how many tokens there are. Raises ValueError for a dtype other than fp32, fp16 and
+    bf16.
+    """
+    from gguf import GGUFWriter  # here, because the package is slow to import
+
+    dtype = _dtype(model)
+    writer = GGUFWriter(Path(path), "llama")
+    try:
+        _add_metadata(writer, model.args)
+        divisors = _rope_divisors(model.args)
+        if divisors is not None:
+            _add_tensor(writer, gguf.ROPE_DIVISORS, divisors, torch.float32)
+        names = numbered(gguf.NAMES, model.args.n_layers)
+        for ours, weight in model.state_dict().items():
+            if not (ours == "output.weight" and model.args.tied_head):  # missing, it is the embedding there
+                _add_tensor(writer, names[ours], weight, torch.float32 if weight.ndim == 1 else dtype)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _dtype(model: Transformer) -> torch.dtype:
+    dtype = model.tok_embeddings.weight.dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"weights in {dtype} cannot be written; bring the model to fp32, fp16 or bf16 first")
+    return dtype
+
+
+def _rope_scaling(args: ModelArgs) -> dict[str, Any]:
+    scaling = args.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default"}
+    if not isinstance(scaling, RopeScaling):
+        raise ValueError(
+            f"rope_scaling has {len(scaling)} divisors, and Hugging Face's config can only name a rule "
+            "(llama.args.RopeScaling); write a .gguf file instead"
+        )
+    values = asdict(scaling)
+    return {"rope_type": "llama3", "original_max_position_embeddings": values.pop("original_max_seq_len"), **values}
+
+
+def _half_split(weight: Tensor, head_dim: int) -> Tensor:
+    rows = huggingface.half_split_rows(0, len(weight), head_dim).to(weight.device)
+    return torch.empty_like(weight).index_copy_(0, rows, weight)
+
+
+def _rope_divisors(args: ModelArgs) -> Tensor | None:
+    if args.rope_scaling is None:
+        return None
+    if not isinstance(args.rope_scaling, RopeScaling):
+        return torch.tensor(args.rope_scaling, dtype=torch.float32)
+    freqs = rope_frequencies(args.head_dim, args.rope_theta)
+    return freqs / scale_frequencies(freqs, **asdict(args.rope_scaling))
+
+
+def _add_metadata(writer: Any, args: ModelArgs) -> None:
+    writer.add_vocab_size(args.vocab_size)
+    writer.add_context_length(args.max_seq_len)
+    writer.add_embedding_length(args.dim)
+    writer.add_feed_forward_length(args.ffn_dim)
+    writer.add_block_count(args.n_layers)
+    writer.add_head_count(args.n_heads)
+    writer.add_head_count_kv(args.n_kv_heads)
+    writer.add_key_length(args.head_dim)
+    writer.add_value_length(args.head_dim)
+    writer.add_rope_dimension_count(args.head_dim)
+    writer.add_rope_freq_base(args.rope_theta)
+    writer.add_layer_norm_rms_eps(args.norm_eps)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _add_tensor(writer: Any, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    from gguf.constants import GGMLQuantizationType
+
+    raw = tensor.detach().to("cpu", dtype).contiguous().view(torch.uint8)  # as bytes: numpy has no bf16
+    writer.add_tensor(name, raw.numpy(), raw_dtype=GGMLQuantizationType[_GGUF_KINDS[dtype]])

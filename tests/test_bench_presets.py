@@ -1,0 +1,275 @@
+"""A preset measures every cell, in turn, as often as its budget allows, and loses nothing that is finished."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import write_checkpoint
+
+import benchmark_inference as script
+from llama import cli
+from llama.bench import cells, jobs, presets, single, worker
+from llama.bench.book import Book, new_book, resumed_book
+from llama.bench.cell import Cell
+from llama.bench.jobs import JobDied, run_job
+from llama.bench.presets import REPETITIONS, Session, run_sweep, run_table, sweep_cells, table_cells
+from llama.bench.progress import Progress
+from llama.bench.record import new_record, new_report
+from llama.bench.single import benchmark_inference
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", max_seq_len=256)
+    return Cell(input_len=6, output_len=4, model=str(folder), threads=1)
+
+
+class Here:
+    """Does jobs in this process, which takes milliseconds, and keeps a list of them. `fail` may raise before one."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def fail(self, kind: str, cell: Cell) -> None: ...
+
+    def __call__(self, kind: str, cell: Cell, *, waiting: Any = None, **job: Any) -> dict[str, Any]:
+        self.fail(kind, cell)
+        self.done.append(cell.name if kind == "cell" else kind)
+        return json.loads(json.dumps(worker.JOBS[kind](cell, **job)))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    jobs_done_here = Here()
+    for module in (presets, cells, single):
+        monkeypatch.setattr(module, "run_job", jobs_done_here)
+    monkeypatch.setattr(
+        worker, "ceilings", lambda *_: {"read_bytes_per_second": 1e9, "flops_per_second": 1e9, "dtype": "fp32"}
+    )
+    monkeypatch.setattr(presets, "BATCHES", (1, 2))
+    monkeypatch.setattr(presets, "SWEEP_BATCHES", [1, 2])
+    monkeypatch.setattr(presets, "CONTEXTS", [4, 8, 16, 32])
+    monkeypatch.setattr(presets, "GENERATED", (2, 5))
+    return jobs_done_here
+
+
+def table(base: Cell, out: Path, *, minutes: float, resume: bool = False) -> Book:
+    report = new_report("table", table_cells(base, []), budget_minutes=minutes)
+    book = resumed_book(out, report) if resume else new_book(out, report)
+    run_table(Session(book, time.monotonic() + 60 * minutes, Progress()))
+    return book
+
+
+def test_a_table_repeats_every_cell_five_times_in_turn_where_that_fits(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = table(base, tmp_path, minutes=60).report
+    four = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]
+    assert [job for job in here.done if job.startswith("batch")] == four * REPETITIONS
+    assert here.done[0] == "calibrate"
+    assert all(record["summary"] and record["summary"]["seconds"]["n"] == REPETITIONS for record in report["cells"])
+    assert [one["batch_size"] for one in report["crossovers"]] == [1, 2]
+    assert [one["equal"] for one in report["comparisons"]] == [True, True]
+    assert all(any("the same" in note for note in record["notes"]) for record in report["cells"])
+    assert len(report["reading"]) >= 3
+
+
+def test_without_a_budget_every_cell_is_measured_once(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = table(base, tmp_path, minutes=0).report
+    assert [len(record["samples"]) for record in report["cells"]] == [1, 1, 1, 1]
+    assert report["crossovers"] == []
+
+
+def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here, tmp_path: Path) -> None:
+    def interrupt(kind: str, cell: Cell) -> None:
+        if len(here.done) == 3:
+            raise KeyboardInterrupt
+
+    here.fail = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        table(base, tmp_path, minutes=0)
+    (kept,) = tmp_path.glob("*/results.json")
+    before = json.loads(kept.read_text())
+    assert [len(record["samples"]) for record in before["cells"]] == [1, 1, 0, 0]
+
+    here.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    book = table(base, tmp_path, minutes=0, resume=True)
+    assert book.folder == kept.parent
+    assert [len(record["samples"]) for record in book.report["cells"]] == [1, 1, 1, 1]
+    assert [record["samples"] for record in book.report["cells"][:2]] == [r["samples"] for r in before["cells"][:2]]
+
+
+def test_only_a_run_of_the_same_cells_is_resumed(base: Cell, tmp_path: Path) -> None:
+    new_book(tmp_path, new_report("table", table_cells(base, [])))
+    other = new_report("table", table_cells(base.but(output_len=5), []))
+    with pytest.raises(ValueError, match="nothing to resume"):
+        resumed_book(tmp_path, other)
+    assert resumed_book(tmp_path, new_report("table", table_cells(base, []))).report["preset"] == "table"
+
+
+def test_runs_of_one_day_do_not_overwrite_each_other(base: Cell, tmp_path: Path) -> None:
+    first, second = (new_book(tmp_path, new_report("table", [base])) for _ in range(2))
+    assert first.folder != second.folder
+    assert first.folder.name.endswith("-tiny-table")
+    assert second.folder.name == f"{first.folder.name}-2"
+
+
+def test_a_cell_whose_process_dies_says_so_and_the_others_stand(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die(kind: str, cell: Cell) -> None:
+        if kind == "cell" and cell.batch_size == 2 and not cell.kv_caching:
+            raise JobDied("its process was ended by SIGKILL")
+
+    here.fail = die  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=60).report
+    errors = [record["error"] for record in report["cells"]]
+    assert errors == [None, None, None, "its process was ended by SIGKILL"]
+    assert [len(record["samples"]) for record in report["cells"]] == [5, 5, 5, 0]
+    assert script.exit_code(report) == script.DIED
+
+
+def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die_once(kind: str, cell: Cell) -> None:
+        if here.done.count("batch 1, cache on") == 2 and here.done.count("died") == 0 and kind == "cell":
+            here.done.append("died")
+            raise JobDied("gone")
+
+    here.fail = die_once  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=60).report
+    assert any("a repetition failed: gone" in note for record in report["cells"] for note in record["notes"])
+    assert all(record["error"] is None for record in report["cells"])
+
+
+def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = new_report("sweep", sweep_cells(base))
+    run_sweep(Session(new_book(tmp_path, report), time.monotonic(), Progress()))
+    sweep = report["sweep"]
+    assert sweep is not None
+    assert [entry["generated"] for entry in sweep["growth"]] == [2, 5]
+    assert [entry["length"] for entry in sweep["cache"]] == [128, 256]  # the model's limit
+    assert all(entry["measured"] == entry["predicted"] for entry in sweep["cache"])
+    assert {(step["context"], step["kv_caching"]) for step in sweep["contexts"]} == {
+        (n, mode) for n in (4, 8, 16, 32) for mode in (True, False)
+    }
+    assert {step["batch_size"] for step in sweep["batches"]} == {1, 2}
+    assert len(sweep["fits"]) == 4
+
+
+def test_the_table_puts_peers_beside_every_cell_that_they_can_run() -> None:
+    names = [cell.name for cell in table_cells(Cell(), ["transformers", "llama.cpp"])]
+    assert len(names) == 15  # three batches of ours and transformers' in two modes, llama.cpp's in one
+    assert "llama.cpp, batch 8, cache on" in names
+    assert "llama.cpp, batch 8, cache off" not in names
+    assert "transformers, batch 8, cache off" in names
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_the_function_measures_in_a_process_of_its_own_and_compares(base: Cell, kv_caching: bool) -> None:
+    settings = {"model": base.model, "threads": 1}
+    record = benchmark_inference(2, 6, 4, kv_caching, compare=True, **settings)
+    assert record["summary"] is not None
+    assert record["summary"]["seconds"]["n"] == 1
+    assert all(point["status"] == "ok" for point in record["points"]), record["points"]
+    assert record["notes"][-1] == "cache on and off made the same 8 tokens"
+    assert record["limits"] is not None
+
+
+def test_a_job_that_refuses_says_why_and_one_that_dies_how(base: Cell) -> None:
+    with pytest.raises(ValueError, match="passes the model's max_seq_len=256"):
+        run_job("cell", base.but(input_len=300), ledger=False)
+    with pytest.raises(JobDied, match="exit code 1: KeyError: 'nothing'"):
+        run_job("nothing", base)
+    assert "SIGKILL, as a machine does that runs out of memory" in jobs._how_it_died(-9, "")
+
+
+def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
+    found = worker.margin(base.but(kv_caching=False), row=0, ids=[1, 2])
+    assert found["margin"] >= 0
+
+
+def run(*words: str) -> int:
+    return cli.run(script.main, list(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--preset", "tables"], "--preset=tables is not known; choose table or sweep"),
+        (["--model", "llama-9"], "known are demo, llama-3-8b"),
+        (["--model", "demo", "--ckpt_dir", "x"], "give one of them"),
+        (["--batch_size", "0"], "batch_size=0 must be a whole number of at least 1"),
+        (["--input_len", "-1"], "input_len=-1"),
+        (["--output_len", "0"], "output_len=0"),
+        (["--input_len", "8190"], "passes the model's max_seq_len=8192"),
+        (["--batch_size", "1000000"], "does not fit: weights"),
+        (["--text", "a", "--input_len", "3"], "leave out --input_len"),
+        (["--engine", "vllm"], "engine='vllm' is not known"),
+        (["--model", "gpt2"], "--engine transformers"),
+        (["--kv_cache", "paged"], "is not a known kind of cache"),
+        (["--logits", "some"], "must be last or all"),
+        (["--repeats", "0"], "repeats=0"),
+        (["--budget", "-1", "--preset", "table"], "--budget=-1.0"),
+        (["--json", "/proc/nothing/x.json"], "/proc/nothing"),
+        (["--out", "/proc/nothing", "--preset", "table"], "/proc/nothing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 2
+    printed = capsys.readouterr()
+    assert error in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_violated_point_ends_with_exit_code_3_and_stands_in_the_json(
+    monkeypatch: pytest.MonkeyPatch, base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_its_first_point(*args: Any, **named: Any) -> Any:
+        report = single.measure_cell(*args, **named)
+        report["cells"][0]["points"][0]["status"] = "violated"
+        return report
+
+    file = tmp_path / "cell.json"
+    words = ["--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1", "--json", str(file)]
+    assert run(*words) == 0
+    assert "VIOLATED" not in capsys.readouterr().out
+    monkeypatch.setattr(script, "measure_cell", without_its_first_point)
+    assert run(*words) == script.VIOLATED
+    assert "VIOLATED" in capsys.readouterr().out
+    assert json.loads(file.read_text())["cells"][0]["points"][0]["status"] == "violated"
+
+
+def test_the_script_prints_the_familiar_lines_first(base: Cell, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run("--ckpt_dir", base.model, "--batch_size", "2", "--input_len", "6", "--output_len", "4", "--kv_caching") == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["Batch size: 2", "Input length: 6 tokens", "Output length: 4 tokens"]
+    assert [line.split(":")[0] for line in lines[3:7]] == [
+        "Inference time",
+        "Tokens per second",
+        "Model weights memory usage",
+        "Peak memory usage",
+    ]
+    assert "=== Sample Output ===" in lines
+
+
+def test_the_script_writes_a_preset_into_a_folder(
+    base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    assert run(*words, "--out", str(tmp_path), "--budget", "0") == 0
+    printed = capsys.readouterr()
+    assert "4 cells, up to 5 repetitions each" in printed.err
+    (folder,) = tmp_path.iterdir()
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {"results.json", "report.md", "table.csv", "page.html", "plots/time.png", "plots/memory.png"} <= names
+    assert str(folder / "page.html") in printed.out
+    assert run(*words, "--out", str(tmp_path), "--budget", "0", "--resume") == 0
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_blank_forms_are_ready_for_json(base: Cell) -> None:
+    assert json.loads(json.dumps(new_report("cell", [base])))["cells"] == [new_record(base)]

@@ -1,0 +1,344 @@
+"""What a benchmark's report looks like: every figure with its count, nothing hidden, nothing from outside."""
+
+import csv
+import html
+import io
+import json
+import re
+import shutil
+import struct
+import subprocess
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_reports import SENTENCES, cell_record, dead_record, sweep_report, table_report
+
+from llama.bench.page import page
+from llama.bench.plots import as_png, as_svg, figures
+from llama.bench.record import CellRecord, Report
+from llama.bench.report import check_writable, write_json, write_report
+from llama.bench.tables import cell_text, report_csv, report_markdown, table_markdown
+
+RED = "\033[31m"
+TABLE_PLOTS = ["time", "memory", "steps", "crossover"]
+SWEEP_PLOTS = ["speedup", "cache", "context", "batch"]
+VIOLATION = "8 x 263 in, 8 x 32 out, 2352 fed of 2296 worked out"
+EVIL = "<script>alert(1)</script> | </pre><img src=http://example.org/x.png> \x1b[2J"
+
+
+def with_violation() -> CellRecord:
+    record = cell_record(batch_size=8)
+    record["points"][1] = {"name": "tokens", "status": "violated", "detail": VIOLATION}
+    return record
+
+
+def with_nothing_told() -> CellRecord:
+    """A cell of an engine that hides whatever an engine can hide."""
+    record = cell_record(engine="llama.cpp", path="llama.cpp 0.3.36")
+    record |= {"weights_bytes": None, "cache_bytes": None, "ledger": None, "work": None, "limits": None}
+    assert record["summary"] is not None
+    record["summary"] |= {"step_seconds": None, "decode_tokens_per_second": None, "peak_bytes": None}
+    for sample in record["samples"]:
+        sample |= {"step_seconds": [], "peak_resident_bytes": None}
+    record["points"] = [{"name": "cache", "status": "not observed", "detail": "the engine does not tell"}]
+    return record
+
+
+def rows_of(markdown: str, title: str) -> list[list[str]]:
+    """Return the cells of the table under a title."""
+    lines = markdown.partition(f"**{title}**")[2].strip().splitlines()
+    table = takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in [*table][2:]]
+
+
+def csv_rows(report: Report, figures: str = "cell") -> list[dict[str, str]]:
+    return [row for row in csv.DictReader(io.StringIO(report_csv(report))) if row["figures"] == figures]
+
+
+def width_and_height(png: bytes) -> tuple[int, int]:
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", png[16:24])
+
+
+def test_a_cell_begins_with_the_lines_that_its_users_know() -> None:
+    record = cell_record(batch_size=8)
+    assert record["summary"] is not None
+    record["summary"] |= {"tokens_per_second": 126.733, "seconds": {"n": 3, "median": 2.02, "p10": 2.0, "p90": 2.1}}
+    record["summary"]["peak_bytes"] = {"n": 3, "median": 2561.4 * 2**20, "p10": 0.0, "p90": 0.0}
+    record |= {"weights_bytes": int(2357.13 * 2**20), "text": "Once upon a time"}
+    assert cell_text(record, color=False).startswith(
+        "Batch size: 8\n"
+        "Input length: 256 tokens\n"
+        "Output length: 32 tokens\n"
+        "Inference time: 2.02 seconds\n"
+        "Tokens per second: 126.73\n"
+        "Model weights memory usage: 2357.13 MB\n"
+        "Peak memory usage: 2561.40 MB\n"
+        "\n"
+        "=== Sample Output ===\n"
+        "Once upon a time\n"
+        "\n"
+    )
+
+
+def test_a_cell_tells_mode_spread_count_ledger_and_validity() -> None:
+    text = cell_text(cell_record(batch_size=8), color=False)
+    assert "KV cache: on (static), 101.25 MB" in text
+    assert re.search(r"Time per output token: [\d.]+ ms \(p10 [\d.]+, p90 [\d.]+, n = 93\)", text)
+    assert re.search(r"Prefill: [\d.]+ tokens/s \(batch size x input length / median time to first token\)", text)
+    assert "resident memory of the whole process" in text
+    assert re.search(r"^  weights +513\.13 +513\.13 +0\.00 +yes$", text, re.MULTILINE)
+    assert "  ok            no overflow: 287 positions fed" in text
+    assert "  not observed  statistics reset: " in text
+
+
+def test_a_peak_on_cuda_is_named_beside_what_is_reserved_and_in_use() -> None:
+    record = cell_record(device="cuda")
+    for place, sample in enumerate(record["samples"]):
+        sample |= {"peak_reserved_bytes": (600 + place) * 2**20, "device_bytes": None}
+    text = cell_text(record, color=False)
+    assert "Peak memory: the bytes in tensors (allocated)" in text
+    assert "Peak memory reserved by the allocator: 602.00 MB" in text
+    assert "Memory in use on the device: not measured" in text
+
+
+def test_a_violated_point_shows_everywhere_and_is_red_where_there_is_colour() -> None:
+    record = with_violation()
+    report = table_report([record])
+    (line,) = [line for line in cell_text(record, color=True).splitlines() if RED in line]
+    assert line == f"{RED}  VIOLATED      tokens: {VIOLATION}\033[0m"
+    assert f"  VIOLATED      tokens: {VIOLATION}" in cell_text(record, color=False)
+    assert f"**VIOLATED** batch 8, cache on: tokens: {VIOLATION}" in report_markdown(report)
+    shown = page(report)
+    assert shown.index("VIOLATED") < shown.index(html.escape(SENTENCES[0]))
+    assert csv_rows(report)[0]["violated_points"] == "1"
+
+
+def test_colour_is_for_violations_alone() -> None:
+    assert cell_text(cell_record(), color=True) == cell_text(cell_record(), color=False)
+    assert "\033" not in cell_text(with_violation(), color=False)
+
+
+def test_what_was_not_measured_is_never_a_zero() -> None:
+    record = with_nothing_told()
+    text = cell_text(record, color=False)
+    assert "Model weights memory usage: not measured" in text
+    assert "Peak memory usage: not measured" in text
+    assert "KV cache: on (static), bytes not observed" in text
+    assert "Time per output token: not measured" in text
+    assert "Decode: not measured" in text
+    assert "Memory ledger: not measured" in text
+    assert not re.search(r"\b0\.00? (MB|ms)", text)
+    (row,) = rows_of(table_markdown(table_report([record])), "Every cell")
+    assert row[4:] == ["not measured", row[5], "not measured", "not measured", "not observed", "not measured", "3"]
+    (fields,) = csv_rows(table_report([record]))
+    assert fields["cache_bytes"] == fields["weights_bytes"] == fields["predicted_peak_bytes"] == ""
+
+
+def test_the_table_has_a_row_for_each_cell_with_its_count() -> None:
+    report = table_report()
+    rows = rows_of(table_markdown(report), "Every cell")
+    squares = [[str(batch), mode] for batch in (1, 8, 16) for mode in ("on", "off")]
+    assert [row[:2] for row in rows] == squares
+    assert [row[-1] for row in rows] == ["3 (93 steps)", "2 (62 steps)"] * 3
+    saved = rows_of(table_markdown(report), "What the cache saves")
+    assert [row[0] for row in saved] == ["batch 1", "batch 8", "batch 16"]
+    assert {row[1] for row in saved} == {"30.3x"}  # the sum of 256 to 287, over 287
+    assert {row[-1] for row in saved} == {"3 on, 2 off"}
+
+
+def test_a_single_repetition_shows_no_spread() -> None:
+    report = table_report([cell_record(n=1)])
+    (row,) = rows_of(table_markdown(report), "Every cell")
+    assert "(" not in row[2]
+    assert row[-1] == "1 (31 steps)"
+
+
+def test_a_dead_cell_says_so_and_the_others_stand() -> None:
+    dead = dead_record(batch_size=16, kv_caching=False)
+    report = table_report([cell_record(batch_size=16), dead])
+    alive, died = rows_of(table_markdown(report), "Every cell")
+    assert alive[-1] == "3 (93 steps)"
+    assert died[2:] == ["died", *["not measured"] * 7, "0"]
+    for shown in (table_markdown(report), report_markdown(report), page(report)):
+        assert "batch 16, cache off died: its process was killed (signal 9)" in shown
+    assert "This cell: died: its process was killed" in cell_text(dead, color=False)
+    assert list(figures(report)) == TABLE_PLOTS[:2] + TABLE_PLOTS[3:]  # steps need both modes
+    assert csv_rows(report)[1]["error"] == dead["error"]
+
+
+def test_a_cell_whose_turn_has_not_come_did_not_die() -> None:
+    waiting = dead_record() | {"error": None}
+    report = table_report(
+        [waiting], crossovers=[], comparisons=[], reading=[], model=None, ceilings=None, environment={}
+    )  # type: ignore[list-item]
+    for shown in (table_markdown(report), report_markdown(report), page(report), cell_text(waiting, color=False)):  # type: ignore[arg-type]
+        assert "not measured" in shown
+        assert "died" not in shown
+    assert figures(report) == {}
+
+
+def test_faster_paths_stand_apart_by_name() -> None:
+    shown = table_markdown(table_report([cell_record(), cell_record(path="fast"), cell_record(kv_caching=False)]))
+    assert len(rows_of(shown, "Every cell")) == 2
+    assert len(rows_of(shown, "On the fast path, apart from the plain one")) == 1
+    assert [row[0] for row in rows_of(shown, "What the cache saves")] == ["batch 1"]
+
+
+def test_other_engines_are_held_against_ours_and_above_one_means_ours_is_faster() -> None:
+    ours, theirs = cell_record(), cell_record(engine="transformers", path="transformers 5.23.0 eager")
+    for record, seconds in ((ours, 1.0), (theirs, 2.5)):
+        assert record["summary"] is not None
+        record["summary"]["tokens_per_second"] = 32 / seconds
+    rows = rows_of(table_markdown(table_report([theirs, ours, with_nothing_told()])), "Every cell")
+    assert [(row[2], row[-2]) for row in rows[::2]] == [("llama", "ours"), ("transformers", "2.50x")]
+
+
+def test_texts_that_differ_are_told_with_place_and_margin() -> None:
+    parting = {"row": 3, "token": 17, "cached_id": 28, "uncached_id": 198, "margin": 2.1e-4}
+    differ = {"engine": "llama", "batch_size": 8, "tokens": 256, "equal": False, "divergence": parting}
+    shown = report_markdown(table_report(comparisons=[differ]))
+    assert "differ first in row 3 at token 17 of 256: 28 with the cache, 198 without" in shown
+    assert "largest logits there: 0.00021" in shown
+
+
+def test_the_csv_reads_back_as_the_very_figures() -> None:
+    report = table_report()
+    rows = csv_rows(report)
+    assert len(rows) == 6
+    for row, record in zip(rows, report["cells"], strict=True):
+        summary = record["summary"]
+        assert summary is not None
+        assert summary["step_seconds"] is not None
+        assert (int(row["batch_size"]), row["kv_caching"] == "on") == (
+            record["cell"]["batch_size"],
+            record["cell"]["kv_caching"],
+        )
+        assert float(row["time_median_s"]) == summary["seconds"]["median"]
+        assert float(row["step_p90_s"]) == summary["step_seconds"]["p90"]
+        assert int(row["step_n"]) == summary["step_seconds"]["n"]
+        assert float(row["tokens_per_second"]) == summary["tokens_per_second"]
+        assert row["cache_bytes"] == str(record["cache_bytes"])
+    assert len(csv_rows(report, "crossover")) == 3 * 2 * 6
+
+
+def test_a_sweep_is_told_in_full() -> None:
+    report = sweep_report()
+    shown = report_markdown(report)
+    assert [row[0] for row in rows_of(shown, "Speed-up against generation length")] == ["10", "20", "50", "100", "200"]
+    assert len(rows_of(shown, "Bytes of the KV cache against length")) == 7
+    assert [row[-1] for row in rows_of(shown, "How time grows with the context")] == ["0.02", "1.01", "1.06", "2.02"]
+    assert {row["figures"] for row in csv.DictReader(io.StringIO(report_csv(report)))} == {
+        *("cell", "generation length", "cache size", "context", "batch"),
+        *(f"fit: a {what} {mode}" for what in ("token", "text") for mode in ("with the cache", "without the cache")),
+    }
+
+
+@pytest.mark.parametrize(("report", "names"), [(table_report(), TABLE_PLOTS), (sweep_report(), SWEEP_PLOTS)])
+def test_the_page_is_complete_in_itself(report: Report, names: list[str]) -> None:
+    shown = page(report)
+    assert list(figures(report)) == names
+    assert re.findall(r"\b(?:src|href|srcset|action)=.{6}", shown) == ['src="data:'] * len(names)
+    assert not re.search(r"https?:|<script|<link|@import|url\(", shown)
+    for sentence in [*report["reading"], report["command"]]:
+        assert html.escape(sentence) in shown
+
+
+def test_texts_of_others_stay_texts() -> None:
+    report = table_report([cell_record() | {"text": EVIL, "notes": [EVIL]}, dead_record() | {"error": EVIL}])  # type: ignore[list-item]
+    report |= {"command": EVIL, "reading": [EVIL]}
+    for shown in (page(report), report_markdown(report).partition("## Command")[0]):
+        assert "<script" not in shown
+        assert "<img src=http" not in shown
+    died = [row for row in rows_of(report_markdown(report), "Every cell") if row[2] == "died"]
+    assert len(died[0]) == 11
+    assert "\x1b" not in cell_text(report["cells"][0], color=False).partition("Notes")[0]
+
+
+@pytest.mark.parametrize("report", [table_report(), sweep_report()])
+def test_pictures_are_drawn_at_their_size_and_alike_each_time(report: Report) -> None:
+    again = figures(report)
+    for name, figure in figures(report).items():
+        png = as_png(figure)
+        width, height = width_and_height(png)
+        assert width == 1350
+        assert 500 < height < 1400
+        svg = as_svg(figure)
+        assert svg.startswith("<?xml")
+        assert (as_png(again[name]), as_svg(again[name])) == (png, svg)
+    assert page(report) == page(report)
+
+
+def test_pictures_do_without_figures_that_were_not_measured() -> None:
+    report = table_report([cell_record(n=1, output_len=1), cell_record(n=1, output_len=1, kv_caching=False)])
+    assert "steps" not in figures(report)
+    drawn = figures(table_report([with_nothing_told(), cell_record(batch_size=8)], crossovers=[]))
+    assert list(drawn) == ["time", "memory"]
+    assert all(as_png(figure) for figure in drawn.values())
+
+
+def test_a_name_with_dollar_signs_is_no_formula() -> None:
+    report = table_report(model={"name": r"$\frac$_{", "weights": "random", "parameters": None, "sizes": None})
+    assert as_svg(figures(report)["time"])
+
+
+def test_a_report_is_written_as_files_and_read_back_equal(tmp_path: Path) -> None:
+    report = table_report()
+    paths = write_report(report, tmp_path / "results" / "today")
+    names = ["results.json", "report.md", "table.csv", "page.html", *(f"plots/{name}.png" for name in TABLE_PLOTS)]
+    assert [path.relative_to(tmp_path / "results" / "today").as_posix() for path in paths] == names
+    assert json.loads(paths[0].read_text("utf-8")) == report
+    assert paths[3].read_text("utf-8") == page(report)
+    files = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
+    assert sorted(files) == sorted(paths)  # nothing half-written is left over
+
+
+def test_a_path_that_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "results.json")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").touch()
+    for bad in (tmp_path, tmp_path / "file" / "results.json"):
+        with pytest.raises(OSError, match=re.escape(str(bad if bad.exists() else bad.parent))):
+            check_writable(bad)
+
+
+def test_a_figure_that_is_no_number_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    write_report(table_report(), tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    report = table_report(budget_minutes=float("nan"), reading=[])
+    with pytest.raises(ValueError, match="nan"):
+        write_report(report, tmp_path)
+    with pytest.raises(ValueError, match="nan"):
+        write_json(report, tmp_path / "results.json")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+LOOK = """<script>
+addEventListener("load", () => { const seen = [...document.images].map(one => one.naturalWidth);
+document.body.dataset.seen = JSON.stringify([seen, document.documentElement.scrollWidth]); });
+</script>"""
+
+
+def looked_at(folder: Path, report: Report, width: int) -> Any:
+    """Open the page in a browser and return the pictures' widths and the page's own."""
+    file = folder / "page.html"
+    file.write_text(page(report) + LOOK, "utf-8")
+    program = "chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --virtual-time-budget=5000"
+    flags = [f"--window-size={width},900", f"--user-data-dir={folder / 'profile'}", "--dump-dom", file.as_uri()]
+    done = subprocess.run([*program.split(), *flags], capture_output=True, text=True, timeout=120, check=True)
+    (seen,) = re.findall(r'data-seen="([^"]*)"', done.stdout)
+    return json.loads(html.unescape(seen))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [1000, 500])
+@pytest.mark.parametrize("report", [table_report([with_violation(), dead_record()]), table_report(), sweep_report()])
+def test_a_browser_shows_every_picture_and_the_page_never_grows_wider_than_it(
+    tmp_path: Path, report: Report, width: int
+) -> None:
+    pictures, page_width = looked_at(tmp_path, report, width)
+    assert len(pictures) == len(figures(report))
+    assert min(pictures) > 600
+    assert page_width <= width

@@ -1,0 +1,135 @@
+"""What we write in the formats of others comes back as the same bits, and means the same to their own code."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import N_WORDS, write_huggingface_tokenizer
+from oracles import FP64_TOLERANCE, InputDtypeRMSNorm, fp32_tolerance, some_tokens, tiny_model
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from llama.args import ModelArgs, RopeScaling
+from llama.checkpoint import load_weights, open_checkpoint
+from llama.checkpoint.export import huggingface_tensors, save_gguf, save_huggingface
+from llama.model import Transformer
+
+SCALINGS: dict[str, Any] = {
+    "plain": None,
+    "llama 3.1": RopeScaling(),
+    "factor 32": RopeScaling(factor=32.0),
+}
+LLAMA_SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_max_seq_len=64)
+
+
+def args_of(**changes: Any) -> ModelArgs:
+    """Return sizes that the formats can say, all of them other than their defaults."""
+    sizes: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "ffn_dim": 48}
+    limits = {"vocab_size": N_WORDS, "max_seq_len": 96, "norm_eps": 2e-5, "rope_theta": 20000.0}
+    return ModelArgs(**{**sizes, **limits, **changes})
+
+
+def model_of(dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
+    return tiny_model(args_of(**changes), dtype=dtype)
+
+
+def export(kind: str, model: Transformer, directory: Path) -> Path:
+    if kind == "gguf":
+        save_gguf(model, directory / "model.gguf")
+        return directory / "model.gguf"
+    save_huggingface(model, directory / "exported" / "deep")
+    return directory / "exported" / "deep"
+
+
+def tokenizer_in(directory: Path) -> Path:
+    write_huggingface_tokenizer(directory / "tokenizer")
+    return directory / "tokenizer" / "tokenizer.json"
+
+
+def theirs(directory: Path, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Let transformers read the export; with its norm in the model's dtype, as in tests/oracles.py."""
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.__class__ = InputDtypeRMSNorm
+    return model
+
+
+@torch.inference_mode()
+def logits_of(model: Any) -> Tensor:
+    output = model(some_tokens(2, 11, vocab_size=N_WORDS))
+    return output if isinstance(output, Tensor) else output.logits
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "gguf"])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_export_is_read_as_the_same_bits_and_the_same_args(
+    tmp_path: Path, kind: str, scaling: RopeScaling | None, tied: bool, dtype: torch.dtype
+) -> None:
+    model = model_of(dtype, rope_scaling=scaling, tied_head=tied)
+    path = export(kind, model, tmp_path)
+    checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_in(tmp_path))
+    assert checkpoint.args == model.args
+    state = load_weights(checkpoint, checkpoint.args, dtype=dtype, device="cpu").state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(state[name], weight), name
+
+
+def test_divisors_go_into_a_gguf_file_and_are_refused_by_name_in_a_config(tmp_path: Path) -> None:
+    divisors = tuple(float(i) for i in range(1, 17))
+    model = model_of(rope_scaling=divisors)
+    path = export("gguf", model, tmp_path)
+    assert open_checkpoint(path, tokenizer_path=tokenizer_in(tmp_path)).args == model.args
+    with pytest.raises(ValueError, match=r"rope_scaling has 16 divisors.*write a \.gguf"):
+        export("huggingface", model, tmp_path)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_rule_that_gguf_cannot_name_arrives_as_its_divisors(tmp_path: Path) -> None:
+    model = model_of(rope_scaling=LLAMA_SCALING)
+    checkpoint = open_checkpoint(export("gguf", model, tmp_path), tokenizer_path=tokenizer_in(tmp_path))
+    assert replace(checkpoint.args, rope_scaling=LLAMA_SCALING) == model.args
+    read = load_weights(checkpoint, checkpoint.args, dtype=torch.float32, device="cpu")
+    assert torch.allclose(read.rope.freqs, model.rope.freqs, rtol=1e-6, atol=0)  # one rounding there and one back
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "gguf"])
+def test_a_dtype_that_no_format_has_is_refused(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float64 cannot be written; bring the model to fp32, fp16 or bf16"):
+        export(kind, model_of(torch.float64), tmp_path)
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA_SCALING])
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_gives_the_logits_of_the_model_that_was_exported(
+    tmp_path: Path, scaling: RopeScaling | None, tied: bool
+) -> None:
+    model = model_of(rope_scaling=scaling, tied_head=tied)
+    path = export("huggingface", model, tmp_path)
+    narrow = logits_of(model)
+    tolerance = fp32_tolerance(narrow, model.args)
+    assert torch.allclose(logits_of(theirs(path, torch.float32)), narrow, atol=tolerance, rtol=0)
+    assert torch.allclose(
+        logits_of(theirs(path, torch.float64)), logits_of(model.double()), atol=FP64_TOLERANCE, rtol=0
+    )
+
+
+def test_only_the_permuted_weights_are_copies() -> None:
+    model = model_of(tied_head=True)
+    own = {weight.data_ptr() for weight in model.state_dict().values()}
+    copies = {name for name, tensor in huggingface_tensors(model).items() if tensor.data_ptr() not in own}
+    projections = ("q_proj", "k_proj")
+    assert copies == {f"model.layers.{i}.self_attn.{name}.weight" for i in range(2) for name in projections}
+
+
+def test_exporting_changes_nothing_in_the_model(tmp_path: Path) -> None:
+    model = model_of()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for kind in ("huggingface", "gguf"):
+        export(kind, model, tmp_path)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
