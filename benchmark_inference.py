@@ -113,20 +113,29 @@ def make_cell(
     from llama.api import pick_device, pick_dtype
     from llama.args import ModelArgs
     from llama.bench.cell import Cell
-    from llama.bench.models import dtype_name, fetch_model
+    from llama.bench.measure import check_length, settled
+    from llama.bench.models import dtype_name, find_model
     from llama.bench.peers import GPT2, check_engine
+    from llama.costs import RELEASED
     from llama.kv_cache import KVCache
+    from llama.text import encode_prompt
 
     on = pick_device(device)
     name = ckpt_dir or model or ("llama-3.2-1b" if on.type == "cuda" else "demo")
+    if model is not None and model not in ("demo", *RELEASED, *GPT2):
+        known = ", ".join(["demo", *RELEASED, *GPT2])
+        raise ValueError(f"--model={model} is not known; known are {known}; --ckpt_dir takes a path")
     for engine in engines:
         check_engine(engine)
     if name in GPT2 and engines != ["transformers"]:
         raise ValueError(f"{name} is no Llama; it can be measured with --engine transformers alone")
     KVCache.of(ModelArgs(kv_cache=given["kv_cache"]))
     cell = Cell(model=name, device=str(on), dtype=dtype_name(pick_dtype(dtype, on)), **given)
-    if name not in GPT2:
-        fetch_model(cell, by_name=ckpt_dir is None)
+    if name in GPT2:
+        return cell
+    source = find_model(cell)
+    cell = settled(cell, lambda text: encode_prompt(source.tokenizer, text))
+    check_length(cell, source.args.max_seq_len)
     return cell
 
 

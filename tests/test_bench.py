@@ -333,7 +333,7 @@ def test_cache_sizes_are_as_predicted() -> None:
 
 def test_the_grid_goes_up_to_its_end() -> None:
     assert grid(1) == [1]
-    assert grid(5) == [1, 2, 3, 4, 5]
+    assert grid(5) == [2, 3, 4, 5]
     assert grid(300)[-2:] == [256, 300]
 
 

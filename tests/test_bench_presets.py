@@ -1,6 +1,8 @@
 """A preset measures every cell, in turn, as often as its budget allows, and loses nothing that is finished."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,16 @@ def test_a_job_that_refuses_says_why_and_one_that_dies_how(base: Cell) -> None:
     assert "SIGKILL, as a machine does that runs out of memory" in jobs._how_it_died(-9, "")
 
 
+def test_a_process_ends_with_the_one_that_waits_for_it(base: Cell, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"kind": "cell", "cell": base.as_json(), "ledger": False}))
+    words = [sys.executable, "-m", "llama.bench.worker", str(tmp_path / "job.json"), str(tmp_path / "result.json")]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=jobs._environment())
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=60) == 1
+    assert not (tmp_path / "result.json").exists()
+
+
 def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
     found = worker.margin(base.but(kv_caching=False), row=0, ids=[1, 2])
     assert found["margin"] >= 0
@@ -262,7 +274,7 @@ def test_the_script_writes_a_preset_into_a_folder(
     words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
     assert run(*words, "--out", str(tmp_path), "--budget", "0") == 0
     printed = capsys.readouterr()
-    assert "4 cells, up to 5 repetitions each" in printed.err
+    assert "4 cells, 4 repetitions, every one in a process of its own: about" in printed.err
     (folder,) = tmp_path.iterdir()
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {"results.json", "report.md", "table.csv", "page.html", "plots/time.png", "plots/memory.png"} <= names

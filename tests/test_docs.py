@@ -2,8 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import is_typeddict
 
 import pytest
+
+from llama.bench import record
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,3 +42,13 @@ def test_every_known_bug_has_tests_that_exist() -> None:
     assert lacking == []
     numbers = {int(n) for row in re.findall(r"^\| ([\d, ]+) \|", text, flags=re.MULTILINE) for n in row.split(",")}
     assert numbers == set(range(1, 34))
+
+
+def test_the_page_on_the_benchmarks_json_has_every_field_and_no_other() -> None:
+    page = (ROOT / "docs" / "benchmark_json.md").read_text(encoding="utf-8")
+    types = {name: kind for name, kind in vars(record).items() if is_typeddict(kind)}
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL))
+    assert sections.keys() == types.keys()
+    for name, kind in types.items():
+        assert re.findall(r"^\| `(\w+)` \|", sections[name], flags=re.MULTILINE) == list(kind.__annotations__), name
+    assert record.SCHEMA in page

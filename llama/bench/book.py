@@ -32,11 +32,6 @@ class Book:
         self.report["cells"][place] = record
         self.save()
 
-    def settle(self, *, input_len: int) -> None:
-        """Write down the count of a text's tokens, which is known only once a tokenizer has seen it."""
-        for record in self.report["cells"]:
-            record["cell"]["input_len"] = input_len
-
 
 def new_book(out: Path, report: Report) -> Book:
     """Make a folder for a report, named with date, model and preset, and numbered where that name is taken."""
@@ -61,7 +56,7 @@ def resumed_book(out: Path, report: Report) -> Book:
     found = sorted(out.glob(f"*-{_kind(report)}*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
         kept: Report = json.loads(path.read_text("utf-8"))
-        if kept["schema"] == SCHEMA and _same_plan([record["cell"] for record in kept["cells"]], wanted):
+        if kept["schema"] == SCHEMA and [record["cell"] for record in kept["cells"]] == wanted:
             for record in kept["cells"]:
                 record["error"] = None if record["samples"] else record["error"]
             return Book(path.parent, kept)
@@ -69,15 +64,6 @@ def resumed_book(out: Path, report: Report) -> Book:
         f"nothing to resume: {out} holds no run of this preset with these cells "
         f"({len(found)} of this model were found); run it without --resume"
     )
-
-
-def _same_plan(kept: list[dict[str, object]], wanted: list[dict[str, object]]) -> bool:
-    """Are they the same cells? The length of a text is known only after the first of them has run."""
-
-    def settled(cell: dict[str, object]) -> dict[str, object]:
-        return cell if cell["text"] is None else {**cell, "input_len": None}
-
-    return [settled(cell) for cell in kept] == [settled(cell) for cell in wanted]
 
 
 def _kind(report: Report) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.model import Transformer
 from llama.request import Options, Step
-from llama.text import TextCodec
+from llama.text import TextCodec, encode_prompt
 
 GREEDY: Options = {"temperature": 0.0}
 
@@ -98,7 +98,7 @@ class LlamaEngine:
         return run
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, bos=self.tokenizer.adds_bos, eos=False)
+        return encode_prompt(self.tokenizer, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids))

@@ -32,12 +32,13 @@ def run_job(kind: str, cell: Cell, *, waiting: Callable[[], None] = lambda: None
         (folder / "job.json").write_text(json.dumps({"kind": kind, "cell": cell.as_json(), **job}), "utf-8")
         words = [sys.executable, "-m", "llama.bench.worker", str(folder / "job.json"), str(folder / "result.json")]
         with (folder / "said").open("w+", errors="replace") as said:
-            process = subprocess.Popen(words, env=_environment(), stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            # The pipe is never written to: its end tells the process that we are gone, however we went.
+            process = subprocess.Popen(words, env=_environment(), stdin=subprocess.PIPE, stdout=said, stderr=said)
             try:
                 _wait(process, waiting)
             finally:
                 process.kill()  # where waiting was interrupted
-                process.wait()
+                process.communicate()
             said.seek(0)
             last_words = said.read()
         if process.returncode != 0:

@@ -5,7 +5,7 @@ its own.
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -35,7 +35,7 @@ def measure(
 
     `with_ledger` also measures the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
     """
-    cell = settled(cell, engine)
+    cell = settled(cell, engine.encode)
     check_length(cell, engine.max_seq_len)
     if engine.args is not None:
         check_memory(cell, engine.args, device, held=engine.weights_bytes or 0)
@@ -64,9 +64,9 @@ def measure(
     return record
 
 
-def settled(cell: Cell, engine: Engine) -> Cell:
+def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
     """Return the cell with the count of its text's tokens, where it has one."""
-    return cell if cell.text is None else cell.but(input_len=len(engine.encode(cell.text)))
+    return cell if cell.text is None else cell.but(input_len=len(encode(cell.text)))
 
 
 def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:

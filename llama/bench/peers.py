@@ -23,7 +23,7 @@ from llama.bench.engines import Engine, Run
 from llama.checkpoint.export import huggingface_config, huggingface_tensors, save_gguf
 from llama.model import Transformer
 from llama.request import make_request
-from llama.text import TextCodec
+from llama.text import TextCodec, encode_prompt
 
 PEERS = ("transformers", "llama.cpp")
 
@@ -68,7 +68,7 @@ class _Text:
         self.tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, bos=self.tokenizer.adds_bos, eos=False)
+        return encode_prompt(self.tokenizer, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids))

@@ -100,25 +100,33 @@ def calibrate(session: Session) -> None:
     found = session.do("the machine's ceilings", "calibrate", cell)
     note_machine(session.book.report, found)
     session.calibration = found
-    session.book.settle(input_len=found["input_len"])
     session.book.save()
 
 
 def plan(session: Session) -> None:
     """Say how long it will take, before it starts."""
-    left = []
-    for cell, record in zip(session.book.cells, session.book.report["cells"], strict=True):
+    for cell in session.book.cells:
         session.expected[cell.name] = expected_seconds(cell, session.calibration)
-        left.append((session.expected[cell.name], REPETITIONS - len(record["samples"])))
-    once = sum(seconds for seconds, times in left if times == REPETITIONS)
-    everything = sum(seconds * times for seconds, times in left)
-    budget = max(0.0, session.deadline - time.monotonic())
-    session.progress.plan(min(max(once, budget), everything))
+    left = planned(session)
+    session.progress.plan(sum(left))
+    once, budget = sum(session.expected.values()), max(0.0, session.deadline - time.monotonic())
     session.progress.say(
-        f"{len(left)} cells, up to {REPETITIONS} repetitions each, every one in a process of its own. "
-        f"Each cell once: about {duration(once)}; all repetitions: about {duration(everything)}; "
-        f"the budget: {duration(budget)}. What does not fit is repeated less often, and its count stands beside it."
+        f"{len(session.book.cells)} cells, {len(left)} repetitions, every one in a process of its own: about "
+        f"{duration(sum(left))} in all. A round takes about {duration(once)}, the budget is {duration(budget)}; "
+        f"what does not fit into it is repeated less than {REPETITIONS} times."
     )
+
+
+def planned(session: Session) -> list[float]:
+    """Return how long each repetition is expected to take that is still to come, in turn, as far as the budget goes."""
+    now, seconds = time.monotonic(), list[float]()
+    for repetition in range(REPETITIONS):
+        for cell, record in zip(session.book.cells, session.book.report["cells"], strict=True):
+            expected = session.expected[cell.name]
+            fits = repetition == 0 or now + sum(seconds) + expected <= session.deadline
+            if record["error"] is None and len(record["samples"]) <= repetition and fits:
+                seconds.append(expected)
+    return seconds
 
 
 def expected_seconds(cell: Cell, calibration: dict[str, Any]) -> float:
@@ -148,6 +156,7 @@ def one_round(session: Session, repetition: int) -> None:
         if repetition > 0 and not session.has_room(session.expected[cell.name]):
             continue
         session.book.put(place, repeat(session, cell, record))
+        session.progress.plan(sum(planned(session)))
 
 
 def repeat(session: Session, cell: Cell, record: CellRecord) -> CellRecord:

@@ -85,7 +85,10 @@ def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
 
 
 def grid(longest: int) -> list[int]:
-    """Return context lengths from 1 to `longest`, closer together where the cache begins to pay."""
-    steps = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192]
+    """Return context lengths up to `longest`, closer together where the cache begins to pay.
+
+    From 2 on: out of a context of one token both modes do the same.
+    """
+    steps = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192]
     octaves = [256 * 2**n for n in range(20)]
     return [*(length for length in steps + octaves if length < longest), longest]

@@ -5,7 +5,9 @@ user can mend comes back as words; anything else ends the process, and `llama.be
 """
 
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +18,9 @@ import torch
 from llama.bench.cell import Cell
 from llama.bench.engines import Engine, LlamaEngine
 from llama.bench.machine import ceilings, environment
-from llama.bench.measure import check_length, check_memory, make_prompts, measure, settled
+from llama.bench.measure import check_length, check_memory, make_prompts, measure
 from llama.bench.memory import device_bytes_used, resident_bytes
-from llama.bench.models import DTYPES, Source, find_model
+from llama.bench.models import DTYPES, find_model
 from llama.bench.probe import cache_sizes, step_times
 from llama.bench.record import ModelFacts
 from llama.costs import parameters
@@ -33,7 +35,8 @@ def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
         gpt2 = TransformersEngine.gpt2(cell.model, seed=0, device=torch.device(cell.device), dtype=DTYPES[cell.dtype])
         return gpt2, {"name": cell.model, "weights": gpt2.weights, "parameters": None, "sizes": None}, before
     source = find_model(cell)
-    check_first(cell, source)
+    check_length(cell, source.args.max_seq_len)
+    check_memory(cell, source.args, source.device, held=0)
     before = resident_bytes()
     model = source.build()
     facts: ModelFacts = {
@@ -45,14 +48,6 @@ def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
     if cell.engine == "llama":
         return LlamaEngine(model, source.tokenizer, logits=cell.logits), facts, before
     return open_peer(cell.engine, model, source.tokenizer, threads=torch.get_num_threads()), facts, before
-
-
-def check_first(cell: Cell, source: Source) -> None:
-    """Refuse what cannot be run before the weights are read."""
-    if cell.text is not None:
-        cell = cell.but(input_len=len(source.tokenizer.encode(cell.text, bos=source.tokenizer.adds_bos, eos=False)))
-    check_length(cell, source.args.max_seq_len)
-    check_memory(cell, source.args, source.device, held=0)
 
 
 def run_cell(cell: Cell, *, ledger: bool) -> dict[str, Any]:
@@ -86,14 +81,13 @@ def calibrate(cell: Cell) -> dict[str, Any]:
     started = time.perf_counter()
     engine, facts, _ = open_engine(cell)
     loaded = time.perf_counter() - started
-    one = settled(cell.but(batch_size=1, output_len=2), engine)
-    prompts = make_prompts(one, engine)
+    prompts = make_prompts(cell.but(batch_size=1), engine)
     engine.run(prompts, 2, kv_caching=True)
     run = engine.run(prompts, 2, kv_caching=True)
     return {
         **describe(cell),
         "model": facts,
-        "input_len": one.input_len,
+        "input_len": len(prompts[0]),
         "max_seq_len": engine.max_seq_len,
         "load_seconds": loaded,
         "prefill_seconds": run.token_times[0] - run.started,
@@ -145,6 +139,7 @@ def _plain(args: object) -> dict[str, Any]:
 
 def main(job_path: str, result_path: str) -> None:
     """Do the job that stands in one file and write what came of it into another."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads(Path(job_path).read_text("utf-8"))
     cell = Cell(**job.pop("cell"))
     torch.set_num_threads(cell.threads or torch.get_num_threads())
@@ -153,6 +148,12 @@ def main(job_path: str, result_path: str) -> None:
     except ValueError as error:
         result = {"refused": str(error)}
     Path(result_path).write_text(json.dumps(result), "utf-8")
+
+
+def _end_with_parent() -> None:
+    """Nobody waits for the result any more once the pipe from the parent is closed."""
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 if __name__ == "__main__":
