@@ -4,6 +4,7 @@ python benchmark_inference.py --batch_size 8 --kv_caching        one cell
 python benchmark_inference.py --preset table                     batch 1, 8, 16 x cache on, off, as a page to send on
 """
 
+import logging
 import shlex
 import sys
 import time
@@ -77,6 +78,7 @@ def main(
         budget: Minutes that a preset may take; decides how often each cell is repeated: 5 times where that fits.
         resume: Go on with the newest run of this preset that was interrupted.
     """
+    logging.getLogger("llama").setLevel(logging.WARNING)  # what a checkpoint consists of stands in the ledger
     if text is not None and input_len is not None:
         raise ValueError("--text has a length of its own; leave out --input_len")
     if model is not None and ckpt_dir is not None:

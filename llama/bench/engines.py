@@ -86,12 +86,11 @@ class LlamaEngine:
             if len(times) - 1 == steps:
                 raise _EnoughError
 
-        with self._watched(run, last=steps or output_len, warming_up=steps is not None):
+        with self._watched(run, times, last=steps or output_len, warming_up=steps is not None):
             run.started = time.perf_counter()
             try:
                 options: Options = {**GREEDY, "kv_caching": kv_caching, "on_step": on_step}
                 run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
-                times.append(time.perf_counter())
             except _EnoughError:
                 pass
         run.token_times = times[1:]
@@ -104,9 +103,16 @@ class LlamaEngine:
         return self.tokenizer.decode(list(ids))
 
     @contextmanager
-    def _watched(self, run: Run, last: int, warming_up: bool) -> Iterator[None]:
+    def _watched(self, run: Run, times: list[float], *, last: int, warming_up: bool) -> Iterator[None]:
         """Note what the model is really fed and returns; ask the caches once, at the last forward."""
         likeliest: list[Tensor] = []
+        free_cache = self.model.free_cache
+
+        def done() -> None:
+            """Note the time of the last token: once it is on the host, the loop gives the cache back."""
+            if len(times) == last:
+                times.append(time.perf_counter())
+            free_cache()
 
         def before(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return given, {**named, "logits": self.logits}
@@ -131,9 +137,11 @@ class LlamaEngine:
             self.model.register_forward_pre_hook(before, with_kwargs=True),
             self.model.register_forward_hook(after),
         ]
+        self.model.free_cache = done  # type: ignore[method-assign]
         try:
             yield
         finally:
+            del self.model.free_cache
             for hook in hooks:
                 hook.remove()
 

@@ -294,7 +294,7 @@ def _draw_contexts(ax: Axes, steps: Sequence[StepTimes]) -> None:
         _line(ax, [one["context"] for one in own], spreads, kv_caching)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    _ticks_at(ax, sorted({one["context"] for one in steps}))
+    _ticks_at(ax, sorted({one["context"] for one in steps}), apart=2.0)
 
 
 def _speedup(sweep: Sweep) -> Figure | None:
@@ -521,8 +521,13 @@ def _log_axis(axis: Axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _ticks_at(ax: Axes, values: Sequence[int]) -> None:
-    ax.xaxis.set_major_locator(FixedLocator(values))
+def _ticks_at(ax: Axes, values: Sequence[int], *, apart: float = 1.0) -> None:
+    """Put ticks at values, leaving out those that are not `apart` times the one before: labels need room."""
+    kept: list[int] = []
+    for value in values:
+        if not kept or value >= apart * kept[-1]:
+            kept.append(value)
+    ax.xaxis.set_major_locator(FixedLocator(kept))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
 
