@@ -122,26 +122,31 @@ def activation_bytes(args: ModelArgs, *, tokens: int, itemsize: int) -> int:
 class PeakMemory:
     """The bytes of tensors at the moment of a generation when they are most, part by part.
 
-    A layer's activations and the logits do not live at the same time: `at_head` tells which of the two makes the peak.
+    It stands in forward number `forward`. A layer's activations and the logits do not live at the same time: `at_head`
+    tells which of the two makes the peak.
     """
 
+    forward: int
     weights: int
     cache: int
-    logits: int  # of the largest forward, as returned: in float32 or wider
+    logits: int  # as returned, in float32 or wider
     narrow_logits: int  # the same before they are widened, where the model computes in 16 bits
-    previous_logits: int  # of the step before, which the loop still holds
+    previous_logits: int  # of the forward before, which the loop still holds
     activations: int
     head_activations: int
     workspace: int
 
     @property
     def at_head(self) -> bool:
-        return self.logits + self.narrow_logits + self.head_activations > self.activations
+        return self._head > self.activations
 
     @property
     def total(self) -> int:
-        at_head = self.logits + self.narrow_logits + self.head_activations
-        return self.weights + self.cache + self.previous_logits + self.workspace + max(self.activations, at_head)
+        return self.weights + self.cache + self.previous_logits + self.workspace + max(self.activations, self._head)
+
+    @property
+    def _head(self) -> int:
+        return self.logits + self.narrow_logits + self.head_activations
 
 
 def peak_memory(
@@ -157,30 +162,32 @@ def peak_memory(
 ) -> PeakMemory:
     """Predict the peak of a greedy generation by the plain path.
 
-    With the cache it stands in the prefill, without it in the last forward, while the logits of the one before are
-    still held. `all_logits`: every forward computes those of all its positions, as much published code does.
-    `workspace`: what the device's libraries take for themselves.
+    `all_logits`: every forward computes those of all its positions, as much published code does. `workspace`: what the
+    device's libraries take for themselves.
     """
-    last = len(forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching)) - 1
-    fed = input_len if kv_caching else input_len + last
-    scored = fed if all_logits else 1
+    fed = [seqlen for _, seqlen in forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching)]
     wide = max(4, itemsize)
-    logits = logits_bytes(args, rows=rows, positions=scored, itemsize=wide)
-    narrow = logits_bytes(args, rows=rows, positions=scored, itemsize=itemsize) if itemsize < wide else 0
-    before = (
-        0 if kv_caching or last == 0 else logits_bytes(args, rows=rows, positions=scored - all_logits, itemsize=wide)
-    )
-    return PeakMemory(
-        weights=parameters(args) * itemsize,
-        cache=cache_bytes(args, rows=rows, length=input_len + output_len, itemsize=itemsize) if kv_caching else 0,
-        logits=logits,
-        narrow_logits=narrow,
-        previous_logits=before,
-        activations=activation_bytes(args, tokens=rows * fed, itemsize=itemsize),
-        # h of all tokens and, while scores are made but not yet widened, its norm
-        head_activations=rows * fed * args.dim * itemsize + (0 if narrow else rows * scored * args.dim * itemsize),
-        workspace=workspace,
-    )
+
+    def at(forward: int) -> PeakMemory:
+        tokens, before = fed[forward], fed[forward - 1] if forward else 0
+        scored, scored_before = (tokens, before) if all_logits else (1, min(before, 1))
+        logits = logits_bytes(args, rows=rows, positions=scored, itemsize=wide)
+        narrow = logits_bytes(args, rows=rows, positions=scored, itemsize=itemsize) if itemsize < wide else 0
+        norm = 0 if narrow else scored  # it is gone when scores are widened, and there when they are not
+        return PeakMemory(
+            forward=forward,
+            weights=parameters(args) * itemsize,
+            cache=cache_bytes(args, rows=rows, length=input_len + output_len, itemsize=itemsize) if kv_caching else 0,
+            logits=logits,
+            narrow_logits=narrow,
+            previous_logits=logits_bytes(args, rows=rows, positions=scored_before, itemsize=wide),
+            activations=activation_bytes(args, tokens=rows * tokens, itemsize=itemsize),
+            head_activations=rows * (tokens + norm) * args.dim * itemsize,
+            workspace=workspace,
+        )
+
+    # Between the second forward and the last nothing but the context grows.
+    return max((at(forward) for forward in {0, min(1, len(fed) - 1), len(fed) - 1}), key=lambda peak: peak.total)
 
 
 def largest_batch(args: ModelArgs, *, memory: int, length: int, itemsize: int) -> int:

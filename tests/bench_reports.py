@@ -45,6 +45,8 @@ def cell_record(*, n: int = 3, path: str = "plain", **asked: Any) -> CellRecord:
     after = statistics.median(sum(sample["step_seconds"]) for sample in samples)
     on = cell.kv_caching
     cache_bytes = cell.batch_size * cell.total_len * CACHE_PER_TOKEN if on else 0
+    memory = ledger(cell, cache_bytes, samples[0]["peak_resident_bytes"] or 0)
+    samples[0]["peak_allocated_bytes"] = memory["measured_peak"]  # traced in the first repetition alone
     forwards = token_forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=on) * cell.batch_size
     return {
         "cell": cell.as_json(),
@@ -54,7 +56,8 @@ def cell_record(*, n: int = 3, path: str = "plain", **asked: Any) -> CellRecord:
             "seconds": seconds,
             "first_token_seconds": first,
             "step_seconds": spread(steps) if steps else None,
-            "peak_bytes": spread([peak for one in samples if (peak := one["peak_resident_bytes"]) is not None]),
+            "peak_bytes": spread([peak for one in samples if (peak := one["peak_allocated_bytes"]) is not None]),
+            "resident_bytes": spread([peak for one in samples if (peak := one["peak_resident_bytes"]) is not None]),
             "tokens_per_second": cell.batch_size * cell.output_len / seconds["median"],
             "prefill_tokens_per_second": cell.batch_size * cell.input_len / first["median"],
             "decode_tokens_per_second": cell.batch_size * (cell.output_len - 1) / after if steps else None,
@@ -65,7 +68,7 @@ def cell_record(*, n: int = 3, path: str = "plain", **asked: Any) -> CellRecord:
         "text": " the sea, and the old man said:\n\n\u201cIt is late.\u201d He looked at the boats, one by one.",
         "points": points(cell),
         "notes": ["random token ids as prompts, of exactly the length asked for"],
-        "ledger": ledger(cell, cache_bytes, samples[0]["peak_resident_bytes"] or 0),
+        "ledger": memory,
         "work": {
             "token_forwards": forwards,
             "flops": forwards * 270_000_000,
@@ -152,7 +155,7 @@ def ledger(cell: Cell, cache_bytes: int, resident: int) -> Ledger:
 def dead_record(**asked: Any) -> CellRecord:
     """Return the record of a cell whose process died before its first repetition."""
     record = cell_record(**asked)
-    dead = "its process was killed (signal 9), most likely for want of memory"
+    dead = "died: its process was killed (signal 9), most likely for want of memory"
     record |= {"samples": [], "summary": None, "weights_bytes": None, "cache_bytes": None, "ids": [], "text": ""}
     record |= {"points": [], "notes": [], "ledger": None, "work": None, "limits": None, "error": dead}
     return record
@@ -211,6 +214,7 @@ def table_report(cells: Sequence[CellRecord] | None = None, **changed: Any) -> R
         "crossovers": [crossover(1), crossover(8, context=4), crossover(16, context=4)],
         "sweep": None,
         "reading": list(SENTENCES),
+        "failures": [],
     }
     return {**report, **changed}  # type: ignore[typeddict-item]
 

@@ -12,14 +12,16 @@ from fakes import write_checkpoint
 
 import benchmark_inference as script
 from llama import cli
-from llama.bench import cells, jobs, presets, single, worker
+from llama.bench import gather, jobs, presets, single, worker
 from llama.bench.book import Book, new_book, resumed_book
 from llama.bench.cell import Cell
 from llama.bench.jobs import JobDied, run_job
-from llama.bench.presets import REPETITIONS, Session, run_sweep, run_table, sweep_cells, table_cells
+from llama.bench.presets import Session, run_sweep, run_table, sweep_cells, table_cells
 from llama.bench.progress import Progress
 from llama.bench.record import new_record, new_report
 from llama.bench.single import benchmark_inference
+
+REPETITIONS = 2  # as many as the claims need
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +47,13 @@ class Here:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     jobs_done_here = Here()
-    for module in (presets, cells, single):
+    for module in (presets, gather, single):
         monkeypatch.setattr(module, "run_job", jobs_done_here)
     monkeypatch.setattr(
         worker, "ceilings", lambda *_: {"read_bytes_per_second": 1e9, "flops_per_second": 1e9, "dtype": "fp32"}
     )
     monkeypatch.setattr(presets, "BATCHES", (1, 2))
+    monkeypatch.setattr(presets, "REPETITIONS", REPETITIONS)
     monkeypatch.setattr(presets, "SWEEP_BATCHES", [1, 2])
     monkeypatch.setattr(presets, "CONTEXTS", [4, 8, 16, 32])
     monkeypatch.setattr(presets, "GENERATED", (2, 5))
@@ -64,11 +67,11 @@ def table(base: Cell, out: Path, *, minutes: float, resume: bool = False) -> Boo
     return book
 
 
-def test_a_table_repeats_every_cell_five_times_in_turn_where_that_fits(base: Cell, here: Here, tmp_path: Path) -> None:
+def test_a_table_repeats_every_cell_in_turn_where_that_fits(base: Cell, here: Here, tmp_path: Path) -> None:
     report = table(base, tmp_path, minutes=60).report
     four = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]
     assert [job for job in here.done if job.startswith("batch")] == four * REPETITIONS
-    assert here.done[0] == "calibrate"
+    assert here.done[:2] == ["machine", "calibrate"]
     assert all(record["summary"] and record["summary"]["seconds"]["n"] == REPETITIONS for record in report["cells"])
     assert [one["batch_size"] for one in report["crossovers"]] == [1, 2]
     assert [one["equal"] for one in report["comparisons"]] == [True, True]
@@ -84,7 +87,7 @@ def test_without_a_budget_every_cell_is_measured_once(base: Cell, here: Here, tm
 
 def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here, tmp_path: Path) -> None:
     def interrupt(kind: str, cell: Cell) -> None:
-        if len(here.done) == 3:
+        if len(here.done) == 4:  # two jobs to begin with, and two cells
             raise KeyboardInterrupt
 
     here.fail = interrupt  # type: ignore[method-assign]
@@ -124,18 +127,95 @@ def test_a_cell_whose_process_dies_says_so_and_the_others_stand(base: Cell, here
     here.fail = die  # type: ignore[method-assign]
     report = table(base, tmp_path, minutes=60).report
     errors = [record["error"] for record in report["cells"]]
-    assert errors == [None, None, None, "its process was ended by SIGKILL"]
-    assert [len(record["samples"]) for record in report["cells"]] == [5, 5, 5, 0]
+    assert errors == [None, None, None, "died: its process was ended by SIGKILL"]
+    assert [len(record["samples"]) for record in report["cells"]] == [2, 2, 2, 0]
     assert script.exit_code(report) == script.DIED
 
 
+def test_what_died_is_tried_again_when_the_run_is_resumed(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die(kind: str, cell: Cell) -> None:
+        if kind == "cell" and cell.batch_size == 2:
+            raise JobDied("gone")
+
+    here.fail = die  # type: ignore[method-assign]
+    assert [record["error"] for record in table(base, tmp_path, minutes=0).report["cells"]][2:] == ["died: gone"] * 2
+    here.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=0, resume=True).report
+    assert [(record["error"], len(record["samples"])) for record in report["cells"]] == [(None, 1)] * 4
+
+
+def test_repetitions_of_another_machine_or_commit_are_not_put_into_one_table(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(base, tmp_path, minutes=0)
+    whole = worker.environment
+    monkeypatch.setattr(worker, "environment", lambda *args: {**whole(*args), "commit": "another"})
+    with pytest.raises(ValueError, match=r"commit was .* and is 'another'"):
+        table(base, tmp_path, minutes=0, resume=True)
+
+
+def test_a_curve_that_fails_is_said_and_the_cells_stand(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die(kind: str, cell: Cell) -> None:
+        if kind == "steps" and cell.batch_size == 2:
+            raise JobDied("gone")
+
+    here.fail = die  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=60).report
+    assert report["failures"] == ["steps at batch 2: gone"]
+    assert [entry["batch_size"] for entry in report["crossovers"]] == [1]
+    assert all(len(record["samples"]) == REPETITIONS for record in report["cells"])
+
+
+@pytest.mark.parametrize("preset", ["table", "sweep"])
+def test_a_cache_of_ones_own_is_measured_by_its_name(
+    base: Cell, here: Here, tmp_path: Path, preset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from llama.kv_cache import StaticCache\n\n\nclass Mine(StaticCache, kind='mine'):\n    made = 0\n")
+    words = ["--preset", preset, "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--device", "cpu"]
+    for kind in ("concat", f"{file}:mine"):
+        assert run(*words, "--out", str(tmp_path / kind[-4:]), "--budget", "0", "--kv_cache", kind) == 0
+        (path,) = (tmp_path / kind[-4:]).glob("*/results.json")
+        report = json.loads(path.read_text())
+        assert all(point["status"] == "ok" for record in report["cells"] for point in record["points"])
+        assert report["cells"][0]["cell"]["kv_cache"] == kind
+        assert not report["sweep"] or all(e["measured"] == e["predicted"] for e in report["sweep"]["cache"])
+    assert "VIOLATED" not in capsys.readouterr().out
+
+
+def test_an_interruption_ends_with_exit_code_130_and_a_report(base: Cell, here: Here, tmp_path: Path) -> None:
+    def interrupt(kind: str, cell: Cell) -> None:
+        if not cell.kv_caching:
+            raise KeyboardInterrupt
+
+    here.fail = interrupt  # type: ignore[method-assign]
+    words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    assert run(*words, "--out", str(tmp_path), "--budget", "0") == 130
+    assert len(list(tmp_path.glob("*/page.html"))) == 1
+
+
+def test_a_violation_in_the_mode_that_is_compared_with_counts(base: Cell, here: Here) -> None:
+    whole = here.__call__
+
+    def broken(kind: str, cell: Cell, **job: Any) -> dict[str, Any]:
+        done = whole(kind, cell, **job)
+        if kind == "cell" and not cell.kv_caching:
+            done["record"]["points"][0] = {"name": "cache", "status": "violated", "detail": "it was on"}
+        return done
+
+    single.run_job = broken  # type: ignore[assignment]  # the fixture takes it back
+    report = single.measure_cell(base, compare=True)
+    assert report["cells"][0]["points"][0]["detail"] == "it was on"
+    assert script.exit_code(report) == script.VIOLATED
+
+
 def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, here: Here, tmp_path: Path) -> None:
-    def die_once(kind: str, cell: Cell) -> None:
-        if here.done.count("batch 1, cache on") == 2 and here.done.count("died") == 0 and kind == "cell":
+    def die_the_second_time(kind: str, cell: Cell) -> None:
+        if here.done.count("batch 1, cache on") == 1 and here.done.count("died") == 0 and kind == "cell":
             here.done.append("died")
             raise JobDied("gone")
 
-    here.fail = die_once  # type: ignore[method-assign]
+    here.fail = die_the_second_time  # type: ignore[method-assign]
     report = table(base, tmp_path, minutes=60).report
     assert any("a repetition failed: gone" in note for record in report["cells"] for note in record["notes"])
     assert all(record["error"] is None for record in report["cells"])
@@ -166,8 +246,7 @@ def test_the_table_puts_peers_beside_every_cell_that_they_can_run() -> None:
 
 @pytest.mark.parametrize("kv_caching", [True, False])
 def test_the_function_measures_in_a_process_of_its_own_and_compares(base: Cell, kv_caching: bool) -> None:
-    settings = {"model": base.model, "threads": 1}
-    record = benchmark_inference(2, 6, 4, kv_caching, compare=True, **settings)
+    record = benchmark_inference(2, 6, 4, kv_caching, compare=True, ckpt_dir=base.model, threads=1, device="cpu")
     assert record["summary"] is not None
     assert record["summary"]["seconds"]["n"] == 1
     assert all(point["status"] == "ok" for point in record["points"]), record["points"]
@@ -177,16 +256,16 @@ def test_the_function_measures_in_a_process_of_its_own_and_compares(base: Cell, 
 
 def test_a_job_that_refuses_says_why_and_one_that_dies_how(base: Cell) -> None:
     with pytest.raises(ValueError, match="passes the model's max_seq_len=256"):
-        run_job("cell", base.but(input_len=300), ledger=False)
+        run_job("cell", base.but(input_len=300), trace=False)
     with pytest.raises(JobDied, match="exit code 1: KeyError: 'nothing'"):
         run_job("nothing", base)
     assert "SIGKILL, as a machine does that runs out of memory" in jobs._how_it_died(-9, "")
 
 
 def test_a_process_ends_with_the_one_that_waits_for_it(base: Cell, tmp_path: Path) -> None:
-    (tmp_path / "job.json").write_text(json.dumps({"kind": "cell", "cell": base.as_json(), "ledger": False}))
+    (tmp_path / "job.json").write_text(json.dumps({"kind": "cell", "cell": base.as_json(), "trace": False}))
     words = [sys.executable, "-m", "llama.bench.worker", str(tmp_path / "job.json"), str(tmp_path / "result.json")]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=jobs._environment())
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=jobs._environment(tmp_path))
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(timeout=60) == 1
@@ -208,7 +287,7 @@ def run(*words: str) -> int:
         (["--preset", "tables"], "--preset=tables is not known; choose table or sweep"),
         (["--model", "llama-9"], "known are demo, llama-3-8b"),
         (["--model", "demo", "--ckpt_dir", "x"], "give one of them"),
-        (["--batch_size", "0"], "batch_size=0 must be a whole number of at least 1"),
+        (["--batch_size", "0"], "--batch_size=0 must be at least 1"),
         (["--input_len", "-1"], "input_len=-1"),
         (["--output_len", "0"], "output_len=0"),
         (["--input_len", "8190"], "passes the model's max_seq_len=8192"),
@@ -220,6 +299,13 @@ def run(*words: str) -> int:
         (["--logits", "some"], "must be last or all"),
         (["--repeats", "0"], "repeats=0"),
         (["--budget", "-1", "--preset", "table"], "--budget=-1.0"),
+        (["--budget", "inf", "--preset", "table"], "--budget=inf"),
+        (["--preset", "table", "--batch_size", "4", "--compare"], "--batch_size, --compare: a preset decides this"),
+        (["--preset", "sweep", "--engine", "transformers"], "the sweep measures this library alone"),
+        (["--preset", "sweep", "--input_len", "8100"], "passes the model's max_seq_len=8192"),
+        (["--preset", "table", "--model", "llama-3.1-405b"], "does not fit: weights"),
+        (["--resume"], "name it with --preset"),
+        (["--logits", "all", "--engine", "transformers"], "logits=all is ours alone"),
         (["--json", "/proc/nothing/x.json"], "/proc/nothing"),
         (["--out", "/proc/nothing", "--preset", "table"], "/proc/nothing"),
     ],
@@ -228,7 +314,7 @@ def run(*words: str) -> int:
 def test_what_cannot_be_measured_is_refused_in_one_line(
     words: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*words) == 2
+    assert run(*words, "--device", "cpu") == 2
     printed = capsys.readouterr()
     assert error in printed.err
     assert printed.err.count("\n") == 1
@@ -274,7 +360,7 @@ def test_the_script_writes_a_preset_into_a_folder(
     words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
     assert run(*words, "--out", str(tmp_path), "--budget", "0") == 0
     printed = capsys.readouterr()
-    assert "4 cells, 4 repetitions, every one in a process of its own: about" in printed.err
+    assert "4 cells and 2 curves, each repetition in a process of its own: about" in printed.err
     (folder,) = tmp_path.iterdir()
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {"results.json", "report.md", "table.csv", "page.html", "plots/time.png", "plots/memory.png"} <= names

@@ -39,9 +39,14 @@ def with_nothing_told() -> CellRecord:
     record = cell_record(engine="llama.cpp", path="llama.cpp 0.3.36")
     record |= {"weights_bytes": None, "cache_bytes": None, "ledger": None, "work": None, "limits": None}
     assert record["summary"] is not None
-    record["summary"] |= {"step_seconds": None, "decode_tokens_per_second": None, "peak_bytes": None}
+    record["summary"] |= {
+        "step_seconds": None,
+        "decode_tokens_per_second": None,
+        "peak_bytes": None,
+        "resident_bytes": None,
+    }
     for sample in record["samples"]:
-        sample |= {"step_seconds": [], "peak_resident_bytes": None}
+        sample |= {"step_seconds": [], "peak_resident_bytes": None, "peak_allocated_bytes": None}
     record["points"] = [{"name": "cache", "status": "not observed", "detail": "the engine does not tell"}]
     return record
 
@@ -88,7 +93,8 @@ def test_a_cell_tells_mode_spread_count_ledger_and_validity() -> None:
     assert "KV cache: on (static), 101.25 MB" in text
     assert re.search(r"Time per output token: [\d.]+ ms \(p10 [\d.]+, p90 [\d.]+, n = 93\)", text)
     assert re.search(r"Prefill: [\d.]+ tokens/s \(batch size x input length / median time to first token\)", text)
-    assert "resident memory of the whole process" in text
+    assert "Peak memory: the bytes in tensors" in text
+    assert re.search(r"Peak resident memory of the process: [\d.]+ MB", text)
     assert re.search(r"^  weights +513\.13 +513\.13 +0\.00 +yes$", text, re.MULTILINE)
     assert "  ok            no overflow: 287 positions fed" in text
     assert "  not observed  statistics reset: " in text
@@ -99,9 +105,9 @@ def test_a_peak_on_cuda_is_named_beside_what_is_reserved_and_in_use() -> None:
     for place, sample in enumerate(record["samples"]):
         sample |= {"peak_reserved_bytes": (600 + place) * 2**20, "device_bytes": None}
     text = cell_text(record, color=False)
-    assert "Peak memory: the bytes in tensors (allocated)" in text
+    assert "Peak memory: the bytes in tensors" in text
     assert "Peak memory reserved by the allocator: 602.00 MB" in text
-    assert "Memory in use on the device: not measured" in text
+    assert "Taken of the device since before the model: not measured" in text
 
 
 def test_a_violated_point_shows_everywhere_and_is_red_where_there_is_colour() -> None:
@@ -126,15 +132,16 @@ def test_what_was_not_measured_is_never_a_zero() -> None:
     text = cell_text(record, color=False)
     assert "Model weights memory usage: not measured" in text
     assert "Peak memory usage: not measured" in text
-    assert "KV cache: on (static), bytes not observed" in text
+    assert "KV cache: on (llama.cpp's own), bytes not observed" in text
     assert "Time per output token: not measured" in text
     assert "Decode: not measured" in text
     assert "Memory ledger: not measured" in text
     assert not re.search(r"\b0\.00? (MB|ms)", text)
     (row,) = rows_of(table_markdown(table_report([record])), "Every cell")
-    assert row[4:] == ["not measured", row[5], "not measured", "not measured", "not observed", "not measured", "3"]
+    unknown = ["not measured", "not measured", "not measured", "not observed", "not measured"]
+    assert row[4:] == ["not measured", row[5], *unknown, "3"]
     (fields,) = csv_rows(table_report([record]))
-    assert fields["cache_bytes"] == fields["weights_bytes"] == fields["predicted_peak_bytes"] == ""
+    assert fields["cache_bytes"] == fields["weights_bytes"] == fields["predicted_tensor_peak_bytes"] == ""
 
 
 def test_the_table_has_a_row_for_each_cell_with_its_count() -> None:
@@ -161,7 +168,7 @@ def test_a_dead_cell_says_so_and_the_others_stand() -> None:
     report = table_report([cell_record(batch_size=16), dead])
     alive, died = rows_of(table_markdown(report), "Every cell")
     assert alive[-1] == "3 (93 steps)"
-    assert died[2:] == ["died", *["not measured"] * 7, "0"]
+    assert died[2:] == ["died", *["not measured"] * 8, "0"]
     for shown in (table_markdown(report), report_markdown(report), page(report)):
         assert "batch 16, cache off died: its process was killed (signal 9)" in shown
     assert "This cell: died: its process was killed" in cell_text(dead, color=False)
@@ -247,13 +254,13 @@ def test_the_page_is_complete_in_itself(report: Report, names: list[str]) -> Non
 
 
 def test_texts_of_others_stay_texts() -> None:
-    report = table_report([cell_record() | {"text": EVIL, "notes": [EVIL]}, dead_record() | {"error": EVIL}])  # type: ignore[list-item]
+    report = table_report([cell_record() | {"text": EVIL, "notes": [EVIL]}, dead_record() | {"error": f"died: {EVIL}"}])  # type: ignore[list-item]
     report |= {"command": EVIL, "reading": [EVIL]}
     for shown in (page(report), report_markdown(report).partition("## Command")[0]):
         assert "<script" not in shown
         assert "<img src=http" not in shown
     died = [row for row in rows_of(report_markdown(report), "Every cell") if row[2] == "died"]
-    assert len(died[0]) == 11
+    assert len(died[0]) == 12
     assert "\x1b" not in cell_text(report["cells"][0], color=False).partition("Notes")[0]
 
 

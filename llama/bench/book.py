@@ -4,6 +4,8 @@ Everything is saved as soon as it is measured, so an interrupted run loses at mo
 """
 
 import json
+import os
+import re
 from datetime import date
 from pathlib import Path
 
@@ -55,10 +57,11 @@ def resumed_book(out: Path, report: Report) -> Book:
     wanted = [record["cell"] for record in report["cells"]]
     found = sorted(out.glob(f"*-{_kind(report)}*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
-        kept: Report = json.loads(path.read_text("utf-8"))
-        if kept["schema"] == SCHEMA and [record["cell"] for record in kept["cells"]] == wanted:
+        kept = _read(path)
+        if kept is not None and [record["cell"] for record in kept["cells"]] == wanted:
+            kept["failures"] = []
             for record in kept["cells"]:
-                record["error"] = None if record["samples"] else record["error"]
+                record["error"] = None  # what died may live now
             return Book(path.parent, kept)
     raise ValueError(
         f"nothing to resume: {out} holds no run of this preset with these cells "
@@ -66,6 +69,17 @@ def resumed_book(out: Path, report: Report) -> Book:
     )
 
 
+def _read(path: Path) -> Report | None:
+    """Return the report in a file, or None where there is none of this version."""
+    try:
+        report: Report = json.loads(path.read_text("utf-8"))
+        return report if report["schema"] == SCHEMA and report["cells"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _kind(report: Report) -> str:
-    model = Path(str(report["cells"][0]["cell"]["model"])).stem
-    return f"{''.join(c if c.isalnum() or c in '.-' else '-' for c in model)}-{report['preset']}"
+    """Return the model's and the preset's name, fit for a folder."""
+    model = str(report["cells"][0]["cell"]["model"])
+    name = Path(model).resolve().name if os.sep in model else model
+    return f"{re.sub(r'[^A-Za-z0-9.-]', '-', name.removesuffix('.gguf'))}-{report['preset']}"

@@ -4,7 +4,7 @@ Knows nothing of how it is measured.
 """
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
 
@@ -13,8 +13,9 @@ ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
 class Cell:
     """`batch_size` rows of `input_len` tokens, each continued by `output_len`, with the cache on or off.
 
-    `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `text` replaces
-    the random ids of every row; `input_len` is then the count of its tokens. Raises ValueError.
+    `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
+    kind that the library has, or "file.py:kind" for one that a file defines. `text` replaces the random ids of every
+    row; `input_len` is then the count of its tokens. Raises ValueError.
     """
 
     batch_size: int = 1
@@ -25,7 +26,7 @@ class Cell:
     model: str = "demo"
     tokenizer_path: str | None = None
     kv_cache: str = "static"
-    logits: str = "last"
+    logits: Literal["last", "all"] = "last"
     device: str = "cpu"
     dtype: str = "fp32"
     threads: int | None = None
@@ -41,6 +42,8 @@ class Cell:
             raise ValueError(f"threads={self.threads} must be at least 1")
         if self.logits not in ("last", "all"):
             raise ValueError(f"logits={self.logits!r} must be last or all")
+        if self.engine != "llama" and self.logits == "all":
+            raise ValueError(f"logits=all is ours alone; {self.engine} computes what it computes")
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(ITEMSIZE)}")
         if self.text is not None and not self.text.strip():

@@ -1,21 +1,20 @@
 """What a benchmark needs of an engine, and our own engine behind it.
 
-An engine runs prompts greedily to a fixed length and tells what it was seen doing. It is timed from outside the model:
-the loop calls `on_step` when the tokens of the step before are on the host.
+An engine runs prompts greedily to a fixed length and tells what it was seen doing.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.model import Transformer
-from llama.request import Options, Step
+from llama.request import Options
 from llama.text import TextCodec, encode_prompt
 
 GREEDY: Options = {"temperature": 0.0}
@@ -63,6 +62,12 @@ class Engine(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+def weights_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's weights; two that share their memory count once."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return sum(storages.values())
+
+
 class LlamaEngine:
     """This library. `logits="all"` makes every forward compute the logits of all positions, as published code does."""
 
@@ -72,27 +77,18 @@ class LlamaEngine:
         self.model, self.tokenizer, self.logits = model, tokenizer, logits
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-        self.weights_bytes: int | None = sum(storages.values())
+        self.weights_bytes: int | None = weights_bytes(model)
 
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
     ) -> Run:
         run = Run(fed=[], logits_bytes=0)
-        times: list[float] = []  # when each forward began
-
-        def on_step(step: Step) -> None:
-            times.append(time.perf_counter())
-            if len(times) - 1 == steps:
-                raise _EnoughError
-
-        with self._watched(run, times, last=steps or output_len, warming_up=steps is not None):
+        times: list[float] = []  # when each forward began, and when the last token was there
+        with self._watched(run, times, output_len=output_len, steps=steps):
             run.started = time.perf_counter()
-            try:
-                options: Options = {**GREEDY, "kv_caching": kv_caching, "on_step": on_step}
+            options: Options = {**GREEDY, "kv_caching": kv_caching}
+            with suppress(_EnoughError):
                 run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
-            except _EnoughError:
-                pass
         run.token_times = times[1:]
         return run
 
@@ -103,18 +99,20 @@ class LlamaEngine:
         return self.tokenizer.decode(list(ids))
 
     @contextmanager
-    def _watched(self, run: Run, times: list[float], *, last: int, warming_up: bool) -> Iterator[None]:
-        """Note what the model is really fed and returns; ask the caches once, at the last forward."""
+    def _watched(self, run: Run, times: list[float], *, output_len: int, steps: int | None) -> Iterator[None]:
+        """Note when a forward begins, what it is fed and returns; ask the caches once, at the last; stop after `steps`.
+
+        A forward begins once the tokens of the step before are on the host, and the loop gives the cache back once the
+        last ones are.
+        """
+        last = steps or output_len
         likeliest: list[Tensor] = []
         free_cache = self.model.free_cache
 
-        def done() -> None:
-            """Note the time of the last token: once it is on the host, the loop gives the cache back."""
-            if len(times) == last:
-                times.append(time.perf_counter())
-            free_cache()
-
         def before(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            times.append(time.perf_counter())
+            if len(times) - 1 == steps:
+                raise _EnoughError
             return given, {**named, "logits": self.logits}
 
         def after(_: object, given: tuple[Any, ...], logits: Tensor) -> Tensor:
@@ -123,15 +121,18 @@ class LlamaEngine:
             run.fed.append((rows, width))
             run.logits_bytes = max(run.logits_bytes or 0, logits.untyped_storage().nbytes())
             if len(run.fed) == last:
-                caches = self.model.caches
-                run.cache_bytes = sum(cache.nbytes for cache in caches)
-                run.cache_length = 0 if caches[0].keys is None else caches[0].keys.shape[1]
-            if warming_up:
+                self._ask_caches(run)
+            if steps is not None:  # only in a warm-up: it takes time
                 if likeliest:
                     same = torch.equal(likeliest.pop(), given[0][:, -1])
                     run.greedy = same and run.greedy is not False
                 likeliest.append(logits[:, -1].argmax(-1))
             return logits[:, -1:]  # a view: all of them live until the next step's are there
+
+        def done() -> None:
+            if len(times) == last:
+                times.append(time.perf_counter())
+            free_cache()
 
         hooks = [
             self.model.register_forward_pre_hook(before, with_kwargs=True),
@@ -145,6 +146,12 @@ class LlamaEngine:
             for hook in hooks:
                 hook.remove()
 
+    def _ask_caches(self, run: Run) -> None:
+        caches = self.model.caches
+        run.cache_bytes = sum(cache.nbytes for cache in caches)
+        if caches[0].keys is not None and caches[0].key_positions() is None:  # else no slot belongs to a position
+            run.cache_length = caches[0].keys.shape[1]
+
 
 class _EnoughError(Exception):
-    """Ends a generation from inside its `on_step`."""
+    """Ends a generation from inside."""

@@ -37,9 +37,11 @@ DEFINITIONS = (
     ("spread", "in brackets: the values under which 10 % and 90 % lie; a single value has none"),
     ("n", "how many repetitions, and how many steps in all of them, a row's figures come from"),
     (
-        "peak memory",
-        "CPU: the most resident memory of the process, one process a cell; CUDA: the most bytes in tensors",
+        "peak of tensors",
+        "the most bytes in tensors: CUDA's own count, on a CPU a trace of PyTorch's allocator in a run of its own",
     ),
+    ("peak resident", "the most memory of the process that was in RAM: tensors, code, and what libraries keep"),
+    ("cache off", "every step is longer than all before it, so all but two are the first of their shape, and not warm"),
     ("KV cache", "the bytes that the tensors of the cache held at the last step"),
     ("token-forwards", "tokens fed through the model, over all rows and steps: the work"),
     ("less work, less time", "token-forwards, and median times, without the cache over those with it"),
@@ -157,7 +159,7 @@ def _cell_grid(name: str, records: Sequence[CellRecord]) -> Grid:
     heads = ["batch size", "KV cache", *(key.replace("_", " ") for key in varying)]
     ratio = ["ours, times faster"] if peers else []
     notes = [f"{label(record)} {fate(record)}" for record in records if record["error"] is not None]
-    notes += ["ours, times faster: our tokens/s over theirs, same batch size and mode"] if peers else []
+    notes += ["ours, times faster: their time over ours, same batch size and mode"] if peers else []
     rows = []
     for record in records:
         cell = record["cell"]
@@ -180,7 +182,8 @@ _FIGURES: tuple[tuple[str, Callable[[CellRecord, Summary], str]], ...] = (
     ("time per output token, ms", lambda _, summary: spread(summary["step_seconds"], scale=1e3, digits=1)),
     ("prefill tokens/s", lambda _, summary: rate(summary["prefill_tokens_per_second"])),
     ("decode tokens/s", lambda _, summary: rate(summary["decode_tokens_per_second"])),
-    ("peak memory, MB", lambda _, summary: spread(summary["peak_bytes"], scale=1 / MB)),
+    ("peak of tensors, MB", lambda _, summary: spread(summary["peak_bytes"], scale=1 / MB)),
+    ("peak resident, MB", lambda _, summary: spread(summary["resident_bytes"], scale=1 / MB)),
     ("KV cache, MB", lambda record, _: megabytes(record["cache_bytes"], NOT_OBSERVED).removesuffix(" MB")),
     ("work, token-forwards", lambda record, _: _forwards(record)),
 )
@@ -305,12 +308,14 @@ def violations(report: Report) -> list[str]:
 
 
 def deaths(report: Report) -> list[str]:
-    return [f"{label(one)} {fate(one)}" for one in report["cells"] if one["error"] is not None]
+    """Return the cells that have no figures because they died or were refused, and what else was not measured."""
+    cells = [f"{label(one)} {fate(one)}" for one in report["cells"] if one["error"] is not None]
+    return cells + [f"not measured: {failure}" for failure in report["failures"]]
 
 
 def fate(record: CellRecord) -> str:
-    """Return why a cell has no figures: it died, or its turn has not come."""
-    return NOT_MEASURED if record["error"] is None else f"died: {record['error']}"
+    """Return why a cell has no figures: it died, was refused, or its turn has not come."""
+    return NOT_MEASURED if record["error"] is None else record["error"]
 
 
 def point_mark(point: Point) -> str:

@@ -30,10 +30,12 @@ def run_job(kind: str, cell: Cell, *, waiting: Callable[[], None] = lambda: None
     with tempfile.TemporaryDirectory(prefix="llama-bench-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps({"kind": kind, "cell": cell.as_json(), **job}), "utf-8")
-        words = [sys.executable, "-m", "llama.bench.worker", str(folder / "job.json"), str(folder / "result.json")]
+        # -P: a folder named llama where the user happens to stand is not this package
+        files = [str(folder / "job.json"), str(folder / "result.json")]
+        words = [sys.executable, "-P", "-m", "llama.bench.worker", *files]
         with (folder / "said").open("w+", errors="replace") as said:
             # The pipe is never written to: its end tells the process that we are gone, however we went.
-            process = subprocess.Popen(words, env=_environment(), stdin=subprocess.PIPE, stdout=said, stderr=said)
+            process = subprocess.Popen(words, env=_environment(folder), stdin=subprocess.PIPE, stdout=said, stderr=said)
             try:
                 _wait(process, waiting)
             finally:
@@ -50,10 +52,10 @@ def run_job(kind: str, cell: Cell, *, waiting: Callable[[], None] = lambda: None
     return done
 
 
-def _environment() -> dict[str, str]:
-    """Return our environment, in which the process finds this very package, installed or not."""
+def _environment(folder: Path) -> dict[str, str]:
+    """Return our environment, in which the process finds this very package, and leaves its files in `folder`."""
     paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "TMPDIR": str(folder)}
 
 
 def _wait(process: "subprocess.Popen[bytes]", waiting: Callable[[], None]) -> None:

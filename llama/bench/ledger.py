@@ -1,10 +1,14 @@
 """The memory ledger: what a cell's memory is predicted to hold at its peak, line by line, beside what was measured.
 
-The predictions are `llama.costs`' and come from ModelArgs alone. Knows nothing of how anything was measured.
+The predictions are `llama.costs`' and come from ModelArgs alone; what would not fit is refused by them. Knows nothing
+of how anything was measured.
 """
+
+import torch
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
+from llama.bench.machine import available_memory
 from llama.bench.record import Ledger, Line
 from llama.costs import PeakMemory, peak_memory, size
 
@@ -32,6 +36,7 @@ def make_ledger(
     predicted: PeakMemory,
     *,
     weights: int | None = None,
+    head: int | None = None,
     cache: int | None = None,
     logits: int | None = None,
     peak: int | None = None,
@@ -39,19 +44,20 @@ def make_ledger(
 ) -> Ledger:
     """Return the ledger of the tensors; the resident memory of the process is for the caller to add.
 
-    `weights`, `cache`, `logits` and `peak` are measured bytes, None where nobody could look.
+    `weights`, of which `head` are those of a head of its own, `cache`, `logits` and `peak` are measured bytes, None
+    where nobody could look.
     """
-    head = args.vocab_size * args.dim * cell.itemsize
-    untied = 0 if args.tied_head else head
+    own_head = args.vocab_size * args.dim * cell.itemsize
+    untied = 0 if args.tied_head else own_head
     at_head = predicted.at_head
     lines = [
-        _line("weights", predicted.weights - untied, None if weights is None else weights - untied),
-        _line("tied head" if args.tied_head else "head", untied, untied if weights == predicted.weights else None),
+        _line("weights", predicted.weights - untied, None if weights is None else weights - (head or 0)),
+        _line("tied head" if args.tied_head else "head", untied, head),
         _line("KV cache", predicted.cache, cache),
         _line("logits", predicted.logits, logits, counts=at_head),
     ]
     if args.tied_head:
-        lines[1]["note"] = f"is the embedding; on its own it would take {size(head)}"
+        lines[1]["note"] = f"is the embedding; on its own it would take {size(own_head)}"
     if cell.kv_cache != "static" and cell.kv_caching:
         lines[2]["note"] = f"predicted for a static cache; this one is {cell.kv_cache}"
     if predicted.narrow_logits:
@@ -59,10 +65,13 @@ def make_ledger(
     if predicted.previous_logits:
         lines.append(_line("logits of the step before", predicted.previous_logits, None))
     doing = predicted.head_activations if at_head else predicted.activations
-    known = predicted.total - doing - predicted.workspace
-    moment = "prefill" if cell.kv_caching or cell.output_len == 1 else "last step"
-    lines.append(_line(f"{moment} activations", doing, None if peak is None else peak - known - predicted.workspace))
+    moment = "prefill" if predicted.forward == 0 else "step"
+    known = [line["predicted"] if line["measured"] is None else line["measured"] for line in lines if line["counts"]]
+    rest = None if peak is None else peak - sum(known) - predicted.workspace
+    lines.append(_line(f"{moment} activations", doing, rest))
     lines.append(_line("workspace", predicted.workspace, None))
+    if rest is not None:
+        lines[-2]["note"] = "measured is what the other lines leave of the measured peak"
     return {
         "moment": f"{'at the head' if at_head else 'in a layer'} of the {moment}",
         "lines": lines,
@@ -84,3 +93,31 @@ def ledger_words(ledger: Ledger) -> str:
     """Return the predicted lines in one sentence, for a refusal."""
     parts = [f"{line['name']} {size(line['predicted'])}" for line in ledger["lines"] if line["counts"]]
     return f"{', '.join(parts)}: {size(ledger['predicted_peak'])} at the peak"
+
+
+def check_length(cell: Cell, max_seq_len: int) -> None:
+    """Refuse what passes the model's limit."""
+    if cell.total_len > max_seq_len:
+        raise ValueError(
+            f"input_len={cell.input_len} + output_len={cell.output_len} = {cell.total_len} passes the model's "
+            f"max_seq_len={max_seq_len}; shorten one of the two"
+        )
+
+
+def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, held: int) -> None:
+    """Refuse what is predicted to pass the memory that is free; `held` bytes of the prediction are taken already."""
+    predicted = predict(args, cell, workspace=workspace(device))
+    free = available_memory(device)
+    if free is not None and predicted.total - held > free:
+        raise ValueError(
+            f"{cell.name} does not fit: {ledger_words(make_ledger(args, cell, predicted))}, and {size(free)} are free "
+            f"on {device}; make batch_size, input_len or output_len smaller"
+        )
+
+
+def workspace(device: torch.device) -> int:
+    """Return what the device's libraries take through PyTorch's allocator: cuBLAS its workspace, a CPU nothing."""
+    if device.type != "cuda":
+        return 0
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    return CUBLAS_WORKSPACE_HOPPER if hopper else CUBLAS_WORKSPACE

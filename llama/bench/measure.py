@@ -5,7 +5,7 @@ its own.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -13,12 +13,13 @@ import torch
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.engines import Engine, LlamaEngine, Run
-from llama.bench.ledger import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, ledger_words, make_ledger, predict
-from llama.bench.machine import OtherLoad, available_memory
+from llama.bench.ledger import check_length, check_memory, make_ledger, predict, workspace
+from llama.bench.machine import OtherLoad
 from llama.bench.memory import Peak, PeakBytes, tensor_peak
+from llama.bench.models import settled
 from llama.bench.record import CellRecord, Ledger, Sample, Work, new_record
 from llama.bench.validity import judge, notes
-from llama.costs import forward_flops, forwards, size, step_bytes
+from llama.costs import forward_flops, forwards, step_bytes
 
 
 def measure(
@@ -29,11 +30,11 @@ def measure(
     weights: str = "checkpoint",
     resident_before_model: int | None = None,
     device_bytes_before: int | None = None,
-    with_ledger: bool = True,
+    trace: bool = True,
 ) -> CellRecord:
     """Measure a cell once. Raises ValueError where it does not fit the model's limits or the memory.
 
-    `with_ledger` also measures the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
+    `trace` also measures the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
     """
     cell = settled(cell, engine.encode)
     check_length(cell, engine.max_seq_len)
@@ -47,6 +48,9 @@ def measure(
     load.start()
     run = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching)
     sample = make_sample(run, load.stop(), peak.stop())
+    if trace and device.type == "cpu" and run.logits_bytes is not None:  # else what runs is not PyTorch's
+        traced = tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run))
+        sample["peak_allocated_bytes"] = (engine.weights_bytes or 0) + traced
     record: CellRecord = {
         **new_record(cell),
         "path": engine.path,
@@ -59,14 +63,9 @@ def measure(
         "notes": notes(cell, other_load=sample["other_load_cores"], weights=weights),
         "work": None if engine.args is None else make_work(cell, engine.args),
     }
-    if with_ledger and isinstance(engine, LlamaEngine):
-        record["ledger"] = _ledger(cell, engine, prompts, run, sample, device, resident_before_model)
+    if trace and isinstance(engine, LlamaEngine):
+        record["ledger"] = _ledger(cell, engine, run, sample, device, resident_before_model)
     return record
-
-
-def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
-    """Return the cell with the count of its text's tokens, where it has one."""
-    return cell if cell.text is None else cell.but(input_len=len(encode(cell.text)))
 
 
 def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
@@ -78,26 +77,6 @@ def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
         engine.vocab_size, (cell.batch_size, cell.input_len), generator=stream
     ).tolist()
     return ids
-
-
-def check_length(cell: Cell, max_seq_len: int) -> None:
-    """Refuse what passes the model's limit."""
-    if cell.total_len > max_seq_len:
-        raise ValueError(
-            f"input_len={cell.input_len} + output_len={cell.output_len} = {cell.total_len} passes the model's "
-            f"max_seq_len={max_seq_len}; shorten one of the two"
-        )
-
-
-def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, held: int) -> None:
-    """Refuse what is predicted to pass the memory that is free; `held` bytes of the prediction are taken already."""
-    predicted = predict(args, cell, workspace=_workspace(device))
-    free = available_memory(device)
-    if free is not None and predicted.total - held > free:
-        raise ValueError(
-            f"{cell.name} does not fit: {ledger_words(make_ledger(args, cell, predicted))}, and {size(free)} are free "
-            f"on {device}; make batch_size, input_len or output_len smaller"
-        )
 
 
 def make_sample(run: Run, other_load: float | None, memory: PeakBytes) -> Sample:
@@ -137,22 +116,21 @@ def make_work(cell: Cell, args: ModelArgs) -> Work:
 def _ledger(
     cell: Cell,
     engine: LlamaEngine,
-    prompts: list[list[int]],
     run: Run,
     sample: Sample,
     device: torch.device,
     resident_before_model: int | None,
 ) -> Ledger:
-    """Return the ledger, with the tensors' peak from CUDA's allocator, or on a CPU from a run that is traced."""
-    peak, measured_by = sample["peak_allocated_bytes"], "max_memory_allocated"
-    if device.type == "cpu":
-        peak = (engine.weights_bytes or 0) + tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run))
-        measured_by = "a trace of PyTorch's CPU allocator"
+    """Return the ledger of a cell, and beside it, on a CPU, the resident memory of the process."""
+    peak = sample["peak_allocated_bytes"]
+    measured_by = "max_memory_allocated" if device.type == "cuda" else "a trace of PyTorch's CPU allocator"
+    head, embedding = engine.model.output.weight, engine.model.tok_embeddings.weight
     ledger = make_ledger(
         engine.model.args,
         cell,
-        predict(engine.model.args, cell, workspace=_workspace(device)),
+        predict(engine.model.args, cell, workspace=workspace(device)),
         weights=engine.weights_bytes,
+        head=0 if head is embedding else head.untyped_storage().nbytes(),
         cache=run.cache_bytes,
         logits=run.logits_bytes,
         peak=peak,
@@ -166,17 +144,10 @@ def _ledger(
 
 
 def _largest_forwards(cell: Cell, engine: Engine, prompts: Sequence[list[int]], run: Run) -> None:
-    """Run the forwards that make the peak: with the cache the first ones, without it the last two."""
-    if cell.kv_caching or cell.output_len < 2:
-        engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=min(2, cell.output_len))
-        return
-    nearly = [prompt + ids[: cell.output_len - 2] for prompt, ids in zip(prompts, run.ids, strict=True)]
-    engine.run(nearly, 2, kv_caching=False)
-
-
-def _workspace(device: torch.device) -> int:
-    """Return what the device's libraries take through PyTorch's allocator: cuBLAS its workspace, a CPU nothing."""
-    if device.type != "cuda":
-        return 0
-    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    return CUBLAS_WORKSPACE_HOPPER if hopper else CUBLAS_WORKSPACE
+    """Run the forwards that make the peak: without the cache the last two, with a static one the first two."""
+    if not cell.kv_caching and cell.output_len >= 2:
+        nearly = [prompt + ids[: cell.output_len - 2] for prompt, ids in zip(prompts, run.ids, strict=True)]
+        engine.run(nearly, 2, kv_caching=False)
+    else:
+        preallocated = cell.engine == "llama" and cell.kv_cache == "static"  # else the last forward may be the largest
+        engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=2 if preallocated else None)

@@ -42,14 +42,14 @@ class Peak:
         self.reset_seen: tuple[int, int] | None = None
 
     def start(self) -> None:
-        reset_peak_resident()
+        was_reset = reset_peak_resident()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self.reset_seen = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
             return
         peak, now = peak_resident_bytes(), resident_bytes()
-        self.reset_seen = None if peak is None or now is None else (peak, now)
+        self.reset_seen = None if peak is None or now is None or not was_reset else (peak, now)
 
     def stop(self) -> PeakBytes:
         """Return the peaks since `start()`.

@@ -5,16 +5,23 @@ Meta's weights are gated, and no time or size depends on their values; the token
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from llama.api import pick_device, pick_dtype
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
+from llama.bench.ledger import check_length, check_memory
+from llama.bench.peers import GPT2
 from llama.checkpoint import load_weights, materialise, open_checkpoint
 from llama.costs import RELEASED
 from llama.demo import demo_model_path, meta_tokenizer_path
+from llama.kv_cache import KVCache
 from llama.model import Transformer
+from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
 
 
@@ -33,9 +40,48 @@ class Source:
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in a cell."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
+def make_cell(
+    *, model: str | None = None, ckpt_dir: str | None = None, device: str = "auto", dtype: str = "auto", **rest: Any
+) -> Cell:
+    """Return a cell with everything settled that was left open; refuse what cannot be measured, before anything runs.
+
+    The model is the demo on a CPU and llama-3.2-1b on a GPU, where none is named. `rest` are fields of Cell.
+    """
+    if model is not None and ckpt_dir is not None:
+        raise ValueError("model and ckpt_dir both name a model; give one of them")
+    if model is not None and model not in ("demo", *RELEASED, *GPT2):
+        known = ", ".join(["demo", *RELEASED, *GPT2])
+        raise ValueError(f"model={model} is not known; known are {known}; ckpt_dir takes a path")
+    on = pick_device(device)
+    name = ckpt_dir or model or ("llama-3.2-1b" if on.type == "cuda" else "demo")
+    kind = pick_dtype(dtype, on)
+    cell = Cell(model=name, device=str(on), dtype=next(n for n, known in DTYPES.items() if known == kind), **rest)
+    KVCache.of(ModelArgs(kv_cache=cache_kind(cell.kv_cache)))
+    if name in GPT2:
+        return cell
+    source = find_model(cell)
+    cell = settled(cell, lambda text: encode_prompt(source.tokenizer, text))
+    check_length(cell, source.args.max_seq_len)
+    check_memory(cell, source.args, source.device, held=0)
+    return cell
+
+
+def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
+    """Return the cell with the count of its text's tokens, where it has one."""
+    return cell if cell.text is None else cell.but(input_len=len(encode(cell.text)))
+
+
+def cache_kind(name: str) -> str:
+    """Return the name of a kind of cache; of "file.py:kind", after running the file, which defines it."""
+    path, _, kind = name.rpartition(":")
+    if not path.endswith(".py"):
+        return name
+    if kind not in KVCache.kinds:
+        spec = spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(module_from_spec(spec))
+    return kind
 
 
 def find_model(cell: Cell) -> Source:
@@ -46,12 +92,12 @@ def find_model(cell: Cell) -> Source:
     device = pick_device(cell.device)
     dtype = pick_dtype(DTYPES[cell.dtype], device)
     if cell.model in RELEASED:
-        args = replace(RELEASED[cell.model], kv_cache=cell.kv_cache)
+        args = replace(RELEASED[cell.model], kv_cache=cache_kind(cell.kv_cache))
         tokenizer = Tokenizer(cell.tokenizer_path or meta_tokenizer_path())
         return Source(args, tokenizer, "random", device, dtype, lambda: random_model(args, dtype=dtype, device=device))
     path = demo_model_path() if cell.model == "demo" else cell.model
     checkpoint = open_checkpoint(path, tokenizer_path=cell.tokenizer_path)
-    args = replace(checkpoint.args, kv_cache=cell.kv_cache)
+    args = replace(checkpoint.args, kv_cache=cache_kind(cell.kv_cache))
     build = lambda: load_weights(checkpoint, args, dtype=dtype, device=device).eval()  # noqa: E731
     return Source(args, checkpoint.tokenizer, "checkpoint", device, dtype, build)
 

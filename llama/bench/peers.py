@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.bench.engines import Engine, Run
+from llama.bench.engines import Engine, Run, weights_bytes
 from llama.checkpoint.export import huggingface_config, huggingface_tensors, save_gguf
 from llama.model import Transformer
 from llama.request import make_request
@@ -95,7 +95,7 @@ class TransformersEngine:
         self.path = f"transformers {transformers.__version__} eager, {model.config._attn_implementation}"
         self.vocab_size: int = model.config.vocab_size
         self.max_seq_len: int = model.config.max_position_embeddings if args is None else args.max_seq_len
-        self.weights_bytes: int | None = _weights_bytes(model)
+        self.weights_bytes: int | None = weights_bytes(model)
         self.encode, self.decode = text.encode, text.decode
 
     @classmethod
@@ -256,11 +256,6 @@ def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
     ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def _weights_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters, those that are one counted once."""
-    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
 
 
 # ---- llama.cpp -------------------------------------------------------------------------------------------------------

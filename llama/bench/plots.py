@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from llama.bench.grids import fit_name, groups, on_cuda, on_or_off, pairs, stands_apart
+from llama.bench.grids import fit_name, groups, on_or_off, pairs, stands_apart
 from llama.bench.record import CellRecord, Crossover, Fit, Report, Spread, StepTimes, Sweep
 from llama.costs import MB, size
 
@@ -25,7 +25,7 @@ COLORS = {True: "#0072B2", False: "#D55E00"}
 MODES = {True: "with the cache", False: "without"}
 _LEDGER = ["#AEB6C2", "#009E73", "#F0E442", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#4D4D4D"]
 _REST = "#ECEFF3"
-_REST_NAMES = {True: "beyond the ledger", False: "rest of the process"}  # by whether the peak is CUDA's
+_REST_NAME = "beyond the ledger"
 _INK, _FAINT, _GRID = "#1F2933", "#5B6875", "#E3E7EC"
 _WIDTH = 9.0  # inches; at 100 dots an inch what a page of 900 px shows
 _LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 10, "color": _INK}
@@ -104,6 +104,8 @@ def _time_title(report: Report) -> str:
     if not factors:
         return "Time of the whole job"
     low, high = f"{min(factors):.1f}", f"{max(factors):.1f}"
+    if min(factors) < 1:
+        return f"With the cache the same job is {low if low == high else f'{low} to {high}'} times as fast"
     return f"With the cache the same job takes {low if low == high else f'{low} to {high}'} times less time"
 
 
@@ -159,7 +161,7 @@ def _draw_stacks(ax: Axes, places: Sequence[float], records: Sequence[CellRecord
     """Draw a bar per cell, each line of the ledger in its colour, and return the heights in MB."""
     stacks = [_parts(record) for record in records]
     names = list(dict.fromkeys(name for stack in stacks for name in stack))
-    named = [name for name in names if name not in _REST_NAMES.values()]
+    named = [name for name in names if name != _REST_NAME]
     colors = dict(zip(named, _LEDGER * len(named), strict=False))
     tops = [0.0] * len(records)
     for name in [*named, *(name for name in names if name not in named)]:
@@ -180,7 +182,7 @@ def _parts(record: CellRecord) -> dict[str, float]:
             name = "activations" if line["name"].endswith(" activations") else line["name"]  # of whichever step
             parts[name] = parts.get(name, 0.0) + nbytes
     rest = (_peak(record) or 0.0) - sum(parts.values())
-    return parts | ({_REST_NAMES[on_cuda(record)]: rest} if rest > 0 else {})
+    return parts | ({_REST_NAME: rest} if rest > 0 else {})
 
 
 def _peak(record: CellRecord) -> float | None:

@@ -5,20 +5,21 @@ the context and the batch. What is finished is saved at once, and a run that was
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from llama.bench.book import Book
 from llama.bench.cell import Cell
-from llama.bench.cells import compare_modes, comparison_words, gathered, note_machine, with_figures
+from llama.bench.gather import check_machine, compare_modes, comparison_words, first_divergence, gathered, with_figures
 from llama.bench.grids import pairs
 from llama.bench.jobs import JobDied, run_job
 from llama.bench.peers import GPT2
 from llama.bench.probe import crossover, grid
 from llama.bench.progress import Progress
 from llama.bench.reading import fits, growth, read
-from llama.bench.record import CellRecord, Sweep
+from llama.bench.record import CellRecord, Report, Sweep
 from llama.costs import forwards
 
 REPETITIONS = 5
@@ -59,6 +60,7 @@ class Session:
     progress: Progress
     calibration: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
+    curves: list[str] = field(default_factory=list)  # jobs beside the cells that are still to come
 
     def has_room(self, seconds: float) -> bool:
         return time.monotonic() + seconds <= self.deadline
@@ -71,22 +73,30 @@ class Session:
         self.expected[what] = time.monotonic() - started
         return result
 
+    @contextmanager
+    def noting_failure(self, what: str) -> Iterator[None]:
+        """Let what can be done without go wrong, and keep why."""
+        try:
+            yield
+        except (ValueError, JobDied) as error:
+            self.book.report["failures"].append(f"{what}: {error}")
+
 
 def run_table(session: Session) -> None:
     """Measure the table: every cell once, the crossovers, then the cells again while the budget lasts."""
-    calibrate(session)
-    plan(session)
-    for repetition in range(REPETITIONS):
+    begin(session, [(f"steps at batch {cell.batch_size}", crossover_tokens(cell)) for cell in crossover_cells(session)])
+    one_round(session, 0)
+    measure_crossovers(session)
+    for repetition in range(1, REPETITIONS):
         one_round(session, repetition)
-        if repetition == 0:
-            measure_crossovers(session)
     finish(session)
 
 
 def run_sweep(session: Session) -> None:
     """Measure the curves, then the long generations while the budget lasts."""
-    calibrate(session)
-    plan(session)
+    fed = 4 * session.book.cells[0].input_len  # a warm-up and three times
+    batches = [(f"steps at batch {batch}", fed * batch) for batch in SWEEP_BATCHES]
+    begin(session, [("cache sizes", 0), ("steps by context", 4 * sum(CONTEXTS)), *batches])
     one_round(session, 0)
     measure_curves(session)
     for repetition in range(1, REPETITIONS):
@@ -94,32 +104,37 @@ def run_sweep(session: Session) -> None:
     finish(session)
 
 
-def calibrate(session: Session) -> None:
-    """Measure the machine's ceilings, and what the prediction of all other times is made of."""
-    cell = session.book.cells[0].but(engine="llama", kv_caching=True, batch_size=1)
-    found = session.do("the machine's ceilings", "calibrate", cell)
-    note_machine(session.book.report, found)
-    session.calibration = found
+def begin(session: Session, curves: Sequence[tuple[str, int]]) -> None:
+    """Measure the machine, and what a prediction of all times is made of; say how long it will take.
+
+    `curves` are the other jobs by name, and how many tokens they feed.
+    """
+    report, cell = session.book.report, session.book.cells[0].but(kv_caching=True)
+    machine = session.do("the machine's ceilings", "machine", cell)
+    check_machine(report, machine["environment"])
+    report["ceilings"] = report["ceilings"] or machine["ceilings"]
+    session.calibration = session.do("how long it will take", "calibrate", cell)
+    report["model"] = session.calibration["model"]
     session.book.save()
-
-
-def plan(session: Session) -> None:
-    """Say how long it will take, before it starts."""
     for cell in session.book.cells:
         session.expected[cell.name] = expected_seconds(cell, session.calibration)
+    for name, tokens in curves:
+        session.expected[name] = expected_of_tokens(tokens, session.calibration)
+    session.curves = [name for name, _ in curves]
     left = planned(session)
     session.progress.plan(sum(left))
     once, budget = sum(session.expected.values()), max(0.0, session.deadline - time.monotonic())
     session.progress.say(
-        f"{len(session.book.cells)} cells, {len(left)} repetitions, every one in a process of its own: about "
-        f"{duration(sum(left))} in all. A round takes about {duration(once)}, the budget is {duration(budget)}; "
-        f"what does not fit into it is repeated less than {REPETITIONS} times."
+        f"{len(session.book.cells)} cells and {len(curves)} curves, each repetition in a process of its own: about "
+        f"{duration(sum(left))} in all. Everything once takes about {duration(once)}, the budget is "
+        f"{duration(budget)}; cells are repeated up to {REPETITIONS} times as far as it goes."
     )
 
 
 def planned(session: Session) -> list[float]:
-    """Return how long each repetition is expected to take that is still to come, in turn, as far as the budget goes."""
-    now, seconds = time.monotonic(), list[float]()
+    """Return how long each job is expected to take that is still to come, in turn, as far as the budget goes."""
+    now = time.monotonic()
+    seconds = [session.expected[name] for name in session.curves]
     for repetition in range(REPETITIONS):
         for cell, record in zip(session.book.cells, session.book.report["cells"], strict=True):
             expected = session.expected[cell.name]
@@ -135,8 +150,13 @@ def expected_seconds(cell: Cell, calibration: dict[str, Any]) -> float:
     fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
     seconds: list[float] = [max(calibration["step_seconds"], cell.batch_size * seqlen * token) for _, seqlen in fed]
     slower = 1.0 if cell.engine == "llama" else _PEER_IS_SLOWER
+    return expected_of_tokens(0, calibration) + slower * (sum(seconds) + sum(seconds[:2]))
+
+
+def expected_of_tokens(tokens: int, calibration: dict[str, Any]) -> float:
+    """Predict how long a process takes that loads the model and feeds it so many tokens, many at a time."""
     loading: float = calibration["load_seconds"]
-    return _STARTING + loading + slower * (sum(seconds) + sum(seconds[:2]))
+    return _STARTING + loading + tokens * float(calibration["prefill_seconds"]) / int(calibration["input_len"])
 
 
 def duration(seconds: float) -> str:
@@ -151,7 +171,7 @@ def one_round(session: Session, repetition: int) -> None:
     """
     for place, cell in enumerate(session.book.cells):
         record = session.book.report["cells"][place]
-        if len(record["samples"]) != repetition or record["error"] is not None:
+        if len(record["samples"]) > repetition or record["error"] is not None:
             continue
         if repetition > 0 and not session.has_room(session.expected[cell.name]):
             continue
@@ -162,67 +182,98 @@ def one_round(session: Session, repetition: int) -> None:
 def repeat(session: Session, cell: Cell, record: CellRecord) -> CellRecord:
     """Return the record with one more repetition, or with why there is none."""
     try:
-        done = session.do(cell.name, "cell", cell, ledger=record["ledger"] is None)
+        done = session.do(cell.name, "cell", cell, trace=not record["samples"])
     except (ValueError, JobDied) as error:
         if record["samples"]:
             return {**record, "notes": [*record["notes"], f"a repetition failed: {error}"]}
-        return {**record, "error": str(error)}
-    note_machine(session.book.report, done)
+        return {**record, "error": f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"}
+    check_machine(session.book.report, done["environment"])
     return with_figures(gathered(record, done["record"]), session.book.report["ceilings"])
+
+
+def crossover_cells(session: Session) -> list[Cell]:
+    """Return a cell for each batch of ours whose crossover is still to be measured."""
+    known = {entry["batch_size"] for entry in session.book.report["crossovers"]}
+    cached = [cell for cell in session.book.cells if cell.engine == "llama" and cell.kv_caching]
+    return [cell for cell in cached if cell.batch_size not in known]
+
+
+def crossover_tokens(cell: Cell) -> int:
+    """Return about how many tokens the steps of a crossover feed: a warm-up and three times, at every context."""
+    return 4 * cell.batch_size * sum(grid(cell.input_len))
 
 
 def measure_crossovers(session: Session) -> None:
     """Time single steps by context, for every batch of ours in the table, as far as the budget goes."""
-    report = session.book.report
-    known = {entry["batch_size"] for entry in report["crossovers"]}
-    for cell in session.book.cells:
-        if cell.engine != "llama" or not cell.kv_caching or cell.batch_size in known:
-            continue
-        contexts = grid(cell.input_len)
+    for cell in crossover_cells(session):
         what = f"steps at batch {cell.batch_size}"
-        token = session.calibration["prefill_seconds"] / cell.input_len
-        session.expected[what] = _STARTING + 4 * cell.batch_size * sum(contexts) * token
-        if session.has_room(session.expected[what]):
-            report["crossovers"].append(crossover(session.do(what, "steps", cell, contexts=contexts)["steps"]))
+        session.curves.remove(what)
+        if not session.has_room(session.expected[what]):
+            session.book.report["failures"].append(f"{what}: no room in the budget, so there is no crossover")
+            continue
+        with session.noting_failure(what):
+            steps = session.do(what, "steps", cell, contexts=grid(cell.input_len))["steps"]
+            session.book.report["crossovers"].append(crossover(steps))
             session.book.save()
 
 
 def measure_curves(session: Session) -> None:
     """Measure what the sweep is about beside the long generations: caches, contexts and batches."""
-    report = session.book.report
-    cell = session.book.cells[0]
+    report, cell, limit = session.book.report, session.book.cells[0], session.calibration["max_seq_len"]
     sweep: Sweep = report["sweep"] or {"growth": [], "cache": [], "contexts": [], "batches": [], "fits": []}
     report["sweep"] = sweep
-    limit = session.calibration["max_seq_len"]
+    session.curves.clear()
     if not sweep["cache"]:
-        lengths = [length for length in CACHE_LENGTHS if length <= limit]
-        sweep["cache"] = session.do("cache sizes", "caches", cell, lengths=lengths)["sizes"]
-        session.book.save()
+        with session.noting_failure("cache sizes"):
+            lengths = [length for length in CACHE_LENGTHS if length <= limit]
+            sweep["cache"] = session.do("cache sizes", "caches", cell, lengths=lengths)["sizes"]
+            session.book.save()
     if not sweep["contexts"]:
-        contexts = [length for length in CONTEXTS if length <= limit]
-        sweep["contexts"] = session.do("steps by context", "steps", cell, contexts=contexts)["steps"]
-        sweep["fits"] = fits(sweep["contexts"])
-        session.book.save()
+        with session.noting_failure("steps by context"):
+            contexts = [length for length in CONTEXTS if length <= limit]
+            sweep["contexts"] = session.do("steps by context", "steps", cell, contexts=contexts)["steps"]
+            sweep["fits"] = fits(sweep["contexts"])
+            session.book.save()
     for batch in SWEEP_BATCHES:
         if all(step["batch_size"] != batch for step in sweep["batches"]):
-            one = cell.but(batch_size=batch)
-            sweep["batches"] += session.do(f"steps at batch {batch}", "steps", one, contexts=[cell.input_len])["steps"]
-            session.book.save()
+            with session.noting_failure(f"steps at batch {batch}"):
+                one = cell.but(batch_size=batch)
+                done = session.do(f"steps at batch {batch}", "steps", one, contexts=[cell.input_len])
+                sweep["batches"] += done["steps"]
+                session.book.save()
 
 
 def finish(session: Session) -> None:
-    """Compare the modes' tokens and read what follows from the numbers."""
+    """Compare the modes' tokens, and the peers' with ours, and read what follows from the numbers."""
     report = session.book.report
     report["cells"] = [with_figures(record, report["ceilings"]) for record in report["cells"]]
-    report["comparisons"] = [compare_modes(on, off) for on, off in pairs(report)]
-    for comparison in report["comparisons"]:
-        for record in report["cells"]:
-            if (record["cell"]["engine"], record["cell"]["batch_size"]) == (
-                comparison["engine"],
-                comparison["batch_size"],
-            ):
-                record["notes"] = list(dict.fromkeys([*record["notes"], comparison_words(comparison)]))
+    report["comparisons"] = []
+    for on, off in pairs(report):
+        with session.noting_failure(f"the comparison at batch {on['cell']['batch_size']}"):
+            report["comparisons"].append(compare_modes(on, off))
+            for record in (on, off):
+                note(record, comparison_words(report["comparisons"][-1]))
+    compare_peers(report)
     if report["sweep"] is not None:
         report["sweep"]["growth"] = [entry for on, off in pairs(report) for entry in growth(on, off, GENERATED)]
     report["reading"] = read(report)
     session.book.save()
+
+
+def compare_peers(report: Report) -> None:
+    """Note for each peer's cell whether it made the tokens that ours did, on the same weights and prompts."""
+
+    def key(record: CellRecord) -> tuple[int, bool]:
+        return record["cell"]["batch_size"], record["cell"]["kv_caching"]
+
+    ours = {key(record): record["ids"] for record in report["cells"] if record["cell"]["engine"] == "llama"}
+    for record in report["cells"]:
+        if record["cell"]["engine"] != "llama" and record["ids"] and ours.get(key(record)):
+            where = first_divergence(ours[key(record)], record["ids"])
+            apart = "" if where is None else f"from token {where['token']} of row {where['row']} on "
+            note(record, "made the same tokens as we did" if where is None else f"{apart}made other tokens than we did")
+
+
+def note(record: CellRecord, words: str) -> None:
+    """Add a note that is not there yet."""
+    record["notes"] = list(dict.fromkeys([*record["notes"], words]))

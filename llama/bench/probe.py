@@ -6,6 +6,7 @@ A cached step can stand at any position that was fed before, so one prefill of t
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,32 +20,35 @@ LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the se
 
 
 @torch.inference_mode()
-def step_times(model: Transformer, batch_size: int, contexts: Sequence[int], *, kv_caching: bool) -> list[StepTimes]:
+def step_times(
+    model: Transformer,
+    batch_size: int,
+    contexts: Sequence[int],
+    *,
+    kv_caching: bool,
+    logits: Literal["last", "all"] = "last",
+) -> list[StepTimes]:
     """Time a step at every context length, up to the model's limit, each after a warm-up of its own shape."""
-    tokens = torch.randint(model.args.vocab_size, (batch_size, max(contexts)), device=model.device)
+    stream = torch.Generator().manual_seed(1)
+    tokens = torch.randint(model.args.vocab_size, (batch_size, max(contexts)), generator=stream).to(model.device)
     before, model.kv_caching = model.kv_caching, kv_caching
     try:
         if kv_caching:
             model.reserve_cache(batch_size, max(contexts))
             model(tokens, 0, logits="last")
-        return [
-            {
-                "batch_size": batch_size,
-                "context": context,
-                "kv_caching": kv_caching,
-                "seconds": spread(_repeat(_step(model, tokens, context, kv_caching=kv_caching))),
-            }
-            for context in contexts
-        ]
+        steps: list[StepTimes] = []
+        for context in sorted(contexts, reverse=True):  # a cache that grows forgets what lies past a position
+            start = context - 1 if kv_caching else 0
+            seconds = spread(_repeat(_step(model, tokens[:, start:context], start, logits)))
+            steps.append({"batch_size": batch_size, "context": context, "kv_caching": kv_caching, "seconds": seconds})
+        return steps[::-1]
     finally:
         model.free_cache()
         model.kv_caching = before
 
 
-def _step(model: Transformer, tokens: Tensor, context: int, *, kv_caching: bool) -> Callable[[], object]:
-    start = context - 1 if kv_caching else 0
-    fed = tokens[:, start:context]
-    return lambda: model(fed, start, logits="last")[:, -1].argmax(-1).tolist()  # on the host, as the loop has it
+def _step(model: Transformer, fed: Tensor, start: int, logits: Literal["last", "all"]) -> Callable[[], object]:
+    return lambda: model(fed, start, logits=logits)[:, -1].argmax(-1).tolist()  # on the host, as the loop has it
 
 
 def _repeat(work: Callable[[], object]) -> list[float]:
@@ -58,11 +62,14 @@ def _repeat(work: Callable[[], object]) -> list[float]:
 
 
 def crossover(steps: Sequence[StepTimes]) -> Crossover:
-    """Return the shortest context from which on the cached step was the faster one at every length that was tried."""
-    seconds = {(step["context"], step["kv_caching"]): step["seconds"]["median"] for step in steps}
+    """Return the shortest context from which on the cached step was the faster one at every length that was tried.
+
+    Faster beyond the spread: the slow end of its times lies below the fast end of the others.
+    """
+    seconds = {(step["context"], step["kv_caching"]): step["seconds"] for step in steps}
     found = None
     for context in sorted({step["context"] for step in steps}, reverse=True):
-        if seconds[context, True] >= seconds[context, False]:
+        if seconds[context, True]["p90"] >= seconds[context, False]["p10"]:
             break
         found = context
     return {"batch_size": steps[0]["batch_size"], "context": found, "steps": list(steps)}
@@ -72,13 +79,14 @@ def crossover(steps: Sequence[StepTimes]) -> Crossover:
 def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
     """Take caches of one row of each length, and compare their bytes with the prediction."""
     sizes: list[CacheSize] = []
-    itemsize = model.tok_embeddings.weight.itemsize
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    weight = model.tok_embeddings.weight
     for length in lengths:
         model.reserve_cache(1, length)
-        model(token, 0, logits="last")
+        written = weight.new_zeros(1, length, model.args.n_kv_heads, model.args.head_dim)
+        for cache in model.caches:
+            cache.update(0, written, written.clone())
         measured = sum(cache.nbytes for cache in model.caches)
-        predicted = cache_bytes(model.args, rows=1, length=length, itemsize=itemsize)
+        predicted = cache_bytes(model.args, rows=1, length=length, itemsize=weight.itemsize)
         sizes.append({"length": length, "predicted": predicted, "measured": measured})
     model.free_cache()
     return sizes
@@ -87,7 +95,7 @@ def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
 def grid(longest: int) -> list[int]:
     """Return context lengths up to `longest`, closer together where the cache begins to pay.
 
-    From 2 on: out of a context of one token both modes do the same.
+    Out of a context of one token both modes do the same, so it is there only where nothing else is.
     """
     steps = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192]
     octaves = [256 * 2**n for n in range(20)]

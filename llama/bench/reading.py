@@ -38,7 +38,7 @@ def _time(last: Sequence[Pair]) -> list[str]:
         seconds = on["summary"]["seconds"]["median"], off["summary"]["seconds"]["median"]
         sentence = (
             f"At batch {on['cell']['batch_size']} the cache turns {seconds[1]:.2f} s into {seconds[0]:.2f} s, "
-            f"{seconds[1] / seconds[0]:.1f}x less time"
+            f"{times_less(seconds[1] / seconds[0])} time"
         )
         if on["work"] and off["work"]:
             sentence += f" for {off['work']['token_forwards'] / on['work']['token_forwards']:.1f}x fewer tokens fed"
@@ -49,6 +49,11 @@ def _time(last: Sequence[Pair]) -> list[str]:
             )
         sentences.append(sentence + ".")
     return sentences
+
+
+def times_less(factor: float) -> str:
+    """Return a factor of time saved in words, whichever way it goes."""
+    return f"{factor:.1f}x less" if factor >= 1 else f"{1 / factor:.1f}x more"
 
 
 def _shares(limits: Limits) -> str:
@@ -101,8 +106,8 @@ def _growth(report: Report) -> list[str]:
     growth = report["sweep"]["growth"] if report["sweep"] else []
     if not growth:
         return []
-    words = ", ".join(f"{entry['speedup']:.1f}x over {entry['generated']}" for entry in growth)
-    return [f"The longer the text, the more the cache saves: {words} tokens."]
+    words = ", ".join(f"{times_less(entry['speedup'])} over {entry['generated']}" for entry in growth)
+    return [f"Time with the cache against without: {words} tokens."]
 
 
 def _fits(report: Report) -> list[str]:

@@ -25,7 +25,11 @@ class Spread(TypedDict):
 
 
 class Sample(TypedDict):
-    """One repetition: the whole job, the time to its first token, and the time of every later one."""
+    """One repetition: the whole job, the time to its first token, and the time of every later one.
+
+    Allocated are the bytes in tensors: on CUDA by the allocator's own count, on a CPU by a trace of a second, untimed
+    run, which only the first repetition has.
+    """
 
     seconds: float
     first_token_seconds: float
@@ -96,6 +100,7 @@ class Summary(TypedDict):
     first_token_seconds: Spread
     step_seconds: Spread | None
     peak_bytes: Spread | None
+    resident_bytes: Spread | None
     tokens_per_second: float
     prefill_tokens_per_second: float
     decode_tokens_per_second: float | None
@@ -211,7 +216,7 @@ class ModelFacts(TypedDict):
 
 
 class Report(TypedDict):
-    """A whole run of the benchmark; `reading` is what follows from its numbers, in sentences."""
+    """A whole run of the benchmark. `reading`: what follows from its numbers. `failures`: what was not measured."""
 
     schema: str
     preset: str
@@ -226,6 +231,7 @@ class Report(TypedDict):
     crossovers: list[Crossover]
     sweep: Sweep | None
     reading: list[str]
+    failures: list[str]
 
 
 def new_record(cell: Cell) -> CellRecord:
@@ -264,4 +270,5 @@ def new_report(preset: str, cells: Sequence[Cell], *, command: str = "", budget_
         "crossovers": [],
         "sweep": None,
         "reading": [],
+        "failures": [],
     }

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.cells import compare_modes, comparison_words, gathered, note_machine, with_figures
-from llama.bench.jobs import run_job
+from llama.bench.gather import check_machine, compare_modes, comparison_words, gathered, with_figures
+from llama.bench.jobs import JobDied, run_job
 from llama.bench.record import CellRecord, Report, new_report
+from llama.bench.validity import worse
 
 
 def benchmark_inference(
@@ -18,17 +19,24 @@ def benchmark_inference(
     output_len: int = 32,
     kv_caching: bool = True,
     *,
+    model: str | None = None,
+    ckpt_dir: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
     repeats: int = 1,
     compare: bool = False,
-    **settings: Any,
+    **rest: Any,
 ) -> CellRecord:
     """Measure one cell, each repetition in a process of its own, and return its record (llama/bench/record.py).
 
-    `settings` are the other fields of `llama.bench.cell.Cell`: model, device, dtype, threads, kv_cache, logits, text,
-    seed, engine, tokenizer_path. `compare` also runs the other mode once and compares the tokens. Raises ValueError
-    for what cannot be measured, and `llama.bench.jobs.JobDied`.
+    `model` and `ckpt_dir` as in benchmark_inference.py. `compare` also runs the other mode once and compares the
+    tokens. `rest` are other fields of `llama.bench.cell.Cell`: threads, kv_cache, logits, text, seed, engine. Raises
+    ValueError for what cannot be measured; a process that died stands in the record's `error`.
     """
-    cell = Cell(batch_size, input_len, output_len, kv_caching, **settings)
+    from llama.bench.models import make_cell
+
+    sizes = {"batch_size": batch_size, "input_len": input_len, "output_len": output_len, "kv_caching": kv_caching}
+    cell = make_cell(model=model, ckpt_dir=ckpt_dir, device=device, dtype=dtype, **sizes, **rest)
     return measure_cell(cell, repeats=repeats, compare=compare)["cells"][0]
 
 
@@ -45,16 +53,26 @@ def measure_cell(
         raise ValueError(f"repeats={repeats} must be at least 1")
     report = new_report("cell", [cell], command=command)
     record = report["cells"][0]
-    for repetition in range(repeats):
-        done = run_job("cell", cell, waiting=waiting, ledger=repetition == 0)
-        record = gathered(record, done["record"])
-        note_machine(report, done)
-    words = "cache on and off: tokens not compared (compare does it)"
-    if compare:
-        other = run_job("cell", cell.but(kv_caching=not cell.kv_caching), waiting=waiting, ledger=False)["record"]
-        on, off = (record, other) if cell.kv_caching else (other, record)
-        report["comparisons"] = [compare_modes(on, off)]
-        words = comparison_words(report["comparisons"][0])
-    record["notes"].append(words)
+    try:
+        machine = run_job("machine", cell, waiting=waiting)
+        report["environment"], report["ceilings"] = machine["environment"], machine["ceilings"]
+        for repetition in range(repeats):
+            done = run_job("cell", cell, waiting=waiting, trace=repetition == 0)
+            check_machine(report, done["environment"])
+            report["model"] = done["model"]
+            record = gathered(record, done["record"])
+        record["notes"].append(_compare(report, record, waiting) if compare else "cache on and off: not compared")
+    except JobDied as death:
+        record["error"] = f"died: {death}"
     report["cells"] = [with_figures(record, report["ceilings"])]
     return report
+
+
+def _compare(report: Report, record: CellRecord, waiting: Callable[[], None]) -> str:
+    """Run the cell's other mode once; a point that is violated there is violated here."""
+    cell = Cell(**record["cell"])
+    other = run_job("cell", cell.but(kv_caching=not cell.kv_caching), waiting=waiting, trace=False)["record"]
+    record["points"] = worse(record["points"], other["points"])
+    comparison = compare_modes(record, other) if cell.kv_caching else compare_modes(other, record)
+    report["comparisons"] = [comparison]
+    return comparison_words(comparison)

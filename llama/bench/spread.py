@@ -32,23 +32,19 @@ def summarise(cell: Cell, samples: Sequence[Sample]) -> Summary:
     steps = [step for sample in samples for step in sample["step_seconds"]]
     step = spread(steps) if steps else None
     after = statistics.median(sum(sample["step_seconds"]) for sample in samples)
-    peaks = [peak for sample in samples if (peak := _peak(sample)) is not None]
+    peaks = [peak for sample in samples if (peak := sample["peak_allocated_bytes"]) is not None]
+    resident = [peak for sample in samples if (peak := sample["peak_resident_bytes"]) is not None]
     rows = cell.batch_size
     return {
         "seconds": seconds,
         "first_token_seconds": first,
         "step_seconds": step,
         "peak_bytes": spread(peaks) if peaks else None,
+        "resident_bytes": spread(resident) if resident else None,
         "tokens_per_second": rows * cell.output_len / seconds["median"],
         "prefill_tokens_per_second": rows * cell.input_len / first["median"],
         "decode_tokens_per_second": rows * (cell.output_len - 1) / after if steps else None,
     }
-
-
-def _peak(sample: Sample) -> int | None:
-    """Return the peak as the field's users know it: allocated tensors on CUDA, else the process's resident memory."""
-    allocated = sample["peak_allocated_bytes"]
-    return sample["peak_resident_bytes"] if allocated is None else allocated
 
 
 def limits_of(work: Work, summary: Summary, ceilings: Ceilings) -> Limits:

@@ -89,7 +89,8 @@ def _sample(record: CellRecord) -> list[str]:
 
 def _more_figures(record: CellRecord, summary: Summary) -> list[str]:
     cell, count = record["cell"], summary["seconds"]["n"]
-    kind = f"on ({cell['kv_cache']})" if cell["kv_caching"] else "off"
+    kind = cell["kv_cache"] if cell["engine"] == "llama" else f"{cell['engine']}'s own"
+    kind = f"on ({kind})" if cell["kv_caching"] else "off"
     return [
         *_peak_lines(record),
         f"KV cache: {kind}, {megabytes(record['cache_bytes'], 'bytes ' + NOT_OBSERVED)}",
@@ -114,15 +115,17 @@ def _timed(figure: Spread | None, scale: float, digits: int, unit: str) -> str:
 
 
 def _peak_lines(record: CellRecord) -> list[str]:
+    samples, summary = record["samples"], record["summary"]
+    resident = None if summary is None or summary["resident_bytes"] is None else summary["resident_bytes"]["median"]
+    lines = ["Peak memory: the bytes in tensors", f"Peak resident memory of the process: {megabytes(resident)}"]
     if not on_cuda(record):
-        return ["Peak memory: the resident memory of the whole process"]
-    samples = record["samples"]
+        return lines
     reserved = [one["peak_reserved_bytes"] for one in samples if one["peak_reserved_bytes"] is not None]
     device = [one["device_bytes"] for one in samples if one["device_bytes"] is not None]
     return [
-        "Peak memory: the bytes in tensors (allocated)",
+        *lines,
         f"Peak memory reserved by the allocator: {megabytes(max(reserved, default=None))}",
-        f"Memory in use on the device: {megabytes(max(device, default=None))}",
+        f"Taken of the device since before the model: {megabytes(max(device, default=None))}",
     ]
 
 
@@ -155,6 +158,12 @@ def report_markdown(report: Report) -> str:
     for name, lines in _sections(report).items():
         parts += [f"## {name}", *lines] if lines else []
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def alarms_text(report: Report, *, color: bool) -> list[str]:
+    """Return what a reader must not miss, for the terminal: violations, in red, and what has no figures."""
+    red, plain = (_RED, _PLAIN) if color else ("", "")
+    return [f"{red}VIOLATED {line}{plain}" for line in violations(report)] + deaths(report)
 
 
 def _alarms(report: Report) -> list[str]:
@@ -227,11 +236,12 @@ def _cell_row(record: CellRecord) -> dict[str, Any]:
         row |= _spread_row("time", "s", summary["seconds"])
         row |= _spread_row("first_token", "s", summary["first_token_seconds"])
         row |= _spread_row("step", "s", summary["step_seconds"])
-        row |= _spread_row("peak", "bytes", summary["peak_bytes"])
+        row |= _spread_row("tensor_peak", "bytes", summary["peak_bytes"])
+        row |= _spread_row("resident_peak", "bytes", summary["resident_bytes"])
         rates = ("tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second")
         row |= {key: summary[key] for key in rates}  # type: ignore[literal-required]
     row |= {"weights_bytes": record["weights_bytes"], "cache_bytes": record["cache_bytes"]}
-    row["predicted_peak_bytes"] = None if ledger is None else ledger["predicted_peak"]
+    row["predicted_tensor_peak_bytes"] = None if ledger is None else ledger["predicted_peak"]
     row |= {} if work is None else {"token_forwards": work["token_forwards"], "flops": work["flops"]}
     row["violated_points"] = sum(point["status"] == "violated" for point in record["points"])
     return row | {"error": record["error"]}

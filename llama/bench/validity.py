@@ -38,7 +38,7 @@ def notes(cell: Cell, *, other_load: float | None, weights: str) -> list[str]:
         found.append("random weights: times and sizes are the model's, the text is noise")
     if cell.text is None:
         found.append("random token ids as prompts, of exactly the length asked for")
-    if cell.dtype in ("bf16", "bfloat16", "fp16", "float16"):
+    if cell.dtype in ("bf16", "fp16"):
         found.append(f"low precision ({cell.dtype}): near ties may fall differently with the cache on and off")
     if cell.logits == "all":
         found.append("logits of all positions, on purpose: generation needs the last one's only")
@@ -112,7 +112,10 @@ def _warm_up(cell: Cell, warm_up: "Run | None") -> Point:
     expected = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
     wanted = [(cell.batch_size, seqlen) for _, seqlen in expected[:2]]
     shapes = ", ".join(f"{rows} x {width}" for rows, width in warm_up.fed) or "nothing"
-    return _point("warm-up", warm_up.fed[: len(wanted)] == wanted, f"{shapes} fed before the clock was started")
+    words = f"{shapes} fed before the clock was started"
+    if not cell.kv_caching and cell.output_len > 2:
+        words += f"; the {cell.output_len - 2} longer steps are each the first of their shape"
+    return _point("warm-up", warm_up.fed[: len(wanted)] == wanted, words)
 
 
 def _statistics(reset_seen: tuple[int, int] | None) -> Point:
@@ -127,7 +130,5 @@ def _statistics(reset_seen: tuple[int, int] | None) -> Point:
 def _sampler(warm_up: "Run | None") -> Point:
     if warm_up is None or warm_up.greedy is None:
         return _point("same sampler", None, "greedy was asked for; the engine does not show its logits")
-    words = (
-        "every token seen was the most likely one" if warm_up.greedy else "a token was fed that is not the likeliest"
-    )
-    return _point("same sampler", warm_up.greedy, f"greedy: {words}")
+    likely = "the most likely one" if warm_up.greedy else "not always the most likely one"
+    return _point("same sampler", warm_up.greedy, f"greedy was asked for; what the warm-up fed back was {likely}")

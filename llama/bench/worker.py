@@ -17,12 +17,13 @@ import torch
 
 from llama.bench.cell import Cell
 from llama.bench.engines import Engine, LlamaEngine
+from llama.bench.ledger import check_length, check_memory
 from llama.bench.machine import ceilings, environment
-from llama.bench.measure import check_length, check_memory, make_prompts, measure
+from llama.bench.measure import make_prompts, measure
 from llama.bench.memory import device_bytes_used, resident_bytes
 from llama.bench.models import DTYPES, find_model
 from llama.bench.probe import cache_sizes, step_times
-from llama.bench.record import ModelFacts
+from llama.bench.record import ModelFacts, StepTimes
 from llama.costs import parameters
 
 
@@ -50,8 +51,8 @@ def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
     return open_peer(cell.engine, model, source.tokenizer, threads=torch.get_num_threads()), facts, before
 
 
-def run_cell(cell: Cell, *, ledger: bool) -> dict[str, Any]:
-    """Measure a cell once and, after that, the machine that it ran on."""
+def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
+    """Measure a cell once."""
     device = torch.device(cell.device)
     device_before = device_bytes_used(device)
     engine, facts, before = open_engine(cell)
@@ -62,13 +63,13 @@ def run_cell(cell: Cell, *, ledger: bool) -> dict[str, Any]:
         weights=facts["weights"],
         resident_before_model=before,
         device_bytes_before=device_before,
-        with_ledger=ledger,
+        trace=trace,
     )
-    return {"record": record, "model": facts, **describe(cell)}
+    return {"record": record, "model": facts, "environment": environment(device, torch.get_num_threads())}
 
 
 def describe(cell: Cell) -> dict[str, Any]:
-    """Return what machine this is and can do."""
+    """Return what machine this is and can do, with no model in memory."""
     device = torch.device(cell.device)
     return {
         "environment": environment(device, torch.get_num_threads()),
@@ -77,7 +78,7 @@ def describe(cell: Cell) -> dict[str, Any]:
 
 
 def calibrate(cell: Cell) -> dict[str, Any]:
-    """Say what this machine is and can do, and time the pieces that a prediction of all cells is made of."""
+    """Time the pieces that a prediction of all cells is made of."""
     started = time.perf_counter()
     engine, facts, _ = open_engine(cell)
     loaded = time.perf_counter() - started
@@ -85,7 +86,6 @@ def calibrate(cell: Cell) -> dict[str, Any]:
     engine.run(prompts, 2, kv_caching=True)
     run = engine.run(prompts, 2, kv_caching=True)
     return {
-        **describe(cell),
         "model": facts,
         "input_len": len(prompts[0]),
         "max_seq_len": engine.max_seq_len,
@@ -97,12 +97,14 @@ def calibrate(cell: Cell) -> dict[str, Any]:
 
 def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     """Time a step of the cell's batch at each context, with the cache and without."""
-    model = find_model(cell).build()
-    steps = [
-        step
-        for kv_caching in (True, False)
-        for step in step_times(model, cell.batch_size, contexts, kv_caching=kv_caching)
-    ]
+    source = find_model(cell)
+    longest = cell.but(input_len=max(contexts), output_len=1)
+    for kv_caching in (True, False):
+        check_memory(longest.but(kv_caching=kv_caching), source.args, source.device, held=0)
+    model = source.build()
+    steps: list[StepTimes] = []
+    for kv_caching in (True, False):
+        steps += step_times(model, cell.batch_size, contexts, kv_caching=kv_caching, logits=cell.logits)
     return {"steps": steps}
 
 
@@ -124,6 +126,7 @@ def margin(cell: Cell, *, row: int, ids: list[int]) -> dict[str, Any]:
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
+    "machine": describe,
     "cell": run_cell,
     "calibrate": calibrate,
     "steps": time_steps,

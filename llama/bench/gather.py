@@ -1,6 +1,7 @@
 """A single cell of the table, measured in processes of its own, and what is gathered from several repetitions."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from llama.bench.cell import Cell
@@ -8,6 +9,8 @@ from llama.bench.jobs import run_job
 from llama.bench.record import Ceilings, CellRecord, Comparison, Divergence, Report
 from llama.bench.spread import limits_of, summarise
 from llama.bench.validity import worse
+
+NONE = -1  # stands for the token of a row that has ended
 
 
 def gathered(old: CellRecord, new: CellRecord) -> CellRecord:
@@ -35,15 +38,14 @@ def with_figures(record: CellRecord, ceilings: Ceilings | None) -> CellRecord:
     return {**record, "summary": summary, "limits": limits}
 
 
-def note_machine(report: Report, done: dict[str, Any]) -> None:
-    """Note what machine and model a job found, and of the machine's ceilings the highest so far: machines drift."""
-    report["environment"], report["model"] = done["environment"], done["model"]
-    old, new = report["ceilings"] or done["ceilings"], done["ceilings"]
-    report["ceilings"] = {
-        "read_bytes_per_second": max(old["read_bytes_per_second"], new["read_bytes_per_second"]),
-        "flops_per_second": max(old["flops_per_second"], new["flops_per_second"]),
-        "dtype": new["dtype"],
-    }
+def check_machine(report: Report, environment: dict[str, Any]) -> None:
+    """Raise ValueError where a job ran on another machine, or on other code, than those before it."""
+    before = report["environment"]
+    changed = [name for name in before if before[name] != environment.get(name)]
+    if changed:
+        words = ", ".join(f"{name} was {before[name]!r} and is {environment.get(name)!r}" for name in changed)
+        raise ValueError(f"these repetitions cannot stand in one table: {words}; start anew, without --resume")
+    report["environment"] = environment
 
 
 def compare_modes(cached: CellRecord, uncached: CellRecord) -> Comparison:
@@ -65,10 +67,12 @@ def compare_modes(cached: CellRecord, uncached: CellRecord) -> Comparison:
 def first_divergence(cached: Sequence[Sequence[int]], uncached: Sequence[Sequence[int]]) -> Divergence | None:
     """Return the earliest token in which two lists of rows differ, over all rows; None where there is none."""
     found: Divergence | None = None
-    for row, (on, off) in enumerate(zip(cached, uncached, strict=True)):
-        token = next((i for i, (a, b) in enumerate(zip(on, off, strict=True)) if a != b), None)
+    for row, pair in enumerate(zip(cached, uncached, strict=True)):
+        ids = list(zip_longest(*pair, fillvalue=NONE))
+        token = next((i for i, (on, off) in enumerate(ids) if on != off), None)
         if token is not None and (found is None or token < found["token"]):
-            found = {"row": row, "token": token, "cached_id": on[token], "uncached_id": off[token], "margin": None}
+            on, off = ids[token]
+            found = {"row": row, "token": token, "cached_id": on, "uncached_id": off, "margin": None}
     return found
 
 
