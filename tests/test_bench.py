@@ -1,7 +1,7 @@
 """A benchmark measures what it says: counts and bytes are exact, and every fault that is planted shows."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -87,6 +87,20 @@ def test_the_predicted_peak_is_that_of_pytorchs_allocator(
     assert ledger["measured_peak"] == pytest.approx(ledger["predicted_peak"], rel=0.02)
     assert ledger["residual"] == ledger["measured_peak"] - ledger["predicted_peak"]
     assert sum(line["predicted"] for line in ledger["lines"] if line["counts"]) == ledger["predicted_peak"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@MODES
+@pytest.mark.parametrize("logits", ["last", "all"])
+def test_the_predicted_peak_is_that_of_cuda(kv_caching: bool, logits: Literal["last", "all"]) -> None:
+    """To 2 %, at a size beside which what is not predicted is small."""
+    args = tiny_args(dim=2048, n_layers=4, n_heads=32, n_kv_heads=8, vocab_size=256, max_seq_len=512, tied_head=True)
+    model = random_model(args, dtype=torch.bfloat16, device=torch.device("cuda"))
+    sizes = {"batch_size": 16, "input_len": 256, "output_len": 4}
+    cell = Cell(**sizes, kv_caching=kv_caching, logits=logits, dtype="bf16", device="cuda")
+    ledger = measure(cell, LlamaEngine(model, Bytes(), logits=logits), device=torch.device("cuda"))["ledger"]
+    assert ledger is not None
+    assert ledger["measured_peak"] == pytest.approx(ledger["predicted_peak"], rel=0.02)
 
 
 class Faulty(LlamaEngine):

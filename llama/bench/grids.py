@@ -70,7 +70,7 @@ def megabytes(nbytes: int | float | None, missing: str = NOT_MEASURED) -> str:
     return missing if nbytes is None else f"{nbytes / MB:.2f} MB"
 
 
-def spread(figure: Spread | None, *, scale: float = 1.0, digits: int = 2) -> str:
+def in_words(figure: Spread | None, *, scale: float = 1.0, digits: int = 2) -> str:
     """Return the median, and in brackets p10 and p90 where there is more than one value."""
     if figure is None:
         return NOT_MEASURED
@@ -177,13 +177,13 @@ def _figures(record: CellRecord) -> list[str]:
 
 # The columns of the table, and where their words come from.
 _FIGURES: tuple[tuple[str, Callable[[CellRecord, Summary], str]], ...] = (
-    ("time, s", lambda _, summary: spread(summary["seconds"])),
-    ("time to first token, s", lambda _, summary: spread(summary["first_token_seconds"], digits=3)),
-    ("time per output token, ms", lambda _, summary: spread(summary["step_seconds"], scale=1e3, digits=1)),
+    ("time, s", lambda _, summary: in_words(summary["seconds"])),
+    ("time to first token, s", lambda _, summary: in_words(summary["first_token_seconds"], digits=3)),
+    ("time per output token, ms", lambda _, summary: in_words(summary["step_seconds"], scale=1e3, digits=1)),
     ("prefill tokens/s", lambda _, summary: rate(summary["prefill_tokens_per_second"])),
     ("decode tokens/s", lambda _, summary: rate(summary["decode_tokens_per_second"])),
-    ("peak of tensors, MB", lambda _, summary: spread(summary["peak_bytes"], scale=1 / MB)),
-    ("peak resident, MB", lambda _, summary: spread(summary["resident_bytes"], scale=1 / MB)),
+    ("peak of tensors, MB", lambda _, summary: in_words(summary["peak_bytes"], scale=1 / MB)),
+    ("peak resident, MB", lambda _, summary: in_words(summary["resident_bytes"], scale=1 / MB)),
     ("KV cache, MB", lambda record, _: megabytes(record["cache_bytes"], NOT_OBSERVED).removesuffix(" MB")),
     ("work, token-forwards", lambda record, _: _forwards(record)),
 )
@@ -258,6 +258,8 @@ def ledger_grid(record: CellRecord) -> Grid | None:
     rows.append(["peak", *(megabytes(value).removesuffix(" MB") for value in total), ""])
     notes = [f"{line['name']}: {line['note']}" for line in ledger["lines"] if line["note"]]
     notes.append(f"Measured peak: {ledger['measured_by']}")
+    for words, key in (("Reserved by the allocator", "peak_reserved_bytes"), ("Taken of the device", "device_bytes")):
+        notes += [f"{words}: {megabytes(one[key])}" for one in record["samples"][:1] if one[key] is not None]  # type: ignore[literal-required]
     if ledger["resident_peak"] is not None:
         notes.append(
             f"Resident memory of the process: {megabytes(ledger['resident_peak'])} at most, "
@@ -382,7 +384,7 @@ def step_grid(name: str, steps: Sequence[StepTimes]) -> Grid:
         on, off = (times.get((batch, context, kv_caching)) for kv_caching in (True, False))
         counts = ", ".join(f"{one['n']} {mode}" for one, mode in ((on, "on"), (off, "off")) if one is not None)
         saved = f"{off['median'] / on['median']:.2f}x" if on is not None and off is not None else NOT_MEASURED
-        figures = [spread(one, scale=1e3, digits=1) for one in (on, off)]
+        figures = [in_words(one, scale=1e3, digits=1) for one in (on, off)]
         rows.append([str(batch), str(context), *figures, saved, counts])
     return Grid(name, ["batch size", "context, tokens", "cache on", "cache off", "less time", "n"], rows)
 
@@ -403,7 +405,7 @@ def _growth_grid(sweep: Sweep) -> Grid:
     rows = []
     for one in sweep["growth"]:
         on, off = one["cached_seconds"], one["uncached_seconds"]
-        rows.append([str(one["generated"]), spread(on), spread(off), f"{one['speedup']:.2f}x"])
+        rows.append([str(one["generated"]), in_words(on), in_words(off), f"{one['speedup']:.2f}x"])
         rows[-1].append(f"{on['n']} on, {off['n']} off")
     heads = ["generated tokens", "cache on, s", "cache off, s", "less time", "n"]
     return Grid("Speed-up against generation length", heads, rows)
