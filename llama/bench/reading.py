@@ -81,14 +81,13 @@ def _memory(last: Sequence[Pair]) -> list[str]:
 
 
 def _crossover(crossovers: Sequence[Crossover]) -> list[str]:
-    if not crossovers:
-        return []
-    words = []
+    found: dict[str, list[str]] = {}
     for crossover in crossovers:
         longest = max(step["context"] for step in crossover["steps"])
         pays = f"from a context of {crossover['context']}" if crossover["context"] else f"nowhere up to {longest}"
-        words.append(f"{pays} at batch {crossover['batch_size']}")
-    return [f"A step is faster with the cache {', '.join(words)}."]
+        found.setdefault(pays, []).append(str(crossover["batch_size"]))
+    words = [f"{pays} at batch {' and '.join(batches)}" for pays, batches in found.items()]
+    return [f"A step is faster with the cache {', '.join(words)}."] if words else []
 
 
 def _same_text(report: Report) -> list[str]:
