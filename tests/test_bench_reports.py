@@ -132,7 +132,7 @@ def test_what_was_not_measured_is_never_a_zero() -> None:
     text = cell_text(record, color=False)
     assert "Model weights memory usage: not measured" in text
     assert "Peak memory usage: not measured" in text
-    assert "KV cache: on (llama.cpp's own), bytes not observed" in text
+    assert "KV cache: on (its own), bytes not observed" in text
     assert "Time per output token: not measured" in text
     assert "Decode: not measured" in text
     assert "Memory ledger: not measured" in text

@@ -89,12 +89,12 @@ def _sample(record: CellRecord) -> list[str]:
 
 def _more_figures(record: CellRecord, summary: Summary) -> list[str]:
     cell, count = record["cell"], summary["seconds"]["n"]
-    kind = cell["kv_cache"] if cell["engine"] == "llama" else f"{cell['engine']}'s own"
+    kind = cell["kv_cache"] if cell["engine"] == "llama" else "its own"
     kind = f"on ({kind})" if cell["kv_caching"] else "off"
     return [
         *_peak_lines(record),
         f"KV cache: {kind}, {megabytes(record['cache_bytes'], 'bytes ' + NOT_OBSERVED)}",
-        f"Engine: {cell['engine']}, {record['path']} path, {cell['model']} in {cell['dtype']} on {cell['device']}",
+        f"Engine: {cell['engine']} ({record['path']}), {cell['model']} in {cell['dtype']} on {cell['device']}",
         f"Repetitions: {count} ({'times are medians' if count > 1 else 'a single one: no spread'})",
         f"Inference time: {_timed(summary['seconds'], 1, 2, 'seconds')}",
         f"Time to first token: {_timed(summary['first_token_seconds'], 1, 3, 'seconds')}",
