@@ -1,0 +1,208 @@
+"""Put each historic bug back into a copy of the repository, and see whether the test that it names catches it.
+
+    python tests/historic_bugs/run.py          all of them
+    python tests/historic_bugs/run.py 01 14    these two
+
+A bug is caught where its test passes on the tree as it is and, with the patch, fails on an assertion; a copy that no
+longer imports, or a test that ends in any other error, proves nothing. Prints a line for each bug and the count, and
+exits with 1 unless all are caught.
+
+To add one: make the mistake in llama/, save `git diff llama` under the next number with a few lines of prose and a line
+"Caught by: tests/test_x.py::test_y" above it, and undo it. Where the code has moved on, make the patch anew like that.
+
+Knows patches, copies and processes. What happens inside of a copy is child.py's affair.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+COPIED = ("llama", "tests", "inference.py", "benchmark_inference.py", "pyproject.toml")  # what the tests need
+AT_ONCE = 2
+LIMIT_S = 300  # of one process; the tests of all bugs together take about 15 s, that of one bug about 4
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A patch, and what the lines above it say."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def number(self) -> str:
+        return self.name.partition("-")[0]
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @property
+    def test(self) -> str:
+        """The test that must catch it, as pytest names it; without [parameters], all of its cases."""
+        found = re.findall(r"^Caught by: (tests/\S+\.py::\S.*)$", self.text, flags=re.MULTILINE)
+        if len(found) != 1:
+            raise ValueError(f"{self.path.name}: needs one line 'Caught by: tests/test_x.py::test_y', has {len(found)}")
+        return str(found[0])
+
+    @property
+    def files(self) -> set[str]:
+        """The files that it changes."""
+        return set(re.findall(r"^(?:---|\+\+\+) [ab]/(.+)$", self.text, flags=re.MULTILINE))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    caught: bool
+    words: str
+
+
+def bugs_in(folder: Path) -> list[Bug]:
+    return [Bug(path) for path in sorted(folder.glob("*.patch"))]
+
+
+def apply(patch: Path, tree: Path, *, check_only: bool = False) -> str:
+    """Apply a patch to a tree, wholly or not at all, and return what git has to say against it.
+
+    The tree need not be a repository. Where it lies inside of one, or the user has settings, git is kept from looking:
+    it would leave out files of a subfolder without a word.
+    """
+    alone = {"GIT_CEILING_DIRECTORIES": str(tree.resolve().parent), "GIT_CONFIG_GLOBAL": os.devnull}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    options = ["--check"] if check_only else []
+    done = subprocess.run(
+        ["git", "apply", *options, str(patch.resolve())],
+        cwd=tree,
+        env=kept | alone | {"GIT_CONFIG_NOSYSTEM": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "" if done.returncode == 0 else done.stderr.strip().replace("\n", "; ") or "git apply failed"
+
+
+def judge(root: Path, bugs: Sequence[Bug]) -> Iterator[Verdict]:
+    """Yield the verdict on each bug, in order; the tests on the tree as it is run beside those of the first bugs."""
+    with tempfile.TemporaryDirectory(prefix="historic-bugs-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        tree = Path(folder, "as-it-is")  # all copies come from one, whatever is edited meanwhile
+        _copy(root, tree)
+        try:
+            plain = pool.submit(_try, tree, None, sorted({bug.test for bug in bugs}))
+            runs = [pool.submit(_try, tree, bug.path, [bug.test]) for bug in bugs]
+            for bug, run in zip(bugs, runs, strict=True):
+                yield _verdict(bug, plain.result(), run.result())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _copy(root: Path, into: Path) -> None:
+    into.mkdir()
+    for name in COPIED:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, into / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (root / name).is_file():
+            shutil.copy(root / name, into / name)
+
+
+def _try(tree: Path, patch: Path | None, tests: list[str]) -> dict[str, Any]:
+    """Return how the tests end on a copy of the tree, patched; see child.py. {"trouble": words} where they cannot."""
+    with tempfile.TemporaryDirectory(prefix="historic-bug-") as folder:
+        copy, report = Path(folder, "copy").resolve(), Path(folder, "report.json")
+        _copy(tree, copy)
+        if patch is not None and (refusal := apply(patch, copy)):
+            return {"trouble": f"the patch does not apply: {refusal}"}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
+        own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", str(FOLDER / "child.py"), str(report), str(Path(folder, "tmp")), *tests],
+                cwd=copy,
+                env=kept | own,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"trouble": f"the test was not done after {LIMIT_S} s"}
+        if not report.exists():
+            return {"trouble": f"the test's process died with exit code {done.returncode}: {done.stdout[-500:]}"}
+        found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+        return found
+
+
+def _verdict(bug: Bug, plain: dict[str, Any], patched: dict[str, Any]) -> Verdict:
+    if plain["trouble"]:
+        return Verdict(False, f"INVALID: on the tree as it is, {plain['trouble']}")
+    before, after = (_endings(bug.test, run) for run in (plain, patched))
+    if not before:
+        return Verdict(False, f"INVALID: there is no test {bug.test}")
+    if before != {"passed"}:
+        return Verdict(False, f"INVALID: without the bug, {bug.test} {_listed(before - {'passed'})}")
+    if patched["trouble"]:
+        return Verdict(False, f"INVALID: {patched['trouble']}")
+    if after == {"passed"}:
+        return Verdict(False, f"NOT CAUGHT: {bug.test} passes with the bug")
+    if after - {"passed"} != {"failed on an assertion"}:
+        return Verdict(False, f"INVALID: {bug.test} {_listed(after - {'passed'}) or 'was not run'}")
+    return Verdict(True, f"caught by {bug.test.removeprefix('tests/')}")
+
+
+def _endings(test: str, run: dict[str, Any]) -> set[str]:
+    """Return the ways in which the cases of a test ended."""
+    return {how for case, how in run.get("endings", {}).items() if case == test or case.startswith(f"{test}[")}
+
+
+def _listed(endings: set[str]) -> str:
+    return ", and ".join(sorted(endings))
+
+
+def _chosen(bugs: list[Bug], numbers: list[str]) -> list[Bug]:
+    """Return the bugs of these numbers, or all; raise ValueError for what cannot be run."""
+    if unknown := set(numbers) - {bug.number for bug in bugs}:
+        raise ValueError(f"no bug has the number {', '.join(sorted(unknown))}; the last is {bugs[-1].number}")
+    if shutil.which("git") is None:
+        raise ValueError("git is needed to apply the patches; install it")
+    chosen = [bug for bug in bugs if not numbers or bug.number in numbers]
+    for bug in chosen:
+        _ = bug.test  # refuses one that names no test, before any is run
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT, folder: Path = FOLDER) -> int:
+    parser = argparse.ArgumentParser(description="See whether the tests catch each historic bug of docs/known-bugs.md.")
+    parser.add_argument("numbers", nargs="*", metavar="NN", help="of the bugs to try; all, where none is given")
+    numbers = parser.parse_args(arguments).numbers
+    try:
+        chosen = _chosen(bugs_in(folder), numbers)
+    except ValueError as error:
+        parser.error(str(error))
+    begun, caught = time.monotonic(), 0
+    for bug, verdict in zip(chosen, judge(root, chosen), strict=True):
+        print(f"{bug.name}: {verdict.words}", flush=True)
+        caught += verdict.caught
+    print(f"{caught} of {len(chosen)} caught in {time.monotonic() - begun:.0f} s")
+    return 0 if caught == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
