@@ -41,6 +41,7 @@ def main(
     engine: list[str] = [],  # noqa: B006  (read only)
     kv_cache: str = "static",
     logits: str = "last",
+    exact: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
@@ -70,6 +71,7 @@ def main(
             puts them beside ours.
         kv_cache: The kind of cache: static, concat, or file.py:kind for one of your own.
         logits: last, or all: compute those of every position at each step, as published code does.
+        exact: Measure exact mode, in which the bits of the logits do not depend on the cache or the batch.
         device: auto, cpu, cuda or mps.
         dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         threads: Threads of the CPU, for every engine; by default PyTorch's choice.
@@ -105,6 +107,7 @@ def main(
         text=text,
         kv_cache=kv_cache,
         logits=logits,
+        exact=exact,
         threads=threads,
         seed=seed,
     )

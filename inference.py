@@ -46,6 +46,7 @@ def main(
     stop: list[str] = [],  # noqa: B006  (read only)
     kv_caching: bool = True,
     kv_cache: str = "static",
+    exact: bool = False,
     stream: bool = False,
     chat: bool = False,
     trace: bool = False,
@@ -71,6 +72,7 @@ def main(
         stop: End a text before this string; may be given several times.
         kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
         kv_cache: The kind of cache: static or concat.
+        exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower.
         stream: Print the text as it is made; of several prompts, the first one's.
         chat: Take each prompt as a user's message and answer it.
         trace: Print what each step is fed: one token a row with the cache, the growing prefix without.
@@ -96,7 +98,7 @@ def main(
 
     from llama import load  # here, so that a mistyped flag is refused without waiting for torch
 
-    model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, **limits)
+    model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, exact=exact, **limits)
     if trace:
         options["on_step"] = Trace(tokenizer)
     asked = as_messages(texts, tokenizer) if chat else texts
@@ -105,6 +107,10 @@ def main(
     code = show(texts, pieces, live=stream)
     seconds = time.perf_counter() - started
     cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
+    if exact:
+        from llama.exact import slowdown_words
+
+        print(slowdown_words(model))
     print(f"{speed(pieces, seconds)}, prompts included (batch {len(texts)}, {cache}, {where(model)})")
     return code
 

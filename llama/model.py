@@ -5,30 +5,44 @@ Shapes: bsz rows, seqlen tokens fed, dim the width, vocab the vocabulary.
 Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of Meta's checkpoints.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llama.args import ModelArgs, RopeScaling
-from llama.attend import attend
+from llama.exact import exact_ops, first_difference
 from llama.generation import Generation
 from llama.kv_cache import KVCache, check_positions
-from llama.linear import Linear
+from llama.ops import PLAIN, Ops
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
 
-__all__ = ["Attention", "Embedding", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
+__all__ = ["Attention", "Embedding", "FeedForward", "Linear", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
 
 
 class Embedding(nn.Embedding):
     """A vector for each token."""
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # as in Linear
+        if not self.weight.is_meta:  # no numbers to draw there, and trying to costs most of a second of imports
             super().reset_parameters()
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.ops: Ops = PLAIN
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # as in Embedding
+            super().reset_parameters()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.ops.linear(input, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -38,11 +52,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
+        self.ops: Ops = PLAIN
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # 16-bit squares overflow or vanish
-        norm = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return norm.type_as(x) * self.weight
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -57,6 +70,7 @@ class Attention(nn.Module):
         self.wo = Linear(args.n_heads * args.head_dim, args.dim)
         self.cache = KVCache.of(args)  # holds no memory before it is used
         self.kv_caching = args.kv_caching
+        self.ops: Ops = PLAIN
 
     def forward(self, x: Tensor, start_pos: int | Sequence[int], freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
         """Map (bsz, seqlen, dim), whose first tokens stand at `start_pos`, to the same shape."""
@@ -71,7 +85,7 @@ class Attention(nn.Module):
         else:
             keys, values, key_positions = xk, xv, None
 
-        output = attend(xq, keys, values, start_pos, key_positions)
+        output = self.ops.attend(xq, keys, values, start_pos, key_positions)
         out: Tensor = self.wo(output.flatten(-2))
         return out
 
@@ -84,9 +98,10 @@ class FeedForward(nn.Module):
         self.w1 = Linear(dim, ffn_dim)
         self.w2 = Linear(ffn_dim, dim)
         self.w3 = Linear(dim, ffn_dim)
+        self.ops: Ops = PLAIN
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(self.ops.silu(self.w1(x)) * self.w3(x))
         return out
 
 
@@ -110,6 +125,7 @@ class Transformer(nn.Module, Generation):
     """A Llama model. `kv_caching` switches the cache of all its layers, at any time between two calls."""
 
     layers: nn.ModuleList
+    ops: Ops
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -123,6 +139,7 @@ class Transformer(nn.Module, Generation):
         if args.tied_head:
             self.output.weight = self.tok_embeddings.weight
         self.rope = RopeTable(_frequencies(args))
+        self.ops = PLAIN
 
     @property
     def params(self) -> ModelArgs:
@@ -152,6 +169,40 @@ class Transformer(nn.Module, Generation):
             layer.attention.kv_caching = value
         if not value:
             self.free_cache()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bits of a position's logits depend on nothing but the tokens up to it, inference alone.
+
+        Not on the cache being on or off, on how a text is cut into calls, or on the rows beside it. Setting it to True
+        compares the model with itself, and raises ValueError where a difference to the bit remains.
+        """
+        return self.ops.name == "exact"
+
+    @exact.setter
+    def exact(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"exact={value!r} must be True or False")
+        self.use(exact_ops(self.device) if value else PLAIN)
+        try:
+            if value and (difference := first_difference(self)):
+                raise ValueError(f"exact mode is not to be had here: {difference}")
+        except BaseException:
+            self.use(PLAIN)
+            raise
+
+    def use(self, ops: Ops) -> None:
+        """Do every operation of the model in this way."""
+        self._refuse_while_generating()
+        for module in self.modules():
+            if hasattr(module, "ops"):
+                module.ops = ops  # type: ignore[assignment]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.exact:  # another dtype or device may need other operations, and has to be compared anew
+            self.exact = True
+        return self
 
     def reserve_cache(self, rows: int, length: int) -> None:
         """Start with empty caches that will take room for exactly `rows` x `length` positions when first written."""

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from llama import Dialog, Llama, load
 from llama.api import pick_device, pick_dtype
 from llama.checkpoint import CheckpointError
+from llama.exact import first_difference
 
 MAX_SEQ_LEN = 128
 CPU = torch.device("cpu")
@@ -141,6 +142,13 @@ def test_the_model_is_loaded_as_asked(checkpoint: Path, dtype: str, kv_cache: st
         model.generate(tokenizer, ["x"] * 4, 1)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_mode_is_asked_for_when_loading(checkpoint: Path, exact: bool) -> None:
+    model, _ = load(checkpoint, exact=exact)
+    assert model.exact is exact
+    assert (first_difference(model) is None) == exact
+
+
 def test_limits_default_to_the_checkpoint_s_length_and_any_number_of_rows(checkpoint: Path) -> None:
     model, _ = load(checkpoint)
     assert (model.args.max_seq_len, model.args.max_batch_size) == (MAX_SEQ_LEN, None)
@@ -163,6 +171,7 @@ def test_a_length_past_the_checkpoint_s_own_is_taken_with_a_warning(
         ({"max_batch_size": -1}, "max_batch_size=-1"),
         ({"dtype": "int4"}, "dtype='int4'"),
         ({"device": "gpu"}, "device='gpu'"),
+        ({"exact": "yes"}, "exact='yes' must be True or False"),
     ],
 )
 def test_what_cannot_be_had_is_refused(checkpoint: Path, options: dict[str, Any], words: str) -> None:

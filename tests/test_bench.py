@@ -1,11 +1,12 @@
 """A benchmark measures what it says: counts and bytes are exact, and every fault that is planted shows."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from fakes import Bytes
+from fakes import Bytes, write_checkpoint
 from oracles import tiny_args, tiny_model
 
 from llama import costs
@@ -13,8 +14,9 @@ from llama.bench import engines, memory
 from llama.bench.cell import Cell
 from llama.bench.engines import LlamaEngine, Run
 from llama.bench.gather import first_divergence, gathered
+from llama.bench.grids import stands_apart
 from llama.bench.measure import measure
-from llama.bench.models import random_model
+from llama.bench.models import find_model, random_model
 from llama.bench.probe import cache_sizes, crossover, grid, step_times
 from llama.bench.reading import fit, growth
 from llama.bench.record import Ceilings, CellRecord, Sample, StepTimes, new_record
@@ -54,6 +56,18 @@ def test_a_cell_counts_its_tokens_steps_and_bytes_exactly(kv_caching: bool) -> N
     assert record["work"]["token_forwards"] == 3 * (11 if kv_caching else 7 + 8 + 9 + 10 + 11)
     assert violated(record["points"]) == []
     assert {point["status"] for point in record["points"]} == {"ok"}
+
+
+def test_a_cell_in_exact_mode_says_so_and_stands_apart(tmp_path: Path) -> None:
+    cell = Cell(model=str(write_checkpoint(tmp_path / "tiny")), input_len=5, output_len=3, exact=True)
+    engine = LlamaEngine(find_model(cell).build(), Bytes())
+    record = measure(cell, engine, device=CPU)
+    assert engine.model.exact
+    assert record["path"] == "exact"
+    assert stands_apart(record)
+    assert violated(record["points"]) == []
+    assert record["ledger"] is not None
+    assert any("exact mode pads and copies" in line["note"] for line in record["ledger"]["lines"])
 
 
 @MODES

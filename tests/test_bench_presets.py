@@ -305,6 +305,7 @@ def run(*words: str) -> int:
         (["--preset", "table", "--model", "llama-3.1-405b"], "does not fit: weights"),
         (["--resume"], "name it with --preset"),
         (["--logits", "all", "--engine", "transformers"], "logits=all is ours alone"),
+        (["--exact", "--engine", "transformers"], "exact mode is ours alone"),
         (["--json", "/proc/nothing/x.json"], "/proc/nothing"),
         (["--out", "/proc/nothing", "--preset", "table"], "/proc/nothing"),
     ],

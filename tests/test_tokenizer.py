@@ -418,6 +418,7 @@ def test_the_first_lines_of_metas_file_are_a_tokenizer_too(tmp_path: Path) -> No
         (5, b"JQ== five", "line 6"),
         (5, b"JQ== 05", "line 6"),
         (5, b" 5", "line 6: a token of 0 bytes"),
+        (299, b"!!!! 299", "line 300: expected a token in base64"),  # the last: no later line is there to disagree
         (299, b"IQ== 299", "line 300: token b'!' stands on line 1 already"),
         (5, base64.b64encode(b"xyz") + b" 5", "1 of the 256 single bytes are missing"),
         (299, base64.b64encode(b"x" * 1025) + b" 299", "1025 bytes"),

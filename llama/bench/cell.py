@@ -27,6 +27,7 @@ class Cell:
     tokenizer_path: str | None = None
     kv_cache: str = "static"
     logits: Literal["last", "all"] = "last"
+    exact: bool = False
     device: str = "cpu"
     dtype: str = "fp32"
     threads: int | None = None
@@ -44,6 +45,8 @@ class Cell:
             raise ValueError(f"logits={self.logits!r} must be last or all")
         if self.engine != "llama" and self.logits == "all":
             raise ValueError(f"logits=all is ours alone; {self.engine} computes what it computes")
+        if self.engine != "llama" and self.exact:
+            raise ValueError(f"exact mode is ours alone; leave it out for {self.engine}")
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(ITEMSIZE)}")
         if self.text is not None and not self.text.strip():

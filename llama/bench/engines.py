@@ -71,10 +71,9 @@ def weights_bytes(model: nn.Module) -> int:
 class LlamaEngine:
     """This library. `logits="all"` makes every forward compute the logits of all positions, as published code does."""
 
-    path = "plain"
-
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
         self.model, self.tokenizer, self.logits = model, tokenizer, logits
+        self.path = model.ops.name
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
         self.weights_bytes: int | None = weights_bytes(model)

@@ -70,7 +70,9 @@ def make_ledger(
     rest = None if peak is None else peak - sum(known) - predicted.workspace
     lines.append(_line(f"{moment} activations", doing, rest))
     lines.append(_line("workspace", predicted.workspace, None))
-    if rest is not None:
+    if cell.exact:
+        lines[-2]["note"] = "predicted for the plain path; exact mode pads and copies"
+    elif rest is not None:
         lines[-2]["note"] = "measured is what the other lines leave of the measured peak"
     return {
         "moment": f"{'at the head' if at_head else 'in a layer'} of the {moment}",

@@ -94,12 +94,18 @@ def find_model(cell: Cell) -> Source:
     if cell.model in RELEASED:
         args = replace(RELEASED[cell.model], kv_cache=cache_kind(cell.kv_cache))
         tokenizer = Tokenizer(cell.tokenizer_path or meta_tokenizer_path())
-        return Source(args, tokenizer, "random", device, dtype, lambda: random_model(args, dtype=dtype, device=device))
+        made = lambda: _in_mode(cell, random_model(args, dtype=dtype, device=device))  # noqa: E731
+        return Source(args, tokenizer, "random", device, dtype, made)
     path = demo_model_path() if cell.model == "demo" else cell.model
     checkpoint = open_checkpoint(path, tokenizer_path=cell.tokenizer_path)
     args = replace(checkpoint.args, kv_cache=cache_kind(cell.kv_cache))
-    build = lambda: load_weights(checkpoint, args, dtype=dtype, device=device).eval()  # noqa: E731
+    build = lambda: _in_mode(cell, load_weights(checkpoint, args, dtype=dtype, device=device).eval())  # noqa: E731
     return Source(args, checkpoint.tokenizer, "checkpoint", device, dtype, build)
+
+
+def _in_mode(cell: Cell, model: Transformer) -> Transformer:
+    model.exact = cell.exact
+    return model
 
 
 def random_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Transformer:

@@ -25,6 +25,7 @@ from llama.bench.models import DTYPES, find_model
 from llama.bench.probe import cache_sizes, step_times
 from llama.bench.record import ModelFacts, StepTimes
 from llama.costs import parameters
+from llama.exact import slowdown_words
 
 
 def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
@@ -65,6 +66,8 @@ def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
         device_bytes_before=device_before,
         trace=trace,
     )
+    if cell.exact and isinstance(engine, LlamaEngine):
+        record["notes"].append(slowdown_words(engine.model))
     return {"record": record, "model": facts, "environment": environment(device, torch.get_num_threads())}
 
 

@@ -1,0 +1,272 @@
+"""Exact mode: operations whose bits for one position do not depend on what is computed beside it.
+
+A matrix product rounds a row differently when it is alone, attention rounds differently over another number of keys,
+and so do the last few numbers of a vector loop. So here everything is cut into pieces of one shape, the same wherever a
+position stands: rows in whole blocks, queries in blocks of 16 that begin at multiples of 16, keys in chunks of 64.
+Which blocks of rows are enough belongs to the machine, so it is probed; and nothing is promised before the model has
+been compared with itself. Knows tensors, and what can be asked of a model; llama.kernels.invariant does it on CUDA.
+Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.linear import linear
+from llama.ops import PLAIN, Ops, rms_norm
+
+QUERIES, KEYS = 16, 64  # in a piece of attention
+SIDE = 16  # what the inner sizes of a product are filled up to
+
+
+class Block(NamedTuple):
+    """A way to multiply many rows: padded to a multiple of `rows`, then in one product or in one for each block."""
+
+    rows: int
+    in_one: bool = True
+
+
+# The fewest rows first. The last is exact by construction, if the machine gives the same bits for the same operands.
+BLOCKS = (*(Block(2**n) for n in range(7)), Block(16, in_one=False))
+
+
+def exact_ops(device: torch.device) -> Ops:
+    """Return the operations of exact mode for a device. Raises ValueError where CUDA lacks Triton."""
+    if device.type != "cuda":
+        return Ops("exact", exact_linear, exact_attend, rms_norm, exact_silu)
+    try:
+        from llama.kernels import invariant
+    except ModuleNotFoundError as missing:
+        raise ValueError(f"exact mode on CUDA needs {missing.name}: pip install triton, or take device=cpu") from None
+    return Ops("exact", invariant.linear, invariant.attend, invariant.rms_norm, exact_silu)
+
+
+def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features)."""
+    return _product(x, weight, block_for(weight))
+
+
+def exact_silu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(x). The exponential of PyTorch has no tail that rounds differently; its silu has."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide / (1 + (-wide).exp())).type_as(x)
+
+
+def exact_attend(
+    xq: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start_pos: int | Sequence[int],
+    key_positions: Tensor | None = None,
+) -> Tensor:
+    """Do what `llama.attend.attend` does, each query in the same place of the same piece wherever it is fed."""
+    if key_positions is not None:
+        raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
+    if isinstance(start_pos, int):
+        return _attend_in_step(xq, keys, values, start_pos)
+    rows = [slice(row, row + 1) for row in range(len(start_pos))]
+    return torch.cat(
+        [_attend_in_step(xq[row], keys[row], values[row], pos) for row, pos in zip(rows, start_pos, strict=True)]
+    )
+
+
+def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int) -> Tensor:
+    """Attend where all rows stand at the same position; in float32 or wider."""
+    bsz, seqlen, n_heads, head_dim = xq.shape
+    before = start_pos % QUERIES  # places of the first block that stay empty
+    wide = torch.promote_types(xq.dtype, torch.float32)
+    queries = _in_pieces(xq.to(wide), QUERIES, before)  # (bsz, n_heads, blocks, QUERIES, width)
+    group, blocks = n_heads // keys.shape[2], queries.shape[2]
+    k, v = (  # (bsz, n_heads, chunks, KEYS, width)
+        _in_pieces(kept[:, : start_pos + seqlen].to(wide), KEYS).repeat_interleave(group, dim=1)
+        for kept in (keys, values)
+    )
+    flat, chunks = queries.flatten(0, 2), k.shape[2]
+    scores = [torch.bmm(flat, _for_each_block(k[:, :, c], blocks).transpose(1, 2)) for c in range(chunks)]
+    places = start_pos - before + torch.arange(blocks * QUERIES, device=xq.device).view(blocks, QUERIES, 1)
+    future = torch.arange(chunks * KEYS, device=xq.device) > places  # (blocks, QUERIES, chunks x KEYS)
+    shares = (
+        torch.cat(scores, dim=-1)
+        .view(-1, blocks, QUERIES, chunks * KEYS)
+        .div_(head_dim**0.5)
+        .masked_fill_(future, -torch.inf)
+    )
+    shares = shares.softmax(-1).flatten(0, 1)  # (bsz x n_heads x blocks, QUERIES, chunks x KEYS)
+    output = torch.zeros_like(flat)
+    for c, part in enumerate(torch.split(shares, KEYS, dim=-1)):  # in order: the bits of a sum depend on it
+        output += torch.bmm(part.contiguous(), _for_each_block(v[:, :, c], blocks))
+    output = output.view(bsz, n_heads, blocks * QUERIES, -1)[:, :, before : before + seqlen, :head_dim]
+    return output.transpose(1, 2).to(xq.dtype)
+
+
+def _in_pieces(x: Tensor, size: int, before: int = 0) -> Tensor:
+    """Cut (bsz, seqlen, heads, head_dim), behind `before` empty places, into (bsz, heads, pieces, size, width)."""
+    bsz, seqlen, heads, head_dim = x.shape
+    whole = x.new_zeros(bsz, heads, _up(before + seqlen, size), _up(head_dim, SIDE))
+    whole[:, :, before : before + seqlen, :head_dim] = x.transpose(1, 2)
+    return whole.view(bsz, heads, -1, size, whole.shape[-1])
+
+
+def _for_each_block(chunk: Tensor, blocks: int) -> Tensor:
+    """Return a chunk of every head, (bsz, n_heads, KEYS, width), once for each block of its queries."""
+    return chunk[:, :, None].expand(-1, -1, blocks, -1, -1).flatten(0, 2)
+
+
+def _product(x: Tensor, weight: Tensor, block: Block) -> Tensor:
+    out_features, in_features = weight.shape
+    flat = x.reshape(-1, in_features)
+    # The rows are copied in any case: bits can depend on where in memory an operand begins.
+    whole = flat.new_zeros(_up(flat.shape[0], block.rows), _up(in_features, SIDE))
+    whole[: flat.shape[0], :in_features] = flat
+    if out_features % SIDE or in_features % SIDE:  # sizes that no published model has: copied at each call
+        weight = torch.nn.functional.pad(weight, (0, -in_features % SIDE, 0, -out_features % SIDE))
+    tiles = (whole,) if block.in_one else torch.split(whole, block.rows)
+    product = torch.cat([linear(tile, weight) for tile in tiles])
+    return product[: flat.shape[0], :out_features].reshape(*x.shape[:-1], out_features)
+
+
+def _up(size: int, multiple: int) -> int:
+    return size + -size % multiple
+
+
+_FOUND: dict[tuple[torch.Size, torch.dtype, torch.device, int], Block] = {}  # what a process has probed already
+
+
+def block_for(weight: Tensor) -> Block:
+    """Return the first of BLOCKS in which a product with this weight gives a row the same bits in any company.
+
+    Raises ValueError where none does.
+    """
+    key = (weight.shape, weight.dtype, weight.device, torch.get_num_threads())
+    if key not in _FOUND:
+        _FOUND[key] = _probe(weight.detach())
+    return _FOUND[key]
+
+
+def _probe(weight: Tensor) -> Block:
+    # As many rows as a long prompt has, but no more than fit into 128 MiB of float32.
+    many = max(65, min(2048, 2**25 // weight.shape[0]))
+    # Sums that differ in float32 become the same 16-bit number but for one in some ten thousand.
+    enough = -(-(2**19 if weight.dtype.itemsize == 2 else 2**14) // weight.shape[0])
+    x = torch.randn(many, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    for block in BLOCKS:
+        whole = _product(x, weight, block)
+        if all(_agrees(x, weight, block, whole, size, enough) for size in _sizes(block, many)):
+            return block
+    raise ValueError(
+        f"exact mode is not to be had here: products with a weight of {tuple(weight.shape)} in {weight.dtype} on "
+        f"{weight.device} round differently from call to call"
+    )
+
+
+def _sizes(block: Block, many: int) -> list[int]:
+    """Return counts of rows that differ in how many blocks they fill."""
+    blocks = (*range(1, 10), 12, 15, 16, 17, 31, 33, 48, 64, 65, 128, 272)
+    return [n * block.rows for n in blocks if n * block.rows <= many]
+
+
+def _agrees(x: Tensor, weight: Tensor, block: Block, whole: Tensor, size: int, enough: int) -> bool:
+    """Are the products of `size` rows at a time those of all of them, over at least `enough` rows?"""
+    parts = torch.split(x[: max(size, enough)], size)
+    return all(
+        torch.equal(_product(part, weight, block), whole[i * size :][: len(part)]) for i, part in enumerate(parts)
+    )
+
+
+class LanguageModel(Protocol):
+    """What is needed of a model to compare it with itself, and to time it."""
+
+    kv_caching: bool
+    ops: Ops
+
+    @property
+    def args(self) -> ModelArgs: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __call__(self, tokens: Tensor, start_pos: int = 0) -> Tensor: ...
+    def use(self, ops: Ops) -> None: ...
+    def free_cache(self) -> None: ...
+
+
+@torch.inference_mode()
+def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 83) -> str | None:
+    """Say where logits differ to the bit: alone, cut off, through the cache; None where they do not."""
+    rows = min(rows, model.args.max_batch_size or rows)
+    length = min(length, model.args.max_seq_len)
+    tokens = torch.randint(model.args.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(model.device)
+    before = model.kv_caching
+    try:
+        model.kv_caching = False
+        whole = model(tokens)
+        if not torch.equal(model(tokens[-1:]), whole[-1:]):
+            return f"row {rows - 1} alone is not what it is among {rows}"
+        for end in {1, (length + 1) // 2, max(1, length - 1)}:
+            if not torch.equal(model(tokens[:, :end]), whole[:, :end]):
+                return f"the first {end} tokens are not what they are among {length}"
+        model.kv_caching = True
+        for start, end in _pieces(length):
+            if not torch.equal(model(tokens[:, start:end], start), whole[:, start:end]):
+                return f"tokens {start} to {end - 1}, fed through the cache, are not what they are without it"
+        return None
+    finally:
+        model.free_cache()
+        model.kv_caching = before
+
+
+def _pieces(length: int) -> Iterator[tuple[int, int]]:
+    """Cut a text into pieces of many lengths, single tokens among them, as (start, end)."""
+    start = 0
+    for size in cycle((5, 1, 1, 1, 17, 1, 2, 33, 1, 1)):
+        end = min(start + size, length)
+        yield start, end
+        if end == length:
+            return
+        start = end
+
+
+@torch.inference_mode()
+def slowdown(model: LanguageModel, *, prompt: int = 64, repeats: int = 5) -> tuple[float, float]:
+    """Return how many times as long one row takes in exact mode: to prefill `prompt` tokens, and a cached step.
+
+    The ratios of the median seconds, both ways timed in turns. The model needs room for one position more.
+    """
+    prompt = min(prompt, model.args.max_seq_len - 1)
+    tokens = torch.zeros(1, prompt, dtype=torch.int64, device=model.device)
+    before = model.kv_caching, model.ops
+    seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "exact": []}
+    try:
+        model.kv_caching = True
+        for _ in range(repeats + 1):
+            for ops in (PLAIN, exact_ops(model.device)):
+                model.use(ops)
+                model.free_cache()
+                prefill = _timed(model, tokens, 0)
+                seconds[ops.name].append((prefill, _timed(model, tokens[:, :1], prompt)))
+    finally:
+        model.free_cache()
+        model.kv_caching = before[0]
+        model.use(before[1])
+    medians = {
+        name: [statistics.median(times) for times in zip(*pairs[1:], strict=True)] for name, pairs in seconds.items()
+    }
+    prefill, step = (exact / plain for exact, plain in zip(medians["exact"], medians["plain"], strict=True))
+    return prefill, step
+
+
+def slowdown_words(model: LanguageModel) -> str:
+    """Return what exact mode costs this model here, measured now, in words."""
+    prefill, step = slowdown(model)
+    return f"exact mode: a short prompt takes {prefill:.1f} times as long as without it, a step {step:.1f} times"
+
+
+def _timed(model: LanguageModel, tokens: Tensor, start_pos: int) -> float:
+    started = time.perf_counter()
+    model(tokens, start_pos).sum().item()  # the sum is on the host once the logits are made
+    return time.perf_counter() - started

@@ -1,0 +1,218 @@
+"""Triton kernels that give a row the same bits whatever is computed beside it: exact mode on CUDA.
+
+A library chooses its tiles, and how it splits a sum, by the shape of the whole call, so a token's last bits depend on
+how many others are fed with it. Here each sum is taken by one program, in tiles of one size, in order; none is split
+and nothing is tuned. Triton itself compiles anew for the number 1, for multiples of 16 and for aligned addresses, and
+another program may sum in another order; so it may not look at what differs from call to call (`do_not_specialize`).
+What remains to be trusted is that a GPU treats all rows of a tile alike, and that adding zero times a number changes
+nothing. The price is speed, most of all where one token is fed after a long past.
+
+Knows tensors and positions; does not know the model, where keys came from, or how to differentiate. What acts on single
+numbers (silu, sums, rotations) needs no kernel here.
+Plain twins, which are the definitions: llama.linear.linear, llama.attend.attend, and rms_norm in llama/ops.py.
+Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025. Softmax in one
+pass: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# (a kernel's parameters are Triton's, and Triton is not typed)
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# A product's tile, and how much of the sum it takes in a step. Triton multiplies nothing narrower than 16.
+ROWS = tl.constexpr(16)
+COLUMNS = tl.constexpr(64)
+DEPTH = tl.constexpr(64)
+# A piece of attention. A block of queries stands within one chunk of keys, so all its queries meet the same chunks.
+QUERIES = tl.constexpr(16)
+KEYS = tl.constexpr(64)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features), without gradients."""
+    _check(x=x, weight=weight)
+    out_features, in_features = weight.shape
+    if x.shape[-1] != in_features:
+        raise ValueError(f"x is {tuple(x.shape)}, and weight {tuple(weight.shape)}: their last sizes must agree")
+    flat = x.reshape(-1, in_features).contiguous()
+    out = x.new_empty(flat.shape[0], out_features)
+    # One axis for all tiles, here and below: a grid's other axes end at 65535.
+    tiles = triton.cdiv(flat.shape[0], ROWS.value) * triton.cdiv(out_features, COLUMNS.value)
+    with torch.cuda.device(x.get_device()):
+        _linear[(tiles,)](flat, weight.contiguous(), out, flat.shape[0], out_features, in_features, _wide(x))
+    return out.view(*x.shape[:-1], out_features)
+
+
+@triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["x", "out"])
+def _linear(
+    x,  # (n_rows, in_features)
+    weight,  # (out_features, in_features)
+    out,  # (n_rows, out_features)
+    n_rows,
+    out_features,
+    in_features,
+    WIDE: tl.constexpr,
+):
+    """Make one tile of the product. Tiles of the same columns follow each other, so that they share their weights."""
+    tiles_down = tl.cdiv(n_rows, ROWS)
+    row = (tl.program_id(0) % tiles_down).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
+    column = (tl.program_id(0) // tiles_down).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), WIDE)
+    for first in range(0, in_features, DEPTH):
+        across, down = first + tl.arange(0, DEPTH)[None, :], first + tl.arange(0, DEPTH)[:, None]
+        left = tl.load(x + row * in_features + across, (row < n_rows) & (across < in_features), 0.0)
+        right = tl.load(weight + column * in_features + down, (column < out_features) & (down < in_features), 0.0)
+        total = tl.dot(left, right, total, input_precision="ieee", out_dtype=WIDE)
+    tl.store(out + row * out_features + column, total, (row < n_rows) & (column < out_features))
+
+
+def attend(
+    xq: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start_pos: int | Sequence[int],
+    key_positions: Tensor | None = None,
+) -> Tensor:
+    """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
+
+    xq is (bsz, seqlen, n_heads, head_dim), and its query i stands at start_pos + i, which may be one per row. keys and
+    values are (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. What lies past start_pos + seqlen is never
+    read. Raises ValueError on keys that stand elsewhere.
+    """
+    if key_positions is not None:
+        raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
+    _check(xq=xq, keys=keys, values=values)
+    bsz, seqlen, n_heads, head_dim = xq.shape
+    kv_len, n_kv_heads = keys.shape[1:3]
+    starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
+    if keys.shape != values.shape or keys.shape != (bsz, kv_len, n_kv_heads, head_dim) or n_heads % n_kv_heads:
+        shapes = f"xq {tuple(xq.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
+        raise ValueError(f"rows, head_dim, or heads that are to share keys do not agree: {shapes}")
+    if len(starts) != bsz or not all(0 <= start <= kv_len - seqlen for start in starts):
+        raise ValueError(f"start_pos={start_pos} must be one per row (of {bsz}), from 0 to {kv_len} keys - {seqlen}")
+    keys, values = (kept if kept.stride(-1) == 1 else kept.contiguous() for kept in (keys, values))
+    steps = (*keys.stride()[:3], *values.stride()[:3])
+    sizes = (n_heads, n_heads // n_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), head_dim**-0.5)
+    blocks = max((triton.cdiv(start % QUERIES.value + seqlen, QUERIES.value) for start in starts), default=0)
+    at = torch.tensor(starts, dtype=torch.int32, device=xq.device)
+    xq = xq.contiguous()
+    out = torch.empty_like(xq)
+    grid = (blocks * n_heads * bsz,)
+    with torch.cuda.device(xq.get_device()):
+        # In one stage: several chunks of wide heads in float32 would not fit into the shared memory of a small GPU.
+        _attend[grid](xq, keys, values, out, at, seqlen, blocks, *steps, *sizes, _wide(xq), num_stages=1)
+    return out
+
+
+@triton.jit(
+    do_not_specialize=["seqlen", "blocks", "key_row", "key_step", "key_head", "value_row", "value_step", "value_head"],
+    do_not_specialize_on_alignment=["xq", "keys", "values", "out", "starts"],
+)
+def _attend(
+    xq,  # (bsz, seqlen, HEADS, HEAD_DIM)
+    keys,  # (bsz, kv_len, HEADS / GROUP, HEAD_DIM), in steps of key_row, key_step, key_head and 1
+    values,  # the same shape, in steps of their own
+    out,  # as xq
+    starts,  # (bsz,)
+    seqlen,
+    blocks,
+    key_row: tl.int64,
+    key_step: tl.int64,
+    key_head: tl.int64,
+    value_row: tl.int64,
+    value_step: tl.int64,
+    value_head: tl.int64,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Attend for one block of queries of one head in one row.
+
+    A block begins at a multiple of QUERIES, whatever was fed, so a query always stands in the same place of the same
+    block and meets the same chunks. Each of them holds a key that all queries of the block may see: no maximum is -inf.
+    """
+    block = tl.program_id(0) % blocks
+    head = tl.program_id(0) // blocks % HEADS
+    row = (tl.program_id(0) // blocks // HEADS).to(tl.int64)
+    start = tl.load(starts + row)
+    end = start + seqlen
+    begin = (start // QUERIES + block) * QUERIES
+
+    query = begin + tl.arange(0, QUERIES)[:, None]  # (QUERIES, 1), positions
+    key = tl.arange(0, KEYS)[:, None]  # (KEYS, 1), positions within a chunk
+    across = tl.arange(0, WIDTH)[None, :]  # (1, WIDTH)
+    place = ((row * seqlen + query - start) * HEADS + head) * HEAD_DIM + across  # (QUERIES, WIDTH)
+    fed = (query >= start) & (query < end) & (across < HEAD_DIM)
+    keys += row * key_row + head // GROUP * key_head + across
+    values += row * value_row + head // GROUP * value_head + across
+
+    q = tl.load(xq + place, fed, 0.0)
+    peak = tl.full((QUERIES,), float("-inf"), WIDE)
+    total = tl.zeros((QUERIES,), WIDE)
+    mixed = tl.zeros((QUERIES, WIDTH), WIDE)
+    for first in range(0, begin + QUERIES, KEYS):
+        there = (first + key < end) & (across < HEAD_DIM)
+        k = tl.load(keys + (first + key) * key_step, there, 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
+        scores = tl.where(first + tl.trans(key) <= query, scores, float("-inf"))  # (QUERIES, KEYS)
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shares = tl.exp(scores - higher[:, None])
+        fading = tl.exp(peak - higher)  # what came before was scaled by a lower peak
+        total = total * fading + tl.sum(shares, 1)
+        v = tl.load(values + (first + key) * value_step, there, 0.0)
+        mixed = tl.dot(shares.to(v.dtype), v, mixed * fading[:, None], input_precision="ieee", out_dtype=WIDE)
+        peak = higher
+    tl.store(out + place, mixed / total[:, None], fed)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale vectors (..., dim) to a root mean square of one, then each of their numbers by weight, (dim,)."""
+    _check(x=x, weight=weight)
+    dim = x.shape[-1]
+    if weight.shape != (dim,):
+        raise ValueError(f"x is {tuple(x.shape)}, and weight {tuple(weight.shape)}: their last sizes must agree")
+    flat = x.reshape(-1, dim).contiguous()
+    out = torch.empty_like(flat)
+    with torch.cuda.device(x.get_device()):
+        _rms_norm[(flat.shape[0],)](flat, weight.contiguous(), out, eps, dim, triton.next_power_of_2(dim), _wide(x))
+    return out.view(x.shape)
+
+
+@triton.jit(do_not_specialize_on_alignment=["x", "out"])
+def _rms_norm(x, weight, out, EPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """Norm one vector. EPS is a constant because Triton passes numbers as float32."""
+    place = tl.arange(0, WIDTH)
+    inside = place < DIM
+    begin = tl.program_id(0).to(tl.int64) * DIM
+    wide = tl.load(x + begin + place, inside, 0.0).to(WIDE)  # 16-bit squares overflow or vanish
+    norm = wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + EPS)
+    tl.store(out + begin + place, norm.to(x.dtype.element_ty) * tl.load(weight + place, inside, 0.0), inside)
+
+
+def _wide(x: Tensor) -> tl.dtype:
+    """Return the type to sum in."""
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def _check(**operands: Tensor) -> None:
+    """Refuse what the kernels would get wrong without a word. Nothing is moved or cast silently."""
+    operand = next(iter(operands.values()))
+    if any((other.dtype, other.device) != (operand.dtype, operand.device) for other in operands.values()):
+        problem = "take operands of one dtype on one device"
+    elif operand.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        problem = "run on CUDA GPUs, and nowhere else are they needed"
+    elif operand.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        problem = "take float16, bfloat16, float32 or float64"
+    elif torch.is_grad_enabled() and any(other.requires_grad for other in operands.values()):
+        problem = "have no gradient: run the model under torch.inference_mode()"
+    else:
+        return
+    given = ", ".join(f"{name} {other.dtype} on {other.device}" for name, other in operands.items())
+    raise ValueError(f"exact mode's kernels {problem} (given {given})")

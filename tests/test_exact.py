@@ -1,0 +1,189 @@
+"""Exact mode: a token's logits have the same bits with the cache on or off, however fed, alone or in any batch."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from oracles import tiny_args, tiny_model
+from torch import Tensor
+
+from llama import exact
+from llama.exact import Block, block_for, exact_attend, exact_linear, exact_silu, first_difference, slowdown
+from llama.model import Transformer
+from llama.ops import PLAIN
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"dim": 48, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 131, "tied_head": True},
+    {"dim": 80, "n_heads": 5, "n_kv_heads": 1, "vocab_size": 97, "multiple_of": 8},
+    {"dim": 64, "n_heads": 8, "n_kv_heads": 8, "vocab_size": 200, "n_layers": 3, "head_dim": 12},
+]
+
+
+def exact_model(dtype: torch.dtype, **sizes: Any) -> Transformer:
+    model = tiny_model(tiny_args(**{"max_seq_len": 160, **sizes}), dtype=dtype).requires_grad_(False)
+    model.exact = True
+    return model
+
+
+def fed_in_pieces(model: Transformer, tokens: Tensor, cuts: list[int]) -> Tensor:
+    model.free_cache()
+    ends = [*cuts, tokens.shape[1]]
+    pieces = [model(tokens[:, start:end], start) for start, end in zip([0, *cuts], ends, strict=True)]
+    return torch.cat(pieces, dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SHAPES, ids=["plain", "tied", "odd", "wide"])
+def test_logits_are_equal_to_the_bit_however_they_come_about(dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+    model = exact_model(dtype, **sizes)
+    draw = random.Random(str(dtype) + str(sizes))
+    with torch.inference_mode():
+        for rows in (1, 3, 16):
+            tokens = torch.randint(model.args.vocab_size, (rows, 150))
+            model.kv_caching = False
+            whole = model(tokens)
+            alone = draw.randrange(rows)
+            assert torch.equal(model(tokens[alone : alone + 1]), whole[alone : alone + 1])
+            model.kv_caching = True
+            for _ in range(3):
+                cuts = sorted(draw.sample(range(1, 150), draw.randrange(1, 12)))
+                assert torch.equal(fed_in_pieces(model, tokens, cuts), whole), cuts
+        assert torch.equal(fed_in_pieces(model, tokens[:1], list(range(1, 150))), whole[:1])
+
+
+def test_ragged_rows_have_the_bits_that_each_has_alone() -> None:
+    model = exact_model(torch.float32)
+    prompts = [[1, 2, 3], [4] * 40, [5, 6] * 9]
+    ids, logprobs = model.generate_tokens(prompts, 20, temperature=0, logprobs=True)
+    assert logprobs is not None
+    for kv_caching in (True, False):
+        for row, prompt in enumerate(prompts):
+            alone = model.generate_tokens([prompt], 20, temperature=0, logprobs=True, kv_caching=kv_caching)
+            assert alone == ([ids[row]], [logprobs[row]])
+
+
+def test_without_exact_mode_a_difference_shows() -> None:
+    """The comparison has power: the plain path does not pass it."""
+    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    assert first_difference(model) is not None
+    model.exact = True
+    assert first_difference(model) is None
+    model.exact = False
+    assert first_difference(model) is not None
+
+
+def test_exact_logits_are_the_plain_ones_to_rounding() -> None:
+    model = tiny_model(tiny_args(max_seq_len=160)).requires_grad_(False)
+    tokens = torch.randint(model.args.vocab_size, (2, 100))
+    plain = model(tokens)
+    model.exact = True
+    torch.testing.assert_close(model(tokens), plain, rtol=0, atol=1e-10)
+
+
+def test_switching_it_off_leaves_the_plain_model() -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    tokens = torch.randint(model.args.vocab_size, (2, 20))
+    plain = model(tokens)
+    model.exact = True
+    model.exact = False
+    assert torch.equal(model(tokens), plain)
+    assert not model.exact
+
+
+def test_a_machine_that_cannot_is_refused_and_the_model_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    monkeypatch.setattr(exact, "BLOCKS", ())
+    monkeypatch.setattr(exact, "_FOUND", {})
+    with pytest.raises(ValueError, match="round differently from call to call"):
+        model.exact = True
+    assert not model.exact
+
+
+def test_a_model_that_differs_from_itself_is_refused_and_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few rows in a block: the probe is not trusted, the whole model is compared."""
+    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    monkeypatch.setattr(exact, "exact_silu", lambda x: torch.nn.functional.silu(x) + x.shape[1] * 1e-6)
+    with pytest.raises(ValueError, match="the first 1 tokens are not what they are among 83"):
+        model.exact = True
+    assert not model.exact
+
+
+def test_moving_to_another_dtype_probes_again() -> None:
+    model = exact_model(torch.float32).to(torch.float64)
+    assert model.exact
+    assert first_difference(model) is None
+
+
+def test_a_cache_with_places_of_its_own_is_refused() -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="choose kv_cache=static or concat"):
+        exact_attend(x, x, x, 0, torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_the_switch_takes_true_and_false_only(value: Any) -> None:
+    with pytest.raises(ValueError, match="must be True or False"):
+        tiny_model().exact = value
+
+
+def test_what_lies_past_a_position_is_never_read() -> None:
+    x, keys = torch.randn(2, 3, 4, 8), torch.randn(2, 20, 2, 8)
+    clean = exact_attend(x, keys, keys, 5)
+    poisoned = keys.clone()
+    poisoned[:, 8:] = torch.nan
+    assert torch.equal(exact_attend(x, poisoned, poisoned, 5), clean)
+
+
+def test_pieces_equal_their_plain_twins_to_rounding() -> None:
+    x, weight = torch.randn(5, 30, dtype=torch.float64), torch.randn(7, 30, dtype=torch.float64)
+    torch.testing.assert_close(exact_linear(x, weight), x @ weight.T)
+    torch.testing.assert_close(exact_silu(x), torch.nn.functional.silu(x))
+    assert torch.equal(exact_silu(torch.tensor([-1e30, 1e30])), torch.tensor([-0.0, 1e30]))
+
+
+def test_a_product_for_each_block_alone_serves_where_no_padding_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last resort is exact, too: this test is what tries it, on machines where the others are enough."""
+    monkeypatch.setattr(exact, "BLOCKS", (Block(16, in_one=False),))
+    monkeypatch.setattr(exact, "_FOUND", {})
+    model = exact_model(torch.float32)
+    assert block_for(model.output.weight) == Block(16, in_one=False)
+    assert first_difference(model, rows=3, length=150) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_keeps_its_bits_at_long_lengths(dtype: torch.dtype) -> None:
+    stream = torch.Generator().manual_seed(2)
+    xq, keys, values = (torch.randn(1, 1300, n, 24, generator=stream).to(dtype) for n in (4, 2, 2))
+    whole = exact_attend(xq, keys, values, 0)
+    for start, end in [
+        (0, 1),
+        (15, 17),
+        (63, 64),
+        (64, 65),
+        (193, 200),
+        (383, 384),
+        (575, 600),
+        (1023, 1025),
+        (1299, 1300),
+    ]:
+        assert torch.equal(exact_attend(xq[:, start:end], keys, values, start), whole[:, start:end]), (start, end)
+
+
+def test_what_it_costs_is_measured_and_leaves_the_model_as_it_was() -> None:
+    model = exact_model(torch.float32)
+    model.kv_caching = False
+    assert min(slowdown(model)) > 0
+    assert model.exact
+    assert not model.kv_caching
+
+
+def test_research_code_may_do_one_operation_its_own_way() -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    model.use(PLAIN._replace(name="linear units", silu=torch.relu))
+    changed = model(torch.tensor([[1, 2, 3]]))
+    model.use(PLAIN)
+    assert not torch.equal(model(torch.tensor([[1, 2, 3]])), changed)
+    assert not model.exact
