@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from llama.args import ModelArgs
 from llama.linear import linear
@@ -125,7 +126,7 @@ def _product(x: Tensor, weight: Tensor, block: Block) -> Tensor:
     whole = flat.new_zeros(_up(flat.shape[0], block.rows), _up(in_features, SIDE))
     whole[: flat.shape[0], :in_features] = flat
     if out_features % SIDE or in_features % SIDE:  # sizes that no published model has: copied at each call
-        weight = torch.nn.functional.pad(weight, (0, -in_features % SIDE, 0, -out_features % SIDE))
+        weight = pad(weight, (0, -in_features % SIDE, 0, -out_features % SIDE))
     tiles = (whole,) if block.in_one else torch.split(whole, block.rows)
     product = torch.cat([linear(tile, weight) for tile in tiles])
     return product[: flat.shape[0], :out_features].reshape(*x.shape[:-1], out_features)
@@ -152,17 +153,35 @@ def block_for(weight: Tensor) -> Block:
 def _probe(weight: Tensor) -> Block:
     # As many rows as a long prompt has, but no more than fit into 128 MiB of float32.
     many = max(65, min(2048, 2**25 // weight.shape[0]))
-    # Sums that differ in float32 become the same 16-bit number but for one in some ten thousand.
-    enough = -(-(2**19 if weight.dtype.itemsize == 2 else 2**14) // weight.shape[0])
-    x = torch.randn(many, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    x, like = _sensitive(many, weight)
     for block in BLOCKS:
-        whole = _product(x, weight, block)
-        if all(_agrees(x, weight, block, whole, size, enough) for size in _sizes(block, many)):
+        whole = _product(x, like, block)
+        if all(_agrees(x, like, block, whole, size) for size in _sizes(block, many)):
             return block
     raise ValueError(
         f"exact mode is not to be had here: products with a weight of {tuple(weight.shape)} in {weight.dtype} on "
         f"{weight.device} round differently from call to call"
     )
+
+
+def _sensitive(many: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `many` rows, and a matrix like `weight`, whose products show every other order of summing.
+
+    Each term has its opposite somewhere in the sum, so nothing but rounding errors remains. Of ordinary sums in 16 bits
+    one in some ten thousand would differ.
+    """
+    stream = torch.Generator().manual_seed(0)
+    half = weight.shape[1] // 2
+    order = torch.randperm(2 * half, generator=stream)
+    scale = torch.randint(-6, 7, (half,), generator=stream).float().exp2()
+    rows, columns = (
+        torch.randn(many, half, generator=stream) * scale,
+        torch.randn(weight.shape[0], half, generator=stream),
+    )
+    x = torch.cat([rows, -rows], dim=1)[:, order]
+    like = torch.cat([columns, columns], dim=1)[:, order]
+    odd = (0, weight.shape[1] % 2)
+    return pad(x, odd).to(weight), pad(like, odd).to(weight)
 
 
 def _sizes(block: Block, many: int) -> list[int]:
@@ -171,9 +190,10 @@ def _sizes(block: Block, many: int) -> list[int]:
     return [n * block.rows for n in blocks if n * block.rows <= many]
 
 
-def _agrees(x: Tensor, weight: Tensor, block: Block, whole: Tensor, size: int, enough: int) -> bool:
-    """Are the products of `size` rows at a time those of all of them, over at least `enough` rows?"""
-    parts = torch.split(x[: max(size, enough)], size)
+def _agrees(x: Tensor, weight: Tensor, block: Block, whole: Tensor, size: int) -> bool:
+    """Are the products of `size` rows at a time those of all of them, over some 16,000 numbers or more?"""
+    rows = max(size, -(-(2**14) // weight.shape[0]))
+    parts = torch.split(x[:rows], size)
     return all(
         torch.equal(_product(part, weight, block), whole[i * size :][: len(part)]) for i, part in enumerate(parts)
     )
