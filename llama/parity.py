@@ -1,0 +1,471 @@
+"""One run of the certificate: a model with its KV cache on and off, and both against the same model in float64.
+
+What counts as rounding is decided without looking at the cached run, so that a large error cannot absolve itself: the
+bound is a multiple of the error that the uncached path makes against float64. What the cache computes beyond it, and a
+choice that it cannot excuse, is a violation. Knows tensors and the model. Reads no files, prints nothing, and does not
+know where a model or its prompts come from.
+
+The texts are what the cached greedy run wrote, and a place is a position of one of them, counted through all. U is the
+uncached model over all texts in one pass, C the cached model fed as generation feeds it, R the float64 model, uncached.
+"""
+
+import copy
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama.generation import NonFiniteLogits
+from llama.model import Transformer
+
+# A place's bound is SLACK times the error of U there, or times the mean over the run's places where that is more: an
+# error may be small by chance. A multiple of the run's largest error would be steadier but weak: in bf16 the demo's
+# first token, whose activations are huge, is off by 5 times what is usual, and would excuse all others.
+# Measured in these units: over 1507 random tiny models, a run of each in each dtype, 37,000 places in 5 ways, no error
+# was above 3.4 in fp32, 2.5 in bf16, 2.7 in fp16 (demo, some 200 to 700 places: 1.6, 2.4, 2.2). A stale, shifted,
+# dropped or misplaced key makes a million in fp32 and 66 or more in bf16; keys kept in bf16 in an fp32 model make 9600.
+SLACK = 6.0
+FLOAT64_TOLERANCE = 1e-9  # for cached against uncached in float64; at most 6e-13 was seen
+BINS_PER_OCTAVE = 16
+
+UNCACHED, STEPS, PIECES, ALONE = "uncached in one pass", "cached step by step", "pieces", "row alone"
+FREE_CACHED, FREE_UNCACHED = "free cached", "free uncached"
+WAYS = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE)  # each is compared with U, bit by bit
+WIDE = WIDE_STEPS, WIDE_PIECES = f"float64 {STEPS}", f"float64 {PIECES}"
+
+_CHUNK = 2**21  # logits that are looked at together: 16 MiB in float64
+_LEAST, _MOST = -1075 * BINS_PER_OCTAVE, 1025 * BINS_PER_OCTAVE  # the bins of every float64 above zero
+
+Texts = Sequence[Sequence[int]]
+Part = tuple[int, int, Tensor]  # a row, a position in it, and the logits from there on, (n, vocab)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where the free runs of a row part: the tokens of the cached and of the uncached one, and top1 - top2 of U, C, R.
+
+    Explained: that of R is within twice the bound. A margin that is not finite is None.
+    """
+
+    row: int
+    step: int
+    position: int
+    tokens: list[int]
+    margins: list[float | None]
+    explained: bool
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one run measured. Runs add up: counts by sum, sizes by maximum.
+
+    tokens: those of the cached greedy run. alike: those that the uncached one made too, each row up to its divergence.
+    places: how many there are. undecided: those where top1 - top2 of R is at most 2 x the bound. bound: the largest.
+    strain: the largest error in units of its bound; above 1 is a violation. errors: the largest distance to R, by way.
+    compared, equal: at how many places a way's logits were compared with U's, and were all bit-equal.
+    deltas: a histogram of |C - U| over all logits, see `quantile`. kl: KL(U || C) at a place, in nats.
+    top1: at how many places two of them choose alike. violations: in words; none where all is well.
+    """
+
+    tokens: int = 0
+    alike: int = 0
+    places: int = 0
+    undecided: int = 0
+    bound: float = 0.0
+    strain: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    compared: dict[str, int] = field(default_factory=dict)
+    equal: dict[str, int] = field(default_factory=dict)
+    max_delta: float = 0.0
+    deltas: dict[str, int] = field(default_factory=dict)
+    kl_sum: float = 0.0
+    kl_max: float = 0.0
+    top1: dict[str, int] = field(default_factory=dict)
+    divergences: list[Divergence] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+
+def reference_of(model: Transformer) -> Transformer:
+    """Return a float64 copy: the same rounded weights and the same float32 rotations, and no rounding after them."""
+    reference = copy.deepcopy(model)
+    reference.exact = False  # before it is widened, which would prove exact mode anew
+    device = torch.device("cpu") if model.device.type == "mps" else model.device  # Metal has no float64
+    return reference.to(device, torch.float64)
+
+
+def bytes_needed(model: Transformer, *, rows: int, length: int, tokens: int) -> int:
+    """Return what `reference_of` and `measure` take at most beside the model, activations apart."""
+    args, itemsize = model.args, max(4, model.norm.weight.itemsize)
+    logits = rows * args.vocab_size * (length * (itemsize + 8) + 2 * tokens * itemsize)  # U, R, and both free runs
+    cache = 2 * 8 * args.n_layers * rows * length * args.n_kv_heads * args.head_dim
+    return 8 * sum(weight.numel() for weight in model.parameters()) + logits + cache + 64 * _CHUNK
+
+
+@torch.inference_mode()
+def measure(
+    model: Transformer,
+    reference: Transformer,
+    prompts: Texts,
+    tokens: int,
+    *,
+    seed: int,
+    on_part: Callable[[str], None] = lambda part: None,
+) -> Figures:
+    """Continue every prompt by `tokens` ids, cached and uncached, and judge the two by `reference_of(model)`.
+
+    `seed` draws where PIECES cuts the texts, and `on_part` hears what comes next. Where `model.exact` is set, every
+    bitwise difference is a violation. Raises ValueError on what generation refuses, and for fewer than 2 tokens.
+    """
+    if tokens < 2:
+        raise ValueError(f"tokens={tokens} must be at least 2: the cache is first read for the second token")
+    on_part(FREE_CACHED)
+    cached = _run_free(model, prompts, tokens, kv_caching=True)
+    if cached.failure:
+        return Figures(violations=[cached.failure])
+    texts = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, cached.ids, strict=True)]
+    on_part(UNCACHED)
+    u = [logits.to(reference.device) for _, _, logits in _in_one_pass(model, texts)]
+    truth = Truth(u, [logits for _, _, logits in _in_one_pass(reference, texts)])
+
+    difference = Difference()
+    seen = {UNCACHED: truth.look((row, 0, logits) for row, logits in enumerate(u))}
+    for name, parts in _ways(model, reference, texts, tokens, seed).items():
+        on_part(name)
+        seen[name] = truth.look(parts, difference if name == STEPS else None)
+    on_part(FREE_UNCACHED)
+    uncached = _run_free(model, prompts, tokens, kv_caching=False)
+    for run, steps in ((cached, [tokens] * len(texts)), (uncached, _comparable(cached, uncached))):
+        seen[run.name] = truth.look(_at_steps(prompts, run, steps))
+    return _judge(model.exact, prompts, cached, uncached, truth, seen, difference)
+
+
+def quantile(deltas: dict[str, int], share: float) -> float:
+    """Return a number that `share` of the differences do not pass: at most 4.5 % above the smallest such number.
+
+    Bin b counts those from 2^(b/16) up to 2^((b+1)/16), "zero" the zeros; what is returned is where a bin ends.
+    """
+    ends = {bin: 0.0 if bin == "zero" else 2.0 ** ((int(bin) + 1) / BINS_PER_OCTAVE) for bin in deltas}
+    left = share * sum(deltas.values())
+    for bin in sorted(deltas, key=ends.__getitem__):
+        left -= deltas[bin]
+        if left <= 0:
+            return ends[bin]
+    return 0.0
+
+
+# ---- the ways to compute the same logits -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FreeRun:
+    """A greedy generation by the real loop: its ids, each forward's logits (bsz, vocab) and width, or why it failed."""
+
+    name: str
+    ids: list[list[int]]
+    logits: list[Tensor]
+    widths: list[int]
+    failure: str | None = None
+
+
+def _run_free(model: Transformer, prompts: Texts, tokens: int, *, kv_caching: bool) -> FreeRun:
+    run = FreeRun(FREE_CACHED if kv_caching else FREE_UNCACHED, [[] for _ in prompts], [], [])
+
+    def keep(_: torch.nn.Module, given: tuple[Any, ...], logits: Tensor) -> None:
+        run.widths.append(given[0].shape[1])
+        run.logits.append(logits[:, -1])
+
+    hook = model.register_forward_hook(keep)
+    try:
+        run.ids[:], _ = model.generate_tokens(prompts, tokens, stop_ids=(), temperature=0, kv_caching=kv_caching)
+    except NonFiniteLogits as error:
+        return replace(run, failure=f"{run.name}: {error}")
+    finally:
+        hook.remove()
+    return run
+
+
+def _at_steps(prompts: Texts, run: FreeRun, steps: Sequence[int]) -> Iterator[Part]:
+    """Yield the logits of the first `steps[row]` steps of every row, at their positions in its text."""
+    for step, logits in enumerate(run.logits):
+        for row, prompt in enumerate(prompts):
+            if step < steps[row]:
+                yield row, len(prompt) - 1 + step, logits[row : row + 1]
+
+
+def _comparable(cached: FreeRun, uncached: FreeRun) -> list[int]:
+    """Return how many steps of each row had the same text before them: up to its divergence, and that one too."""
+    pairs = [list(zip(*ids, strict=False)) for ids in zip(cached.ids, uncached.ids, strict=True)]
+    return [next((step + 1 for step, (c, u) in enumerate(row) if c != u), len(row)) for row in pairs]
+
+
+def _ways(
+    model: Transformer, reference: Transformer, texts: list[list[int]], tokens: int, seed: int
+) -> dict[str, Iterator[Part]]:
+    """Return what computes the logits of the texts, each when it is asked for.
+
+    Stood up so that all texts end at the same column, they are cut at columns: behind the prompts and then before each
+    token, as generation does it, or anywhere that leaves every row a first token.
+    """
+    longest, shortest = max(map(len, texts)), min(map(len, texts))
+    steps, places = range(longest - tokens + 1, longest), range(longest - shortest + 1, longest)
+    dice = random.Random(seed)
+    pieces = sorted(dice.sample(places, dice.randint(1, min(8, len(places)))))
+    return {
+        WIDE_STEPS: _through_cache(reference, texts, steps),
+        WIDE_PIECES: _through_cache(reference, texts, pieces),
+        STEPS: _through_cache(model, texts, steps),
+        PIECES: _through_cache(model, texts, pieces),
+        ALONE: ((row, 0, logits) for row, text in enumerate(texts) for _, _, logits in _in_one_pass(model, [text])),
+    }
+
+
+def _in_one_pass(model: Transformer, texts: Texts) -> Iterator[Part]:
+    with _switched(model, kv_caching=False):
+        logits = model(_padded(texts, model.device))
+    yield from ((row, 0, logits[row, : len(text)]) for row, text in enumerate(texts))
+
+
+def _through_cache(model: Transformer, texts: Texts, cuts: Sequence[int]) -> Iterator[Part]:
+    longest = max(map(len, texts))
+    starts = [0] * len(texts)
+    with _switched(model, kv_caching=True):
+        model.reserve_cache(len(texts), longest)
+        for cut in (*cuts, longest):
+            ends = [cut - longest + len(text) for text in texts]
+            fed = [text[start:end] for text, start, end in zip(texts, starts, ends, strict=True)]
+            logits = model(_padded(fed, model.device), starts)
+            yield from ((row, starts[row], logits[row, : len(ids)]) for row, ids in enumerate(fed))
+            starts = ends
+
+
+@contextmanager
+def _switched(model: Transformer, *, kv_caching: bool) -> Iterator[None]:
+    before = model.kv_caching
+    model.kv_caching = kv_caching
+    try:
+        yield
+    finally:
+        model.free_cache()
+        model.kv_caching = before
+
+
+def _padded(rows: Texts, device: torch.device) -> Tensor:
+    """Return the ids as one matrix, (bsz, longest), filled up with zeros on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+
+
+# ---- what is seen of them --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A way's logits beside U and R, at places in ascending order; each tensor is (n,), on the CPU.
+
+    error: the largest distance to R, inf or nan where anything is not finite. margin: top1 - top2.
+    """
+
+    place: Tensor
+    equal: Tensor
+    error: Tensor
+    choice: Tensor
+    margin: Tensor
+
+
+class Truth:
+    """U and R of every text, each (positions, vocab)."""
+
+    def __init__(self, u: list[Tensor], r: list[Tensor]) -> None:
+        self.u, self.r = u, r
+        self.starts = [0, *accumulate(map(len, r))]  # the place of each text's first position
+
+    def look(self, parts: Iterable[Part], difference: "Difference | None" = None) -> Seen:
+        """Compare logits with U and R, few at a time; add them to `difference`."""
+        found = []
+        for row, first, logits in parts:
+            step = max(1, _CHUNK // logits.shape[-1])
+            for start in range(first, first + len(logits), step):
+                made = logits[start - first : start - first + step].to(self.r[row].device)
+                u, r = (truth[row][start : start + len(made)] for truth in (self.u, self.r))
+                found.append((self.starts[row] + start + torch.arange(len(made)), *_compare(made, u, r)))
+                if difference is not None:
+                    difference.add(made, u)
+        columns = [torch.cat(column) for column in zip(*found, strict=True)] or [torch.zeros(0, dtype=torch.int64)] * 5
+        order = columns[0].argsort()
+        return Seen(*(column[order] for column in columns))
+
+    def where(self, place: int) -> tuple[int, int]:
+        """Return the row and the position in it."""
+        row = bisect_right(self.starts, place) - 1
+        return row, place - self.starts[row]
+
+
+def _compare(made: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (equal, error, choice, margin) of logits, (n, vocab)."""
+    bits = {4: torch.int32, 8: torch.int64}[made.itemsize]
+    equal = (made.view(bits) == u.to(made.dtype).view(bits)).all(-1)
+    error = (made.double() - r).abs().amax(-1)
+    top = made.topk(min(2, made.shape[-1])).values.double()
+    return equal.cpu(), error.cpu(), made.argmax(-1).cpu(), (top[:, 0] - top[:, -1]).cpu()
+
+
+class Difference:
+    """What |C - U| and KL(U || C) come to."""
+
+    def __init__(self) -> None:
+        self.largest = self.kl_sum = self.kl_max = 0.0
+        self.zeros, self.bins = 0, torch.zeros(_MOST - _LEAST, dtype=torch.int64)
+
+    def add(self, c: Tensor, u: Tensor) -> None:
+        """Add logits (n, vocab), but for positions that are not finite, which are violations by themselves."""
+        finite = (c - u).sum(-1).isfinite()
+        if not finite.any():
+            return
+        c, u = c[finite].double(), u[finite].double()
+        delta = (c - u).abs()
+        self.largest = max(self.largest, float(delta.max()))
+        some = delta[delta > 0]
+        self.zeros += delta.numel() - some.numel()
+        bins = (some.log2() * BINS_PER_OCTAVE).floor().long() - _LEAST
+        self.bins += bins.bincount(minlength=len(self.bins)).cpu()
+        log_c, log_u = c.log_softmax(-1), u.log_softmax(-1)
+        kl = (log_u.exp() * (log_u - log_c)).sum(-1).clamp(min=0)  # below zero by rounding alone
+        self.kl_sum += float(kl.sum())
+        self.kl_max = max(self.kl_max, float(kl.max()))
+
+    def histogram(self) -> dict[str, int]:
+        counts = {str(bin + _LEAST): int(self.bins[bin]) for bin in self.bins.nonzero()[:, 0].tolist()}
+        return {"zero": self.zeros, **counts}
+
+
+# ---- the judgement ---------------------------------------------------------------------------------------------------
+
+
+def _judge(
+    exact: bool,
+    prompts: Texts,
+    cached: FreeRun,
+    uncached: FreeRun,
+    truth: Truth,
+    seen: dict[str, Seen],
+    difference: Difference,
+) -> Figures:
+    r = truth.look((row, 0, logits) for row, logits in enumerate(truth.r))
+    u, c = seen[UNCACHED], seen[STEPS]
+    bound = _bound(u.error)
+    divergences = list(_divergences(prompts, (cached, uncached), truth.starts, (u, c, r), bound))
+    violations = [
+        text
+        for name, way in seen.items()
+        for text in _errors_of(name, way, r, bound[way.place], truth, bits=exact and name in WAYS)
+    ]
+    violations += [text for run in (cached, uncached) for text in _slips_of(run, prompts, truth, seen[run.name])]
+    violations += [
+        f"free runs: row {d.row}, position {d.position}: cached takes token {d.tokens[0]}, uncached {d.tokens[1]}, "
+        f"and float64 prefers its own by {d.margins[-1]}, which rounding cannot make up"
+        for d in divergences
+        if not d.explained
+    ]
+    return Figures(
+        tokens=sum(map(len, cached.ids)),
+        alike=sum(_comparable(cached, uncached)) - len(divergences),
+        places=len(r.place),
+        undecided=int((r.margin <= 2 * bound).sum()),
+        bound=float(bound.max()),
+        strain=max(_largest(way.error / bound[way.place]) for name, way in seen.items() if name not in WIDE),
+        errors={name: _largest(way.error) for name, way in seen.items()},
+        compared={name: len(seen[name].place) for name in WAYS},
+        equal={name: int(seen[name].equal.sum()) for name in WAYS},
+        max_delta=difference.largest,
+        deltas=difference.histogram(),
+        kl_sum=difference.kl_sum,
+        kl_max=difference.kl_max,
+        top1={
+            name: int((one.choice == other.choice).sum())
+            for name, one, other in (("C and U", c, u), ("C and R", c, r), ("U and R", u, r))
+        },
+        divergences=divergences,
+        violations=violations,
+    )
+
+
+def _bound(errors: Tensor) -> Tensor:
+    """Return what rounding may do to the logits at each place, (places,), from the errors of U."""
+    finite = errors.isfinite()
+    usual = errors[finite].mean().nan_to_num()
+    return (SLACK * errors.where(finite, usual).clamp(min=usual)).clamp(min=FLOAT64_TOLERANCE)
+
+
+def _largest(errors: Tensor) -> float:
+    return max(errors[errors.isfinite()].tolist(), default=0.0)
+
+
+def _errors_of(name: str, way: Seen, r: Seen, bound: Tensor, truth: Truth, *, bits: bool) -> Iterator[str]:
+    """Say where a way, with its places' bounds, went wrong first, by each rule, and how often."""
+    prefers, margin, finite = r.choice[way.place], r.margin[way.place], way.error.isfinite()
+    allowed = torch.full_like(bound, FLOAT64_TOLERANCE) if name in WIDE else bound
+    rules: list[tuple[Tensor, Callable[[int], str]]] = [
+        (~finite, lambda i: "the logits are not finite"),
+        (
+            finite & (way.error > allowed),
+            lambda i: f"the logits are {way.error[i]:.3g} off those of float64, and rounding explains {allowed[i]:.3g}",
+        ),
+        (
+            finite & (margin > 2 * allowed) & (way.choice != prefers),
+            lambda i: f"token {way.choice[i]} is preferred, and {prefers[i]} in float64, by {margin[i]:.3g}",
+        ),
+        (~way.equal & bits, lambda i: "the bits are not those of the uncached pass, in exact mode"),
+    ]
+    for wrong, say in rules:
+        where = wrong.nonzero()[:, 0].tolist()
+        if where:
+            row, position = truth.where(int(way.place[where[0]]))
+            count = f"so at {len(where)} of {len(wrong)} positions"
+            yield f"{name}: row {row}, position {position}: {say(where[0])}; {count}"
+
+
+def _slips_of(run: FreeRun, prompts: Texts, truth: Truth, way: Seen) -> Iterator[str]:
+    """Say where the loop did not feed what its mode feeds, or did not take what its own logits prefer."""
+    if run.failure:
+        yield run.failure
+        return
+    longest, tokens = max(map(len, prompts)), len(run.ids[0])
+    widths = [1 if step and run.name == FREE_CACHED else longest + step for step in range(tokens)]
+    if run.widths != widths:
+        yield f"{run.name}: the steps fed {run.widths} tokens a row, not {widths}"
+    for place, choice in zip(way.place.tolist(), way.choice.tolist(), strict=True):
+        row, position = truth.where(place)
+        id = run.ids[row][position + 1 - len(prompts[row])]
+        if id != choice:
+            yield f"{run.name}: row {row}, position {position}: token {id} was taken, and its logits prefer {choice}"
+            return
+
+
+def _divergences(
+    prompts: Texts,
+    runs: tuple[FreeRun, FreeRun],
+    starts: Sequence[int],
+    ways: tuple[Seen, Seen, Seen],
+    bound: Tensor,
+) -> Iterator[Divergence]:
+    for row, steps in enumerate(_comparable(*runs)):
+        step, position = steps - 1, len(prompts[row]) + steps - 2
+        if not steps or runs[0].ids[row][step] == runs[1].ids[row][step]:
+            continue
+        place = starts[row] + position
+        margins = [float(way.margin[place]) for way in ways]
+        yield Divergence(
+            row,
+            step,
+            position,
+            tokens=[run.ids[row][step] for run in runs],
+            margins=[margin if math.isfinite(margin) else None for margin in margins],
+            explained=margins[-1] <= 2 * float(bound[place]),
+        )

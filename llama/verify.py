@@ -1,0 +1,373 @@
+"""Certify that switching the KV cache changes nothing: python -m llama.verify [--dtype bf16] [--runs 50] [--exact].
+
+Runs are drawn by their seeds, measured and judged by llama.parity, and kept in a JSON file in which they add up; what
+is printed is the sum of that file. Knows models by their paths, files and words; nothing of what a violation is.
+"""
+
+import hashlib
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from tqdm import tqdm
+
+from llama import cli, parity
+from llama.api import load, pick_device, pick_dtype
+from llama.bench.machine import available_memory, environment
+from llama.bench.models import cache_kind
+from llama.costs import size
+from llama.exact import slowdown
+from llama.model import Transformer
+from llama.parity import WAYS, Divergence, Figures
+from llama.tokenizer import Tokenizer
+
+SCHEMA = "llama-kv/verify/1"
+_GROUP = ("model", "weights", "dtype", "exact", "kv_cache", "device")  # what may be added up
+
+
+class Run(TypedDict):
+    """One run, as the file holds it: `config` says of what, `figures` are those of `parity.Figures`.
+
+    exact_cost: how many times longer a step and a prefill take in exact mode; None where it was off.
+    """
+
+    config: dict[str, Any]
+    seed: int
+    started: str
+    seconds: float
+    environment: dict[str, Any]
+    exact_cost: dict[str, float] | None
+    figures: dict[str, Any]
+
+
+def main(
+    *,
+    ckpt_dir: str = "demo",
+    dtype: str = "fp32",
+    batch_size: int = 4,
+    tokens: int = 64,
+    prompt_len: int = 8,
+    seed: int | None = None,
+    runs: int = 1,
+    exact: bool = False,
+    kv_cache: str = "static",
+    device: str = "auto",
+    output: str = "results/verify.json",
+) -> int:
+    """Certify that a model writes the same with its KV cache on and off, down to rounding; or, if exact, to the bit.
+
+    Exits with 0 where all runs of the file are certified, 1 where one found a bug, 2 on bad input.
+
+    Args:
+        ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
+        dtype: auto, fp32, bf16, fp16 or fp64.
+        batch_size: The rows of a run.
+        tokens: How many tokens each row grows by, greedily; at least 2.
+        prompt_len: Prompts are random ids, from 1 to this many a row.
+        seed: Of the first run, which draws its prompts; by default the first number that the file does not have.
+        runs: How many runs to add to the file; 0 prints what it holds.
+        exact: Measure exact mode, and allow not a bit to differ.
+        kv_cache: The kind of cache: static, concat, or file.py:kind.
+        device: auto, cpu, cuda or mps.
+        output: The file in which runs add up.
+    """
+    path = Path(output)
+    check_numbers(batch_size=batch_size, tokens=tokens, prompt_len=prompt_len, seed=seed, runs=runs)
+    before = read_runs(path)
+    if runs == 0:
+        if not before:
+            raise ValueError(f"{path} holds no runs yet; make some with --runs 1")
+        return report(before, path)
+    check_writable(path)
+    pick_dtype(dtype, pick_device(device))
+    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=cache_kind(kv_cache), exact=exact)
+    config = {
+        "model": ckpt_dir,
+        "weights": weights_id(model),
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "batch_size": batch_size,
+        "tokens": tokens,
+        "prompt_len": prompt_len,
+        "exact": exact,
+        "kv_cache": kv_cache,
+        "slack": parity.SLACK,
+    }
+    check_room(model, tokenizer, config)
+    for run in make_runs(model, tokenizer, config, choose_seeds(before, config, seed, runs)):
+        write_runs(path, [*read_runs(path), run])  # read anew: another process may have added to it
+    return report(read_runs(path), path)
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def check_numbers(*, seed: int | None, runs: int, **sizes: int) -> None:
+    """Refuse what no model could do."""
+    least = {"batch_size": 1, "tokens": 2, "prompt_len": 1}  # the cache is first read for the second token
+    for name, number in sizes.items():
+        if number < least[name]:
+            raise ValueError(f"{name}={number} must be at least {least[name]}")
+    if runs < 0:
+        raise ValueError(f"runs={runs} must be at least 0, which prints the sum of the file")
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed={seed} must not be negative")
+    if seed is not None and runs == 0:
+        raise ValueError(f"seed={seed} means nothing with runs=0, which makes none; leave one of them out")
+
+
+def check_room(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Refuse, before anything slow, texts longer than the model's limit and what does not fit into memory."""
+    rows, tokens, prompt_len = config["batch_size"], config["tokens"], config["prompt_len"]
+    if prompt_len + tokens > model.args.max_seq_len:
+        raise ValueError(
+            f"prompt_len={prompt_len} and tokens={tokens} together pass max_seq_len={model.args.max_seq_len}; "
+            "shorten one of them"
+        )
+    if tokenizer.adds_bos and prompt_len < 2:
+        raise ValueError("prompt_len=1 leaves room for BOS alone, so that all prompts would be one; give at least 2")
+    needed = parity.bytes_needed(model, rows=rows, length=prompt_len + tokens, tokens=tokens)
+    free = available_memory(model.device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{rows} rows of {prompt_len + tokens} positions need {size(needed)} beside the model, for its float64 "
+            f"copy and the logits, and {model.device} has {size(free)} left; give a smaller batch_size, fewer tokens, "
+            "or another device"
+        )
+
+
+def weights_id(model: Transformer) -> str:
+    """Return 16 hexadecimal digits that change with the weights: SHA-256 of 1000 numbers or so of each tensor."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        some = weight.flatten()[:: max(1, weight.numel() // 1000)].contiguous()
+        digest.update(f"{name} {tuple(weight.shape)}".encode() + bytes(some.view(torch.uint8).tolist()))
+    return digest.hexdigest()[:16]
+
+
+def choose_seeds(runs: Sequence[Run], config: dict[str, Any], seed: int | None, wanted: int) -> list[int]:
+    """Return `wanted` seeds that this configuration has not had; from `seed` on, or whichever come first."""
+    used = {run["seed"] for run in runs if run["config"] == config}
+    if seed is None:
+        free = (number for number in count() if number not in used)
+        return [next(free) for _ in range(wanted)]
+    seeds = range(seed, seed + wanted)
+    taken = sorted(used.intersection(seeds))
+    if taken:
+        raise ValueError(
+            f"seed={taken[0]} has been run in this configuration, and would count twice; leave seed out, or give one "
+            f"from {max(used) + 1} on"
+        )
+    return list(seeds)
+
+
+def draw_prompts(seed: int, rows: int, longest: int, vocab_size: int, bos: int | None) -> list[list[int]]:
+    """Return `rows` prompts of up to `longest` random ids, BOS first where there is one and never alone."""
+    dice = random.Random(seed)
+    head = [] if bos is None else [bos]
+    lengths = [dice.randint(1, longest - len(head)) for _ in range(rows)]
+    return [[*head, *(dice.randrange(vocab_size) for _ in range(length))] for length in lengths]
+
+
+def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]) -> Iterator[Run]:
+    """Make the runs of `seeds`, each when it is asked for."""
+    cost = dict(zip(("prefill", "step"), slowdown(model), strict=True)) if config["exact"] else None
+    machine = environment(model.device, torch.get_num_threads())
+    reference = parity.reference_of(model)
+    bos = tokenizer.bos_id if tokenizer.adds_bos else None
+    with tqdm(seeds, desc="runs", disable=None, leave=False) as bar:  # disable=None: only on a terminal
+        for seed in bar:
+            prompts = draw_prompts(seed, config["batch_size"], config["prompt_len"], model.args.vocab_size, bos)
+            started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+            figures = parity.measure(
+                model, reference, prompts, config["tokens"], seed=seed, on_part=bar.set_postfix_str
+            )
+            yield {
+                "config": config,
+                "seed": seed,
+                "started": started,
+                "seconds": round(time.perf_counter() - began, 3),
+                "environment": machine,
+                "exact_cost": cost,
+                "figures": asdict(figures),
+            }
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Return the runs in the file, none where there is no file; raise ValueError where it is not ours or damaged."""
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {content['schema']!r}")
+        runs: list[Run] = content["runs"]
+        list(map(table, grouped(runs)))  # finds whatever is not there, or is of another kind
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{path} is damaged, or is not a file of this command ({reason}); move it away, or give another --output"
+        ) from None
+    return runs
+
+
+def write_runs(path: Path, runs: Sequence[Run]) -> None:
+    """Replace the file as a whole, a run a line: a reader, or an interruption, never meets half of one."""
+    lines = ",\n".join(json.dumps(run, allow_nan=False) for run in runs)
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        new.write_text(f'{{"schema": "{SCHEMA}", "runs": [\n{lines}\n]}}\n', "utf-8")
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError now, not after minutes of measuring, where the file could not be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    new.touch()
+    new.unlink()
+
+
+# ---- the sum of the file ---------------------------------------------------------------------------------------------
+
+
+def report(runs: Sequence[Run], path: Path) -> int:
+    """Print the sum of each group of runs, and return the exit code."""
+    groups = grouped(runs)
+    for group in groups:
+        print(f"{table(group)}\n\n{sentence(group)}\n")
+    print(f"runs in {path}: {len(runs)}")
+    return int(any(run["figures"]["violations"] for run in runs))
+
+
+def grouped(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the runs that may be added up, together, in the order in which their first ones came."""
+    groups: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run["config"][key] for key in _GROUP), []).append(run)
+    return list(groups.values())
+
+
+def add_up(several: Sequence[Figures]) -> Figures:
+    """Return the figures of all runs together: counts by sum, sizes by maximum, lists one after the other."""
+
+    def together(name: str, values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            add = max if name == "errors" else sum
+            keys = dict.fromkeys(chain(*values))
+            return {key: add(value[key] for value in values if key in value) for key in keys}
+        if isinstance(values[0], list):
+            return list(chain(*values))
+        return max(values) if isinstance(values[0], float) and name != "kl_sum" else sum(values)
+
+    return Figures(**{f.name: together(f.name, [getattr(one, f.name) for one in several]) for f in fields(Figures)})
+
+
+def figures_of(run: Run) -> Figures:
+    """Return a run's figures, as they were before they became JSON, each violation with its seed."""
+    divergences = [Divergence(**divergence) for divergence in run["figures"]["divergences"]]
+    violations = [f"seed {run['seed']}: {violation}" for violation in run["figures"]["violations"]]
+    return Figures(**{**run["figures"], "divergences": divergences, "violations": violations})
+
+
+def table(group: Sequence[Run]) -> str:
+    """Return the measures of a group, a line each."""
+    total, config = add_up([figures_of(run) for run in group]), group[0]["config"]
+    mode = "exact mode" if config["exact"] else "fast mode"
+    title = f"{name_of(config)} on {config['device']}, KV cache {config['kv_cache']}, {mode}; runs: {len(group)}"
+    rows = list(measures(total))
+    for what in ("step", "prefill") if config["exact"] else ():
+        times = statistics.median(run["exact_cost"][what] for run in group if run["exact_cost"])
+        rows.append((f"a {what} in exact mode takes", f"{times:.1f}x"))
+    left, right = (max(len(row[side]) for row in rows) for side in (0, 1))
+    lines = [f"  {name:<{left}}  {value:>{right}}" for name, value in rows]
+    legend = "  C: cached, step by step; U: uncached, in one pass; R: the same weights in float64"
+    return "\n".join([title, legend, *lines, *parted(group)])
+
+
+def measures(total: Figures) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each measure."""
+    yield "greedy tokens", f"{total.tokens:,}"
+    yield "alike, cached and uncached", of(total.alike, total.tokens)
+    unexplained = sum(not divergence.explained for divergence in total.divergences)
+    yield "rows that part, unexplained ones", f"{len(total.divergences)}, {unexplained}"
+    yield "positions decided by their margin", of(total.places - total.undecided, total.places)
+    for way in WAYS:
+        yield f"bit-equal to U: {way}", of(total.equal.get(way, 0), total.compared.get(way, 0))
+    for pair, alike in total.top1.items():
+        yield f"same top token: {pair}", of(alike, total.places)
+    yield "|C - U|, largest", f"{total.max_delta:.2e}"
+    yield "|C - U|, 99.9 % are below (+ 4.5 %)", f"{parity.quantile(total.deltas, 0.999):.2e}"
+    yield "KL(U || C), mean", f"{total.kl_sum / max(1, total.places):.2e}"
+    yield "KL(U || C), largest", f"{total.kl_max:.2e}"
+    yield "|U - R|, largest", f"{total.errors.get(parity.UNCACHED, 0):.2e}"
+    yield "|C - R|, largest", f"{total.errors.get(parity.STEPS, 0):.2e}"
+    yield "largest error, as a share of its bound", f"{total.strain:.2f}"
+    yield "C in float64 - R, largest", f"{max(total.errors.get(way, 0) for way in parity.WIDE):.2e}"
+
+
+def parted(group: Sequence[Run], most: int = 3) -> Iterator[str]:
+    """Yield the first rows that parted, and how many more there are."""
+    found = [(run["seed"], divergence) for run in group for divergence in figures_of(run).divergences]
+    for seed, d in found[:most]:
+        sizes = ("not finite" if margin is None else f"{margin:.2g}" for margin in d.margins)
+        margins = ", ".join(f"{name} {size}" for name, size in zip("UCR", sizes, strict=True))
+        taken = f"{d.tokens[0]} cached, {d.tokens[1]} uncached"
+        why = "explained by rounding" if d.explained else "unexplained"
+        yield f"  seed {seed}, row {d.row} parts at step {d.step}: {taken}; margins {margins}; {why}"
+    if len(found) > most:
+        yield f"  and {len(found) - most} more"
+
+
+def sentence(group: Sequence[Run]) -> str:
+    """Return what is certified, or the first bug."""
+    total, config = add_up([figures_of(run) for run in group]), group[0]["config"]
+    if total.violations:
+        more = len(total.violations) - 1
+        return f"BUG: {total.violations[0]}" + (f" (and {more} more)" if more else "")
+    alike = f"{total.tokens:,} greedy tokens of {name_of(config)}, cached and uncached alike"
+    if config["exact"]:
+        pairs, ways = sum(total.compared.values()), len(total.compared)
+        return f"certified: {pairs:,} (configuration, position) pairs bit-equal, in {ways} ways; {alike}"
+    if total.divergences:
+        rows = len(total.divergences)
+        alike = f"{total.alike:,} of {alike}, up to where rounding parts {rows} row{'s' * (rows > 1)}"
+    share = percent(total.places - total.undecided, total.places)
+    return (
+        f"certified: {alike}; {share} of positions decided by margins above 2 x their bound, at most "
+        f"{total.bound:.1e}; 0 unexplained divergences"
+    )
+
+
+def name_of(config: dict[str, Any]) -> str:
+    """Return a model and its dtype in words."""
+    short = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    return f"{config['model']} in {short.get(config['dtype'], config['dtype'])}"
+
+
+def of(part: int, whole: int) -> str:
+    """Return a count beside what it is a part of."""
+    return f"{part:,} of {whole:,} = {percent(part, whole)}"
+
+
+def percent(part: int, whole: int) -> str:
+    """Return a share, rounded down, so that only all is 100 %."""
+    return f"{10000 * part // max(1, whole) / 100:.2f} %"
+
+
+if __name__ == "__main__":
+    cli.main(main)
