@@ -6,6 +6,7 @@ python benchmark_inference.py --preset table                     batch 1, 8, 16 
 
 import logging
 import math
+import os
 import shlex
 import sys
 import time
@@ -50,6 +51,7 @@ def main(
     out: str = "results",
     budget: float = 15.0,
     resume: bool = False,
+    timeout: float = 60.0,
 ) -> int:
     """Measure time and memory of generation, with and without the KV cache; exit code 3 where a check is violated.
 
@@ -80,19 +82,25 @@ def main(
         out: The folder that a preset makes its own folder in.
         budget: Minutes that a preset may take; decides how often each cell is repeated: 5 times where that fits.
         resume: Go on with the newest run of this very preset: finish its cells, or repeat them more often.
+        timeout: Seconds after which a rank of a torchrun that does not answer ends the job.
     """
     logging.getLogger("llama").setLevel(logging.WARNING)  # what a checkpoint consists of stands in the ledger
     if text is not None and input_len is not None:
         raise ValueError("--text has a length of its own; leave out --input_len")
     check_flags(preset, batch_size, kv_caching, repeats, compare, engine, budget, resume)
 
+    os.environ["LLAMA_TIMEOUT"] = str(timeout)  # for the processes that measure
+    from llama.bench.jobs import followers
     from llama.bench.models import make_cell
     from llama.bench.peers import GPT2, check_engine
+    from llama.parallel import world_rank
 
     for name in engine:
         check_engine(name)
     if model in GPT2 and engine != ["transformers"]:
         raise ValueError(f"{model} is no Llama; it can be measured with --engine transformers alone")
+    if world_rank() > 0:
+        return followers().follow()
     cell = make_cell(
         model=model,
         ckpt_dir=ckpt_dir,
@@ -113,10 +121,13 @@ def main(
     )
     command = shlex.join(["python", "benchmark_inference.py", *sys.argv[1:]])
     json_path = None if json is None else Path(json)
-    if preset is None:
-        return run_cell(cell, repeats=repeats, compare=compare, command=command, json_path=json_path)
-    report = plan(preset, cell, engine, command=command, budget=budget)
-    return run_preset(report, out=Path(out), budget=budget, resume=resume, json_path=json_path)
+    try:
+        if preset is None:
+            return run_cell(cell, repeats=repeats, compare=compare, command=command, json_path=json_path)
+        report = plan(preset, cell, engine, command=command, budget=budget)
+        return run_preset(report, out=Path(out), budget=budget, resume=resume, json_path=json_path)
+    finally:
+        followers().dismiss()
 
 
 def check_flags(

@@ -1,7 +1,10 @@
 """Text from a Llama model on the command line: python inference.py ["a prompt" "another"] [--flags]."""
 
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +57,7 @@ def main(
     dtype: str = "auto",
     max_seq_len: int | None = None,
     max_batch_size: int | None = None,
+    timeout: float = 60.0,
 ) -> int:
     """Complete prompts with a Llama model; with no arguments, Meta's four example prompts with the demo model.
 
@@ -80,6 +84,7 @@ def main(
         dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         max_seq_len: The longest text, prompt and answer together; by default what the checkpoint was made for.
         max_batch_size: The most prompts at once; by default without limit.
+        timeout: Seconds after which a rank of a torchrun that does not answer ends the job.
     """
     if stream and trace:
         raise ValueError("--stream and --trace would print into one another; give one of them")
@@ -96,23 +101,34 @@ def main(
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
     check_without_a_model(len(texts), max_gen_len, stop, options, limits, device=device, dtype=dtype)
 
-    from llama import load  # here, so that a mistyped flag is refused without waiting for torch
+    from llama import load, parallel  # here, so that a mistyped flag is refused without waiting for torch
+    from llama.api import pick_device
+    from llama.exact import slowdown_words
 
+    parallel.join(pick_device(device), timeout=timeout)
     model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, exact=exact, **limits)
     if trace:
         options["on_step"] = Trace(tokenizer)
     asked = as_messages(texts, tokenizer) if chat else texts
     pieces = model.stream(tokenizer, asked, max_gen_len, stop=stop, **options)
-    started = time.perf_counter()
-    code = show(texts, pieces, live=stream)
-    seconds = time.perf_counter() - started
-    cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
-    if exact:
-        from llama.exact import slowdown_words
-
-        print(slowdown_words(model))
-    print(f"{speed(pieces, seconds)}, prompts included (batch {len(texts)}, {cache}, {where(model)})")
+    with only_rank_0_prints(model.ranks.rank):
+        started = time.perf_counter()
+        code = show(texts, pieces, live=stream)
+        seconds = time.perf_counter() - started
+        cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
+        if exact:
+            print(slowdown_words(model))
+        print(
+            f"{speed(pieces, seconds)}, prompts included (batch {len(texts)}, {cache}, {where(model)}{shared(model)})"
+        )
     return code
+
+
+@contextmanager
+def only_rank_0_prints(rank: int) -> Iterator[None]:
+    """Keep the other ranks of a torchrun from printing the same once more; their errors go to stderr."""
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere) if rank else nullcontext():
+        yield
 
 
 def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
@@ -183,6 +199,10 @@ def speed(pieces: "Stream", seconds: float) -> str:
 def where(model: "Transformer") -> str:
     """Return the model's dtype and device, in words."""
     return f"{str(next(model.parameters()).dtype).removeprefix('torch.')} on {model.device}"
+
+
+def shared(model: "Transformer") -> str:
+    return f", {model.ranks.size} ranks" if model.ranks.size > 1 else ""
 
 
 class Trace:

@@ -4,6 +4,7 @@ The only file that knows both text and where models come from.
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
@@ -17,6 +18,7 @@ from llama.checkpoint import load_weights, open_checkpoint
 from llama.demo import demo_model_path
 from llama.generation import Stream
 from llama.model import Transformer
+from llama.parallel import join, local_rank
 from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
 
@@ -55,12 +57,21 @@ def load(
     """
     on = pick_device(device)
     kind = pick_dtype(dtype, on)
+    ranks = join(on)
+    if ranks.size > 1 and on.type == "cuda":
+        on = pick_device(f"cuda:{local_rank()}")
     checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
     args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=kv_cache)
     if max_seq_len is not None:
         made_for, args = args.max_seq_len, replace(args, max_seq_len=max_seq_len)
         if max_seq_len > made_for:
             logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
+    ranks.agree(
+        configuration=(args, exact),
+        tokenizer=checkpoint.tokenizer.fingerprint(),
+        dtype=(kind, on.type),
+        versions=torch.__version__,
+    )
     # disable=None: only on a terminal; delay: only what takes longer than two seconds
     with tqdm(desc="loading", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
 
@@ -68,7 +79,7 @@ def load(
             bar.total = total
             bar.update(done - bar.n)
 
-        model = load_weights(checkpoint, args, dtype=kind, device=on, progress=progress)
+        model = load_weights(checkpoint, args, dtype=kind, device=on, ranks=ranks, progress=progress)
     model.exact = exact
     return model.eval(), checkpoint.tokenizer
 
@@ -154,8 +165,12 @@ class Llama:
         dtype: torch.dtype | str = "auto",
     ) -> "Llama":
         """Load a checkpoint of any kind that `load` reads."""
-        if model_parallel_size not in (None, 1):
-            raise ValueError(f"model_parallel_size={model_parallel_size}: the model runs on one device; leave it out")
+        there = int(os.environ.get("WORLD_SIZE", "1"))
+        if model_parallel_size not in (None, there):
+            raise ValueError(
+                f"model_parallel_size={model_parallel_size}, and this is one of {there} processes; leave it out, or "
+                f"start it with torchrun --nproc_per_node {model_parallel_size}"
+            )
         model, tokenizer = load(
             ckpt_dir,
             tokenizer_path=tokenizer_path,

@@ -4,7 +4,7 @@ Plain values: this file knows neither tensors nor files.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # A default that __post_init__ works out of the other fields. Typed Any, so that readers of the field see its true type.
@@ -78,6 +78,29 @@ class ModelArgs:
         if self.use_scaled_rope:
             self._derive("rope_scaling", RopeScaling(factor=32 if (self.dim, self.n_layers) in _FACTOR_32 else 8))
         self._check_values()
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces exact mode makes of each product: any number of ranks that divides it gets the same bits."""
+        return math.gcd(self.n_heads, self.ffn_dim, self.vocab_size, 24)
+
+    def share(self, ranks: int) -> "ModelArgs":
+        """Return the sizes of what each of `ranks` holds; KV heads that are fewer are held several times.
+
+        Raises ValueError where the model cannot be shared out evenly.
+        """
+        if not self._shares_evenly(ranks):
+            fits = [str(n) for n in range(1, self.n_heads + 1) if self._shares_evenly(n)]
+            raise ValueError(
+                f"{self.n_heads} heads, {self.n_kv_heads} KV heads, {self.ffn_dim} hidden numbers and "
+                f"{self.vocab_size} words cannot be shared out to {ranks} ranks; {' or '.join(fits)} can share them"
+            )
+        sizes = {name: getattr(self, name) // ranks for name in ("n_heads", "ffn_dim", "vocab_size")}
+        return replace(self, **sizes, n_kv_heads=max(1, self.n_kv_heads // ranks))
+
+    def _shares_evenly(self, ranks: int) -> bool:
+        whole = not any(size % ranks for size in (self.n_heads, self.ffn_dim, self.vocab_size))
+        return whole and (self.n_kv_heads % ranks == 0 or ranks % self.n_kv_heads == 0)
 
     def _derive(self, name: str, value: object) -> None:
         if getattr(self, name) is None:

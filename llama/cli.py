@@ -10,6 +10,7 @@ import functools
 import inspect
 import io
 import logging
+import os
 import re
 import sys
 import traceback
@@ -59,11 +60,16 @@ def run(command: Callable[..., int], words: list[str]) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         if "debug" in switched_on:
             traceback.print_exc()
-        print(f"error: {_in_one_line(error)}", file=sys.stderr)
+        print(f"error: {_rank()}{_in_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _rank() -> str:
+    """Return which process of a torchrun this is, in words; all of them write to one terminal."""
+    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
 
 
 def _in_one_line(error: Exception) -> str:

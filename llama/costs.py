@@ -105,17 +105,32 @@ def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int) -> in
     return (parameters(args) - unread) * itemsize + cache_bytes(args, rows=rows, length=context, itemsize=itemsize)
 
 
-def activation_bytes(args: ModelArgs, *, tokens: int, itemsize: int) -> int:
+def network_bytes(args: ModelArgs, *, ranks: int, rows: int, seqlen: int, itemsize: int, scored: int = 1) -> int:
+    """Return the bytes that each rank sends in a forward of rows x seqlen tokens, and as many that it receives.
+
+    Each layer adds up over the ranks twice, the embedding once, and the logits of `scored` positions are gathered. To
+    add up n numbers in a ring, a rank sends 2 (ranks - 1) / ranks of them, in the most common of several ways.
+    """
+    summed = (2 * args.n_layers + 1) * rows * seqlen * args.dim * itemsize
+    gathered = rows * scored * args.vocab_size * itemsize
+    return (2 * summed + gathered) * (ranks - 1) // ranks
+
+
+def activation_bytes(args: ModelArgs, *, tokens: int, itemsize: int, ranks: int = 1) -> int:
     """Return the most bytes that a layer holds at one time while `tokens` tokens, over all rows, go through it.
 
-    Of the plain modules, without gradients, with an attention kernel that keeps no scores.
+    Of the plain modules, without gradients, with an attention kernel that keeps no scores. `args` are one rank's share.
     """
     wide = max(4, itemsize)  # norms and RoPE compute in float32 or wider
     queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     norm = args.dim * (3 * itemsize + wide + (wide + itemsize if itemsize < wide else 0))
     rope = (2 * args.dim + 2 * keys) * itemsize + queries * (2 * itemsize + 3 * wide)
     mlp = (3 * args.dim + 3 * args.ffn_dim) * itemsize  # x, h, its norm; silu(w1), w3 and their product
-    return tokens * max(norm, rope, mlp)
+    if ranks == 1:
+        return tokens * max(norm, rope, mlp)
+    # x and its norm, and what each rank made of wo or w2, and their sum; beside them what it was made of.
+    added = ((3 + ranks) * args.dim + max(3 * queries + 2 * keys, args.ffn_dim)) * itemsize
+    return tokens * max(norm, rope, mlp, added)
 
 
 @dataclass(frozen=True)
@@ -159,14 +174,15 @@ def peak_memory(
     itemsize: int,
     all_logits: bool = False,
     workspace: int = 0,
+    ranks: int = 1,
 ) -> PeakMemory:
-    """Predict the peak of a greedy generation by the plain path.
+    """Predict the peak of a greedy generation by the plain path, on each of the ranks that share the model.
 
     `all_logits`: every forward computes those of all its positions, as much published code does. `workspace`: what the
     device's libraries take for themselves.
     """
     fed = [seqlen for _, seqlen in forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching)]
-    wide = max(4, itemsize)
+    wide, own = max(4, itemsize), args.share(ranks)
 
     def at(forward: int) -> PeakMemory:
         tokens, before = fed[forward], fed[forward - 1] if forward else 0
@@ -174,15 +190,18 @@ def peak_memory(
         logits = logits_bytes(args, rows=rows, positions=scored, itemsize=wide)
         narrow = logits_bytes(args, rows=rows, positions=scored, itemsize=itemsize) if itemsize < wide else 0
         norm = 0 if narrow else scored  # it is gone when scores are widened, and there when they are not
+        # Each rank's words, once its own and once as they came from all, while they are put side by side.
+        gathered = logits_bytes(args, rows=rows, positions=scored, itemsize=itemsize) * (ranks + 1) // ranks
+        joining = gathered if ranks > 1 and not narrow else 0
         return PeakMemory(
             forward=forward,
-            weights=parameters(args) * itemsize,
-            cache=cache_bytes(args, rows=rows, length=input_len + output_len, itemsize=itemsize) if kv_caching else 0,
+            weights=parameters(own) * itemsize,
+            cache=cache_bytes(own, rows=rows, length=input_len + output_len, itemsize=itemsize) if kv_caching else 0,
             logits=logits,
             narrow_logits=narrow,
             previous_logits=logits_bytes(args, rows=rows, positions=scored_before, itemsize=wide),
-            activations=activation_bytes(args, tokens=rows * tokens, itemsize=itemsize),
-            head_activations=rows * (tokens + norm) * args.dim * itemsize,
+            activations=activation_bytes(own, tokens=rows * tokens, itemsize=itemsize, ranks=ranks),
+            head_activations=rows * (tokens + norm) * args.dim * itemsize + joining,
             workspace=workspace,
         )
 

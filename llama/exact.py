@@ -10,7 +10,8 @@ Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thin
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from typing import NamedTuple, Protocol
 
@@ -21,9 +22,13 @@ from torch.nn.functional import pad
 from llama.args import ModelArgs
 from llama.linear import linear
 from llama.ops import PLAIN, Ops, rms_norm
+from llama.ranks import Ranks
 
 QUERIES, KEYS = 16, 64  # in a piece of attention
 SIDE = 16  # what the inner sizes of a product are filled up to
+
+
+Product = Callable[[Tensor, Tensor], Tensor]  # x @ weight.T, with the same bits for a row in any company
 
 
 class Block(NamedTuple):
@@ -40,17 +45,44 @@ BLOCKS = (*(Block(2**n) for n in range(7)), Block(16, in_one=False))
 def exact_ops(device: torch.device) -> Ops:
     """Return the operations of exact mode for a device. Raises ValueError where CUDA lacks Triton."""
     if device.type != "cuda":
-        return Ops("exact", exact_linear, exact_attend, rms_norm, exact_silu)
+        return Ops(
+            "exact",
+            partial(exact_linear, exact_product),
+            partial(exact_sum_linear, exact_product),
+            exact_attend,
+            rms_norm,
+            exact_silu,
+        )
     try:
         from llama.kernels import invariant
     except ModuleNotFoundError as missing:
         raise ValueError(f"exact mode on CUDA needs {missing.name}: pip install triton, or take device=cpu") from None
-    return Ops("exact", invariant.linear, invariant.attend, invariant.rms_norm, exact_silu)
+    product = invariant.linear
+    return Ops(
+        "exact",
+        partial(exact_linear, product),
+        partial(exact_sum_linear, product),
+        invariant.attend,
+        invariant.rms_norm,
+        exact_silu,
+    )
 
 
-def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features)."""
-    return _product(x, weight, block_for(weight))
+def exact_linear(product: Product, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
+    """Return x @ weight.T, of x (..., in_features) and weight (out_features, in_features), in pieces of outputs."""
+    return torch.cat([product(x, rows) for rows in weight.chunk(pieces)], dim=-1)
+
+
+def exact_sum_linear(product: Product, x: Tensor, weight: Tensor, pieces: int, ranks: Ranks) -> Tensor:
+    """Return x @ weight.T, every rank having its share of the columns of both, added up from pieces, in order."""
+    slices = zip(x.chunk(pieces, dim=-1), weight.chunk(pieces, dim=-1), strict=True)
+    parts = torch.stack([product(part, columns.contiguous()) for part, columns in slices])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    everyones = torch.cat(ranks.gather(parts)).to(wide)  # (pieces of all ranks, *x.shape[:-1], out_features)
+    total = everyones[0]
+    for part in everyones[1:]:
+        total = total + part
+    return total.to(x.dtype)
 
 
 def exact_silu(x: Tensor) -> Tensor:
@@ -117,6 +149,11 @@ def _in_pieces(x: Tensor, size: int, before: int = 0) -> Tensor:
 def _for_each_block(chunk: Tensor, blocks: int) -> Tensor:
     """Return a chunk of every head, (bsz, n_heads, KEYS, width), once for each block of its queries."""
     return chunk[:, :, None].expand(-1, -1, blocks, -1, -1).flatten(0, 2)
+
+
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T in blocks of as many rows as this machine needs."""
+    return _product(x, weight, block_for(weight))
 
 
 def _product(x: Tensor, weight: Tensor, block: Block) -> Tensor:

@@ -9,13 +9,14 @@ Rows of different lengths stand in one matrix, padded on the right, and each dec
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, NotRequired, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from llama.ranks import ALONE, Ranks
 from llama.request import Limits, Options, Request, Step, make_request
 from llama.sampling import Sampler
 from llama.text import RowText, TextCodec, encode_prompt
@@ -33,6 +34,8 @@ class LanguageModel(Protocol):
     def args(self) -> Limits: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def ranks(self) -> Ranks: ...
     def __call__(
         self,
         tokens: Tensor,
@@ -73,6 +76,7 @@ class Generation:
     """Mix into a LanguageModel to let it generate."""
 
     generating: bool = False
+    ranks: Ranks = ALONE
 
     def generate_tokens(
         self: LanguageModel,
@@ -212,7 +216,7 @@ def _generate(model: LanguageModel, request: Request, rows: Rows) -> Generator[T
         yield from echo
         step = 0
         while rows.live:
-            chosen = sampler(logits)
+            chosen = model.ranks.decide(sampler(logits))
             yield from _record(request, rows, step, logits, chosen)
             if not rows.live:
                 return
@@ -361,6 +365,7 @@ def _running(model: LanguageModel, request: Request) -> Iterator[None]:
         raise RuntimeError(
             "this model is in the middle of another generation, which owns its cache; finish or close that stream first"
         )
+    model.ranks.agree(prompts=request.prompts, options=replace(request, prompts=[], seed=None, on_step=None))
     before = model.kv_caching
     try:
         model.kv_caching = request.kv_caching

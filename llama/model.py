@@ -5,6 +5,7 @@ Shapes: bsz rows, seqlen tokens fed, dim the width, vocab the vocabulary.
 Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of Meta's checkpoints.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Literal, cast
@@ -16,33 +17,12 @@ from llama.args import ModelArgs, RopeScaling
 from llama.exact import exact_ops, first_difference
 from llama.generation import Generation
 from llama.kv_cache import KVCache, check_positions
+from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops import PLAIN, Ops
+from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
 
-__all__ = ["Attention", "Embedding", "FeedForward", "Linear", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
-
-
-class Embedding(nn.Embedding):
-    """A vector for each token."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # no numbers to draw there, and trying to costs most of a second of imports
-            super().reset_parameters()
-
-
-class Linear(nn.Linear):
-    """A linear layer without bias."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.ops: Ops = PLAIN
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # as in Embedding
-            super().reset_parameters()
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.ops.linear(input, self.weight)
+__all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
 
 
 class RMSNorm(nn.Module):
@@ -64,11 +44,13 @@ class Attention(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
-        self.wq = Linear(args.dim, args.n_heads * args.head_dim)
-        self.wk = Linear(args.dim, args.n_kv_heads * args.head_dim)
-        self.wv = Linear(args.dim, args.n_kv_heads * args.head_dim)
-        self.wo = Linear(args.n_heads * args.head_dim, args.dim)
-        self.cache = KVCache.of(args)  # holds no memory before it is used
+        queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+        shared = math.gcd(args.pieces, args.n_kv_heads)
+        self.wq = ColumnParallelLinear(args.dim, queries, pieces=args.pieces)
+        self.wk = ColumnParallelLinear(args.dim, keys, pieces=shared, least=args.head_dim)
+        self.wv = ColumnParallelLinear(args.dim, keys, pieces=shared, least=args.head_dim)
+        self.wo = RowParallelLinear(queries, args.dim, pieces=args.pieces)
+        self.cache = KVCache.of(args.share(current_ranks().size))  # holds no memory before it is used
         self.kv_caching = args.kv_caching
         self.ops: Ops = PLAIN
 
@@ -93,11 +75,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """The gated MLP (SwiGLU, https://arxiv.org/abs/2002.05202), the same for every token."""
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.w1 = Linear(dim, ffn_dim)
-        self.w2 = Linear(ffn_dim, dim)
-        self.w3 = Linear(dim, ffn_dim)
+        self.w1 = ColumnParallelLinear(args.dim, args.ffn_dim, pieces=args.pieces)
+        self.w2 = RowParallelLinear(args.ffn_dim, args.dim, pieces=args.pieces)
+        self.w3 = ColumnParallelLinear(args.dim, args.ffn_dim, pieces=args.pieces)
         self.ops: Ops = PLAIN
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +93,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.attention = Attention(args)
-        self.feed_forward = FeedForward(args.dim, args.ffn_dim)
+        self.feed_forward = FeedForward(args)
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
@@ -132,10 +114,11 @@ class Transformer(nn.Module, Generation):
         if args.vocab_size < 1:
             raise ValueError(f"vocab_size={args.vocab_size}: a model needs to know how many tokens there are")
         self.args = args
-        self.tok_embeddings = Embedding(args.vocab_size, args.dim)
+        self.ranks = current_ranks()
+        self.tok_embeddings = VocabParallelEmbedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, args.norm_eps)
-        self.output = Linear(args.dim, args.vocab_size)
+        self.output = ColumnParallelLinear(args.dim, args.vocab_size, pieces=args.pieces, gather_output=True)
         if args.tied_head:
             self.output.weight = self.tok_embeddings.weight
         self.rope = RopeTable(_frequencies(args))
@@ -183,6 +166,10 @@ class Transformer(nn.Module, Generation):
     def exact(self, value: bool) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"exact={value!r} must be True or False")
+        if value and self.args.pieces % self.ranks.size:
+            raise ValueError(
+                f"exact mode adds up {self.args.pieces} pieces, which {self.ranks.size} ranks cannot share"
+            )
         self.use(exact_ops(self.device) if value else PLAIN)
         try:
             if value and (difference := first_difference(self)):

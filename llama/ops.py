@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llama.attend import attend
 from llama.linear import linear
+from llama.ranks import Ranks
 
 
 class Attend(Protocol):
@@ -28,9 +29,15 @@ class Attend(Protocol):
 
 
 class Linear(Protocol):
-    """What `llama.linear.linear` does."""
+    """What `whole_linear` does; exact mode computes the outputs in so many pieces."""
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: Tensor, pieces: int) -> Tensor: ...
+
+
+class SumLinear(Protocol):
+    """What `sum_linear` does; exact mode computes each sum from so many pieces a rank."""
+
+    def __call__(self, x: Tensor, weight: Tensor, pieces: int, ranks: Ranks) -> Tensor: ...
 
 
 class RMSNorm(Protocol):
@@ -50,9 +57,20 @@ class Ops(NamedTuple):
 
     name: str
     linear: Linear
+    sum_linear: SumLinear
     attend: Attend
     rms_norm: RMSNorm
     silu: Silu
+
+
+def whole_linear(x: Tensor, weight: Tensor, pieces: int) -> Tensor:
+    """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features)."""
+    return linear(x, weight)
+
+
+def sum_linear(x: Tensor, weight: Tensor, pieces: int, ranks: Ranks) -> Tensor:
+    """Return x @ weight.T, where every rank has its share of the columns of both."""
+    return ranks.sum(linear(x, weight))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,4 +80,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return norm.type_as(x) * weight
 
 
-PLAIN = Ops("plain", linear, attend, rms_norm, F.silu)
+PLAIN = Ops("plain", whole_linear, sum_linear, attend, rms_norm, F.silu)

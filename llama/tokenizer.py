@@ -4,6 +4,7 @@ Knows bytes and special tokens. Does not know models or dialogs, nor how vocabul
 """
 
 import codecs
+import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from os import PathLike
@@ -88,6 +89,11 @@ class Tokenizer:
         self._bpe = tiktoken.Encoding(
             "llama", pat_str=vocabulary.pattern, mergeable_ranks=vocabulary.ranks, special_tokens={}
         )
+
+    def fingerprint(self) -> str:
+        """Return a digest that only a tokenizer with the same tokens and ends shares."""
+        facts = (sorted(self._pieces.items()), sorted(self.special_tokens.items()), self.stop_tokens, self.adds_bos)
+        return hashlib.sha256(repr((*facts, self.chat_template)).encode()).hexdigest()
 
     def encode(
         self,

@@ -151,3 +151,27 @@ def test_args_are_frozen_and_can_be_replaced() -> None:
     assert replace(args, max_seq_len=7).max_seq_len == 7
     assert ModelArgs(**asdict(args)) == args
     assert hash(replace(args)) == hash(args)
+
+
+def test_a_share_has_the_heads_hidden_numbers_and_words_of_one_rank() -> None:
+    args = ModelArgs(dim=64, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=40)
+    half, quarter = args.share(2), args.share(4)
+    assert (half.n_heads, half.n_kv_heads, half.ffn_dim, half.vocab_size) == (4, 1, 48, 20)
+    assert (quarter.n_heads, quarter.n_kv_heads, quarter.ffn_dim, quarter.vocab_size) == (2, 1, 24, 10)
+    assert (quarter.dim, quarter.head_dim) == (64, 8)
+    assert args.share(1) == args
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "fits"),
+    [
+        ({"n_heads": 9, "n_kv_heads": 3, "dim": 576, "ffn_dim": 1536, "vocab_size": 49152}, 2, "1 or 3 can"),
+        ({"n_heads": 12, "n_kv_heads": 4, "dim": 48, "ffn_dim": 48, "vocab_size": 48}, 3, "1 or 2 or 4 or 12 can"),
+        ({"n_heads": 8, "dim": 64, "ffn_dim": 96, "vocab_size": 41}, 2, "; 1 can"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_out_evenly_says_to_how_many_it_can(
+    sizes: dict[str, int], ranks: int, fits: str
+) -> None:
+    with pytest.raises(ValueError, match=fits):
+        ModelArgs(**sizes).share(ranks)

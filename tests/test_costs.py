@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import tiny_args
 
 from llama import costs
 from llama.args import ModelArgs
@@ -123,3 +124,11 @@ def test_the_command_prints_the_tables_without_torch() -> None:
     assert "What fits into 24.0 GB" in printed
     with pytest.raises(ValueError, match="must be above 0"):
         costs.main(memory_gb=0)
+
+
+def test_what_a_rank_sends_is_worked_out_by_hand() -> None:
+    """Two sums a layer and one of the embedding, 5 in all, each of 3 rows x 7 tokens x 32 numbers; 40 logits a row."""
+    args = tiny_args()
+    sent = costs.network_bytes(args, ranks=4, rows=3, seqlen=7, itemsize=4)
+    assert sent == (2 * 5 * 3 * 7 * 32 * 4 + 3 * 40 * 4) * 3 // 4
+    assert costs.network_bytes(args, ranks=1, rows=3, seqlen=7, itemsize=4) == 0

@@ -9,7 +9,7 @@ from oracles import tiny_args, tiny_model
 from torch import Tensor
 
 from llama import exact
-from llama.exact import Block, block_for, exact_attend, exact_linear, exact_silu, first_difference, slowdown
+from llama.exact import Block, block_for, exact_attend, exact_product, exact_silu, first_difference, slowdown
 from llama.model import Transformer
 from llama.ops import PLAIN
 
@@ -139,7 +139,7 @@ def test_what_lies_past_a_position_is_never_read() -> None:
 
 def test_pieces_equal_their_plain_twins_to_rounding() -> None:
     x, weight = torch.randn(5, 30, dtype=torch.float64), torch.randn(7, 30, dtype=torch.float64)
-    torch.testing.assert_close(exact_linear(x, weight), x @ weight.T)
+    torch.testing.assert_close(exact_product(x, weight), x @ weight.T)
     torch.testing.assert_close(exact_silu(x), torch.nn.functional.silu(x))
     assert torch.equal(exact_silu(torch.tensor([-1e30, 1e30])), torch.tensor([-0.0, 1e30]))
 

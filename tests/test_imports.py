@@ -25,7 +25,9 @@ FILES = [
     for path in sorted(ROOT.glob(pattern))
 ]
 
-ABOVE_API = "args rope attend linear sampling tokenizer text request kv_cache chat generation model checkpoint demo"
+ABOVE_API = (
+    "args rope attend linear ranks sampling tokenizer text request kv_cache chat generation model checkpoint demo"
+)
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
 MAY_IMPORT = {
@@ -42,15 +44,19 @@ MAY_IMPORT = {
     "llama/text.py": ("", ""),
     "llama/costs.py": ("args cli", ""),
     "llama/request.py": ("sampling", "torch"),
-    "llama/generation.py": ("request sampling text", "torch"),
-    "llama/ops.py": ("attend linear", "torch"),
+    "llama/generation.py": ("ranks request sampling text", "torch"),
+    "llama/ranks.py": ("", "torch"),
+    "llama/ops.py": ("attend linear ranks", "torch"),
+    "llama/layers.py": ("ops ranks", "torch"),
     "llama/kernels/": ("", "torch triton"),
-    "llama/exact.py": ("args linear ops kernels", "torch"),
-    "llama/model.py": ("args rope ops exact kv_cache generation", "torch"),
+    "llama/exact.py": ("args linear ops ranks kernels", "torch"),
+    "llama/model.py": ("args rope layers ops ranks exact kv_cache generation", "torch"),
+    "llama/board.py": ("", "torch"),
+    "llama/parallel.py": ("board ranks", "torch fairscale"),
     "llama/parity.py": ("generation model", "torch"),
-    "llama/checkpoint/": ("args rope model tokenizer checkpoint", "torch numpy safetensors gguf"),
+    "llama/checkpoint/": ("args ranks rope model tokenizer checkpoint", "torch numpy safetensors gguf"),
     "llama/demo.py": ("", ""),
-    "llama/api.py": (ABOVE_API, "torch tqdm"),
+    "llama/api.py": (f"{ABOVE_API} ranks parallel", "torch tqdm"),
     "llama/cli.py": ("", "fire"),
     "llama/bench/cell.py": ("", ""),
     "llama/bench/record.py": ("bench", ""),
@@ -63,11 +69,13 @@ MAY_IMPORT = {
         "args bench checkpoint model request text",
         "torch transformers huggingface_hub llama_cpp",
     ),
-    "llama/bench/": (f"{ABOVE_API} api costs exact bench", "torch"),
+    "llama/bench/jobs.py": ("bench parallel", ""),
+    "llama/bench/": (f"{ABOVE_API} ranks parallel api costs exact bench", "torch"),
     "llama/verify.py": ("api bench cli costs exact model parity tokenizer", "torch tqdm"),
-    "benchmark_inference.py": (f"{ABOVE_API} api bench cli", ""),
-    "inference.py": (f"{ABOVE_API} exact api cli", ""),
+    "benchmark_inference.py": (f"{ABOVE_API} ranks parallel api bench cli", ""),
+    "inference.py": (f"{ABOVE_API} exact ranks parallel api cli", ""),
     "scripts/record_llama_cpp_ids.py": ("demo", "llama_cpp"),
+    "scripts/compare_ranks.py": ("args bench parallel", "torch"),
 }
 
 # package of others -> the only files, or folders, that may know it; None: no file may
@@ -79,7 +87,7 @@ ONLY_DOOR = {
     "fire": "llama/cli.py",
     "tqdm": "llama/api.py llama/bench/progress.py llama/verify.py",
     "matplotlib": "llama/bench/plots.py",
-    "fairscale": None,
+    "fairscale": "llama/parallel.py",
     "triton": "llama/kernels/",
     "transformers": "llama/bench/peers.py",
     "huggingface_hub": "llama/bench/peers.py",

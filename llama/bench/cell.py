@@ -15,7 +15,7 @@ class Cell:
 
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
     kind that the library has, or "file.py:kind" for one that a file defines. `text` replaces the random ids of every
-    row; `input_len` is then the count of its tokens. Raises ValueError.
+    row; `input_len` is then the count of its tokens. `ranks` are the processes that share the model. Raises ValueError.
     """
 
     batch_size: int = 1
@@ -33,9 +33,10 @@ class Cell:
     threads: int | None = None
     text: str | None = None
     seed: int = 1
+    ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "input_len", "output_len"):
+        for name in ("batch_size", "input_len", "output_len", "ranks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
@@ -45,6 +46,8 @@ class Cell:
             raise ValueError(f"logits={self.logits!r} must be last or all")
         if self.engine != "llama" and self.logits == "all":
             raise ValueError(f"logits=all is ours alone; {self.engine} computes what it computes")
+        if self.engine != "llama" and self.ranks > 1:
+            raise ValueError(f"{self.engine} is measured in one process; start it without torchrun")
         if self.engine != "llama" and self.exact:
             raise ValueError(f"exact mode is ours alone; leave it out for {self.engine}")
         if self.dtype not in ITEMSIZE:
@@ -56,6 +59,7 @@ class Cell:
     def name(self) -> str:
         """What tells the cell from the others of its table."""
         mode = f"batch {self.batch_size}, cache {'on' if self.kv_caching else 'off'}"
+        mode += f", {self.ranks} ranks" if self.ranks > 1 else ""
         return mode if self.engine == "llama" else f"{self.engine}, {mode}"
 
     @property

@@ -27,6 +27,7 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
         itemsize=cell.itemsize,
         all_logits=cell.logits == "all",
         workspace=workspace,
+        ranks=cell.ranks,
     )
 
 
@@ -47,7 +48,7 @@ def make_ledger(
     `weights`, of which `head` are those of a head of its own, `cache`, `logits` and `peak` are measured bytes, None
     where nobody could look.
     """
-    own_head = args.vocab_size * args.dim * cell.itemsize
+    own_head = args.vocab_size // cell.ranks * args.dim * cell.itemsize
     untied = 0 if args.tied_head else own_head
     at_head = predicted.at_head
     lines = [

@@ -17,10 +17,13 @@ from llama.bench.cell import Cell
 from llama.bench.ledger import check_length, check_memory
 from llama.bench.peers import GPT2
 from llama.checkpoint import load_weights, materialise, open_checkpoint
+from llama.checkpoint.base import Weight, needed_shapes
 from llama.costs import RELEASED
 from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.kv_cache import KVCache
 from llama.model import Transformer
+from llama.parallel import join, world_size
+from llama.ranks import cut_for
 from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
 
@@ -55,7 +58,8 @@ def make_cell(
     on = pick_device(device)
     name = ckpt_dir or model or ("llama-3.2-1b" if on.type == "cuda" else "demo")
     kind = pick_dtype(dtype, on)
-    cell = Cell(model=name, device=str(on), dtype=next(n for n, known in DTYPES.items() if known == kind), **rest)
+    known_as = next(n for n, known in DTYPES.items() if known == kind)
+    cell = Cell(model=name, device=str(on), dtype=known_as, ranks=world_size(), **rest)
     KVCache.of(ModelArgs(kv_cache=cache_kind(cell.kv_cache)))
     if name in GPT2:
         return cell
@@ -99,7 +103,9 @@ def find_model(cell: Cell) -> Source:
     path = demo_model_path() if cell.model == "demo" else cell.model
     checkpoint = open_checkpoint(path, tokenizer_path=cell.tokenizer_path)
     args = replace(checkpoint.args, kv_cache=cache_kind(cell.kv_cache))
-    build = lambda: _in_mode(cell, load_weights(checkpoint, args, dtype=dtype, device=device).eval())  # noqa: E731
+    build = lambda: _in_mode(  # noqa: E731
+        cell, load_weights(checkpoint, args, dtype=dtype, device=device, ranks=join(device)).eval()
+    )
     return Source(args, checkpoint.tokenizer, "checkpoint", device, dtype, build)
 
 
@@ -109,15 +115,20 @@ def _in_mode(cell: Cell, model: Transformer) -> Transformer:
 
 
 def random_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Transformer:
-    """Return a model of these sizes whose numbers are random, the same in every process."""
-    with torch.device("meta"):
+    """Return a model of these sizes, or this rank's slice of it, whose numbers are random and always the same."""
+    ranks = join(device)
+    with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
+    whole = needed_shapes(args)
     materialise(model, dtype=dtype, device=device)
     stream = torch.Generator(device).manual_seed(seed)
-    for parameter in model.requires_grad_(False).parameters():
+    for name, parameter in model.requires_grad_(False).named_parameters():
         if parameter.ndim == 1:
             parameter.fill_(1.0)  # the norms
-        else:
-            bound = parameter.shape[-1] ** -0.5
-            parameter.uniform_(-bound, bound, generator=stream)
+            continue
+        bound = whole[name][-1] ** -0.5
+        drawn = parameter if ranks.size == 1 else parameter.new_empty(whole[name])
+        drawn.uniform_(-bound, bound, generator=stream)
+        if ranks.size > 1:
+            Weight.of(drawn).part(tuple(parameter.shape), ranks.rank, ranks.size).copy_to(parameter)
     return model.eval()

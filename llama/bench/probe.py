@@ -15,6 +15,7 @@ from llama.bench.record import CacheSize, Crossover, StepTimes
 from llama.bench.spread import spread
 from llama.costs import cache_bytes
 from llama.model import Transformer
+from llama.ranks import Ranks
 
 LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
 
@@ -39,7 +40,7 @@ def step_times(
         steps: list[StepTimes] = []
         for context in sorted(contexts, reverse=True):  # a cache that grows forgets what lies past a position
             start = context - 1 if kv_caching else 0
-            seconds = spread(_repeat(_step(model, tokens[:, start:context], start, logits)))
+            seconds = spread(_repeat(_step(model, tokens[:, start:context], start, logits), model.ranks))
             steps.append({"batch_size": batch_size, "context": context, "kv_caching": kv_caching, "seconds": seconds})
         return steps[::-1]
     finally:
@@ -47,14 +48,19 @@ def step_times(
         model.kv_caching = before
 
 
+def _more(seconds: list[float], ranks: Ranks) -> bool:
+    more = len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < ENOUGH)
+    return bool(ranks.decide(torch.tensor(more, dtype=torch.uint8)))  # clocks differ, and all ranks go on together
+
+
 def _step(model: Transformer, fed: Tensor, start: int, logits: Literal["last", "all"]) -> Callable[[], object]:
     return lambda: model(fed, start, logits=logits)[:, -1].argmax(-1).tolist()  # on the host, as the loop has it
 
 
-def _repeat(work: Callable[[], object]) -> list[float]:
+def _repeat(work: Callable[[], object], ranks: Ranks) -> list[float]:
     work()
     seconds: list[float] = []
-    while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < ENOUGH):
+    while _more(seconds, ranks):
         started = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - started)

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.checkpoint.base import Checkpoint, CheckpointError, check_shapes, listing, refusing, shapes_of
+from llama.checkpoint.base import Checkpoint, CheckpointError, check_shapes, listing, needed_shapes, refusing
 from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
 from llama.model import Transformer
+from llama.ranks import ALONE, Ranks, cut_for
 
 __all__ = ["Checkpoint", "CheckpointError", "load_weights", "open_checkpoint"]
 
@@ -74,26 +75,27 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    ranks: Ranks = ALONE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Return a Transformer(args) whose parameters are copies of the checkpoint's weights, in `dtype` on `device`.
+
+    Of several `ranks` each reads its own slices only.
 
     `args` are the checkpoint's own, with limits and switches as the caller wants them. Nothing is allocated before
     all names and shapes are known to fit, and beyond the model only one small block at a time is.
     `progress(done, total)` is told the bytes of the model after each parameter.
     """
-    with torch.device("meta"):
+    found = {name: weight.shape for name, weight in checkpoint.tensors.items()}
+    check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
+    with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
-    check_shapes(
-        checkpoint.path,
-        needed=shapes_of(model),
-        found={name: weight.shape for name, weight in checkpoint.tensors.items()},
-    )
     materialise(model, dtype=dtype, device=device)
     parameters = dict(model.named_parameters())  # a tied head is here once, as the embedding
     total, done = sum(parameter.nbytes for parameter in parameters.values()), 0
     for name, parameter in parameters.items():
-        checkpoint.tensors[name].copy_to(parameter.detach())
+        own = checkpoint.tensors[name].part(tuple(parameter.shape), ranks.rank, ranks.size)
+        own.copy_to(parameter.detach())
         done += parameter.nbytes
         if progress is not None:
             progress(done, total)

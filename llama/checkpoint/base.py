@@ -89,6 +89,17 @@ class Weight:
         for start, stop in self.blocks():
             target[start:stop].copy_(self.rows(start, stop))
 
+    def part(self, shape: tuple[int, ...], rank: int, size: int) -> "Weight":
+        """Return the slice of this shape that `rank` of `size` holds: all of it, its rows, or its columns.
+
+        Slices follow the ranks; where there are more ranks than slices, neighbours have the same one.
+        """
+        if shape == self.shape:
+            return self
+        begins = [rank * whole // size // own * own for whole, own in zip(self.shape, shape, strict=True)]
+        columns = slice(begins[1], begins[1] + shape[1])
+        return Weight(shape, lambda start, stop: self.rows(begins[0] + start, begins[0] + stop)[:, columns])
+
     def same_bits(self, other: "Weight") -> bool:
         return self.shape == other.shape and all(
             same_bits(self.rows(*block), other.rows(*block)) for block in self.blocks()

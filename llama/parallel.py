@@ -1,0 +1,306 @@
+"""The ranks of a torchrun: how processes become one job, what they say to each other, and how the job ends.
+
+The engine is torch.distributed (NCCL on GPUs, gloo on CPUs) with fairscale's regions, which reduce and gather and know
+their own gradients, as in Meta's llama. Its layers are not used: they draw every matrix whole before they cut it, and
+multiply in one way only; `llama.layers` cuts the same way. Its groups are not either: they wait 30 minutes for a lost
+rank, whatever they are told. Knows processes; does not know what a model is made of.
+"""
+
+import atexit
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llama.board import SLOT_BYTES, Board
+from llama.ranks import ALONE, Ranks
+
+TIMEOUT_S = 60.0  # after which a rank that does not answer is lost
+_JOB = ("TORCHELASTIC_RESTART_COUNT", "LLAMA_JOB")  # what tells the jobs of one torchrun apart
+_BEATS = 10  # in a timeout
+_JOINED: list["TorchRanks"] = []  # at most one: the job that this process belongs to
+
+
+class RankLost(RuntimeError):
+    """A rank died, ended or stopped answering."""
+
+
+def world_size() -> int:
+    """Return how many processes torchrun started together with this one; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def world_rank() -> int:
+    """Return which of them this process is."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def job_store() -> Any:
+    """Return the store of the torchrun that started this process, in which its processes leave each other words."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://"))
+    return store
+
+
+def local_rank() -> int:
+    """Return which of its host's ranks this process is, and so which GPU is its own."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def join(device: torch.device, *, timeout: float | None = None) -> Ranks:
+    """Return the ranks of the torchrun that started this process, or ALONE; the second call returns the first's.
+
+    `timeout` is in seconds; by default the environment's LLAMA_TIMEOUT, or 60. Raises RankLost where not all come.
+    """
+    if world_size() == 1:
+        return ALONE
+    if not _JOINED:
+        seconds = float(os.environ.get("LLAMA_TIMEOUT", TIMEOUT_S)) if timeout is None else timeout
+        if not seconds > 0:
+            raise ValueError(f"timeout={seconds} must be a number of seconds above 0")
+        _JOINED.append(TorchRanks(device, seconds))
+        atexit.register(_JOINED[0].leave)
+    return _JOINED[0]
+
+
+class TorchRanks(Ranks):
+    """The processes of one torchrun."""
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        from fairscale.nn.model_parallel import initialize, mappings
+        from torch.distributed.distributed_c10d import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+
+        wait = timedelta(seconds=timeout)
+        store, self.rank, self.size = next(rendezvous("env://", timeout=wait))
+        # One torchrun may see several jobs: its restarts, and a benchmark's processes, one after the other.
+        self._store = PrefixStore("/".join(os.environ.get(name, "0") for name in _JOB), store)
+        self._watch = Watch(self._store, self.rank, self.size, timeout)
+        self._agreements = 0
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        # The watch speaks first, and names the rank; the backend's own timeout is what remains if it cannot.
+        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=2 * wait)
+        initialize._MODEL_PARALLEL_GROUP = dist.group.WORLD
+        self._regions = mappings
+        self._board = self._open_board() if device.type == "cpu" else None
+
+    def enter(self, x: Tensor) -> Tensor:
+        entered: Tensor = self._regions.copy_to_model_parallel_region(x)
+        return entered
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self._is_small(x):
+            first, *others = self.gather(x)
+            for other in others:
+                first = first + other
+            return first
+        summed: Tensor = self._together(self._regions.reduce_from_model_parallel_region, x)
+        return summed
+
+    def join(self, x: Tensor) -> Tensor:
+        if self._is_small(x):
+            return torch.cat(self.gather(x), dim=-1)
+        joined: Tensor = self._together(self._regions.gather_from_model_parallel_region, x)
+        return joined
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        own = x.contiguous()
+        every = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+        self._together(self._exchange if self._is_small(x) else self._all_gather, every, own)
+        return every
+
+    def _is_small(self, x: Tensor) -> bool:
+        recorded = torch.is_grad_enabled() and x.requires_grad
+        return self._board is not None and x.device.type == "cpu" and not recorded and x.nbytes <= SLOT_BYTES
+
+    def _exchange(self, every: list[Tensor], own: Tensor) -> None:
+        assert self._board is not None
+        self._board.exchange(own, every)
+
+    def _all_gather(self, every: list[Tensor], own: Tensor) -> None:
+        dist.all_gather(every, own)
+
+    def _open_board(self) -> Board | None:
+        """Return memory that all ranks see, where all of them are on this host and on CPUs that allow it."""
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) != self.size or not Board.serves():
+            return None
+        if self.rank == 0:
+            board = Board(0, self.size)
+            self._store.set("board", str(board.path))
+        else:
+            board = Board(self.rank, self.size, Path(self._store.get("board").decode()))
+        self._store.set(f"opened/{self.rank}", "")
+        self._watch.wait_for("opened")
+        if self.rank == 0:
+            board.path.unlink()
+        return board
+
+    def decide(self, x: Tensor) -> Tensor:
+        decided = x.clone()
+        self._together(dist.broadcast, decided, 0)
+        return decided
+
+    def agree(self, **facts: object) -> None:
+        # Through the store, not as tensors: what differs may be the very number of collectives that are to come.
+        self._agreements += 1
+        digests = {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()}
+        key = f"facts/{self._agreements}"
+        self._store.set(f"{key}/{self.rank}", json.dumps(digests))
+        for rank, theirs in enumerate(self._watch.wait_for(key)):
+            different = [name for name, digest in json.loads(theirs).items() if digests.get(name) != digest]
+            if different:
+                raise ValueError(
+                    f"rank {rank} and rank {self.rank} were not given the same {', '.join(different)}; "
+                    "start all ranks with the same command, files and versions"
+                )
+
+    def leave(self) -> None:
+        """End this process's part; the others go on until they need it again."""
+        self._watch.end()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _together(self, collective: Callable[..., Any], *operands: Any) -> Any:
+        with self._watch.waiting():
+            return collective(*operands)
+
+    def __deepcopy__(self, _: object) -> "TorchRanks":
+        return self  # a copy of a model belongs to the same job
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return current_job, ()
+
+
+def current_job() -> Ranks:
+    """Return the ranks that this process has joined, ALONE if none."""
+    return _JOINED[0] if _JOINED else ALONE
+
+
+class Watch(threading.Thread):
+    """Tells the other ranks that this one lives, and ends this process, in words, where another has been lost.
+
+    Every rank writes a line into the job's store some times in a timeout: how many collectives it has entered, and
+    whether it has ended. One whose line does not change any more is lost; one that stays behind while others wait, too.
+    The main thread may then be waiting inside of a collective, where no exception reaches it, so the process exits.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        super().__init__(daemon=True, name="llama-ranks")
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._own, self._period = store.clone(), min(1.0, timeout / _BEATS)
+        self._entered = 0
+        self._since: float | None = None  # when this rank began to wait
+        self._over = threading.Event()
+        store.set(f"here/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        self._places = [json.loads(place) for place in self.wait_for("here")]
+        store.set(f"beat/{rank}", "0 0")
+        self.wait_for("beat")
+        self.start()
+
+    def wait_for(self, key: str) -> list[bytes]:
+        """Return what every rank has written under a key; raise RankLost where one does not within the timeout."""
+        keys = [f"{key}/{rank}" for rank in range(self._size)]
+        until = time.monotonic() + self._timeout
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                late = [rank for rank in range(self._size) if not self._store.check([keys[rank]])]
+                raise RankLost(f"{_named(late)} did not come within {self._timeout:g} s")
+            time.sleep(0.01)
+        found: list[bytes] = self._store.multi_get(keys)
+        return found
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Go into a collective, and say who is missing where it breaks."""
+        self._entered += 1
+        self._since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if self._size > 1 and not isinstance(error, RankLost):
+                time.sleep(2 * self._period)  # the watch, which knows more, goes first
+                raise RankLost(f"the connection to another rank broke: {error}") from error
+            raise
+        finally:
+            self._since = None
+
+    def end(self) -> None:
+        self._over.set()
+        self.join(timeout=2 * self._period)
+
+    def run(self) -> None:
+        beats = 0
+        seen: dict[int, tuple[str, float]] = {}
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        while True:
+            over = self._over.wait(self._period)
+            beats += 1
+            try:
+                self._own.set(f"beat/{self._rank}", f"{self._entered} {'ended' if over else beats}")
+                lines = self._own.multi_get([f"beat/{rank}" for rank in others])
+            except RuntimeError:
+                lines = None
+            if over:
+                return
+            if lines is None:
+                self._exit([], "the host of the job cannot be reached any more")
+                return
+            now = time.monotonic()
+            seen = {rank: _last(seen.get(rank), line.decode(), now) for rank, line in zip(others, lines, strict=True)}
+            self._judge(seen, now)
+
+    def _judge(self, seen: dict[int, tuple[str, float]], now: float) -> None:
+        ended = [rank for rank, (line, _) in seen.items() if line.endswith("ended")]
+        silent = [rank for rank, (_, since) in seen.items() if rank not in ended and now - since > self._timeout]
+        if silent:
+            self._exit(silent, f"{_named(silent, self._places)} has not answered for {self._timeout:g} s")
+        since = self._since
+        if since is None:
+            return
+        if ended and now - since > 2 * self._period:
+            self._exit([], f"{_named(ended, self._places)} has ended, and the others need it")
+        if now - since > self._timeout:
+            behind = [rank for rank, (line, _) in seen.items() if int(line.split()[0]) < self._entered]
+            self._exit(
+                behind, f"{_named(behind or list(seen), self._places)} kept the others waiting for {self._timeout:g} s"
+            )
+
+    def _exit(self, lost: list[int], words: str) -> None:
+        print(f"error: rank {self._rank}: {words}", file=sys.stderr, flush=True)
+        for rank in lost:
+            host, pid = self._places[rank]
+            if host == socket.gethostname():  # torchrun would wait 30 s for one that is stopped
+                _kill(pid)
+        os._exit(1)
+
+
+def _last(before: tuple[str, float] | None, line: str, now: float) -> tuple[str, float]:
+    """Return the line and since when it has been there."""
+    return before if before is not None and before[0] == line else (line, now)
+
+
+def _named(ranks: list[int], places: list[Any] | None = None) -> str:
+    return " and ".join(
+        f"rank {rank}" + (f" (process {places[rank][1]} on {places[rank][0]})" if places else "") for rank in ranks
+    )
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it has died meanwhile

@@ -1,0 +1,206 @@
+"""Several ranks are one model: the same logits, bits and texts; and a job that loses a rank ends in time, in words."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import ranks_child
+from checkpoints import (
+    Kind,
+    config_of,
+    meta_params,
+    meta_weights,
+    random_model,
+    write_gguf,
+    write_huggingface,
+    write_meta,
+)
+
+from llama.checkpoint import open_checkpoint
+from llama.costs import parameters
+
+ROOT = Path(__file__).parents[1]
+WORLDS = (2, 4)
+TIMEOUT_S = 5  # of a job that is to lose a rank
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **changes}
+
+
+def run(command: list[str], *, cwd: Path = ROOT, **changes: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd
+    )
+
+
+def torchrun(size: int, *words: object, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    job = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
+    return run([sys.executable, *job, *map(str, words)], cwd=cwd)
+
+
+def ended(job: subprocess.Popen[str]) -> tuple[int, str, float]:
+    """Return a job's exit code, what it printed, and when it ended."""
+    printed, _ = job.communicate(timeout=150)
+    return job.returncode, printed, time.time()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights in every format, for 4 heads that share 2 KV heads."""
+    folder = tmp_path_factory.mktemp("ranks")
+    config = config_of()
+    model = random_model(config)
+    weights, params = meta_weights(model), meta_params(config)
+    for shards in (1, 2):
+        write_meta(folder / f"meta-{shards}", weights, params, shards=shards)
+    write_huggingface(folder / "huggingface", model)
+    write_gguf(folder / "weights.gguf", weights, config)
+    write_gguf(folder / "weights-q8.gguf", weights, config, kind=Kind.Q8_0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[int, list[dict[str, str]]]:
+    """What each rank said of each case, by the number of ranks. One launch for all cases: it takes seconds."""
+    found = {}
+    for size in WORLDS:
+        code, printed, _ = ended(torchrun(size, ROOT / "tests" / "ranks_child.py", folder))
+        assert code == 0, printed
+        found[size] = [json.loads((folder / f"outcomes.{rank}.json").read_text("utf-8")) for rank in range(size)]
+    return found
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("name", ranks_child.CASES)
+def test_ranks(outcomes: dict[int, list[dict[str, str]]], size: int, name: str) -> None:
+    assert [rank[name] for rank in outcomes[size]] == [""] * size
+
+
+FAULTS = {
+    "killed": "exitcode  : -9",
+    "raising": "RuntimeError: rank 1 met something unforeseen",
+    "stopped": rf"error: rank 0: rank 1 \(process \d+ on \S+\) has not answered for {TIMEOUT_S} s",
+    "hanging": rf"error: rank 0: rank 1 \(process \d+ on \S+\) kept the others waiting for {TIMEOUT_S} s",
+    "ending": r"error: rank 0: rank 1 \(process \d+ on \S+\) has ended, and the others need it",
+}
+
+
+@pytest.fixture(scope="module")
+def lost(folder: Path) -> dict[str, tuple[int, str, float]]:
+    """How the jobs ended in which rank 1 met each fault: exit code, what they printed, and how long it took from it on.
+
+    All at the same time, for they do little but wait.
+    """
+    child = ROOT / "tests" / "ranks_child.py"
+    with ThreadPoolExecutor() as pool:
+        ends = pool.map(lambda fault: ended(torchrun(2, child, folder, fault, TIMEOUT_S)), FAULTS)
+    return {
+        fault: (code, printed, at - float((folder / f"{fault}.at").read_text()))
+        for fault, (code, printed, at) in zip(FAULTS, ends, strict=True)
+    }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_job_that_loses_a_rank_ends_in_time_and_names_it(lost: dict[str, tuple[int, str, float]], fault: str) -> None:
+    code, printed, lasted = lost[fault]
+    assert code == 1, printed
+    assert re.search(FAULTS[fault], printed), printed
+    assert re.search(r"rank\s+: 1|rank 1", printed), printed
+    assert lasted < TIMEOUT_S + 5, printed
+
+
+# ---- the scripts -----------------------------------------------------------------------------------------------------
+
+ASKED = ("the hat", "an inn in", "--ckpt_dir", "meta-1", "--temperature", "0", "--max_gen_len", "12", "--dtype", "fp64")
+
+
+def texts_of(printed: str) -> str:
+    """Return what a script printed of the texts: all but the line with the time."""
+    return printed[printed.index("the hat\n>") : printed.rindex("tokens in")].rpartition("\n")[0]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, ROOT / "inference.py", *ASKED], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return texts_of(done.stdout)
+
+
+def test_the_script_prints_once_what_one_process_prints(folder: Path, alone: str) -> None:
+    code, printed, _ = ended(torchrun(2, ROOT / "inference.py", *ASKED, cwd=folder))
+    assert code == 0, printed
+    assert texts_of(printed) == alone
+    assert printed.count("2 ranks") == 1
+
+
+def test_ranks_that_cannot_share_the_heads_are_told_who_can(folder: Path) -> None:
+    code, printed, _ = ended(torchrun(3, ROOT / "inference.py", *ASKED, cwd=folder))
+    assert code == 1
+    for rank in range(3):
+        assert f"error: rank {rank}: 4 heads, 2 KV heads" in printed
+    assert "cannot be shared out to 3 ranks; 1 or 2 or 4 can share them" in printed
+
+
+def test_a_cell_is_measured_on_all_ranks_and_predicted_for_each(folder: Path) -> None:
+    words = ("--ckpt_dir", "meta-1", "--batch_size", "2", "--input_len", "40", "--output_len", "4", "--compare")
+    code, printed, _ = ended(torchrun(2, ROOT / "benchmark_inference.py", *words, "--json", "cell.json", cwd=folder))
+    assert code == 0, printed
+    record = json.loads((folder / "cell.json").read_text("utf-8"))["cells"][0]
+    assert record["cell"]["ranks"] == 2
+    assert {point["status"] for point in record["points"]} == {"ok"}
+    assert record["weights_bytes"] == parameters(open_checkpoint(folder / "meta-1").args.share(2)) * 4
+    assert abs(record["ledger"]["residual"]) < 0.05 * record["ledger"]["measured_peak"]
+    assert "made the same 8 tokens" in printed
+
+
+def sh(command: str) -> None:
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them: what two machines see of each other."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs the ip command, and to be root")
+    a, b = (f"llama-{os.getpid()}-{i}" for i in range(2))
+    try:
+        sh(f"ip netns add {a} && ip netns add {b} && ip -n {a} link add cable0 type veth peer name cable0 netns {b}")
+        for host, address in ((a, "10.77.0.1/24"), (b, "10.77.0.2/24")):
+            sh(f"ip -n {host} addr add {address} dev cable0 && ip -n {host} link set cable0 up")
+            sh(f"ip -n {host} link set lo up")
+        yield a, b
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr!r}")
+    finally:
+        for host in (a, b):
+            subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
+
+
+def test_two_hosts_write_what_one_process_writes(folder: Path, alone: str, two_hosts: tuple[str, str]) -> None:
+    def start(node: int) -> subprocess.Popen[str]:
+        job = [
+            "--nnodes=2",
+            f"--node_rank={node}",
+            "--nproc_per_node=1",
+            "--master_addr=10.77.0.1",
+            "--master_port=29511",
+        ]
+        command = ["ip", "netns", "exec", two_hosts[node], sys.executable, "-m", "torch.distributed.run", *job]
+        return run([*command, str(ROOT / "inference.py"), *ASKED], cwd=folder, GLOO_SOCKET_IFNAME="cable0")
+
+    jobs = [start(node) for node in range(2)]
+    (code, printed, _), (other_code, other, _) = (ended(job) for job in jobs)
+    assert (code, other_code) == (0, 0), printed + other
+    assert texts_of(printed) == alone
+    assert "the hat" not in other
