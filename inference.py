@@ -116,7 +116,7 @@ def main(
         code = show(texts, pieces, live=stream)
         seconds = time.perf_counter() - started
         cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
-        if exact:
+        if exact and code == 0:
             print(slowdown_words(model))
         print(
             f"{speed(pieces, seconds)}, prompts included (batch {len(texts)}, {cache}, {where(model)}{shared(model)})"

@@ -25,8 +25,8 @@ from llama.ops import PLAIN, Ops, rms_norm
 from llama.ranks import Ranks
 
 QUERIES, KEYS = 16, 64  # in a piece of attention
+TILES = 256  # such pieces at a time, and so scores of 256 x 16 queries at once in memory
 SIDE = 16  # what the inner sizes of a product are filled up to
-
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x @ weight.T, with the same bits for a row in any company
 
@@ -38,8 +38,8 @@ class Block(NamedTuple):
     in_one: bool = True
 
 
-# The fewest rows first. The last is exact by construction, if the machine gives the same bits for the same operands.
-BLOCKS = (*(Block(2**n) for n in range(7)), Block(16, in_one=False))
+# The fewest rows first. The last, a product for each row, is exact on any machine that computes the same twice.
+BLOCKS = (*(Block(2**n) for n in range(7)), Block(16, in_one=False), Block(1, in_one=False))
 
 
 def exact_ops(device: torch.device) -> Ops:
@@ -114,28 +114,33 @@ def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int) ->
     bsz, seqlen, n_heads, head_dim = xq.shape
     before = start_pos % QUERIES  # places of the first block that stay empty
     wide = torch.promote_types(xq.dtype, torch.float32)
-    queries = _in_pieces(xq.to(wide), QUERIES, before)  # (bsz, n_heads, blocks, QUERIES, width)
-    group, blocks = n_heads // keys.shape[2], queries.shape[2]
+    # Filled up with zeros, which add nothing; the scale belongs to the size as it was.
+    queries = _in_pieces(xq.to(wide) / head_dim**0.5, QUERIES, before)  # (bsz, n_heads, blocks, QUERIES, width)
     k, v = (  # (bsz, n_heads, chunks, KEYS, width)
-        _in_pieces(kept[:, : start_pos + seqlen].to(wide), KEYS).repeat_interleave(group, dim=1)
+        _in_pieces(kept[:, : start_pos + seqlen].to(wide), KEYS).repeat_interleave(n_heads // keys.shape[2], dim=1)
         for kept in (keys, values)
     )
-    flat, chunks = queries.flatten(0, 2), k.shape[2]
+    some = max(1, TILES // (bsz * n_heads))  # blocks at a time
+    begins = range(start_pos - before, start_pos + seqlen, some * QUERIES)
+    parts = zip(torch.split(queries, some, dim=2), begins, strict=True)
+    output = torch.cat([_attend_blocks(part, k, v, begin) for part, begin in parts], dim=2)
+    return output[:, :, before : before + seqlen, :head_dim].transpose(1, 2).to(xq.dtype)
+
+
+def _attend_blocks(queries: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
+    """Attend for blocks of queries of which the first begins at `begin`: (bsz, n_heads, blocks x QUERIES, width)."""
+    bsz, n_heads, blocks, _, width = queries.shape
+    chunks = min(k.shape[2], -(-(begin + blocks * QUERIES) // KEYS))
+    flat = queries.flatten(0, 2)  # (bsz x n_heads x blocks, QUERIES, width)
     scores = [torch.bmm(flat, _for_each_block(k[:, :, c], blocks).transpose(1, 2)) for c in range(chunks)]
-    places = start_pos - before + torch.arange(blocks * QUERIES, device=xq.device).view(blocks, QUERIES, 1)
-    future = torch.arange(chunks * KEYS, device=xq.device) > places  # (blocks, QUERIES, chunks x KEYS)
-    shares = (
-        torch.cat(scores, dim=-1)
-        .view(-1, blocks, QUERIES, chunks * KEYS)
-        .div_(head_dim**0.5)
-        .masked_fill_(future, -torch.inf)
-    )
+    places = begin + torch.arange(blocks * QUERIES, device=k.device).view(blocks, QUERIES, 1)
+    future = torch.arange(chunks * KEYS, device=k.device) > places  # (blocks, QUERIES, chunks x KEYS)
+    shares = torch.cat(scores, dim=-1).view(-1, blocks, QUERIES, chunks * KEYS).masked_fill_(future, -torch.inf)
     shares = shares.softmax(-1).flatten(0, 1)  # (bsz x n_heads x blocks, QUERIES, chunks x KEYS)
     output = torch.zeros_like(flat)
     for c, part in enumerate(torch.split(shares, KEYS, dim=-1)):  # in order: the bits of a sum depend on it
         output += torch.bmm(part.contiguous(), _for_each_block(v[:, :, c], blocks))
-    output = output.view(bsz, n_heads, blocks * QUERIES, -1)[:, :, before : before + seqlen, :head_dim]
-    return output.transpose(1, 2).to(xq.dtype)
+    return output.view(bsz, n_heads, blocks * QUERIES, width)
 
 
 def _in_pieces(x: Tensor, size: int, before: int = 0) -> Tensor:
@@ -152,7 +157,12 @@ def _for_each_block(chunk: Tensor, blocks: int) -> Tensor:
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T in blocks of as many rows as this machine needs."""
+    """Return x @ weight.T in blocks of as many rows as this machine needs. Raises ValueError on gradients."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        raise ValueError(
+            "exact mode records no gradients, which other kernels would compute: run the model under "
+            "torch.inference_mode(), or switch exact mode off"
+        )
     return _product(x, weight, block_for(weight))
 
 
@@ -164,13 +174,18 @@ def _product(x: Tensor, weight: Tensor, block: Block) -> Tensor:
     whole[: flat.shape[0], :in_features] = flat
     if out_features % SIDE or in_features % SIDE:  # sizes that no published model has: copied at each call
         weight = pad(weight, (0, -in_features % SIDE, 0, -out_features % SIDE))
-    tiles = (whole,) if block.in_one else torch.split(whole, block.rows)
+    tiles = torch.split(whole, _most_rows(out_features) if block.in_one else block.rows)
     product = torch.cat([linear(tile, weight) for tile in tiles])
     return product[: flat.shape[0], :out_features].reshape(*x.shape[:-1], out_features)
 
 
 def _up(size: int, multiple: int) -> int:
     return size + -size % multiple
+
+
+def _most_rows(out_features: int) -> int:
+    """Return how many rows a product may have: as many as are probed, a multiple of every block's."""
+    return max(64, min(2048, 2**25 // out_features // 64 * 64))
 
 
 _FOUND: dict[tuple[torch.Size, torch.dtype, torch.device, int], Block] = {}  # what a process has probed already
@@ -183,17 +198,15 @@ def block_for(weight: Tensor) -> Block:
     """
     key = (weight.shape, weight.dtype, weight.device, torch.get_num_threads())
     if key not in _FOUND:
-        _FOUND[key] = _probe(weight.detach())
+        _FOUND[key] = _probe(weight)
     return _FOUND[key]
 
 
 def _probe(weight: Tensor) -> Block:
-    # As many rows as a long prompt has, but no more than fit into 128 MiB of float32.
-    many = max(65, min(2048, 2**25 // weight.shape[0]))
-    x, like = _sensitive(many, weight)
+    x, like = _sensitive(_most_rows(weight.shape[0]), weight)
     for block in BLOCKS:
         whole = _product(x, like, block)
-        if all(_agrees(x, like, block, whole, size) for size in _sizes(block, many)):
+        if all(_agrees(x, like, block, whole, size) for size in _sizes(block, len(x))):
             return block
     raise ValueError(
         f"exact mode is not to be had here: products with a weight of {tuple(weight.shape)} in {weight.dtype} on "
@@ -201,38 +214,36 @@ def _probe(weight: Tensor) -> Block:
     )
 
 
-def _sensitive(many: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `many` rows, and a matrix like `weight`, whose products show every other order of summing.
+def _sensitive(rows: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `rows` rows, and a matrix like `weight`, whose products show every other order of summing.
 
     Each term has its opposite somewhere in the sum, so nothing but rounding errors remains. Of ordinary sums in 16 bits
     one in some ten thousand would differ.
     """
     stream = torch.Generator().manual_seed(0)
     half = weight.shape[1] // 2
-    order = torch.randperm(2 * half, generator=stream)
+    one, other = torch.randperm(2 * half, generator=stream).chunk(2)
     scale = torch.randint(-6, 7, (half,), generator=stream).float().exp2()
-    rows, columns = (
-        torch.randn(many, half, generator=stream) * scale,
-        torch.randn(weight.shape[0], half, generator=stream),
-    )
-    x = torch.cat([rows, -rows], dim=1)[:, order]
-    like = torch.cat([columns, columns], dim=1)[:, order]
-    odd = (0, weight.shape[1] % 2)
-    return pad(x, odd).to(weight), pad(like, odd).to(weight)
+    terms, factors = torch.randn(rows, half, generator=stream) * scale, torch.randn(len(weight), half, generator=stream)
+    x, like = weight.new_zeros(rows, weight.shape[1]), torch.zeros_like(weight)
+    x[:, one], x[:, other] = terms.to(x), -terms.to(x)
+    like[:, one] = like[:, other] = factors.to(x)
+    return x, like
 
 
-def _sizes(block: Block, many: int) -> list[int]:
+def _sizes(block: Block, most: int) -> list[int]:
     """Return counts of rows that differ in how many blocks they fill."""
     blocks = (*range(1, 10), 12, 15, 16, 17, 31, 33, 48, 64, 65, 128, 272)
-    return [n * block.rows for n in blocks if n * block.rows <= many]
+    return [n * block.rows for n in blocks if n * block.rows <= most]
 
 
 def _agrees(x: Tensor, weight: Tensor, block: Block, whole: Tensor, size: int) -> bool:
-    """Are the products of `size` rows at a time those of all of them, over some 16,000 numbers or more?"""
-    rows = max(size, -(-(2**14) // weight.shape[0]))
-    parts = torch.split(x[:rows], size)
+    """Are the products of `size` rows at a time those of all of them, at several places of their block?"""
+    rows = max(size, -(-(2**14) // weight.shape[0]))  # some 16,000 numbers or more
     return all(
-        torch.equal(_product(part, weight, block), whole[i * size :][: len(part)]) for i, part in enumerate(parts)
+        torch.equal(_product(part, weight, block), whole[shift + i * size :][: len(part)])
+        for shift in {0, 1, block.rows // 2 + 1}
+        for i, part in enumerate(torch.split(x[shift : shift + rows], size))
     )
 
 
@@ -246,14 +257,14 @@ class LanguageModel(Protocol):
     def args(self) -> ModelArgs: ...
     @property
     def device(self) -> torch.device: ...
-    def __call__(self, tokens: Tensor, start_pos: int = 0) -> Tensor: ...
+    def __call__(self, tokens: Tensor, start_pos: int | Sequence[int] = 0) -> Tensor: ...
     def use(self, ops: Ops) -> None: ...
     def free_cache(self) -> None: ...
 
 
 @torch.inference_mode()
-def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 83) -> str | None:
-    """Say where logits differ to the bit: alone, cut off, through the cache; None where they do not."""
+def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 150) -> str | None:
+    """Say where logits differ to the bit: alone, cut off, through the cache, ragged; None where they do not."""
     rows = min(rows, model.args.max_batch_size or rows)
     length = min(length, model.args.max_seq_len)
     tokens = torch.randint(model.args.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
@@ -271,6 +282,10 @@ def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 83) -
         for start, end in _pieces(length):
             if not torch.equal(model(tokens[:, start:end], start), whole[:, start:end]):
                 return f"tokens {start} to {end - 1}, fed through the cache, are not what they are without it"
+        starts = [row * (length - 1) // rows for row in range(rows)]  # all of it has been fed, and may be again
+        ragged = model(tokens.gather(1, torch.tensor(starts, device=model.device)[:, None]), starts)
+        if any(not torch.equal(ragged[row, 0], whole[row, start]) for row, start in enumerate(starts)):
+            return f"rows at positions {starts} are not what they are at one"
         return None
     finally:
         model.free_cache()
@@ -280,7 +295,7 @@ def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 83) -
 def _pieces(length: int) -> Iterator[tuple[int, int]]:
     """Cut a text into pieces of many lengths, single tokens among them, as (start, end)."""
     start = 0
-    for size in cycle((5, 1, 1, 1, 17, 1, 2, 33, 1, 1)):
+    for size in cycle((5, 1, 1, 1, 17, 1, 2, 33, 1, 1, 60)):
         end = min(start + size, length)
         yield start, end
         if end == length:

@@ -158,7 +158,7 @@ class Transformer(nn.Module, Generation):
         """Whether the bits of a position's logits depend on nothing but the tokens up to it, inference alone.
 
         Not on the cache being on or off, on how a text is cut into calls, or on the rows beside it. Setting it to True
-        compares the model with itself, and raises ValueError where a difference to the bit remains.
+        compares the model with itself, which empties the cache, and raises ValueError where a bit differs.
         """
         return self.ops.name == "exact"
 
@@ -168,14 +168,17 @@ class Transformer(nn.Module, Generation):
             raise ValueError(f"exact={value!r} must be True or False")
         if value and self.args.pieces % self.ranks.size:
             raise ValueError(
-                f"exact mode adds up {self.args.pieces} pieces, which {self.ranks.size} ranks cannot share"
+                f"exact mode computes in {self.args.pieces} pieces, which {self.ranks.size} ranks cannot share"
             )
+        if value == self.exact:
+            return
+        before = self.ops
         self.use(exact_ops(self.device) if value else PLAIN)
         try:
             if value and (difference := first_difference(self)):
                 raise ValueError(f"exact mode is not to be had here: {difference}")
         except BaseException:
-            self.use(PLAIN)
+            self.use(before)
             raise
 
     def use(self, ops: Ops) -> None:
@@ -186,9 +189,10 @@ class Transformer(nn.Module, Generation):
                 module.ops = ops  # type: ignore[assignment]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
+        exact = self.exact
+        self.exact = False
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.exact:  # another dtype or device may need other operations, and has to be compared anew
-            self.exact = True
+        self.exact = exact  # on another device or in another dtype it has to be shown anew
         return self
 
     def reserve_cache(self, rows: int, length: int) -> None:
@@ -245,7 +249,7 @@ class Transformer(nn.Module, Generation):
         if max(starts) > 0 and self._first_attention.cache.nbytes == 0:
             raise ValueError(
                 f"start_pos={start_pos} with an empty KV cache: feed the positions before it first "
-                "(generate, free_cache and switching off empty the cache)"
+                "(generate, free_cache, switching off and asking for exact mode empty the cache)"
             )
         return starts[0] if len(set(starts)) == 1 else starts
 

@@ -11,6 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from itertools import chain, count
@@ -21,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from llama import cli, parity
-from llama.api import load, pick_device, pick_dtype
+from llama.api import load
 from llama.bench.machine import available_memory, environment
 from llama.bench.models import cache_kind
 from llama.costs import size
@@ -31,7 +32,9 @@ from llama.parity import WAYS, Divergence, Figures
 from llama.tokenizer import Tokenizer
 
 SCHEMA = "llama-kv/verify/1"
-_GROUP = ("model", "weights", "dtype", "exact", "kv_cache", "device")  # what may be added up
+# What must be the same of runs that are added up; seeds differ among them.
+_GROUP = ("model", "weights", "dtype", "exact", "kv_cache", "device", "slack")
+_MACHINE = ("cpu", "torch", "threads")
 
 
 class Run(TypedDict):
@@ -65,7 +68,8 @@ def main(
 ) -> int:
     """Certify that a model writes the same with its KV cache on and off, down to rounding; or, if exact, to the bit.
 
-    Exits with 0 where all runs of the file are certified, 1 where one found a bug, 2 on bad input.
+    Exits with 0 where all runs of the file are certified, 1 where one found a bug, 2 on bad input. A run with a bug
+    stays in the file; move the file away once the bug is mended.
 
     Args:
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
@@ -88,7 +92,6 @@ def main(
             raise ValueError(f"{path} holds no runs yet; make some with --runs 1")
         return report(before, path)
     check_writable(path)
-    pick_dtype(dtype, pick_device(device))
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=cache_kind(kv_cache), exact=exact)
     config = {
         "model": ckpt_dir,
@@ -100,11 +103,11 @@ def main(
         "prompt_len": prompt_len,
         "exact": exact,
         "kv_cache": kv_cache,
-        "slack": parity.SLACK,
+        "slack": parity.SLACK[model.norm.weight.itemsize],
     }
     check_room(model, tokenizer, config)
     for run in make_runs(model, tokenizer, config, choose_seeds(before, config, seed, runs)):
-        write_runs(path, [*read_runs(path), run])  # read anew: another process may have added to it
+        add_run(path, run)
     return report(read_runs(path), path)
 
 
@@ -146,7 +149,7 @@ def check_room(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any])
 
 
 def weights_id(model: Transformer) -> str:
-    """Return 16 hexadecimal digits that change with the weights: SHA-256 of 1000 numbers or so of each tensor."""
+    """Return 16 hexadecimal digits that tell models apart: SHA-256 of a sample of each tensor, some 1000 numbers."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         some = weight.flatten()[:: max(1, weight.numel() // 1000)].contiguous()
@@ -155,8 +158,8 @@ def weights_id(model: Transformer) -> str:
 
 
 def choose_seeds(runs: Sequence[Run], config: dict[str, Any], seed: int | None, wanted: int) -> list[int]:
-    """Return `wanted` seeds that this configuration has not had; from `seed` on, or whichever come first."""
-    used = {run["seed"] for run in runs if run["config"] == config}
+    """Return `wanted` seeds that no run had with which these are added up; from `seed` on, or whichever come first."""
+    used = {run["seed"] for run in runs if _group_of(run["config"]) == _group_of(config)}
     if seed is None:
         free = (number for number in count() if number not in used)
         return [next(free) for _ in range(wanted)]
@@ -164,8 +167,7 @@ def choose_seeds(runs: Sequence[Run], config: dict[str, Any], seed: int | None, 
     taken = sorted(used.intersection(seeds))
     if taken:
         raise ValueError(
-            f"seed={taken[0]} has been run in this configuration, and would count twice; leave seed out, or give one "
-            f"from {max(used) + 1} on"
+            f"seed={taken[0]} has been run, and would count twice; leave seed out, or give one from {max(used) + 1} on"
         )
     return list(seeds)
 
@@ -214,6 +216,8 @@ def read_runs(path: Path) -> list[Run]:
         if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']!r}")
         runs: list[Run] = content["runs"]
+        if any(run.keys() != Run.__annotations__.keys() for run in runs):
+            raise ValueError("a run has not the fields that it should have")
         list(map(table, grouped(runs)))  # finds whatever is not there, or is of another kind
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -221,6 +225,34 @@ def read_runs(path: Path) -> list[Run]:
             f"{path} is damaged, or is not a file of this command ({reason}); move it away, or give another --output"
         ) from None
     return runs
+
+
+def add_run(path: Path, run: Run) -> None:
+    """Add a run to the file, unless another process has added the same one meanwhile."""
+    with _only_one(path):
+        runs = read_runs(path)
+        alike = [one for one in runs if _key_of(one) == _key_of(run) and one["seed"] == run["seed"]]
+        if not alike:
+            write_runs(path, [*runs, run])
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Let no other process of this command change the file meanwhile. A lock that is a minute old was left behind."""
+    lock = path.with_name(f".{path.name}.lock")
+    while True:
+        try:
+            lock.touch(exist_ok=False)
+            break
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                if time.time() - lock.stat().st_mtime > 60:
+                    lock.unlink()
+            time.sleep(0.05)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
 
 
 def write_runs(path: Path, runs: Sequence[Run]) -> None:
@@ -247,10 +279,8 @@ def check_writable(path: Path) -> None:
 
 def report(runs: Sequence[Run], path: Path) -> int:
     """Print the sum of each group of runs, and return the exit code."""
-    groups = grouped(runs)
-    for group in groups:
-        print(f"{table(group)}\n\n{sentence(group)}\n")
-    print(f"runs in {path}: {len(runs)}")
+    print(f"runs in {path}: {len(runs)}\n")
+    print("\n\n".join(f"{table(group)}\n\n{sentence(group)}" for group in grouped(runs)))
     return int(any(run["figures"]["violations"] for run in runs))
 
 
@@ -258,8 +288,16 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
     """Return the runs that may be added up, together, in the order in which their first ones came."""
     groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
-        groups.setdefault(tuple(run["config"][key] for key in _GROUP), []).append(run)
+        groups.setdefault(_key_of(run), []).append(run)
     return list(groups.values())
+
+
+def _key_of(run: Run) -> tuple[Any, ...]:
+    return (*_group_of(run["config"]), *(run["environment"][key] for key in _MACHINE))
+
+
+def _group_of(config: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(config[key] for key in _GROUP)
 
 
 def add_up(several: Sequence[Figures]) -> Figures:
@@ -288,7 +326,10 @@ def table(group: Sequence[Run]) -> str:
     """Return the measures of a group, a line each."""
     total, config = add_up([figures_of(run) for run in group]), group[0]["config"]
     mode = "exact mode" if config["exact"] else "fast mode"
+    commits = ", ".join(dict.fromkeys(str(run["environment"]["commit"])[:7] for run in group))
+    cpu, build, threads = (group[0]["environment"][key] for key in _MACHINE)
     title = f"{name_of(config)} on {config['device']}, KV cache {config['kv_cache']}, {mode}; runs: {len(group)}"
+    title += f"\n  {cpu}, torch {build}, threads: {threads}, commit {commits}"
     rows = list(measures(total))
     for what in ("step", "prefill") if config["exact"] else ():
         times = statistics.median(run["exact_cost"][what] for run in group if run["exact_cost"])
@@ -338,7 +379,9 @@ def sentence(group: Sequence[Run]) -> str:
     total, config = add_up([figures_of(run) for run in group]), group[0]["config"]
     if total.violations:
         more = len(total.violations) - 1
-        return f"BUG: {total.violations[0]}" + (f" (and {more} more)" if more else "")
+        wrong = next(run for run in group if run["figures"]["violations"])
+        commit = str(wrong["environment"]["commit"])[:7]
+        return f"BUG: {total.violations[0]}" + (f" (and {more} more)" if more else "") + f"; found at commit {commit}"
     alike = f"{total.tokens:,} greedy tokens of {name_of(config)}, cached and uncached alike"
     if config["exact"]:
         pairs, ways = sum(total.compared.values()), len(total.compared)

@@ -1,6 +1,7 @@
 """Exact mode: a token's logits have the same bits with the cache on or off, however fed, alone or in any batch."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,18 +104,62 @@ def test_a_machine_that_cannot_is_refused_and_the_model_stays_plain(monkeypatch:
 
 
 def test_a_model_that_differs_from_itself_is_refused_and_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too few rows in a block: the probe is not trusted, the whole model is compared."""
+    """The probe is not trusted: the whole model is compared."""
     model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
     monkeypatch.setattr(exact, "exact_silu", lambda x: torch.nn.functional.silu(x) + x.shape[1] * 1e-6)
-    with pytest.raises(ValueError, match="the first 1 tokens are not what they are among 83"):
+    with pytest.raises(ValueError, match="the first 1 tokens are not what they are among 150"):
         model.exact = True
     assert not model.exact
 
 
-def test_moving_to_another_dtype_probes_again() -> None:
-    model = exact_model(torch.float32).to(torch.float64)
-    assert model.exact
-    assert first_difference(model) is None
+def test_moving_to_another_dtype_shows_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exact_model(torch.float32).to(torch.float64).exact
+    model = exact_model(torch.float32)
+    silu = exact.exact_silu
+    monkeypatch.setattr(exact, "exact_silu", lambda x: silu(x) + (x.dtype == torch.float64) * x.shape[1] * 1e-6)
+    with pytest.raises(ValueError, match="the first 1 tokens"):
+        model.to(torch.float64)
+    assert not model.exact
+
+
+def test_moving_leaves_operations_of_ones_own() -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32)
+    model.use(PLAIN._replace(name="mine"))
+    model.exact = False
+    assert model.double().ops.name == "mine"
+
+
+def test_the_probe_finds_how_many_rows_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that rounds the last rows of a product differently, unless they are a multiple of `n`."""
+    plain = exact.linear
+
+    def tails_differ(n: int, x: Tensor, weight: Tensor) -> Tensor:
+        out = plain(x, weight)
+        out[len(x) - len(x) % n :] += 1e-3
+        return out
+
+    def places_differ(x: Tensor, weight: Tensor) -> Tensor:
+        out = plain(x, weight)
+        out[1::2] += 1e-3
+        return out
+
+    for n in (1, 4, 32):
+        monkeypatch.setattr(exact, "linear", partial(tails_differ, n))
+        monkeypatch.setattr(exact, "_FOUND", {})
+        assert block_for(torch.ones(16, 32)).rows >= n
+        assert block_for(torch.ones(16, 32)) in [Block(n), Block(n * 2), Block(n * 4)]
+    monkeypatch.setattr(exact, "linear", places_differ)
+    monkeypatch.setattr(exact, "_FOUND", {})
+    assert block_for(torch.ones(16, 32)) == Block(1, in_one=False)
+
+
+def test_gradients_are_refused_in_words() -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32)
+    model.exact = True
+    with pytest.raises(ValueError, match="records no gradients"):
+        model(torch.tensor([[1, 2]]))
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]))
 
 
 def test_a_cache_with_places_of_its_own_is_refused() -> None:
@@ -144,12 +189,14 @@ def test_pieces_equal_their_plain_twins_to_rounding() -> None:
     assert torch.equal(exact_silu(torch.tensor([-1e30, 1e30])), torch.tensor([-0.0, 1e30]))
 
 
-def test_a_product_for_each_block_alone_serves_where_no_padding_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last resort is exact, too: this test is what tries it, on machines where the others are enough."""
-    monkeypatch.setattr(exact, "BLOCKS", (Block(16, in_one=False),))
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_product_for_each_block_alone_serves_where_no_padding_does(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """The last resorts are exact, too: this test is what tries them, on machines where the others are enough."""
+    monkeypatch.setattr(exact, "BLOCKS", (Block(rows, in_one=False),))
     monkeypatch.setattr(exact, "_FOUND", {})
     model = exact_model(torch.float32)
-    assert block_for(model.output.weight) == Block(16, in_one=False)
     assert first_difference(model, rows=3, length=150) is None
 
 

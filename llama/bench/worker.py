@@ -66,7 +66,7 @@ def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
         device_bytes_before=device_before,
         trace=trace,
     )
-    if cell.exact and isinstance(engine, LlamaEngine):
+    if cell.exact and trace and isinstance(engine, LlamaEngine):
         record["notes"].append(slowdown_words(engine.model))
     return {"record": record, "model": facts, "environment": environment(device, torch.get_num_threads())}
 
