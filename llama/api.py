@@ -146,7 +146,7 @@ class ChatPrediction(TypedDict):
 
 
 class Llama:
-    """A model with its tokenizer, behind the interface of Meta's llama3 package, on one device without torchrun.
+    """A model with its tokenizer, behind the interface of Meta's llama3 package, with and without torchrun.
 
     `max_gen_len` is cut to what `max_seq_len` leaves room for; None takes all of it. One random stream, seeded by
     `build`, runs through all calls.
