@@ -166,7 +166,7 @@ def test_a_length_past_the_checkpoint_s_own_is_taken_with_a_warning(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_cache": "rolling"}, "kv_cache='rolling' is not a known kind.*concat, static"),
+        ({"kv_cache": "rolling"}, "kv_cache='rolling' is not a known kind.*concat.*static"),
         ({"max_seq_len": 0}, "max_seq_len=0"),
         ({"max_batch_size": -1}, "max_batch_size=-1"),
         ({"dtype": "int4"}, "dtype='int4'"),

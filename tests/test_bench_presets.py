@@ -264,7 +264,7 @@ def test_a_job_that_refuses_says_why_and_one_that_dies_how(base: Cell) -> None:
 def test_a_process_ends_with_the_one_that_waits_for_it(base: Cell, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"kind": "cell", "cell": base.as_json(), "trace": False}))
     words = [sys.executable, "-m", "llama.bench.worker", str(tmp_path / "job.json"), str(tmp_path / "result.json")]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=jobs._environment(tmp_path))
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=jobs._environment(tmp_path, "0"))
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(timeout=60) == 1

@@ -404,7 +404,7 @@ def test_a_damaged_file_is_refused_and_left_alone(command: Command, how: str, ru
         (["--dtype=int8"], "dtype='int8' is not known"),
         (["--device=abacus"], "device='abacus' is not known"),
         (["--kv_cache=none_such"], "kv_cache='none_such' is not a known kind"),
-        (["--kv_cache=nowhere/x.py:mine"], "No such file"),
+        (["--kv_cache=nowhere/x.py:never_defined"], "No such file"),
         (["--token=4"], "did you mean --tokens?"),
     ],
 )
