@@ -5,6 +5,7 @@ The only file that knows both text and where models come from.
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
@@ -18,7 +19,7 @@ from llama.checkpoint import load_weights, open_checkpoint
 from llama.demo import demo_model_path
 from llama.generation import Stream
 from llama.model import Transformer
-from llama.parallel import join, local_rank
+from llama.parallel import join, own_device, world_rank
 from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
 
@@ -55,23 +56,16 @@ def load(
     stand beside Meta's weights. `exact` asks for exact mode, see `Transformer.exact`. Raises ValueError
     (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
     """
-    on = pick_device(device)
+    on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
     ranks = join(on)
-    if ranks.size > 1 and on.type == "cuda":
-        on = pick_device(f"cuda:{local_rank()}")
     checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
     args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=kv_cache)
     if max_seq_len is not None:
         made_for, args = args.max_seq_len, replace(args, max_seq_len=max_seq_len)
         if max_seq_len > made_for:
             logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
-    ranks.agree(
-        configuration=(args, exact),
-        tokenizer=checkpoint.tokenizer.fingerprint(),
-        dtype=(kind, on.type),
-        versions=torch.__version__,
-    )
+    ranks.agree(exact=exact)
     # disable=None: only on a terminal; delay: only what takes longer than two seconds
     with tqdm(desc="loading", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
 
@@ -171,6 +165,8 @@ class Llama:
                 f"model_parallel_size={model_parallel_size}, and this is one of {there} processes; leave it out, or "
                 f"start it with torchrun --nproc_per_node {model_parallel_size}"
             )
+        if world_rank() > 0:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (as Meta's does, and for as long as the program runs)
         model, tokenizer = load(
             ckpt_dir,
             tokenizer_path=tokenizer_path,

@@ -18,24 +18,18 @@ SLOT_BYTES = 2**20  # of one rank, for one exchange
 
 
 class Board:
-    """Memory for `size` ranks. One of them makes the file, with path None; the others open it, and then it may go."""
+    """Memory for `size` ranks, in a file that `make` has made; once all have opened it, the file may go."""
 
-    def __init__(self, rank: int, size: int, path: Path | None = None) -> None:
+    def __init__(self, path: Path, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        flags = -(-8 * size // 64) * 64
-        total = flags + 2 * size * SLOT_BYTES
-        folder = Path("/dev/shm")  # memory, where there is such a folder; else the file may reach a disk
-        if path is None:
-            handle, name = tempfile.mkstemp(prefix="llama-ranks-", dir=folder if folder.is_dir() else None)
-            os.truncate(handle, total)
-        else:
-            name = str(path)
-            handle = os.open(name, os.O_RDWR)
-        self.path = Path(name)
-        memory = mmap.mmap(handle, total)
-        os.close(handle)
-        self._flags = memoryview(memory)[: 8 * size].cast("q")  # how many exchanges each rank has written
-        self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=flags).view(2, size, SLOT_BYTES)
+        handle = os.open(path, os.O_RDWR)
+        try:
+            memory = mmap.mmap(handle, _total(size))
+        finally:
+            os.close(handle)
+        # Of each rank: how many exchanges it has written, and how many bytes its last one had.
+        self._flags = memoryview(memory)[: 16 * size].cast("q")
+        self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_flags(size)).view(2, size, SLOT_BYTES)
         self._count = 0
 
     @staticmethod
@@ -43,15 +37,44 @@ class Board:
         """Tell whether this machine lets others see a rank's writes in the order in which they were made."""
         return hasattr(os, "sched_yield") and platform.machine() in ("x86_64", "AMD64")
 
+    @staticmethod
+    def make(size: int) -> Path | None:
+        """Make the file, its memory taken; return None where there is no room for it, as in a small container."""
+        folder = Path("/dev/shm")  # memory, where there is such a folder; else the file may reach a disk
+        handle, name = tempfile.mkstemp(prefix="llama-ranks-", dir=folder if folder.is_dir() else None)
+        try:
+            os.posix_fallocate(handle, 0, _total(size))
+        except OSError:
+            os.unlink(name)
+            return None
+        finally:
+            os.close(handle)
+        return Path(name)
+
     def exchange(self, own: Tensor, every: list[Tensor]) -> None:
-        """Write `own`, contiguous and of at most SLOT_BYTES, and fill the others' places in `every` with theirs."""
+        """Write `own`, contiguous and of at most SLOT_BYTES, and fill the others' places in `every` with theirs.
+
+        Raises RuntimeError where another rank has written something of another size: the ranks are not in step.
+        """
         self._count += 1
         # Two sets of slots: nobody overwrites one before all have written the next, and so have read it.
-        slots, nbytes = self._slots[self._count % 2], own.nbytes
+        slots, nbytes, flags = self._slots[self._count % 2], own.nbytes, self._flags
         slots[self._rank, :nbytes].copy_(own.view(-1).view(torch.uint8))
-        self._flags[self._rank] = self._count
+        flags[2 * self._rank + 1] = nbytes
+        flags[2 * self._rank] = self._count
         for rank, theirs in enumerate(every):
-            if rank != self._rank:
-                while self._flags[rank] < self._count:
-                    os.sched_yield()
-                theirs.view(-1).view(torch.uint8).copy_(slots[rank, :nbytes])
+            if rank == self._rank:
+                continue
+            while flags[2 * rank] < self._count:
+                os.sched_yield()
+            if flags[2 * rank] == self._count and flags[2 * rank + 1] != nbytes:
+                raise RuntimeError(f"rank {rank} is not in step: it has {flags[2 * rank + 1]} bytes, this one {nbytes}")
+            theirs.view(-1).view(torch.uint8).copy_(slots[rank, :nbytes])
+
+
+def _flags(size: int) -> int:
+    return -(-16 * size // 64) * 64
+
+
+def _total(size: int) -> int:
+    return _flags(size) + 2 * size * SLOT_BYTES

@@ -69,7 +69,7 @@ def run(command: Callable[..., int], words: list[str]) -> int:
 
 def _rank() -> str:
     """Return which process of a torchrun this is, in words; all of them write to one terminal."""
-    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    return f"rank {os.environ.get('RANK', '?')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
 
 
 def _in_one_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ The heads, the hidden numbers of the MLP and the words of the vocabulary are sha
 Source: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053; the names are those of fairscale and Meta's code.
 """
 
+import torch
 from torch import Tensor, nn
 
 from llama.ops import PLAIN, Ops
@@ -37,8 +38,11 @@ class ColumnParallelLinear(Linear):
         size = current_ranks().size
         super().__init__(in_features, max(out_features // size, least), max(1, pieces // size))
         self.gather_output = gather_output
+        self.held_once = self.out_features * size == out_features
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.weight.requires_grad and not self.held_once:
+            raise ValueError("several ranks hold the same KV heads, whose gradients would differ: train on fewer ranks")
         out = self.ops.linear(self.ranks.enter(input), self.weight, self.pieces)
         return self.ranks.join(out) if self.gather_output else out
 
@@ -68,6 +72,11 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if self.ranks.size == 1:
             return super().forward(input)
+        if (
+            input.device.type == "cpu"
+            and not 0 <= int(input.min()) <= int(input.max()) < self.num_embeddings * self.ranks.size
+        ):
+            raise IndexError("a token id is outside of the vocabulary")  # as one process says; here it would be a zero
         own = input - self.ranks.rank * self.num_embeddings
         elsewhere = (own < 0) | (own >= self.num_embeddings)
         return self.ranks.sum(super().forward(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))

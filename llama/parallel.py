@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -48,17 +49,32 @@ def world_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def job_store() -> Any:
-    """Return the store of the torchrun that started this process, in which its processes leave each other words."""
+def job_store(timeout: float) -> Any:
+    """Return the store of this torchrun, in which its processes leave each other words.
+
+    One torchrun may see several jobs: its restarts, and a benchmark's processes, one after the other; each has its own.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    store, _, _ = next(rendezvous("env://"))
-    return store
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    return PrefixStore("/".join(os.environ.get(name, "0") for name in _JOB), store)
 
 
-def local_rank() -> int:
-    """Return which of its host's ranks this process is, and so which GPU is its own."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def local_size() -> int:
+    """Return how many of them are on this host, and share its memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def own_device(device: torch.device) -> torch.device:
+    """Return the GPU of this rank, where several share a host; any other device as it is."""
+    if world_size() == 1 or device.type != "cuda":
+        return device
+    gpu = int(os.environ.get("LOCAL_RANK", "0"))
+    if gpu >= torch.cuda.device_count():
+        raise ValueError(f"this host has {torch.cuda.device_count()} GPUs, and {local_size()} ranks need one each")
+    torch.cuda.set_device(gpu)
+    return torch.device("cuda", gpu)
 
 
 def join(device: torch.device, *, timeout: float | None = None) -> Ranks:
@@ -68,7 +84,11 @@ def join(device: torch.device, *, timeout: float | None = None) -> Ranks:
     """
     if world_size() == 1:
         return ALONE
+    if device.type == "mps":
+        raise ValueError("ranks share a model on CPUs or CUDA GPUs, not on a Metal GPU; give --device cpu")
     if not _JOINED:
+        if dist.is_initialized():
+            raise ValueError("this program has made a process group of its own; leave that to load, or to Llama.build")
         seconds = float(os.environ.get("LLAMA_TIMEOUT", TIMEOUT_S)) if timeout is None else timeout
         if not seconds > 0:
             raise ValueError(f"timeout={seconds} must be a number of seconds above 0")
@@ -82,18 +102,20 @@ class TorchRanks(Ranks):
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         from fairscale.nn.model_parallel import initialize, mappings
-        from torch.distributed.distributed_c10d import PrefixStore
-        from torch.distributed.rendezvous import rendezvous
 
-        wait = timedelta(seconds=timeout)
-        store, self.rank, self.size = next(rendezvous("env://", timeout=wait))
-        # One torchrun may see several jobs: its restarts, and a benchmark's processes, one after the other.
-        self._store = PrefixStore("/".join(os.environ.get(name, "0") for name in _JOB), store)
+        self.rank, self.size = world_rank(), world_size()
+        self._store = job_store(timeout)
         self._watch = Watch(self._store, self.rank, self.size, timeout)
         self._agreements = 0
         backend = "nccl" if device.type == "cuda" else "gloo"
         # The watch speaks first, and names the rank; the backend's own timeout is what remains if it cannot.
-        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=2 * wait)
+        dist.init_process_group(
+            backend,
+            store=self._store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=2 * timeout),
+        )
         initialize._MODEL_PARALLEL_GROUP = dist.group.WORLD
         self._regions = mappings
         self._board = self._open_board() if device.type == "cpu" else None
@@ -136,27 +158,28 @@ class TorchRanks(Ranks):
 
     def _open_board(self) -> Board | None:
         """Return memory that all ranks see, where all of them are on this host and on CPUs that allow it."""
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) != self.size or not Board.serves():
+        if local_size() != self.size or not Board.serves():
             return None
-        if self.rank == 0:
-            board = Board(0, self.size)
-            self._store.set("board", str(board.path))
-        else:
-            board = Board(self.rank, self.size, Path(self._store.get("board").decode()))
-        self._store.set(f"opened/{self.rank}", "")
-        self._watch.wait_for("opened")
-        if self.rank == 0:
-            board.path.unlink()
+        made = Board.make(self.size) if self.rank == 0 else None
+        try:
+            if self.rank == 0:
+                self._store.set("board", "" if made is None else str(made))
+            path = self._store.get("board").decode()
+            board = Board(Path(path), self.rank, self.size) if path else None
+            self._store.set(f"opened/{self.rank}", "")
+            self._watch.wait_for("opened")
+        finally:
+            if made is not None:
+                made.unlink()
         return board
 
     def decide(self, x: Tensor) -> Tensor:
-        decided = x.clone()
-        self._together(dist.broadcast, decided, 0)
-        return decided
+        return self.gather(x)[0]
 
     def agree(self, **facts: object) -> None:
         # Through the store, not as tensors: what differs may be the very number of collectives that are to come.
         self._agreements += 1
+        facts |= {"number of collectives before": self._watch.entered}
         digests = {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()}
         key = f"facts/{self._agreements}"
         self._store.set(f"{key}/{self.rank}", json.dumps(digests))
@@ -182,12 +205,7 @@ class TorchRanks(Ranks):
         return self  # a copy of a model belongs to the same job
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return current_job, ()
-
-
-def current_job() -> Ranks:
-    """Return the ranks that this process has joined, ALONE if none."""
-    return _JOINED[0] if _JOINED else ALONE
+        raise ValueError("a rank's slice of a model is no model; save the checkpoint that it was loaded from")
 
 
 class Watch(threading.Thread):
@@ -199,16 +217,22 @@ class Watch(threading.Thread):
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
-        super().__init__(daemon=True, name="llama-ranks")
+        super().__init__(daemon=True, name="llama-watch")
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self._own, self._period = store.clone(), min(1.0, timeout / _BEATS)
-        self._entered = 0
+        self._period = min(1.0, timeout / _BEATS)
+        self.entered = 0  # collectives
         self._since: float | None = None  # when this rank began to wait
         self._over = threading.Event()
-        store.set(f"here/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        self._seen: dict[int, tuple[str, float]] = {}  # each other rank's line, and since when it has been there
+        self._heard = time.monotonic()  # when the store answered last
+        here = [os.environ.get("GROUP_RANK", "0"), socket.gethostname(), os.getpid()]
+        store.set(f"here/{rank}", json.dumps(here))
         self._places = [json.loads(place) for place in self.wait_for("here")]
         store.set(f"beat/{rank}", "0 0")
         self.wait_for("beat")
+        # A store whose host is gone does not answer and does not fail, so another thread than this one waits for it.
+        self._beats = threading.Thread(target=self._beat, args=(store.clone(),), daemon=True, name="llama-beats")
+        self._beats.start()
         self.start()
 
     def wait_for(self, key: str) -> list[bytes]:
@@ -216,8 +240,11 @@ class Watch(threading.Thread):
         keys = [f"{key}/{rank}" for rank in range(self._size)]
         until = time.monotonic() + self._timeout
         while not self._store.check(keys):
+            late = [rank for rank in range(self._size) if not self._store.check([keys[rank]])]
+            ended = [rank for rank in late if self._has_ended(rank)]
+            if ended:
+                raise RankLost(f"{_named(ended)} has ended, and the others need it")
             if time.monotonic() > until:
-                late = [rank for rank in range(self._size) if not self._store.check([keys[rank]])]
                 raise RankLost(f"{_named(late)} did not come within {self._timeout:g} s")
             time.sleep(0.01)
         found: list[bytes] = self._store.multi_get(keys)
@@ -226,66 +253,79 @@ class Watch(threading.Thread):
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Go into a collective, and say who is missing where it breaks."""
-        self._entered += 1
+        self.entered += 1
         self._since = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            if self._size > 1 and not isinstance(error, RankLost):
-                time.sleep(2 * self._period)  # the watch, which knows more, goes first
-                raise RankLost(f"the connection to another rank broke: {error}") from error
-            raise
+            if not re.search("connect|gloo|nccl|timed out|socket", str(error), re.IGNORECASE):
+                raise
+            time.sleep(2 * self._period)  # the watch, which knows more, goes first
+            raise RankLost(f"the connection to another rank broke: {error}") from error
         finally:
             self._since = None
 
     def end(self) -> None:
+        """Tell the others that this rank has ended, and do not wait for them any more."""
         self._over.set()
-        self.join(timeout=2 * self._period)
+        self._beats.join(timeout=2 * self._period)
 
-    def run(self) -> None:
-        beats = 0
-        seen: dict[int, tuple[str, float]] = {}
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        while True:
+    def _beat(self, store: Any) -> None:
+        """Write this rank's line and read those of the others, until this one ends."""
+        beats, others = 0, [rank for rank in range(self._size) if rank != self._rank]
+        over = False
+        while not over:
             over = self._over.wait(self._period)
             beats += 1
             try:
-                self._own.set(f"beat/{self._rank}", f"{self._entered} {'ended' if over else beats}")
-                lines = self._own.multi_get([f"beat/{rank}" for rank in others])
+                store.set(f"beat/{self._rank}", f"{self.entered} {'ended' if over else beats}")
+                lines = store.multi_get([f"beat/{rank}" for rank in others])
             except RuntimeError:
-                lines = None
-            if over:
-                return
-            if lines is None:
-                self._exit([], "the host of the job cannot be reached any more")
-                return
-            now = time.monotonic()
-            seen = {rank: _last(seen.get(rank), line.decode(), now) for rank, line in zip(others, lines, strict=True)}
-            self._judge(seen, now)
+                return  # its host is gone; the watch sees that nothing is heard
+            self._heard = now = time.monotonic()
+            seen = zip(others, lines, strict=True)
+            self._seen = {rank: _last(self._seen.get(rank), line.decode(), now) for rank, line in seen}
 
-    def _judge(self, seen: dict[int, tuple[str, float]], now: float) -> None:
-        ended = [rank for rank, (line, _) in seen.items() if line.endswith("ended")]
-        silent = [rank for rank, (_, since) in seen.items() if rank not in ended and now - since > self._timeout]
+    def run(self) -> None:
+        """Judge, some times in a timeout, whether the others still answer."""
+        while not self._over.wait(self._period):
+            self._judge(time.monotonic())
+
+    def _judge(self, now: float) -> None:
+        silent = [
+            rank
+            for rank, (_, since) in self._seen.items()
+            if not self._has_ended(rank) and min(now, self._heard) - since > self._timeout
+        ]
         if silent:
             self._exit(silent, f"{_named(silent, self._places)} has not answered for {self._timeout:g} s")
+        if now - self._heard > self._timeout:
+            self._exit([], f"the host of the job's store, with rank 0, has not answered for {self._timeout:g} s")
         since = self._since
         if since is None:
             return
+        ended = [rank for rank in self._seen if self._has_ended(rank)]
         if ended and now - since > 2 * self._period:
             self._exit([], f"{_named(ended, self._places)} has ended, and the others need it")
-        if now - since > self._timeout:
-            behind = [rank for rank, (line, _) in seen.items() if int(line.split()[0]) < self._entered]
-            self._exit(
-                behind, f"{_named(behind or list(seen), self._places)} kept the others waiting for {self._timeout:g} s"
-            )
+        if now - since > self._timeout + 2 * self._period:  # one that is silent, too, has been named before
+            behind = [rank for rank, (line, _) in self._seen.items() if int(line.split()[0]) < self.entered]
+            late = behind or list(self._seen)
+            self._exit(behind, f"{_named(late, self._places)} kept the others waiting for {self._timeout:g} s")
+
+    def _has_ended(self, rank: int) -> bool:
+        return rank in self._seen and self._seen[rank][0].endswith("ended")
 
     def _exit(self, lost: list[int], words: str) -> None:
-        print(f"error: rank {self._rank}: {words}", file=sys.stderr, flush=True)
-        for rank in lost:
-            host, pid = self._places[rank]
-            if host == socket.gethostname():  # torchrun would wait 30 s for one that is stopped
-                _kill(pid)
-        os._exit(1)
+        try:
+            print(f"error: rank {self._rank}: {words}", file=sys.stderr, flush=True)
+            for rank in lost:
+                node, host, pid = self._places[rank]
+                if [node, host] == self._places[self._rank][:2]:  # torchrun would wait 30 s for one that is stopped
+                    os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass  # it has died meanwhile, or nobody reads what is said
+        finally:
+            os._exit(1)
 
 
 def _last(before: tuple[str, float] | None, line: str, now: float) -> tuple[str, float]:
@@ -294,13 +334,6 @@ def _last(before: tuple[str, float] | None, line: str, now: float) -> tuple[str,
 
 
 def _named(ranks: list[int], places: list[Any] | None = None) -> str:
-    return " and ".join(
-        f"rank {rank}" + (f" (process {places[rank][1]} on {places[rank][0]})" if places else "") for rank in ranks
-    )
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it has died meanwhile
+    """Return ranks in words; with `places`, also which process each is, and on which host."""
+    where = {} if places is None else {rank: f" (process {places[rank][2]} on {places[rank][1]})" for rank in ranks}
+    return " and ".join(f"rank {rank}{where.get(rank, '')}" for rank in ranks)

@@ -28,6 +28,7 @@ from llama.bench.models import cache_kind
 from llama.costs import size
 from llama.exact import slowdown
 from llama.model import Transformer
+from llama.parallel import world_size
 from llama.parity import WAYS, Divergence, Figures
 from llama.tokenizer import Tokenizer
 
@@ -84,6 +85,8 @@ def main(
         device: auto, cpu, cuda or mps.
         output: The file in which runs add up.
     """
+    if world_size() > 1:
+        raise ValueError("this command certifies one process; exact mode across ranks is what the tests compare")
     path = Path(output)
     check_numbers(batch_size=batch_size, tokens=tokens, prompt_len=prompt_len, seed=seed, runs=runs)
     before = read_runs(path)

@@ -8,6 +8,7 @@ FOLDER holds tiny checkpoints. The same process also holds the whole model, whic
 
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -20,7 +21,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama.bench.probe import cache_sizes, step_times
 from llama.checkpoint import load_weights, open_checkpoint
+from llama.checkpoint.base import Weight
+from llama.checkpoint.export import save_huggingface
 from llama.costs import cache_bytes, parameters
 from llama.model import Transformer
 from llama.parallel import join
@@ -148,17 +152,58 @@ def other_prompts_on_one_rank_are_refused_in_words(job: Job) -> None:
 
 
 @case
+def another_dtype_on_one_rank_is_refused_in_words(job: Job) -> None:
+    with pytest.raises(ValueError, match=r"rank . and rank . were not given the same dtype"):
+        job.model("meta-1", torch.float32 if job.ranks.rank else torch.float64)
+
+
+@case
+def another_model_on_one_rank_is_refused_in_words(job: Job) -> None:
+    with pytest.raises(ValueError, match=r"rank . and rank . were not given the same weights"):
+        job.model("other" if job.ranks.rank else "meta-1", torch.float64)
+
+
+@case
 def gradients_are_those_of_one_process(job: Job) -> None:
     cut, whole = job.both(torch.float64, kv_caching=False)
-    ids, losses = tokens(2, 9), []
+    ids = tokens(2, 9)
+    cut.requires_grad_(True)
+    if job.ranks.size > whole.args.n_kv_heads:
+        with pytest.raises(ValueError, match="several ranks hold the same KV heads"):
+            cut(ids)
+        return
+    whole.requires_grad_(True)
     for model in (cut, whole):
-        model.requires_grad_(True)
-        losses.append(model(ids).log_softmax(-1)[..., 0].mean())
-        losses[-1].backward()
-    assert cut.norm.weight.grad is not None
-    torch.testing.assert_close(cut.norm.weight.grad, whole.norm.weight.grad)
-    first, other = cut.layers[0].attention_norm.weight.grad, whole.layers[0].attention_norm.weight.grad
-    torch.testing.assert_close(first, other)
+        model(ids).log_softmax(-1)[..., 0].mean().backward()
+    for (label, own), all_of_it in zip(cut.named_parameters(), whole.parameters(), strict=True):
+        assert own.grad is not None
+        assert all_of_it.grad is not None
+        expected = Weight.of(all_of_it.grad).part(tuple(own.shape), job.ranks.rank, job.ranks.size)
+        torch.testing.assert_close(own.grad, expected.rows(0, len(own)), msg=label)
+
+
+@case
+def ids_outside_of_the_vocabulary_are_refused(job: Job) -> None:
+    cut = job.model("meta-1", torch.float32)
+    for id in (-1, cut.args.vocab_size):
+        with pytest.raises(IndexError, match="outside of the vocabulary"):
+            cut(torch.tensor([[1, id]]))
+
+
+@case
+def a_slice_is_not_written_as_a_model(job: Job) -> None:
+    cut = job.model("meta-1", torch.float32)
+    with pytest.raises(ValueError, match="slices of the model"):
+        save_huggingface(cut, job.folder / "written")
+    with pytest.raises(ValueError, match="no model"):
+        pickle.dumps(cut)
+
+
+@case
+def steps_and_caches_are_measured_on_all_ranks(job: Job) -> None:
+    cut = job.model("meta-1", torch.float32)
+    assert all(size["measured"] == size["predicted"] for size in cache_sizes(cut, [4, 16]))
+    assert [step["context"] for step in step_times(cut, 2, [3, 9], kv_caching=True)] == [3, 9]
 
 
 def killed() -> None:

@@ -71,7 +71,7 @@ MAY_IMPORT = {
     ),
     "llama/bench/jobs.py": ("bench parallel", ""),
     "llama/bench/": (f"{ABOVE_API} ranks parallel api costs exact bench", "torch"),
-    "llama/verify.py": ("api bench cli costs exact model parity tokenizer", "torch tqdm"),
+    "llama/verify.py": ("api bench cli costs exact model parallel parity tokenizer", "torch tqdm"),
     "benchmark_inference.py": (f"{ABOVE_API} ranks parallel api bench cli", ""),
     "inference.py": (f"{ABOVE_API} exact ranks parallel api cli", ""),
     "scripts/record_llama_cpp_ids.py": ("demo", "llama_cpp"),

@@ -338,6 +338,11 @@ def test_the_same_run_of_another_process_counts_once(command: Command, monkeypat
     assert [run["seed"] for run in command.runs] == [0]
 
 
+def test_several_ranks_are_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "certifies one process" in command.refused()
+
+
 def test_seeds_are_new_to_all_that_is_added_up(command: Command) -> None:
     command("--tokens=4")
     command("--tokens=5")

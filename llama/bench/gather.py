@@ -34,7 +34,8 @@ def with_figures(record: CellRecord, ceilings: Ceilings | None) -> CellRecord:
         return record
     summary = summarise(Cell(**record["cell"]), record["samples"])
     work = record["work"]
-    limits = limits_of(work, summary, ceilings) if work is not None and ceilings is not None else None
+    alone = record["cell"].get("ranks", 1) == 1  # the ceilings are those of one process
+    limits = limits_of(work, summary, ceilings) if work is not None and ceilings is not None and alone else None
     return {**record, "summary": summary, "limits": limits}
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.parallel import job_store, world_rank, world_size
+from llama.parallel import TIMEOUT_S, job_store, world_rank, world_size
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
@@ -30,7 +30,8 @@ class Followers:
     """The other ranks of a torchrun, which do as rank 0 does; there are none without torchrun."""
 
     def __init__(self) -> None:
-        self._store = job_store() if world_size() > 1 else None
+        self._timeout = float(os.environ.get("LLAMA_TIMEOUT", TIMEOUT_S))
+        self._store = job_store(self._timeout) if world_size() > 1 else None
         self._told = 0
 
     def tell(self, job: dict[str, Any]) -> str:
@@ -55,6 +56,18 @@ class Followers:
                 _run(job, str(self._told), waiting=lambda: None)
             except (ValueError, JobDied) as error:
                 print(f"rank {world_rank()}: {error}", file=sys.stderr, flush=True)
+            self._store.set(f"{key}/{world_rank()}", "")
+
+    def wait(self) -> None:
+        """Wait until all of them have ended the job that they were told last."""
+        if self._store is None:
+            return
+        keys = [f"bench/{self._told}/{rank}" for rank in range(1, world_size())]
+        until = time.monotonic() + self._timeout
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                raise JobDied(f"another rank has not ended its part after {self._timeout:g} s")
+            time.sleep(0.05)
 
     def dismiss(self) -> None:
         """Tell them that there is nothing more to do."""
@@ -72,9 +85,12 @@ def run_job(kind: str, cell: Cell, *, waiting: Callable[[], None] = lambda: None
     Raises ValueError for what the job refused, and JobDied.
     """
     told = {"kind": kind, "cell": cell.as_json(), **job}
-    # What needs no model is asked of rank 0's machine alone.
-    number = "0" if kind == "machine" else followers().tell(told)
-    return _run(told, number, waiting)
+    if kind == "machine":  # needs no model, and is asked of rank 0's machine alone
+        return _run(told, "0", waiting)
+    try:
+        return _run(told, followers().tell(told), waiting)
+    finally:
+        followers().wait()
 
 
 def _run(job: dict[str, Any], number: str, waiting: Callable[[], None]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from llama.bench.cell import Cell
 from llama.bench.machine import available_memory
 from llama.bench.record import Ledger, Line
 from llama.costs import PeakMemory, peak_memory, size
+from llama.parallel import local_size
 
 CUBLAS_WORKSPACE = 8_519_680  # torch's default configuration, :4096:2:16:8, in bytes
 CUBLAS_WORKSPACE_HOPPER = 32 * 2**20  # and the one it takes from compute capability 9.0 on
@@ -111,6 +112,8 @@ def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, held: int
     """Refuse what is predicted to pass the memory that is free; `held` bytes of the prediction are taken already."""
     predicted = predict(args, cell, workspace=workspace(device))
     free = available_memory(device)
+    if free is not None and device.type != "cuda":
+        free //= local_size()  # the other ranks of this host take as much
     if free is not None and predicted.total - held > free:
         raise ValueError(
             f"{cell.name} does not fit: {ledger_words(make_ledger(args, cell, predicted))}, and {size(free)} are free "

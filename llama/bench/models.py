@@ -22,7 +22,7 @@ from llama.costs import RELEASED
 from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.kv_cache import KVCache
 from llama.model import Transformer
-from llama.parallel import join, world_size
+from llama.parallel import join, own_device, world_size
 from llama.ranks import cut_for
 from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ def find_model(cell: Cell) -> Source:
 
     Raises ValueError, and DemoUnavailable.
     """
-    device = pick_device(cell.device)
+    device = own_device(pick_device(cell.device))
     dtype = pick_dtype(DTYPES[cell.dtype], device)
     if cell.model in RELEASED:
         args = replace(RELEASED[cell.model], kv_cache=cache_kind(cell.kv_cache))
@@ -117,6 +117,7 @@ def _in_mode(cell: Cell, model: Transformer) -> Transformer:
 def random_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Transformer:
     """Return a model of these sizes, or this rank's slice of it, whose numbers are random and always the same."""
     ranks = join(device)
+    ranks.agree(configuration=args, dtype=dtype, device=device.type, versions=torch.__version__, seed=seed)
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
     whole = needed_shapes(args)

@@ -15,7 +15,6 @@ from llama.bench.record import CacheSize, Crossover, StepTimes
 from llama.bench.spread import spread
 from llama.costs import cache_bytes
 from llama.model import Transformer
-from llama.ranks import Ranks
 
 LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
 
@@ -40,7 +39,7 @@ def step_times(
         steps: list[StepTimes] = []
         for context in sorted(contexts, reverse=True):  # a cache that grows forgets what lies past a position
             start = context - 1 if kv_caching else 0
-            seconds = spread(_repeat(_step(model, tokens[:, start:context], start, logits), model.ranks))
+            seconds = spread(_repeat(_step(model, tokens[:, start:context], start, logits), model))
             steps.append({"batch_size": batch_size, "context": context, "kv_caching": kv_caching, "seconds": seconds})
         return steps[::-1]
     finally:
@@ -48,19 +47,20 @@ def step_times(
         model.kv_caching = before
 
 
-def _more(seconds: list[float], ranks: Ranks) -> bool:
+def _more(seconds: list[float], model: Transformer) -> bool:
     more = len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < ENOUGH)
-    return bool(ranks.decide(torch.tensor(more, dtype=torch.uint8)))  # clocks differ, and all ranks go on together
+    # Clocks differ, and all ranks go on together.
+    return bool(model.ranks.decide(torch.tensor([more], dtype=torch.uint8, device=model.device)))
 
 
 def _step(model: Transformer, fed: Tensor, start: int, logits: Literal["last", "all"]) -> Callable[[], object]:
     return lambda: model(fed, start, logits=logits)[:, -1].argmax(-1).tolist()  # on the host, as the loop has it
 
 
-def _repeat(work: Callable[[], object], ranks: Ranks) -> list[float]:
+def _repeat(work: Callable[[], object], model: Transformer) -> list[float]:
     work()
     seconds: list[float] = []
-    while _more(seconds, ranks):
+    while _more(seconds, model):
         started = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - started)
@@ -85,14 +85,14 @@ def crossover(steps: Sequence[StepTimes]) -> Crossover:
 def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
     """Take caches of one row of each length, and compare their bytes with the prediction."""
     sizes: list[CacheSize] = []
-    weight = model.tok_embeddings.weight
+    weight, own = model.tok_embeddings.weight, model.args.share(model.ranks.size)
     for length in lengths:
         model.reserve_cache(1, length)
-        written = weight.new_zeros(1, length, model.args.n_kv_heads, model.args.head_dim)
+        written = weight.new_zeros(1, length, own.n_kv_heads, own.head_dim)
         for cache in model.caches:
             cache.update(0, written, written.clone())
         measured = sum(cache.nbytes for cache in model.caches)
-        predicted = cache_bytes(model.args, rows=1, length=length, itemsize=weight.itemsize)
+        predicted = cache_bytes(own, rows=1, length=length, itemsize=weight.itemsize)
         sizes.append({"length": length, "predicted": predicted, "measured": measured})
     model.free_cache()
     return sizes

@@ -86,6 +86,13 @@ def load_weights(
     all names and shapes are known to fit, and beyond the model only one small block at a time is.
     `progress(done, total)` is told the bytes of the model after each parameter.
     """
+    ranks.agree(
+        configuration=args,
+        tokenizer=checkpoint.tokenizer.fingerprint(),
+        dtype=dtype,
+        device=torch.device(device).type,
+        versions=torch.__version__,
+    )
     found = {name: weight.shape for name, weight in checkpoint.tensors.items()}
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
     with torch.device("meta"), cut_for(ranks):
@@ -99,6 +106,8 @@ def load_weights(
         done += parameter.nbytes
         if progress is not None:
             progress(done, total)
+    # What all ranks hold whole tells whether their files are the same.
+    ranks.agree(weights=None if ranks.size == 1 else model.norm.weight.tolist())
     return model
 
 

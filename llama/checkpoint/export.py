@@ -27,6 +27,7 @@ def save_huggingface(model: Transformer, directory: str | PathLike[str]) -> None
 
     Raises ValueError for a dtype other than fp32, fp16 and bf16, and for RoPE scaling that config.json cannot say.
     """
+    _refuse_a_slice(model)
     from safetensors.torch import save_file
 
     config = huggingface_config(model.args) | {"dtype": _DTYPES[_dtype(model)]}
@@ -67,6 +68,11 @@ def huggingface_config(args: ModelArgs) -> dict[str, Any]:
     }
 
 
+def _refuse_a_slice(model: Transformer) -> None:
+    if model.ranks.size > 1:
+        raise ValueError(f"this process holds 1 of {model.ranks.size} slices of the model; load it in one to write it")
+
+
 def huggingface_tensors(model: Transformer) -> dict[str, Tensor]:
     """Return the weights in Hugging Face's names and layout, a tied head under both of its names.
 
@@ -86,6 +92,7 @@ def save_gguf(model: Transformer, path: str | PathLike[str]) -> None:
     In place of a tokenizer it names how many tokens there are. Raises ValueError for a dtype other than fp32, fp16 and
     bf16.
     """
+    _refuse_a_slice(model)
     from gguf import GGUFWriter  # here, because the package is slow to import
 
     dtype = _dtype(model)
