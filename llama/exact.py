@@ -45,32 +45,24 @@ BLOCKS = (*(Block(2**n) for n in range(7)), Block(16, in_one=False), Block(1, in
 def exact_ops(device: torch.device) -> Ops:
     """Return the operations of exact mode for a device. Raises ValueError where CUDA lacks Triton."""
     if device.type != "cuda":
-        return Ops(
-            "exact",
-            partial(exact_linear, exact_product),
-            partial(exact_sum_linear, exact_product),
-            exact_attend,
-            rms_norm,
-            exact_silu,
-        )
+        return Ops("exact", exact_linear, partial(exact_sum_linear, exact_product), exact_attend, rms_norm, exact_silu)
     try:
         from llama.kernels import invariant
     except ModuleNotFoundError as missing:
         raise ValueError(f"exact mode on CUDA needs {missing.name}: pip install triton, or take device=cpu") from None
-    product = invariant.linear
-    return Ops(
-        "exact",
-        partial(exact_linear, product),
-        partial(exact_sum_linear, product),
-        invariant.attend,
-        invariant.rms_norm,
-        exact_silu,
-    )
+
+    def whole_linear(x: Tensor, weight: Tensor, pieces: int) -> Tensor:
+        return invariant.linear(x, weight)  # whose tiles do not depend on how many outputs there are
+
+    by_pieces = partial(exact_sum_linear, invariant.linear)
+    return Ops("exact", whole_linear, by_pieces, invariant.attend, invariant.rms_norm, exact_silu)
 
 
-def exact_linear(product: Product, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
-    """Return x @ weight.T, of x (..., in_features) and weight (out_features, in_features), in pieces of outputs."""
-    return torch.cat([product(x, rows) for rows in weight.chunk(pieces)], dim=-1)
+def exact_linear(x: Tensor, weight: Tensor, pieces: int) -> Tensor:
+    """Return x @ weight.T, of x (..., in_features) and weight (out_features, in_features), as `pieces` of outputs."""
+    if pieces == 1 or _is_its_pieces(weight, pieces):
+        return exact_product(x, weight)
+    return torch.cat([exact_product(x, rows) for rows in weight.chunk(pieces)], dim=-1)
 
 
 def exact_sum_linear(product: Product, x: Tensor, weight: Tensor, pieces: int, ranks: Ranks) -> Tensor:
@@ -212,6 +204,25 @@ def _probe(weight: Tensor) -> Block:
         f"exact mode is not to be had here: products with a weight of {tuple(weight.shape)} in {weight.dtype} on "
         f"{weight.device} round differently from call to call"
     )
+
+
+_WHOLE: dict[tuple[torch.Size, int, torch.dtype, torch.device, int], bool] = {}  # the same, of `_is_its_pieces`
+
+
+def _is_its_pieces(weight: Tensor, pieces: int) -> bool:
+    """Tell whether one product gives the bits that pieces of its outputs give; it is quicker."""
+    key = (weight.shape, pieces, weight.dtype, weight.device, torch.get_num_threads())
+    if key not in _WHOLE:
+        x, like = _sensitive(_most_rows(weight.shape[0]), weight)
+        parts = like.chunk(pieces)
+        _WHOLE[key] = all(
+            torch.equal(
+                _product(some, like, block_for(like)),
+                torch.cat([_product(some, part, block_for(part)) for part in parts], dim=-1),
+            )
+            for some in (x, x[:1], x[:7])
+        )
+    return _WHOLE[key]
 
 
 def _sensitive(rows: int, weight: Tensor) -> tuple[Tensor, Tensor]:

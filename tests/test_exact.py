@@ -10,7 +10,16 @@ from oracles import tiny_args, tiny_model
 from torch import Tensor
 
 from llama import exact
-from llama.exact import Block, block_for, exact_attend, exact_product, exact_silu, first_difference, slowdown
+from llama.exact import (
+    Block,
+    block_for,
+    exact_attend,
+    exact_linear,
+    exact_product,
+    exact_silu,
+    first_difference,
+    slowdown,
+)
 from llama.model import Transformer
 from llama.ops import PLAIN
 
@@ -234,3 +243,12 @@ def test_research_code_may_do_one_operation_its_own_way() -> None:
     model.use(PLAIN)
     assert not torch.equal(model(torch.tensor([[1, 2, 3]])), changed)
     assert not model.exact
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_has_the_bits_of_its_pieces(dtype: torch.dtype) -> None:
+    """So ranks that hold a piece each get the same; whichever of the two ways this machine takes."""
+    stream = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(37, 48, generator=stream).to(dtype), torch.randn(96, 48, generator=stream).to(dtype)
+    pieces = torch.cat([exact_product(x, rows) for rows in weight.chunk(4)], dim=-1)
+    assert torch.equal(exact_linear(x, weight, 4), pieces)
