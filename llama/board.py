@@ -27,9 +27,10 @@ class Board:
             memory = mmap.mmap(handle, _total(size))
         finally:
             os.close(handle)
-        # Of each rank: how many exchanges it has written, and how many bytes its last one had.
-        self._flags = memoryview(memory)[: 16 * size].cast("q")
-        self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_flags(size)).view(2, size, SLOT_BYTES)
+        numbers = memoryview(memory)[: 24 * size].cast("q")
+        self._written = numbers[:size]  # how many exchanges each rank has written
+        self._nbytes = numbers[size : 2 * size], numbers[2 * size :]  # and how many bytes, in each set of slots
+        self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_numbers(size)).view(2, size, SLOT_BYTES)
         self._count = 0
 
     @staticmethod
@@ -58,23 +59,23 @@ class Board:
         """
         self._count += 1
         # Two sets of slots: nobody overwrites one before all have written the next, and so have read it.
-        slots, nbytes, flags = self._slots[self._count % 2], own.nbytes, self._flags
+        slots, sizes, nbytes = self._slots[self._count % 2], self._nbytes[self._count % 2], own.nbytes
         slots[self._rank, :nbytes].copy_(own.view(-1).view(torch.uint8))
-        flags[2 * self._rank + 1] = nbytes
-        flags[2 * self._rank] = self._count
+        sizes[self._rank] = nbytes
+        self._written[self._rank] = self._count
         for rank, theirs in enumerate(every):
             if rank == self._rank:
                 continue
-            while flags[2 * rank] < self._count:
+            while self._written[rank] < self._count:
                 os.sched_yield()
-            if flags[2 * rank] == self._count and flags[2 * rank + 1] != nbytes:
-                raise RuntimeError(f"rank {rank} is not in step: it has {flags[2 * rank + 1]} bytes, this one {nbytes}")
+            if sizes[rank] != nbytes:
+                raise RuntimeError(f"rank {rank} is not in step: it has {sizes[rank]} bytes, this one {nbytes}")
             theirs.view(-1).view(torch.uint8).copy_(slots[rank, :nbytes])
 
 
-def _flags(size: int) -> int:
-    return -(-16 * size // 64) * 64
+def _numbers(size: int) -> int:
+    return -(-24 * size // 64) * 64
 
 
 def _total(size: int) -> int:
-    return _flags(size) + 2 * size * SLOT_BYTES
+    return _numbers(size) + 2 * size * SLOT_BYTES
