@@ -179,8 +179,9 @@ def plan(preset: str, cell: "Cell", engines: list[str], *, command: str, budget:
 
 def run_cell(cell: "Cell", *, repeats: int, compare: bool, command: str, json_path: Path | None) -> int:
     """Measure one cell and print it."""
+    from llama.bench.files import check_writable
     from llama.bench.progress import Progress
-    from llama.bench.report import check_writable, write_json
+    from llama.bench.report import write_json
     from llama.bench.tables import cell_text
 
     if json_path is not None:
@@ -200,9 +201,10 @@ def run_cell(cell: "Cell", *, repeats: int, compare: bool, command: str, json_pa
 def run_preset(report: "Report", *, out: Path, budget: float, resume: bool, json_path: Path | None) -> int:
     """Measure a preset, print its table, and write its report; what is finished stands there whatever ends the run."""
     from llama.bench.book import new_book, resumed_book
+    from llama.bench.files import check_writable
     from llama.bench.presets import Session, run_sweep, run_table
     from llama.bench.progress import Progress
-    from llama.bench.report import check_writable, write_json, write_report
+    from llama.bench.report import write_json, write_report
     from llama.bench.tables import alarms_text, table_markdown
 
     if json_path is not None:

@@ -105,7 +105,7 @@ def main(
     from llama.api import pick_device
     from llama.exact import slowdown_words
 
-    parallel.join(pick_device(device), timeout=timeout)
+    parallel.join(parallel.own_device(pick_device(device)), timeout=timeout)
     model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, exact=exact, **limits)
     if trace:
         options["on_step"] = Trace(tokenizer)
@@ -134,8 +134,11 @@ def only_rank_0_prints(rank: int) -> Iterator[None]:
 def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
     """Return the prompts as typed and the one in the file; where there are none, Meta's."""
     texts = list(prompts)
-    if prompt_file == "-" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("--prompt_file=- would be read by one rank of the torchrun alone; give a file")
+    if prompt_file == "-":
+        from llama.parallel import world_size  # here, so that a file that is not there is refused without torch
+
+        if world_size() > 1:
+            raise ValueError("--prompt_file=- would be read by one rank of the torchrun alone; give a file")
     if prompt_file is not None:
         text = sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text("utf-8")
         texts.append(text.removesuffix("\n"))

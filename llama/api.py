@@ -19,7 +19,7 @@ from llama.checkpoint import load_weights, open_checkpoint
 from llama.demo import demo_model_path
 from llama.generation import Stream
 from llama.model import Transformer
-from llama.parallel import join, own_device, world_rank
+from llama.parallel import join, own_device, world_rank, world_size
 from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ def load(
         made_for, args = args.max_seq_len, replace(args, max_seq_len=max_seq_len)
         if max_seq_len > made_for:
             logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
-    ranks.agree(exact=exact)
+    ranks.agree(lambda: {"exact": exact})
     # disable=None: only on a terminal; delay: only what takes longer than two seconds
     with tqdm(desc="loading", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
 
@@ -159,7 +159,7 @@ class Llama:
         dtype: torch.dtype | str = "auto",
     ) -> "Llama":
         """Load a checkpoint of any kind that `load` reads."""
-        there = int(os.environ.get("WORLD_SIZE", "1"))
+        there = world_size()
         if model_parallel_size not in (None, there):
             raise ValueError(
                 f"model_parallel_size={model_parallel_size}, and this is one of {there} processes; leave it out, or "

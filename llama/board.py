@@ -52,9 +52,10 @@ class Board:
             os.close(handle)
         return Path(name)
 
-    def exchange(self, own: Tensor, every: list[Tensor]) -> None:
+    def exchange(self, every: list[Tensor], own: Tensor) -> None:
         """Write `own`, contiguous and of at most SLOT_BYTES, and fill the others' places in `every` with theirs.
 
+        The arguments stand as in torch.distributed.all_gather, so that either can be called in the other's place.
         Raises RuntimeError where another rank has written something of another size: the ranks are not in step.
         """
         self._count += 1

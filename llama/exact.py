@@ -11,6 +11,7 @@ Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thin
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple, Protocol
@@ -180,7 +181,15 @@ def _most_rows(out_features: int) -> int:
     return max(64, min(2048, 2**25 // out_features // 64 * 64))
 
 
-_FOUND: dict[tuple[torch.Size, torch.dtype, torch.device, int], Block] = {}  # what a process has probed already
+# What a process has probed already, for each weight's shape, dtype and device and each count of threads: `block_for`,
+# and `_is_its_pieces` by the count of pieces.
+_Key = tuple[torch.Size, torch.dtype, torch.device, int]
+_FOUND: dict[_Key, Block] = {}
+_WHOLE: dict[tuple[_Key, int], bool] = {}
+
+
+def _key_of(weight: Tensor) -> _Key:
+    return weight.shape, weight.dtype, weight.device, torch.get_num_threads()
 
 
 def block_for(weight: Tensor) -> Block:
@@ -188,7 +197,7 @@ def block_for(weight: Tensor) -> Block:
 
     Raises ValueError where none does.
     """
-    key = (weight.shape, weight.dtype, weight.device, torch.get_num_threads())
+    key = _key_of(weight)
     if key not in _FOUND:
         _FOUND[key] = _probe(weight)
     return _FOUND[key]
@@ -206,12 +215,9 @@ def _probe(weight: Tensor) -> Block:
     )
 
 
-_WHOLE: dict[tuple[torch.Size, int, torch.dtype, torch.device, int], bool] = {}  # the same, of `_is_its_pieces`
-
-
 def _is_its_pieces(weight: Tensor, pieces: int) -> bool:
     """Tell whether one product gives the bits that pieces of its outputs give; it is quicker."""
-    key = (weight.shape, pieces, weight.dtype, weight.device, torch.get_num_threads())
+    key = _key_of(weight), pieces
     if key not in _WHOLE:
         x, like = _sensitive(_most_rows(weight.shape[0]), weight)
         parts = like.chunk(pieces)
@@ -261,7 +267,6 @@ def _agrees(x: Tensor, weight: Tensor, block: Block, whole: Tensor, size: int) -
 class LanguageModel(Protocol):
     """What is needed of a model to compare it with itself, and to time it."""
 
-    kv_caching: bool
     ops: Ops
 
     @property
@@ -269,8 +274,8 @@ class LanguageModel(Protocol):
     @property
     def device(self) -> torch.device: ...
     def __call__(self, tokens: Tensor, start_pos: int | Sequence[int] = 0) -> Tensor: ...
+    def switched(self, *, kv_caching: bool) -> AbstractContextManager[None]: ...
     def use(self, ops: Ops) -> None: ...
-    def free_cache(self) -> None: ...
 
 
 @torch.inference_mode()
@@ -280,16 +285,14 @@ def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 150) 
     length = min(length, model.args.max_seq_len)
     tokens = torch.randint(model.args.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(model.device)
-    before = model.kv_caching
-    try:
-        model.kv_caching = False
+    with model.switched(kv_caching=False):
         whole = model(tokens)
         if not torch.equal(model(tokens[-1:]), whole[-1:]):
             return f"row {rows - 1} alone is not what it is among {rows}"
         for end in {1, (length + 1) // 2, max(1, length - 1)}:
             if not torch.equal(model(tokens[:, :end]), whole[:, :end]):
                 return f"the first {end} tokens are not what they are among {length}"
-        model.kv_caching = True
+    with model.switched(kv_caching=True):
         for start, end in _pieces(length):
             if not torch.equal(model(tokens[:, start:end], start), whole[:, start:end]):
                 return f"tokens {start} to {end - 1}, fed through the cache, are not what they are without it"
@@ -297,10 +300,7 @@ def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 150) 
         ragged = model(tokens.gather(1, torch.tensor(starts, device=model.device)[:, None]), starts)
         if any(not torch.equal(ragged[row, 0], whole[row, start]) for row, start in enumerate(starts)):
             return f"rows at positions {starts} are not what they are at one"
-        return None
-    finally:
-        model.free_cache()
-        model.kv_caching = before
+    return None
 
 
 def _pieces(length: int) -> Iterator[tuple[int, int]]:
@@ -322,20 +322,17 @@ def slowdown(model: LanguageModel, *, prompt: int = 64, repeats: int = 5) -> tup
     """
     prompt = min(prompt, model.args.max_seq_len - 1)
     tokens = torch.zeros(1, prompt, dtype=torch.int64, device=model.device)
-    before = model.kv_caching, model.ops
+    before = model.ops
     seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "exact": []}
     try:
-        model.kv_caching = True
         for _ in range(repeats + 1):
             for ops in (PLAIN, exact_ops(model.device)):
                 model.use(ops)
-                model.free_cache()
-                prefill = _timed(model, tokens, 0)
-                seconds[ops.name].append((prefill, _timed(model, tokens[:, :1], prompt)))
+                with model.switched(kv_caching=True):
+                    prefill = _timed(model, tokens, 0)
+                    seconds[ops.name].append((prefill, _timed(model, tokens[:, :1], prompt)))
     finally:
-        model.free_cache()
-        model.kv_caching = before[0]
-        model.use(before[1])
+        model.use(before)
     medians = {
         name: [statistics.median(times) for times in zip(*pairs[1:], strict=True)] for name, pairs in seconds.items()
     }

@@ -21,7 +21,7 @@ from llama.request import Limits, Options, Request, Step, make_request
 from llama.sampling import Sampler
 from llama.text import RowText, TextCodec, encode_prompt
 
-__all__ = ["Completion", "Generation", "LanguageModel", "NonFiniteLogits", "Options", "Step", "Stream"]
+__all__ = ["Completion", "Generation", "LanguageModel", "NonFiniteLogits", "Options", "Step", "Stream", "padded"]
 
 
 class LanguageModel(Protocol):
@@ -208,7 +208,7 @@ def _generate(model: LanguageModel, request: Request, rows: Rows) -> Generator[T
     """Yield every row's tokens, step by step."""
     with _running(model, request):
         prompts, longest = request.prompts, request.longest
-        tokens = _padded(prompts, width=longest, device=model.device)
+        tokens = padded(prompts, width=longest, device=model.device)
         sampler = Sampler(request.sampling, request.seed, prompts, model.args.vocab_size, model.device)
 
         cur_pos = [len(prompt) for prompt in prompts]
@@ -365,7 +365,9 @@ def _running(model: LanguageModel, request: Request) -> Iterator[None]:
         raise RuntimeError(
             "this model is in the middle of another generation, which owns its cache; finish or close that stream first"
         )
-    model.ranks.agree(prompts=request.prompts, options=replace(request, prompts=[], seed=None, on_step=None))
+    model.ranks.agree(
+        lambda: {"prompts": request.prompts, "options": replace(request, prompts=[], seed=None, on_step=None)}
+    )
     before = model.kv_caching
     try:
         model.kv_caching = request.kv_caching
@@ -378,7 +380,7 @@ def _running(model: LanguageModel, request: Request) -> Iterator[None]:
         model.free_cache()
 
 
-def _padded(prompts: list[list[int]], *, width: int, device: torch.device) -> Tensor:
+def padded(prompts: Sequence[Sequence[int]], *, width: int, device: torch.device) -> Tensor:
     """Return the prompts as one matrix, (bsz, width), filled up with zeros on the right."""
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in enumerate(prompts):

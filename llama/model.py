@@ -6,7 +6,8 @@ Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Literal, cast
 
@@ -152,6 +153,17 @@ class Transformer(nn.Module, Generation):
             layer.attention.kv_caching = value
         if not value:
             self.free_cache()
+
+    @contextmanager
+    def switched(self, *, kv_caching: bool) -> Iterator[None]:
+        """Set `kv_caching` for what stands under `with`; then free the cache and set it as it was."""
+        before = self.kv_caching
+        self.kv_caching = kv_caching
+        try:
+            yield
+        finally:
+            self.free_cache()
+            self.kv_caching = before
 
     @property
     def exact(self) -> bool:

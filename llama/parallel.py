@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,6 @@ from torch import Tensor
 from llama.board import SLOT_BYTES, Board
 from llama.ranks import ALONE, Ranks
 
-TIMEOUT_S = 60.0  # after which a rank that does not answer is lost
 _JOB = ("TORCHELASTIC_RESTART_COUNT", "LLAMA_JOB")  # what tells the jobs of one torchrun apart
 _BEATS = 10  # in a timeout
 _JOINED: list["TorchRanks"] = []  # at most one: the job that this process belongs to
@@ -47,6 +46,11 @@ def world_size() -> int:
 def world_rank() -> int:
     """Return which of them this process is."""
     return int(os.environ.get("RANK", "0"))
+
+
+def default_timeout() -> float:
+    """Return after how many seconds a rank that does not answer is lost: the environment's LLAMA_TIMEOUT, or 60."""
+    return float(os.environ.get("LLAMA_TIMEOUT", "60"))
 
 
 def job_store(timeout: float) -> Any:
@@ -80,7 +84,7 @@ def own_device(device: torch.device) -> torch.device:
 def join(device: torch.device, *, timeout: float | None = None) -> Ranks:
     """Return the ranks of the torchrun that started this process, or ALONE; the second call returns the first's.
 
-    `timeout` is in seconds; by default the environment's LLAMA_TIMEOUT, or 60. Raises RankLost where not all come.
+    `timeout` is in seconds, by default `default_timeout()`. Raises RankLost where not all come.
     """
     if world_size() == 1:
         return ALONE
@@ -89,7 +93,7 @@ def join(device: torch.device, *, timeout: float | None = None) -> Ranks:
     if not _JOINED:
         if dist.is_initialized():
             raise ValueError("this program has made a process group of its own; leave that to load, or to Llama.build")
-        seconds = float(os.environ.get("LLAMA_TIMEOUT", TIMEOUT_S)) if timeout is None else timeout
+        seconds = default_timeout() if timeout is None else timeout
         if not seconds > 0:
             raise ValueError(f"timeout={seconds} must be a number of seconds above 0")
         _JOINED.append(TorchRanks(device, seconds))
@@ -125,7 +129,7 @@ class TorchRanks(Ranks):
         return entered
 
     def sum(self, x: Tensor) -> Tensor:
-        if self._is_small(x):
+        if self._board_for(x) is not None:
             first, *others = self.gather(x)
             for other in others:
                 first = first + other
@@ -134,7 +138,7 @@ class TorchRanks(Ranks):
         return summed
 
     def join(self, x: Tensor) -> Tensor:
-        if self._is_small(x):
+        if self._board_for(x) is not None:
             return torch.cat(self.gather(x), dim=-1)
         joined: Tensor = self._together(self._regions.gather_from_model_parallel_region, x)
         return joined
@@ -142,19 +146,14 @@ class TorchRanks(Ranks):
     def gather(self, x: Tensor) -> list[Tensor]:
         own = x.contiguous()
         every = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
-        self._together(self._exchange if self._is_small(x) else self._all_gather, every, own)
+        board = self._board_for(x)
+        self._together(dist.all_gather if board is None else board.exchange, every, own)
         return every
 
-    def _is_small(self, x: Tensor) -> bool:
+    def _board_for(self, x: Tensor) -> Board | None:
+        """Return the board, where there is one and x may go over it: it fits, and no gradient has to come back."""
         recorded = torch.is_grad_enabled() and x.requires_grad
-        return self._board is not None and x.device.type == "cpu" and not recorded and x.nbytes <= SLOT_BYTES
-
-    def _exchange(self, every: list[Tensor], own: Tensor) -> None:
-        assert self._board is not None
-        self._board.exchange(own, every)
-
-    def _all_gather(self, every: list[Tensor], own: Tensor) -> None:
-        dist.all_gather(every, own)
+        return self._board if x.device.type == "cpu" and not recorded and x.nbytes <= SLOT_BYTES else None
 
     def _open_board(self) -> Board | None:
         """Return memory that all ranks see, where all of them are on this host and on CPUs that allow it."""
@@ -176,11 +175,11 @@ class TorchRanks(Ranks):
     def decide(self, x: Tensor) -> Tensor:
         return self.gather(x)[0]
 
-    def agree(self, **facts: object) -> None:
+    def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
         # Through the store, not as tensors: what differs may be the very number of collectives that are to come.
         self._agreements += 1
-        facts |= {"number of collectives before": self._watch.entered}
-        digests = {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()}
+        own = {**facts(), "number of collectives before": self._watch.entered}
+        digests = {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in own.items()}
         key = f"facts/{self._agreements}"
         self._store.set(f"{key}/{self.rank}", json.dumps(digests))
         for rank, theirs in enumerate(self._watch.wait_for(key)):

@@ -2,28 +2,43 @@
 
 What counts as rounding is decided without looking at the cached run, so that a large error cannot absolve itself: the
 bound is a multiple of the error that the uncached path makes against float64. What the cache computes beyond it, and a
-choice that it cannot excuse, is a violation. Knows tensors and the model. Reads no files, prints nothing, and does not
-know where a model or its prompts come from.
+choice that it cannot excuse, is a violation. Knows tensors and the sizes of the model, which llama.ways feeds. Reads no
+files, prints nothing, and does not know where a model or its prompts come from.
 
 The texts are what the cached greedy run wrote, and a place is a position of one of them, counted through all. U is the
 uncached model over all texts in one pass, C the cached model fed as generation feeds it, R the float64 model, uncached.
 """
 
-import copy
 import math
-import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama.generation import NonFiniteLogits
 from llama.model import Transformer
+from llama.ways import (
+    ALONE,
+    FREE_CACHED,
+    FREE_UNCACHED,
+    PIECES,
+    STEPS,
+    UNCACHED,
+    WIDE_PIECES,
+    WIDE_STEPS,
+    FreeRun,
+    Part,
+    Texts,
+    at_steps,
+    in_one_pass,
+    run_free,
+    ways,
+)
+
+WAYS = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE)  # each is compared with U, bit by bit
+WIDE = (WIDE_STEPS, WIDE_PIECES)  # these, in float64, may differ from R by FLOAT64_TOLERANCE alone
 
 # A place's bound is SLACK (by the bytes of a number) times the error of U there, or times the median over the run's
 # places where that is more: an error may be small by chance. A multiple of the largest would be steadier but weak: in
@@ -38,16 +53,8 @@ CEILING, SPREAD = 32.0, 0.5
 FLOAT64_TOLERANCE = 1e-9  # for cached against uncached in float64; at most 6e-13 was seen
 BINS_PER_OCTAVE = 16
 
-UNCACHED, STEPS, PIECES, ALONE = "uncached in one pass", "cached step by step", "pieces", "row alone"
-FREE_CACHED, FREE_UNCACHED = "free cached", "free uncached"
-WAYS = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE)  # each is compared with U, bit by bit
-WIDE = WIDE_STEPS, WIDE_PIECES = f"float64 {STEPS}", f"float64 {PIECES}"
-
 _CHUNK = 2**21  # logits that are looked at together: 16 MiB in float64
 _LEAST, _MOST = -1075 * BINS_PER_OCTAVE, 1025 * BINS_PER_OCTAVE  # the bins of every float64 above zero
-
-Texts = Sequence[Sequence[int]]
-Part = tuple[int, int, Tensor]  # a row, a position in it, and the logits from there on, (n, vocab)
 
 
 @dataclass(frozen=True)
@@ -95,14 +102,6 @@ class Figures:
     violations: list[str] = field(default_factory=list)
 
 
-def reference_of(model: Transformer) -> Transformer:
-    """Return a float64 copy: the same rounded weights and the same float32 rotations, and no rounding after them."""
-    reference = copy.deepcopy(model)
-    reference.exact = False  # exact operations are among what is judged; a researcher's own define the model
-    device = torch.device("cpu") if model.device.type == "mps" else model.device  # Metal has no float64
-    return reference.to(device, torch.float64)
-
-
 def bytes_needed(model: Transformer, *, rows: int, length: int, tokens: int) -> int:
     """Return what `reference_of` and `measure` take at most beside the model, activations apart."""
     args, itemsize = model.args, max(4, model.norm.weight.itemsize)
@@ -130,23 +129,23 @@ def measure(
     if tokens < 2:
         raise ValueError(f"tokens={tokens} must be at least 2: the cache is first read for the second token")
     on_part(FREE_CACHED)
-    cached = _run_free(model, prompts, tokens, kv_caching=True)
+    cached = run_free(model, prompts, tokens, kv_caching=True)
     if cached.failure:
         return Figures(violations=[cached.failure])
     texts = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, cached.ids, strict=True)]
     on_part(UNCACHED)
-    u = [logits.to(reference.device) for _, _, logits in _in_one_pass(model, texts)]
-    truth = Truth(u, [logits for _, _, logits in _in_one_pass(reference, texts)])
+    u = [logits.to(reference.device) for _, _, logits in in_one_pass(model, texts)]
+    truth = Truth(u, [logits for _, _, logits in in_one_pass(reference, texts)])
 
     difference = Difference()
     seen = {UNCACHED: truth.look((row, 0, logits) for row, logits in enumerate(u))}
-    for name, parts in _ways(model, reference, texts, tokens, seed).items():
+    for name, parts in ways(model, reference, texts, tokens, seed).items():
         on_part(name)
         seen[name] = truth.look(parts, difference if name == STEPS else None)
     on_part(FREE_UNCACHED)
-    uncached = _run_free(model, prompts, tokens, kv_caching=False)
+    uncached = run_free(model, prompts, tokens, kv_caching=False)
     for run, steps in ((cached, [tokens] * len(texts)), (uncached, _comparable(cached, uncached))):
-        seen[run.name] = truth.look(_at_steps(prompts, run, steps))
+        seen[run.name] = truth.look(at_steps(prompts, run, steps))
     return _judge(model, prompts, cached, uncached, truth, seen, difference)
 
 
@@ -164,109 +163,7 @@ def quantile(deltas: dict[str, int], share: float) -> float:
     return 0.0
 
 
-# ---- the ways to compute the same logits -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FreeRun:
-    """A greedy generation by the real loop: its ids, each forward's logits (bsz, vocab) and width, or why it failed."""
-
-    name: str
-    ids: list[list[int]]
-    logits: list[Tensor]
-    widths: list[int]
-    failure: str | None = None
-
-
-def _run_free(model: Transformer, prompts: Texts, tokens: int, *, kv_caching: bool) -> FreeRun:
-    run = FreeRun(FREE_CACHED if kv_caching else FREE_UNCACHED, [[] for _ in prompts], [], [])
-
-    def keep(_: torch.nn.Module, given: tuple[Any, ...], logits: Tensor) -> None:
-        run.widths.append(given[0].shape[1])
-        run.logits.append(logits[:, -1])
-
-    hook = model.register_forward_hook(keep)
-    try:
-        run.ids[:], _ = model.generate_tokens(prompts, tokens, stop_ids=(), temperature=0, kv_caching=kv_caching)
-    except NonFiniteLogits as error:
-        return replace(run, failure=f"{run.name}: {error}")
-    finally:
-        hook.remove()
-    return run
-
-
-def _at_steps(prompts: Texts, run: FreeRun, steps: Sequence[int]) -> Iterator[Part]:
-    """Yield the logits of the first `steps[row]` steps of every row, at their positions in its text."""
-    for step, logits in enumerate(run.logits):
-        for row, prompt in enumerate(prompts):
-            if step < steps[row]:
-                yield row, len(prompt) - 1 + step, logits[row : row + 1]
-
-
-def _comparable(cached: FreeRun, uncached: FreeRun) -> list[int]:
-    """Return how many steps of each row had the same text before them: up to its divergence, and that one too."""
-    pairs = [list(zip(*ids, strict=False)) for ids in zip(cached.ids, uncached.ids, strict=True)]
-    return [next((step + 1 for step, (c, u) in enumerate(row) if c != u), len(row)) for row in pairs]
-
-
-def _ways(
-    model: Transformer, reference: Transformer, texts: list[list[int]], tokens: int, seed: int
-) -> dict[str, Iterator[Part]]:
-    """Return what computes the logits of the texts, each when it is asked for.
-
-    Stood up so that all texts end at the same column, they are cut at columns: behind the prompts and then before each
-    token, as generation does it, or anywhere that leaves every row a first token.
-    """
-    longest, shortest = max(map(len, texts)), min(map(len, texts))
-    steps, places = range(longest - tokens + 1, longest), range(longest - shortest + 1, longest)
-    dice = random.Random(seed)
-    pieces = sorted(dice.sample(places, dice.randint(1, min(8, len(places)))))
-    return {
-        WIDE_STEPS: _through_cache(reference, texts, steps),
-        WIDE_PIECES: _through_cache(reference, texts, pieces),
-        STEPS: _through_cache(model, texts, steps),
-        PIECES: _through_cache(model, texts, pieces),
-        ALONE: ((row, 0, logits) for row, text in enumerate(texts) for _, _, logits in _in_one_pass(model, [text])),
-    }
-
-
-def _in_one_pass(model: Transformer, texts: Texts) -> Iterator[Part]:
-    with _switched(model, kv_caching=False):
-        logits = model(_padded(texts, model.device))
-    yield from ((row, 0, logits[row, : len(text)]) for row, text in enumerate(texts))
-
-
-def _through_cache(model: Transformer, texts: Texts, cuts: Sequence[int]) -> Iterator[Part]:
-    longest = max(map(len, texts))
-    starts = [0] * len(texts)
-    with _switched(model, kv_caching=True):
-        model.reserve_cache(len(texts), longest)
-        for cut in (*cuts, longest):
-            ends = [cut - longest + len(text) for text in texts]
-            fed = [text[start:end] for text, start, end in zip(texts, starts, ends, strict=True)]
-            logits = model(_padded(fed, model.device), starts)
-            yield from ((row, starts[row], logits[row, : len(ids)]) for row, ids in enumerate(fed))
-            starts = ends
-
-
-@contextmanager
-def _switched(model: Transformer, *, kv_caching: bool) -> Iterator[None]:
-    before = model.kv_caching
-    model.kv_caching = kv_caching
-    try:
-        yield
-    finally:
-        model.free_cache()
-        model.kv_caching = before
-
-
-def _padded(rows: Texts, device: torch.device) -> Tensor:
-    """Return the ids as one matrix, (bsz, longest), filled up with zeros on the right."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-
-
-# ---- what is seen of them --------------------------------------------------------------------------------------------
+# ---- what is seen of the logits --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -399,6 +296,12 @@ def _judge(
         divergences=divergences,
         violations=violations,
     )
+
+
+def _comparable(cached: FreeRun, uncached: FreeRun) -> list[int]:
+    """Return how many steps of each row had the same text before them: up to its divergence, and that one too."""
+    pairs = [list(zip(*ids, strict=False)) for ids in zip(cached.ids, uncached.ids, strict=True)]
+    return [next((step + 1 for step, (c, u) in enumerate(row) if c != u), len(row)) for row in pairs]
 
 
 def _bound(errors: Tensor, slack: float) -> Tensor:

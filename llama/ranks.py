@@ -4,7 +4,7 @@
 torchrun. Knows tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -37,8 +37,11 @@ class Ranks:
         """Return rank 0's x."""
         return x
 
-    def agree(self, **facts: object) -> None:
-        """Raise ValueError, on every rank, where a fact is not the same on all of them."""
+    def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
+        """Raise ValueError, on every rank, where a fact, by its name, is not the same on all of them.
+
+        One process does not ask for its facts: to find them may take a while, as a tokenizer's fingerprint does.
+        """
 
 
 ALONE = Ranks()

@@ -6,7 +6,6 @@ is printed is the sum of that file. Knows models by their paths, files and words
 
 import hashlib
 import json
-import os
 import random
 import statistics
 import time
@@ -23,14 +22,16 @@ from tqdm import tqdm
 
 from llama import cli, parity
 from llama.api import load
+from llama.bench.files import check_writable, replace_file
 from llama.bench.machine import available_memory, environment
-from llama.bench.models import cache_kind
+from llama.bench.models import DTYPES, cache_kind
 from llama.costs import size
 from llama.exact import slowdown
 from llama.model import Transformer
 from llama.parallel import world_size
 from llama.parity import WAYS, Divergence, Figures
 from llama.tokenizer import Tokenizer
+from llama.ways import STEPS, UNCACHED, reference_of
 
 SCHEMA = "llama-kv/verify/1"
 # What must be the same of runs that are added up; seeds differ among them.
@@ -187,7 +188,7 @@ def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], 
     """Make the runs of `seeds`, each when it is asked for."""
     cost = dict(zip(("prefill", "step"), slowdown(model), strict=True)) if config["exact"] else None
     machine = environment(model.device, torch.get_num_threads())
-    reference = parity.reference_of(model)
+    reference = reference_of(model)
     bos = tokenizer.bos_id if tokenizer.adds_bos else None
     with tqdm(seeds, desc="runs", disable=None, leave=False) as bar:  # disable=None: only on a terminal
         for seed in bar:
@@ -261,20 +262,7 @@ def _only_one(path: Path) -> Iterator[None]:
 def write_runs(path: Path, runs: Sequence[Run]) -> None:
     """Replace the file as a whole, a run a line: a reader, or an interruption, never meets half of one."""
     lines = ",\n".join(json.dumps(run, allow_nan=False) for run in runs)
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        new.write_text(f'{{"schema": "{SCHEMA}", "runs": [\n{lines}\n]}}\n', "utf-8")
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def check_writable(path: Path) -> None:
-    """Raise OSError now, not after minutes of measuring, where the file could not be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
-    new.touch()
-    new.unlink()
+    replace_file(path, f'{{"schema": "{SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
 
 
 # ---- the sum of the file ---------------------------------------------------------------------------------------------
@@ -358,8 +346,8 @@ def measures(total: Figures) -> Iterator[tuple[str, str]]:
     yield "|C - U|, 99.9 % are below (+ 4.5 %)", f"{parity.quantile(total.deltas, 0.999):.2e}"
     yield "KL(U || C), mean", f"{total.kl_sum / max(1, total.places):.2e}"
     yield "KL(U || C), largest", f"{total.kl_max:.2e}"
-    yield "|U - R|, largest", f"{total.errors.get(parity.UNCACHED, 0):.2e}"
-    yield "|C - R|, largest", f"{total.errors.get(parity.STEPS, 0):.2e}"
+    yield "|U - R|, largest", f"{total.errors.get(UNCACHED, 0):.2e}"
+    yield "|C - R|, largest", f"{total.errors.get(STEPS, 0):.2e}"
     yield "largest error, as a share of its bound", f"{total.strain:.2f}"
     yield "C in float64 - R, largest", f"{max(total.errors.get(way, 0) for way in parity.WIDE):.2e}"
 
@@ -401,7 +389,7 @@ def sentence(group: Sequence[Run]) -> str:
 
 def name_of(config: dict[str, Any]) -> str:
     """Return a model and its dtype in words."""
-    short = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    short = {str(dtype).removeprefix("torch."): word for word, dtype in DTYPES.items()}
     return f"{config['model']} in {short.get(config['dtype'], config['dtype'])}"
 
 

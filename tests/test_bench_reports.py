@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from bench_reports import SENTENCES, cell_record, dead_record, sweep_report, table_report
 
+from llama.bench.files import check_writable
 from llama.bench.page import page
 from llama.bench.plots import as_png, as_svg, figures
 from llama.bench.record import CellRecord, Report
-from llama.bench.report import check_writable, write_json, write_report
+from llama.bench.report import write_json, write_report
 from llama.bench.tables import cell_text, report_csv, report_markdown, table_markdown
 
 RED = "\033[31m"

@@ -26,7 +26,7 @@ def take_part(path: Path, rank: int) -> None:
         every = [own if other == rank else torch.empty_like(own) for other in range(SIZE)]
         if dice.random() < 0.02:
             time.sleep(0.0005)
-        board.exchange(own, every)
+        board.exchange(every, own)
         for other, theirs in enumerate(every):
             assert bool((theirs == 1000 * other + count).all()), (count, rank, other, theirs)
 
@@ -49,9 +49,9 @@ def test_ranks_that_are_not_in_step_are_told() -> None:
     path.unlink()
     other._written[0] = 1  # so that the other one need not wait
     other._nbytes[1][0] = 8
-    other.exchange(torch.zeros(1, dtype=torch.float64), [torch.zeros(1, dtype=torch.float64), torch.zeros(1)])
+    other.exchange([torch.zeros(1, dtype=torch.float64), torch.zeros(1)], torch.zeros(1, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="rank 1 is not in step: it has 8 bytes, this one 16"):
-        one.exchange(torch.zeros(2, dtype=torch.float64), [torch.zeros(2), torch.zeros(2, dtype=torch.float64)])
+        one.exchange([torch.zeros(2), torch.zeros(2, dtype=torch.float64)], torch.zeros(2, dtype=torch.float64))
 
 
 if __name__ == "__main__":

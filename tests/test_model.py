@@ -242,6 +242,26 @@ def test_start_pos_with_an_empty_cache_is_refused(kind: str, start_pos: Any) -> 
         model(some_tokens(2, 1), start_pos)
 
 
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_switch_for_a_while_is_undone_after_an_error_too_and_leaves_no_cache(before: bool, kv_caching: bool) -> None:
+    model = tiny_model(kv_caching=before).requires_grad_(False)
+    with model.switched(kv_caching=kv_caching):
+        model(some_tokens(2, 3))
+        assert {layer.attention.kv_caching for layer in model.layers} == {kv_caching}
+        assert (cache_nbytes(model) > 0) == kv_caching
+    assert (model.kv_caching, cache_nbytes(model)) == (before, 0)
+
+    def interrupted() -> None:
+        with model.switched(kv_caching=kv_caching):
+            model(some_tokens(2, 3))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (model.kv_caching, cache_nbytes(model)) == (before, 0)
+
+
 @pytest.mark.parametrize("value", ["False", 0, None])
 def test_the_switch_takes_true_and_false_only(value: Any) -> None:
     model = tiny_model()

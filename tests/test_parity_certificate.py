@@ -17,14 +17,8 @@ from llama.kv_cache import KVCache, StaticCache
 from llama.model import Transformer
 from llama.ops import PLAIN
 from llama.parity import (
-    ALONE,
     FLOAT64_TOLERANCE,
-    FREE_CACHED,
-    FREE_UNCACHED,
-    PIECES,
     SLACK,
-    STEPS,
-    UNCACHED,
     WAYS,
     WIDE,
     Difference,
@@ -32,9 +26,9 @@ from llama.parity import (
     bytes_needed,
     measure,
     quantile,
-    reference_of,
 )
 from llama.rope import RopeTable
+from llama.ways import ALONE, FREE_CACHED, FREE_UNCACHED, PIECES, STEPS, UNCACHED, reference_of
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENS = 8

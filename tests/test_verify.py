@@ -308,32 +308,28 @@ def test_a_failed_write_leaves_the_file_whole_and_nothing_beside_it(
     assert list(command.file.parent.iterdir()) == [command.file]
 
 
-def test_runs_that_another_process_adds_meanwhile_are_kept(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    command("--seed=40")
-    others = command.runs
+def added_meanwhile(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the runs out of the file; another process adds them while the next one is measured."""
+    others, real = command.runs, parity.measure
     command.file.unlink()
-    real = parity.measure
 
     def meanwhile(*given: Any, **options: Any) -> Figures:
         verify.write_runs(command.file, others)
         return real(*given, **options)
 
     monkeypatch.setattr(parity, "measure", meanwhile)
+
+
+def test_runs_that_another_process_adds_meanwhile_are_kept(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    command("--seed=40")
+    added_meanwhile(command, monkeypatch)
     command()
     assert [run["seed"] for run in command.runs] == [40, 0]
 
 
 def test_the_same_run_of_another_process_counts_once(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     command()
-    others = command.runs
-    command.file.unlink()
-    real = parity.measure
-
-    def meanwhile(*given: Any, **options: Any) -> Figures:
-        verify.write_runs(command.file, others)
-        return real(*given, **options)
-
-    monkeypatch.setattr(parity, "measure", meanwhile)
+    added_meanwhile(command, monkeypatch)
     command()
     assert [run["seed"] for run in command.runs] == [0]
 
@@ -433,3 +429,14 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     command.file = tmp_path / "file" / "verify.json"
     monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it was loaded"))
     assert str(tmp_path / "file") in command.refused()
+
+
+@pytest.mark.parametrize("runs", ["0", "1"])
+def test_a_directory_as_output_is_refused_in_words_and_stays_as_it_was(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: str
+) -> None:
+    command.file = tmp_path / "folder"
+    command.file.mkdir()
+    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    assert f"{command.file}: Is a directory" in command.refused(f"--runs={runs}")
+    assert list(tmp_path.rglob("*")) == [command.file]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.parallel import TIMEOUT_S, job_store, world_rank, world_size
+from llama.parallel import default_timeout, job_store, world_rank, world_size
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
@@ -30,7 +30,7 @@ class Followers:
     """The other ranks of a torchrun, which do as rank 0 does; there are none without torchrun."""
 
     def __init__(self) -> None:
-        self._timeout = float(os.environ.get("LLAMA_TIMEOUT", TIMEOUT_S))
+        self._timeout = default_timeout()
         self._store = job_store(self._timeout) if world_size() > 1 else None
         self._told = 0
 

@@ -117,7 +117,15 @@ def _in_mode(cell: Cell, model: Transformer) -> Transformer:
 def random_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Transformer:
     """Return a model of these sizes, or this rank's slice of it, whose numbers are random and always the same."""
     ranks = join(device)
-    ranks.agree(configuration=args, dtype=dtype, device=device.type, versions=torch.__version__, seed=seed)
+    ranks.agree(
+        lambda: {
+            "configuration": args,
+            "dtype": dtype,
+            "device": device.type,
+            "versions": torch.__version__,
+            "seed": seed,
+        }
+    )
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
     whole = needed_shapes(args)

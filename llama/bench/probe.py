@@ -31,8 +31,7 @@ def step_times(
     """Time a step at every context length, up to the model's limit, each after a warm-up of its own shape."""
     stream = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.args.vocab_size, (batch_size, max(contexts)), generator=stream).to(model.device)
-    before, model.kv_caching = model.kv_caching, kv_caching
-    try:
+    with model.switched(kv_caching=kv_caching):
         if kv_caching:
             model.reserve_cache(batch_size, max(contexts))
             model(tokens, 0, logits="last")
@@ -42,9 +41,6 @@ def step_times(
             seconds = spread(_repeat(_step(model, tokens[:, start:context], start, logits), model))
             steps.append({"batch_size": batch_size, "context": context, "kv_caching": kv_caching, "seconds": seconds})
         return steps[::-1]
-    finally:
-        model.free_cache()
-        model.kv_caching = before
 
 
 def _more(seconds: list[float], model: Transformer) -> bool:

@@ -3,11 +3,10 @@
 Knows nothing of what stands in them.
 """
 
-import errno
 import json
-import os
 from pathlib import Path
 
+from llama.bench.files import replace_file
 from llama.bench.page import page
 from llama.bench.plots import as_png, figures
 from llama.bench.record import Report
@@ -27,38 +26,13 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         "page.html": page(report).encode(),
     }
     files |= {f"plots/{name}.png": as_png(figure) for name, figure in figures(report).items()}
-    return [_replace(folder / name, content) for name, content in files.items()]
+    return [replace_file(folder / name, content) for name, content in files.items()]
 
 
 def write_json(report: Report, path: Path) -> Path:
     """Write the report alone, as JSON, replacing the file as a whole. Raises like `write_report`."""
-    return _replace(path, _json(report))
-
-
-def check_writable(path: Path) -> None:
-    """Raise OSError now, not after minutes of measuring, where the file could not be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    new = _beside(path)
-    new.touch()
-    new.unlink()
+    return replace_file(path, _json(report))
 
 
 def _json(report: Report) -> bytes:
     return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.new")
-
-
-def _replace(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = _beside(path)
-    try:
-        new.write_bytes(content)
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-    return path

@@ -87,11 +87,13 @@ def load_weights(
     `progress(done, total)` is told the bytes of the model after each parameter.
     """
     ranks.agree(
-        configuration=args,
-        tokenizer=checkpoint.tokenizer.fingerprint(),
-        dtype=dtype,
-        device=torch.device(device).type,
-        versions=torch.__version__,
+        lambda: {
+            "configuration": args,
+            "tokenizer": checkpoint.tokenizer.fingerprint(),
+            "dtype": dtype,
+            "device": torch.device(device).type,
+            "versions": torch.__version__,
+        }
     )
     found = {name: weight.shape for name, weight in checkpoint.tensors.items()}
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
@@ -107,7 +109,7 @@ def load_weights(
         if progress is not None:
             progress(done, total)
     # What all ranks hold whole tells whether their files are the same.
-    ranks.agree(weights=None if ranks.size == 1 else model.norm.weight.tolist())
+    ranks.agree(lambda: {"weights": model.norm.weight.tolist()})
     return model
 
 
