@@ -509,7 +509,14 @@ def test_a_page_that_cannot_hold_a_character_gets_a_mark_in_its_place(checkpoint
 def test_an_interrupt_prints_the_text_so_far_and_exits_130(checkpoint: Path) -> None:
     # 30,000 tokens take minutes; the first are out after a second.
     words = ["first", "second", "--stream", "--max_gen_len=30000", "--temperature=0", "--device=cpu"]
-    process = start("--ckpt_dir", str(checkpoint), *words, process_group=0)
+    # A shell starts what goes into the background with interrupts ignored, and the children of that inherit it.
+    process = start(
+        "--ckpt_dir",
+        str(checkpoint),
+        *words,
+        process_group=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None
     seen = b""
     try:
