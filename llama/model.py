@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from llama.generation import Generation
 from llama.kv_cache import KVCache, check_positions
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops import PLAIN, Ops
+from llama.quantize import int8_weights
 from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
 
@@ -104,6 +105,24 @@ class TransformerBlock(nn.Module):
         return out
 
 
+class Step(Protocol):
+    """A faster way to run a forward; see `llama.decode`."""
+
+    name: str
+
+    def __call__(
+        self,
+        model: "Transformer",
+        tokens: Tensor,
+        start_pos: int | Sequence[int],
+        *,
+        logits: Literal["all", "last"],
+        lengths: Sequence[int] | None,
+    ) -> Tensor | None:
+        """Return what the model's forward returns, or None where the plain path has to serve."""
+        ...
+
+
 class Transformer(nn.Module, Generation):
     """A Llama model. `kv_caching` switches the cache of all its layers, at any time between two calls."""
 
@@ -124,6 +143,7 @@ class Transformer(nn.Module, Generation):
             self.output.weight = self.tok_embeddings.weight
         self.rope = RopeTable(_frequencies(args))
         self.ops = PLAIN
+        self.step: Step | None = None
 
     @property
     def params(self) -> ModelArgs:
@@ -132,24 +152,29 @@ class Transformer(nn.Module, Generation):
 
     @property
     def device(self) -> torch.device:
-        return self.tok_embeddings.weight.device
+        return self.norm.weight.device
+
+    @property
+    def blocks(self) -> list[TransformerBlock]:
+        """The layers, by their type."""
+        return cast(list[TransformerBlock], list(self.layers))
 
     @property
     def caches(self) -> list[KVCache]:
         """The cache of every layer, first layer first."""
-        return [layer.attention.cache for layer in self._blocks()]
+        return [layer.attention.cache for layer in self.blocks]
 
     @property
     def kv_caching(self) -> bool:
         """Whether past keys and values are kept. Setting it to False frees them."""
-        return self._first_attention.kv_caching
+        return self.first_attention.kv_caching
 
     @kv_caching.setter
     def kv_caching(self, value: bool) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"kv_caching={value!r} must be True or False")
         self._refuse_while_generating()
-        for layer in self._blocks():
+        for layer in self.blocks:
             layer.attention.kv_caching = value
         if not value:
             self.free_cache()
@@ -184,6 +209,10 @@ class Transformer(nn.Module, Generation):
             )
         if value == self.exact:
             return
+        if value and self.step is not None:
+            raise ValueError(f"exact mode is a way to compute, and so is the fast step ({self.step.name}): choose one")
+        if value and int8_weights(self):
+            raise ValueError("exact mode computes with the weights as they are; load the model without quantize")
         before = self.ops
         self.use(exact_ops(self.device) if value else PLAIN)
         try:
@@ -237,6 +266,10 @@ class Transformer(nn.Module, Generation):
         self._refuse_while_generating()
         start_pos = self._check_positions(tokens, start_pos)
         _check_wanted(tokens, logits, lengths)
+        if self.step is not None:
+            fast = self.step(self, tokens, start_pos, logits=logits, lengths=lengths)
+            if fast is not None:
+                return fast
         freqs_cis = self.rope.at(start_pos, tokens.shape[1], tokens.device)
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
@@ -258,7 +291,7 @@ class Transformer(nn.Module, Generation):
             raise ValueError(
                 f"start_pos={start_pos} needs the KV cache, which is off: feed the whole prefix at start_pos=0"
             )
-        if max(starts) > 0 and self._first_attention.cache.nbytes == 0:
+        if max(starts) > 0 and self.first_attention.cache.nbytes == 0:
             raise ValueError(
                 f"start_pos={start_pos} with an empty KV cache: feed the positions before it first "
                 "(generate, free_cache, switching off and asking for exact mode empty the cache)"
@@ -272,12 +305,9 @@ class Transformer(nn.Module, Generation):
             )
 
     @property
-    def _first_attention(self) -> Attention:
+    def first_attention(self) -> Attention:
         """The layer that is asked where all agree: every step asks, and a list of all layers would cost more."""
         return cast(TransformerBlock, self.layers[0]).attention
-
-    def _blocks(self) -> list[TransformerBlock]:
-        return cast(list[TransformerBlock], list(self.layers))
 
 
 def _check_wanted(tokens: Tensor, logits: str, lengths: Sequence[int] | None) -> None:

@@ -57,14 +57,15 @@ class RopeTable:
         Both numbers of a pair share cos; sin comes signed, -sin for the first and +sin for the second.
         """
         if isinstance(start_pos, int):
-            cos, sin = self._up_to(start_pos + seqlen, device)
+            cos, sin = self.up_to(start_pos + seqlen, device)
             return cos[None, start_pos : start_pos + seqlen], sin[None, start_pos : start_pos + seqlen]
-        cos, sin = self._up_to(max(start_pos) + seqlen, device)
+        cos, sin = self.up_to(max(start_pos) + seqlen, device)
         starts = torch.tensor(start_pos, device="cpu").to(device, non_blocking=True)
         positions = starts[:, None] + torch.arange(seqlen, device=device)  # (bsz, seqlen)
         return cos[positions], sin[positions]
 
-    def _up_to(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def up_to(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the (cos, sin) of at least the positions 0 .. end - 1, each (positions, 1, head_dim)."""
         if self._freqs_cis is None or self._freqs_cis[0].device != device or len(self._freqs_cis[0]) < end:
             length = 1 << (end - 1).bit_length()  # powers of two: a growing text rebuilds the table rarely
             with torch.inference_mode(False):  # a table made in inference mode could not serve a backward pass

@@ -15,6 +15,7 @@ from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
 from llama.model import Transformer
+from llama.quantize import Int8Weight, int8_weights, quantize_layers
 from llama.ranks import ALONE, Ranks, cut_for
 
 __all__ = ["Checkpoint", "CheckpointError", "load_weights", "open_checkpoint"]
@@ -76,11 +77,13 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     ranks: Ranks = ALONE,
+    int8: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Return a Transformer(args) whose parameters are copies of the checkpoint's weights, in `dtype` on `device`.
 
-    Of several `ranks` each reads its own slices only.
+    Of several `ranks` each reads its own slices only. With `int8` the matrices are brought into int8 one by one as they
+    are read, so that none is ever there in a wider dtype as a whole but the one being read.
 
     `args` are the checkpoint's own, with limits and switches as the caller wants them. Nothing is allocated before
     all names and shapes are known to fit, and beyond the model only one small block at a time is.
@@ -99,13 +102,21 @@ def load_weights(
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
+        if int8:
+            quantize_layers(model, dtype)
     materialise(model, dtype=dtype, device=device)
-    parameters = dict(model.named_parameters())  # a tied head is here once, as the embedding
-    total, done = sum(parameter.nbytes for parameter in parameters.values()), 0
-    for name, parameter in parameters.items():
-        own = checkpoint.tensors[name].part(tuple(parameter.shape), ranks.rank, ranks.size)
-        own.copy_to(parameter.detach())
-        done += parameter.nbytes
+    matrices = int8_weights(model)  # a tied head is here once, as the embedding, and so it is among the parameters
+    plain = {name: part for name, part in model.named_parameters() if name.rpartition(".")[0] not in matrices}
+    parts: dict[str, torch.nn.Parameter | Int8Weight] = {**plain, **matrices}
+    total, done = sum(part.nbytes for part in parts.values()), 0
+    for name, part in parts.items():
+        own = checkpoint.tensors[name].part(tuple(part.shape), ranks.rank, ranks.size)
+        if isinstance(part, Int8Weight):
+            for start, stop in part.blocks():
+                part.fill(start, own.rows(start, stop))
+        else:
+            own.copy_to(part.detach())
+        done += part.nbytes
         if progress is not None:
             progress(done, total)
     # What all ranks hold whole tells whether their files are the same.
@@ -121,6 +132,9 @@ def materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device 
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, blank in list(model.named_parameters(remove_duplicate=False)):
         if blank not in made:
-            made[blank] = torch.nn.Parameter(torch.empty(blank.shape, dtype=dtype, device=device))
+            kind = dtype if blank.requires_grad else blank.dtype  # int8 weights are of the dtypes that they are of
+            made[blank] = torch.nn.Parameter(
+                torch.empty(blank.shape, dtype=kind, device=device), requires_grad=blank.requires_grad
+            )
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, made[blank])

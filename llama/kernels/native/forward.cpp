@@ -1,0 +1,429 @@
+// The forward of a Llama on a CPU as one function of loops; its plain twin, which defines the result, is model.py.
+//
+// Activations stand in float32 between two products and are added up in float32. A position is computed in the same
+// order whatever stands beside it. Threads share the tokens where there are many, else the columns of every product.
+// Nobody allocates: `workspace_size` says what a call needs.
+
+#include "products.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace {
+
+struct Layer {
+    const void *attention_norm, *ffn_norm;
+    Matrix wq, wk, wv, wo, w1, w2, w3;
+    void *keys, *values;  // (rows, slots, kv_heads, head_dim), from the cache, or null
+};
+
+struct Model {
+    Int bfloat16;  // whether norms, cache and plain matrices are bfloat16, not float32
+    Int int8;      // whether the matrices are int8
+    Int dim, heads, kv_heads, head_dim, hidden, layer_count;
+    float eps;
+    Matrix embedding, output;
+    const void* norm;
+    const Layer* layers;
+};
+
+struct Batch {
+    Int rows, width;
+    const Int* tokens;           // (rows, width)
+    const Int *starts, *lengths;  // (rows,)
+    Int all;                     // whether the logits of all positions are wanted, (rows, width, vocab), else (rows, vocab)
+    const float *cos, *sin;        // (positions, head_dim), as rope.py has them
+    Int cached, slots;           // slots: positions that the cache has room for
+    float* logits;
+    Int threads;
+    char* workspace;
+};
+
+// Some threads that compute a block of rows together; one alone waits for nobody.
+struct Team {
+    Int rank, size;
+    void wait() const {
+        if (size > 1) {
+#pragma omp barrier
+        }
+    }
+    Int from(Int count, Int unit, Int part) const {
+        const Int units = (count + unit - 1) / unit;
+        return std::min(count, units * part / size * unit);
+    }
+};
+
+struct Carver {  // hands out the workspace, or only counts
+    char* base;
+    Int used = 0;
+    template <class T>
+    T* take(Int count) {
+        T* taken = (T*)(base + used);
+        used += (count * Int(sizeof(T)) + 63) / 64 * 64;
+        return taken;
+    }
+};
+
+constexpr Int BLOCK = 32;  // tokens that a thread of its own takes at a time
+constexpr Int KEYS = 64;   // keys that attention looks at at a time
+constexpr Int QUERIES = 48; // of one kv head that attention takes at a time, at least one token's
+
+template <class T, class Product>
+struct Forward {
+    const Model& model;
+    const Batch& batch;
+    Int tokens, blocks, scored;
+    Int queries, kv;          // widths
+    Int rep;                  // query heads to a kv head
+    float scale;
+    bool together;              // all threads on one block, sharing columns
+    std::int32_t *row, *position;
+    float *h, *q, *k, *v;
+    T *keys, *values;           // without a cache
+    float *gate, *up;           // a block's
+    Int* begin;                 // of every row's tokens
+    char* rounded;              // a block's rows for each thread
+    float* normed_row;          // each thread's
+    char* attention;            // each thread's
+    Int block_rows, rounded_bytes, attention_bytes, threads;
+
+    Forward(const Model& m, const Batch& b) : model(m), batch(b) {
+        threads = std::max<Int>(1, batch.threads);
+        tokens = scored = 0;
+        for (Int r = 0; r < batch.rows; r++) tokens += batch.lengths[r];
+        scored = batch.all ? tokens : batch.rows;
+        queries = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim, rep = model.heads / model.kv_heads;
+        scale = 1.0f / std::sqrt(float(model.head_dim));
+        together = threads == 1 ? false : tokens < threads * 16;
+        blocks = together ? 1 : threads * ((tokens + threads * BLOCK - 1) / (threads * BLOCK));
+        block_rows = together ? tokens : BLOCK;
+        Carver carver{batch.workspace};
+        carve(carver);
+    }
+
+    Int carve(Carver& carver) {
+        row = carver.take<std::int32_t>(tokens), position = carver.take<std::int32_t>(tokens);
+        begin = carver.take<Int>(batch.rows + 1);
+        normed_row = carver.take<float>(threads * model.dim);
+        h = carver.take<float>(tokens * model.dim);
+        q = carver.take<float>(tokens * queries);
+        const Int held = together ? tokens : threads * block_rows;
+        k = carver.take<float>(held * kv), v = carver.take<float>(held * kv);
+        gate = carver.take<float>(held * widest()), up = carver.take<float>(held * widest());
+        keys = values = nullptr;
+        if (!batch.cached) keys = carver.take<T>(tokens * kv), values = carver.take<T>(tokens * kv);
+        rounded_bytes = std::max(together ? std::min<Int>(tokens, block_rows) : block_rows, Int(1)) *
+                        std::max({Product::bytes(model.dim), Product::bytes(queries), Product::bytes(model.hidden)});
+        rounded_bytes = std::max(rounded_bytes, scored_rows() * Product::bytes(model.dim));
+        rounded = carver.take<char>(threads * rounded_bytes);
+        attention_bytes = most_queries() * (model.head_dim * (sizeof(T) + sizeof(float)) + (KEYS + 2) * sizeof(float));
+        attention_bytes = (attention_bytes + 5 * 64) / 64 * 64;
+        attention = carver.take<char>(threads * attention_bytes);
+        return carver.used;
+    }
+
+    Int widest() const { return std::max(model.dim, model.hidden); }
+    Int scored_rows() const { return std::min<Int>(scored, 64); }
+
+    void run() {
+        Int t = 0;
+        for (Int r = 0; r < batch.rows; r++) {
+            begin[r] = t;
+            for (Int i = 0; i < batch.lengths[r]; i++, t++) row[t] = r, position[t] = batch.starts[r] + i;
+        }
+        begin[batch.rows] = t;
+#pragma omp parallel num_threads(threads)
+        {
+            Team all{0, 1};
+#if defined(_OPENMP)
+            all = {omp_get_thread_num(), omp_get_num_threads()};
+#endif
+            work(all);
+        }
+    }
+
+    void work(const Team& all) {
+        const Team alone{0, 1}, &team = together ? all : alone;
+        char* own = rounded + all.rank * rounded_bytes;
+        float* scaled = normed_row + all.rank * model.dim;
+        const Int slot = together ? 0 : all.rank * block_rows;
+        auto each_block = [&](auto act) {
+            const Int step = together ? 1 : all.size;
+            for (Int b = together ? 0 : all.rank; b < blocks; b += step) {
+                const Int first = bound(b), end = bound(b + 1);
+                if (first < end) act(first, end - first);
+            }
+        };
+        each_block([&](Int first, Int count) {
+            for (Int t = team.rank; t < count; t += team.size)
+                Product::row_of(model.embedding, token(first + t), h + (first + t) * model.dim);
+        });
+        all.wait();
+        for (Int l = 0; l < model.layer_count; l++) {
+            const Layer& layer = model.layers[l];
+            each_block([&](Int first, Int count) {
+                normed(h + first * model.dim, count, (const T*)layer.attention_norm, scaled, own);
+                product(layer.wq, own, count, team, q + first * queries);
+                product(layer.wk, own, count, team, k + slot * kv);
+                product(layer.wv, own, count, team, v + slot * kv);
+                team.wait();
+                for (Int t = team.rank; t < count; t += team.size)
+                    place(layer, first + t, k + (slot + t) * kv, v + (slot + t) * kv);
+            });
+            all.wait();
+            each_block([&](Int first, Int count) {
+                attend(layer, first, count, team, attention + all.rank * attention_bytes);
+                team.wait();
+                rows_rounded(q + first * queries, count, queries, own);
+                added(layer.wo, own, count, team, h + first * model.dim, gate + slot * widest());
+                team.wait();
+                normed(h + first * model.dim, count, (const T*)layer.ffn_norm, scaled, own);
+                gated(layer, own, count, team, gate + slot * widest(), up + slot * widest());
+                team.wait();
+                rows_rounded(gate + slot * widest(), count, model.hidden, own);
+                added(layer.w2, own, count, team, h + first * model.dim, up + slot * widest());
+                team.wait();
+            });
+            if (!batch.cached) all.wait();  // before the next layer's keys replace these
+        }
+        all.wait();
+        head(all, scaled, own);
+    }
+
+    Int bound(Int block) const {
+        const Int units = (tokens + 4 - 1) / 4;
+        return std::min(tokens, units * block / blocks * 4);
+    }
+
+    Int token(Int t) const { return batch.tokens[row[t] * batch.width + position[t] - batch.starts[row[t]]]; }
+
+    void rows_rounded(const float* x, Int count, Int length, char* to) const {
+        for (Int r = 0; r < count; r++) Product::round(x + r * length, length, to + r * Product::bytes(length));
+    }
+
+    void normed(const float* x, Int count, const T* weight, float* scaled, char* to) const {
+        for (Int r = 0; r < count; r++, x += model.dim) {
+            floats squares = {};
+            for (Int i = 0; i < model.dim; i += LANES) squares += widen(x + i) * widen(x + i);
+            const float factor = 1.0f / std::sqrt(sum_of(squares) / float(model.dim) + model.eps);
+            for (Int i = 0; i < model.dim; i += LANES) store(scaled + i, widen(x + i) * factor * widen(weight + i));
+            Product::round(scaled, model.dim, to + r * Product::bytes(model.dim));
+        }
+    }
+
+    // The team's share of a product.
+    void product(const Matrix& matrix, const char* x, Int count, const Team& team, float* to) const {
+        Product::multiply(matrix, x, count, team.from(matrix.columns, 16, team.rank),
+                          team.from(matrix.columns, 16, team.rank + 1), to, matrix.columns);
+    }
+
+    // The same, added to `to`; `scratch` takes the product.
+    void added(const Matrix& matrix, const char* x, Int count, const Team& team, float* to, float* scratch) const {
+        const Int first = team.from(matrix.columns, 16, team.rank), end = team.from(matrix.columns, 16, team.rank + 1);
+        Product::multiply(matrix, x, count, first, end, scratch, matrix.columns);
+        for (Int r = 0; r < count; r++)
+            for (Int c = first; c < end; c++) to[r * matrix.columns + c] += scratch[r * matrix.columns + c];
+    }
+
+    void gated(const Layer& layer, const char* x, Int count, const Team& team, float* g, float* u) const {
+        const Int first = team.from(model.hidden, 16, team.rank), end = team.from(model.hidden, 16, team.rank + 1);
+        Product::multiply(layer.w1, x, count, first, end, g, model.hidden);
+        Product::multiply(layer.w3, x, count, first, end, u, model.hidden);
+        for (Int r = 0; r < count; r++)
+            for (Int c = first; c < end; c += LANES) {
+                const Int i = r * model.hidden + c;
+                const floats x = widen(g + i);
+                store(g + i, x / (1.0f + exp_of(-x)) * widen(u + i));
+            }
+    }
+
+    T* keys_at(const Layer& layer, Int row, Int position) const {
+        return batch.cached ? (T*)layer.keys + (row * batch.slots + position) * kv
+                            : keys + (begin[row] + position) * kv;
+    }
+    T* values_at(const Layer& layer, Int row, Int position) const {
+        return batch.cached ? (T*)layer.values + (row * batch.slots + position) * kv
+                            : values + (begin[row] + position) * kv;
+    }
+    void turn(float* x, Int count, Int position) const {
+        const float *cos = batch.cos + position * model.head_dim, *sin = batch.sin + position * model.head_dim;
+        for (Int head = 0; head < count; head++, x += model.head_dim)
+            for (Int i = 0; i < model.head_dim; i += 2) {
+                const float a = x[i], b = x[i + 1];
+                x[i] = a * cos[i] + b * sin[i];
+                x[i + 1] = b * cos[i + 1] + a * sin[i + 1];
+            }
+    }
+
+    // Turn a token's queries and keys by its position, and put its keys and values where they belong.
+    void place(const Layer& layer, Int t, float* k, float* v) const {
+        turn(q + t * queries, model.heads, position[t]);
+        turn(k, model.kv_heads, position[t]);
+        T *to_keys = keys_at(layer, row[t], position[t]), *to_values = values_at(layer, row[t], position[t]);
+        for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to_keys + i), narrow(widen(v + i), to_values + i);
+    }
+
+    // Attention over a block's tokens; what comes out stands where the queries stood.
+    void attend(const Layer& layer, Int first, Int count, const Team& team, char* scratch) const {
+        Int task = 0;
+        for (Int t = first; t < first + count;) {
+            Int end = t;  // tokens of one row that look at its keys together
+            while (end < first + count && row[end] == row[t] && (end == t || (end - t + 1) * rep <= QUERIES)) end++;
+            // All heads of a token read its keys in one go, unless there would be too few tasks to share out.
+            Int heads = end - t > 1 ? rep : model.heads;
+            if (team.size > 1 && count < 2 * team.size) heads = count * model.kv_heads < 4 * team.size ? 1 : rep;
+            for (Int head = 0; head < model.heads; head += heads)
+                if (task++ % team.size == team.rank) look(layer, t, end - t, head, heads, scratch);
+            t = end;
+        }
+    }
+
+    Int most_queries() const { return std::max(QUERIES, model.heads); }
+
+    // Let tokens t .. t + count - 1, of one row, look at their past with `heads` heads: one, or those of whole kv heads.
+    void look(const Layer& layer, Int t, Int count, Int head, Int heads, char* scratch) const {
+        const Int d = model.head_dim, n = heads * count, group = std::min(rep, heads) * count;
+        Carver carver{scratch};
+        Look it;
+        it.queries = carver.take<T>(most_queries() * d), it.sums = carver.take<float>(most_queries() * d);
+        it.scores = carver.take<float>(most_queries() * KEYS);
+        it.most = carver.take<float>(most_queries()), it.total = carver.take<float>(most_queries());
+        for (Int i = 0; i < n; i++) {  // head by head
+            const float* from = q + (t + i % count) * queries + (head + i / count) * d;
+            for (Int j = 0; j < d; j += LANES) narrow(widen(from + j), it.queries + i * d + j);
+            std::fill_n(it.sums + i * d, d, 0.0f);
+            it.most[i] = -INFINITY, it.total[i] = 0;
+        }
+        const Int last = position[t + count - 1] + 1;
+        for (Int from = 0; from < last; from += KEYS) {
+            const Int seen = std::min(KEYS, last - from);
+            for (Int i = 0; i < n; i += group) {
+                const Int at = (head + i / count) / rep * d;
+                const T* ks = keys_at(layer, row[t], from) + at;
+                all_dots(it.queries + i * d, d, group, ks, kv, seen, d, it.scores + i * KEYS, KEYS);
+                for (Int j = i; j < i + group; j++) weigh(it, j, std::min(seen, position[t + j % count] + 1 - from));
+                by_rows(group, [&](auto rows, Int j) {
+                    sums<decltype(rows)::value>(it.scores + (i + j) * KEYS, values_at(layer, row[t], from) + at, seen,
+                                                it.sums + (i + j) * d);
+                });
+            }
+        }
+        for (Int i = 0; i < n; i++) {
+            float* to = q + (t + i % count) * queries + (head + i / count) * d;
+            for (Int j = 0; j < d; j += LANES) store(to + j, widen(it.sums + i * d + j) / it.total[i]);
+        }
+    }
+
+    struct Look {
+        T* queries;
+        float *sums, *scores, *most, *total;  // most, total: of a query's scores so far, and of its weights
+    };
+
+    // Turn a query's scores into weights against the largest so far, and bring what was summed before to the same.
+    // Source: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+    void weigh(Look& it, Int i, Int visible) const {
+        float *scores = it.scores + i * KEYS, *sum = it.sums + i * model.head_dim;
+        for (Int key = std::max<Int>(visible, 0); key < KEYS; key++) scores[key] = -INFINITY;
+        floats largest = floats{} + it.most[i];
+        for (Int key = 0; key < KEYS; key += LANES) {
+            const floats some = widen(scores + key);
+            largest = some > largest ? some : largest;
+        }
+        float most = it.most[i];
+        for (int lane = 0; lane < LANES; lane++) most = std::max(most, largest[lane]);
+        if (most > it.most[i]) {
+            const float shrunk = exp_of(floats{} + (it.most[i] - most) * scale)[0];
+            it.total[i] *= shrunk;
+            for (Int j = 0; j < model.head_dim; j += LANES) store(sum + j, widen(sum + j) * shrunk);
+            it.most[i] = most;
+        }
+        floats total = {};
+        for (Int key = 0; key < KEYS; key += LANES) {
+            const floats weight = exp_of((widen(scores + key) - most) * scale);
+            store(scores + key, weight);
+            total += weight;
+        }
+        it.total[i] += sum_of(total);
+    }
+
+    // sum[i] += weights[i][key] * values[key], for ROWS queries and WIDTH vectors of a head.
+    template <int ROWS, int WIDTH>
+    void some_sums(const float* weights, const T* vs, Int seen, float* sum) const {
+        const Int d = model.head_dim;
+        floats part[ROWS][WIDTH];
+        for (int r = 0; r < ROWS; r++)
+            for (int j = 0; j < WIDTH; j++) part[r][j] = widen(sum + r * d + j * LANES);
+        for (Int key = 0; key < seen; key++)
+            for (int j = 0; j < WIDTH; j++) {
+                const floats value = widen(vs + key * kv + j * LANES);
+                for (int r = 0; r < ROWS; r++) part[r][j] += weights[r * KEYS + key] * value;
+            }
+        for (int r = 0; r < ROWS; r++)
+            for (int j = 0; j < WIDTH; j++) store(sum + r * d + j * LANES, part[r][j]);
+    }
+
+    template <int ROWS>
+    void sums(const float* weights, const T* vs, Int seen, float* sum) const {
+        Int j = 0;
+        for (; j + 4 * LANES <= model.head_dim; j += 4 * LANES) some_sums<ROWS, 4>(weights, vs + j, seen, sum + j);
+        for (; j < model.head_dim; j += LANES) some_sums<ROWS, 1>(weights, vs + j, seen, sum + j);
+    }
+
+    // The logits, by all threads together: of every row's last token, or of all.
+    void head(const Team& all, float* scaled, char* own) const {
+        for (Int done = 0; done < scored; done += scored_rows()) {
+            const Int count = std::min(scored_rows(), scored - done);
+            for (Int i = 0; i < count; i++) {
+                const Int t = batch.all ? done + i : begin[done + i + 1] - 1;
+                normed(h + t * model.dim, 1, (const T*)model.norm, scaled, own + i * Product::bytes(model.dim));
+            }
+            product(model.output, own, count, all, batch.logits + done * model.output.columns);
+        }
+    }
+};
+
+template <class Act>
+void choose(const Model& model, Act act) {
+    if (model.int8)
+        model.bfloat16 ? act(bfloat{}, Int8{}) : act(float{}, Int8{});
+    else
+        model.bfloat16 ? act(bfloat{}, Plain<bfloat>{}) : act(float{}, Plain<float>{});
+}
+
+}  // namespace
+
+extern "C" {
+
+// The instructions that it was compiled for, in words.
+const char* instructions() {
+#if defined(__AVX512BF16__)
+    return "AVX-512 with VNNI and bf16";
+#elif defined(__AVX512VNNI__)
+    return "AVX-512 with VNNI";
+#elif defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__AVX2__)
+    return "AVX2";
+#else
+    return "the compiler's own vectors";
+#endif
+}
+
+// Bytes of workspace that `forward` needs.
+Int workspace_size(const Model* model, const Batch* batch) {
+    Int size = 0;
+    choose(*model, [&](auto number, auto product) {
+        Forward<decltype(number), decltype(product)> forward(*model, *batch);
+        Carver counter{nullptr};
+        size = forward.carve(counter);
+    });
+    return size;
+}
+
+void forward(const Model* model, const Batch* batch) {
+    choose(*model, [&](auto number, auto product) {
+        Forward<decltype(number), decltype(product)>(*model, *batch).run();
+    });
+}
+}

@@ -1,0 +1,145 @@
+// Products: rows of activations, rounded to the weights' kind, times the columns of a matrix.
+//
+// Two kinds with the same functions: Plain for float32 and bfloat16, Int8 for the weights of quantize.py.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// A weight as PyTorch has it, (columns, length); for int8 as quantize.py packs it, with its scales and zeros.
+struct Matrix {
+    const void *weight, *scales, *zeros;
+    Int columns, length;
+};
+
+// Weights of float32 or bfloat16, and activations rounded to the same.
+template <class T>
+struct Plain {
+    static Int bytes(Int length) { return length * sizeof(T); }
+
+    static void round(const float* x, Int length, char* to) {
+        for (Int i = 0; i < length; i += LANES) narrow(widen(x + i), (T*)to + i);
+    }
+
+    static void row_of(const Matrix& matrix, Int row, float* to) {
+        const T* from = (const T*)matrix.weight + row * matrix.length;
+        for (Int i = 0; i < matrix.length; i += LANES) store(to + i, widen(from + i));
+    }
+
+    // to[r][c] = x[r] . w[c] for columns `first` to `end`.
+    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to,
+                         Int stride) {
+        for (Int c = first; c < end; c += 16)  // these weights stay in the nearest cache while all rows pass
+            all_dots((const T*)x, matrix.length, rows, (const T*)matrix.weight + c * matrix.length, matrix.length,
+                     std::min<Int>(16, end - c), matrix.length, to + c, stride);
+    }
+};
+
+// int8 weights: PANEL columns and GROUP of their weights stand together as 8 vectors of 4 weights a column, in the order
+// 0 2 1 3, which two masks turn into pairs of 16 bits. Activations are 16-bit integers with one scale a row.
+struct Int8 {
+    // A rounded row: its scale, the sum of every group, its integers.
+    static Int bytes(Int length) { return (64 + length / GROUP * 4 + length * 2 + 63) / 64 * 64; }
+    template <class Byte>
+    static auto* integers(Byte* row, Int length) { return (std::int16_t*)(row + 64 + length / GROUP * 4); }
+
+    static void round(const float* x, Int length, char* to) {
+        float most = 0;
+        for (Int i = 0; i < length; i++) most = std::max(most, std::fabs(x[i]));
+        const float scale = most / 32767.0f, inverse = most > 0 ? 32767.0f / most : 0.0f;
+        std::memcpy(to, &scale, sizeof scale);
+        std::int16_t* integer = integers(to, length);
+        for (Int g = 0; g < length / GROUP; g++) {
+            std::int32_t sum = 0;
+            for (Int i = g * GROUP; i < (g + 1) * GROUP; i++) {
+                const float exact = x[i] * inverse;
+                const auto rounded = std::int32_t(exact + 12582912.0f - 12582912.0f);
+                integer[i] = std::int16_t(rounded);
+                sum += rounded;
+            }
+            ((float*)(to + 64))[g] = float(sum);
+        }
+    }
+
+    static float number(const half* x, Int i) { return widen(x + i / LANES * LANES)[i % LANES]; }
+
+    static void row_of(const Matrix& matrix, Int row, float* to) {
+        static constexpr int PLACE[4] = {0, 2, 1, 3};
+        const Int groups = matrix.length / GROUP, column = row % PANEL;
+        for (Int g = 0; g < groups; g++) {
+            const Int group = (row / PANEL * groups + g) * PANEL;
+            const auto* codes = (const std::uint8_t*)matrix.weight + group * GROUP + column * 4;
+            const float scale = number((const half*)matrix.scales + group, column);
+            const float zero = number((const half*)matrix.zeros + group, column);
+            for (int i = 0; i < GROUP; i++) to[g * GROUP + i] = scale * codes[i / 4 * 64 + PLACE[i % 4]] + zero;
+        }
+    }
+
+    static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // vectors of columns at a time, by the registers there are
+
+    // ROWS rows times VECTORS vectors of columns.
+    template <int ROWS, int VECTORS>
+    static void some(const Matrix& matrix, const char* x, Int c, float* to, Int stride) {
+        const Int length = matrix.length, groups = length / GROUP, size = bytes(length);
+        const char* codes[VECTORS];
+        const half *scales[VECTORS], *zeros[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            const Int panel = (c + v * LANES) / PANEL, column = (c + v * LANES) % PANEL;
+            codes[v] = (const char*)matrix.weight + panel * PANEL * length + column * 4;
+            scales[v] = (const half*)matrix.scales + panel * PANEL * groups + column;
+            zeros[v] = (const half*)matrix.zeros + panel * PANEL * groups + column;
+        }
+        floats sums[ROWS][VECTORS] = {};
+        for (Int g = 0; g < groups; g++) {
+            ints partial[ROWS][VECTORS] = {};
+            for (Int i = g * GROUP; i < (g + 1) * GROUP; i += 4) {
+                ints first[VECTORS], second[VECTORS];
+                for (int v = 0; v < VECTORS; v++) {
+                    const char* at = codes[v] + i * PANEL;
+                    if (ROWS == 1) __builtin_prefetch(at + 4096);  // the CPU's own reading ahead ends with a page
+                    const words four = load<words>(at);
+                    first[v] = ints(four & 0x00ff00ffu), second[v] = ints(four >> 8 & 0x00ff00ffu);
+                }
+                for (int r = 0; r < ROWS; r++) {
+                    std::int32_t pairs[2];
+                    std::memcpy(pairs, integers(x + r * size, length) + i, sizeof pairs);
+                    const ints a = held(ints{} + pairs[0]), b = held(ints{} + pairs[1]);
+                    for (int v = 0; v < VECTORS; v++) {
+                        partial[r][v] = multiply_add(partial[r][v], a, first[v]);
+                        partial[r][v] = multiply_add(partial[r][v], b, second[v]);
+                    }
+                }
+            }
+            for (int v = 0; v < VECTORS; v++) {
+                const floats scale = widen(scales[v] + g * PANEL), zero = widen(zeros[v] + g * PANEL);
+                for (int r = 0; r < ROWS; r++)
+                    sums[r][v] += scale * __builtin_convertvector(partial[r][v], floats) +
+                                  zero * ((const float*)(x + r * size + 64))[g];
+            }
+        }
+        for (int v = 0; v < VECTORS; v++) {
+            const Int columns = std::clamp<Int>(matrix.columns - c - v * LANES, 0, LANES);
+            for (int r = 0; r < ROWS; r++) {
+                const floats out = sums[r][v] * *(const float*)(x + r * size);
+                std::memcpy(to + r * stride + c + v * LANES, &out, columns * sizeof(float));
+            }
+        }
+    }
+
+    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
+        for (Int c = first; c < end;) {
+            const bool many = rows > 1 && c + MOST * LANES <= end;  // one row reads from as few places as it can
+            by_rows(rows, [&](auto n, Int r) {
+                constexpr int ROWS = decltype(n)::value;
+                const char* from = x + r * bytes(matrix.length);
+                many ? some<ROWS, MOST>(matrix, from, c, to + r * stride, stride)
+                     : some<ROWS, 1>(matrix, from, c, to + r * stride, stride);
+            });
+            c += many ? MOST * LANES : LANES;
+        }
+    }
+};
+
+}  // namespace

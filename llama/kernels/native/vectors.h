@@ -1,0 +1,232 @@
+// Vectors of numbers: how they are loaded, widened and rounded, and sums of products, a vector full of them at a time.
+//
+// A vector is 64 bytes with AVX-512 and 32 elsewhere, in the compiler's own notation, which it splits where need be. The
+// few instructions that the compiler does not find by itself are asked for by name where the machine has them.
+// Everything stands in namespaces without a name: the library shows nothing but its functions.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+using Int = std::int64_t;
+#if defined(__AVX512F__)
+#define VECTOR 64
+#else
+#define VECTOR 32
+#endif
+typedef float floats __attribute__((vector_size(VECTOR)));
+typedef std::int32_t ints __attribute__((vector_size(VECTOR)));
+typedef std::uint32_t words __attribute__((vector_size(VECTOR)));
+typedef std::uint16_t shorts __attribute__((vector_size(VECTOR / 2)));
+
+constexpr int LANES = VECTOR / 4;
+constexpr int PANEL = 16;  // int8 columns whose weights stand side by side,
+constexpr int GROUP = 32;  // and int8 weights of a column that share a scale and a zero; quantize.py has the layout
+
+struct bfloat {
+    std::uint16_t bits;
+};
+struct half {
+    std::uint16_t bits;
+};
+
+template <class V>
+INLINE V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class V>
+INLINE void store(void* to, V v) {
+    std::memcpy(to, &v, sizeof v);
+}
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+
+INLINE floats widen(const float* x) { return load<floats>(x); }
+
+INLINE floats widen(const bfloat* x) {
+    return (floats)(__builtin_convertvector(load<shorts>(x), words) << 16);
+}
+
+INLINE floats widen(const half* x) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtph_ps(load<__m256i>(x));
+#elif defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(load<__m128i>(x));
+#else
+    words bits = __builtin_convertvector(load<shorts>(x), words);
+    floats size = (floats)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponent's bias of float32 for that of float16
+    return (floats)((words)size | (bits & 0x8000u) << 16);
+#endif
+}
+
+INLINE void narrow(floats x, float* to) { store(to, x); }
+
+INLINE void narrow(floats x, bfloat* to) {
+    words bits = (words)x;
+    words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;                // to nearest, ties to even
+    words quiet = (words)(x != x);                                                // a nan stays one
+    store(to, __builtin_convertvector((rounded & ~quiet) | (0x7fc0u & quiet), shorts));
+}
+
+INLINE float sum_of(floats x) {
+#if VECTOR == 64
+    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+#else
+    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+#endif
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+// exp, within two units in the last place from -87 to 88, below that 0. Source: the minimax polynomial of Cephes' expf.
+INLINE floats exp_of(floats x) {
+    words far = (words)(x < -87.0f);
+    x = x < -87.0f ? floats{} - 87.0f : x;
+    x = x > 88.0f ? floats{} + 88.0f : x;
+    floats n = x * 1.44269504088896341f + 12582912.0f;  // adding 1.5 * 2**23 rounds to a whole number
+    ints exponent = (ints)n - 0x4b400000;
+    n -= 12582912.0f;
+    floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return (floats)((words)(p * (floats)((exponent + 127) << 23)) & ~far);
+}
+
+// ---- as many sums at a time as a vector has lanes -------------------------------------------------------------------
+
+// What a product takes from memory at a time: a number for every lane, or a pair.
+INLINE floats take(const float* x) { return load<floats>(x); }
+INLINE words take(const bfloat* x) { return load<words>(x); }
+
+// The same, kept in a register: GCC would load it again for each of its uses, and then loading is what takes the time.
+template <class V>
+INLINE V held(V v) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(v));
+#elif defined(__AVX__)
+    asm("" : "+x"(v));
+#endif
+    return v;
+}
+
+INLINE floats multiply_add(floats sum, floats x, floats w) { return sum + x * w; }
+
+INLINE floats multiply_add(floats sum, words x, words w) {
+#if defined(__AVX512BF16__)
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+#else
+    return sum + (floats)(x << 16) * (floats)(w << 16) + (floats)(x & 0xffff0000u) * (floats)(w & 0xffff0000u);
+#endif
+}
+
+// Two 16-bit products added to every lane.
+INLINE ints multiply_add(ints sum, ints x, ints w) {
+#if defined(__AVX512VNNI__)
+    return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+#elif defined(__AVX512BW__)
+    return sum + (ints)_mm512_madd_epi16((__m512i)x, (__m512i)w);
+#elif defined(__AVX2__)
+    return sum + (ints)_mm256_madd_epi16((__m256i)x, (__m256i)w);
+#else
+    return sum + (x << 16 >> 16) * (w << 16 >> 16) + (x >> 16) * (w >> 16);
+#endif
+}
+
+// Return the sum of vector i in lane i.
+INLINE floats sums_of(floats v[LANES]) {
+#if VECTOR == 64
+    for (int i = 0; i < 8; i++)
+        v[i] = __builtin_shufflevector(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               __builtin_shufflevector(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        v[i] = __builtin_shufflevector(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               __builtin_shufflevector(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        v[i] = __builtin_shufflevector(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               __builtin_shufflevector(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return __builtin_shufflevector(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#else
+    for (int i = 0; i < 4; i++)
+        v[i] = __builtin_shufflevector(v[i], v[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
+               __builtin_shufflevector(v[i], v[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 2; i++)
+        v[i] = __builtin_shufflevector(v[i], v[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
+               __builtin_shufflevector(v[i], v[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    return __builtin_shufflevector(v[0], v[1], 0, 8, 2, 10, 4, 12, 6, 14) +
+           __builtin_shufflevector(v[0], v[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#endif
+}
+
+// to[r][c] = sum over i of x[r][i] * w[c][i], for ROWS rows and LANES / ROWS columns.
+template <int ROWS, class T>
+INLINE void dots(const T* x, Int x_stride, const T* w, Int w_stride, Int length, float* to, Int to_stride) {
+    constexpr int COLUMNS = LANES / ROWS;
+    floats sums[LANES] = {};
+    for (Int i = 0; i < length; i += VECTOR / sizeof(T)) {
+        decltype(take(x)) some[ROWS];
+        for (int r = 0; r < ROWS; r++) some[r] = held(take(x + r * x_stride + i));
+        for (int c = 0; c < COLUMNS; c++) {
+            const auto column = ROWS > 1 ? held(take(w + c * w_stride + i)) : take(w + c * w_stride + i);
+            for (int r = 0; r < ROWS; r++) sums[r * COLUMNS + c] = multiply_add(sums[r * COLUMNS + c], some[r], column);
+        }
+    }
+    floats all = sums_of(sums);
+    for (int r = 0; r < ROWS; r++) std::memcpy(to + r * to_stride, (float*)&all + r * COLUMNS, COLUMNS * sizeof(float));
+}
+
+template <class T>
+INLINE float dot(const T* x, const T* w, Int length) {
+    floats sum = {};
+    for (Int i = 0; i < length; i += VECTOR / sizeof(T)) sum = multiply_add(sum, take(x + i), take(w + i));
+    return sum_of(sum);
+}
+
+
+// Call act(ROWS, row) for all rows, 4, 2 or 1 at a time; ROWS is known to the compiler.
+template <class Act>
+void by_rows(Int rows, Act act) {
+    Int r = 0;
+    for (; r + 4 <= rows; r += 4) act(std::integral_constant<int, 4>(), r);
+    if (r + 2 <= rows) act(std::integral_constant<int, 2>(), r), r += 2;
+    if (r < rows) act(std::integral_constant<int, 1>(), r);
+}
+
+// The same for any numbers of rows and columns.
+template <class T>
+void all_dots(const T* x, Int x_stride, Int rows, const T* w, Int w_stride, Int columns, Int length, float* to,
+              Int to_stride) {
+    by_rows(rows, [&](auto rows_at_a_time, Int r) {
+        constexpr int ROWS = decltype(rows_at_a_time)::value, COLUMNS = LANES / ROWS;
+        for (Int c = 0; c < columns; c += COLUMNS)
+            if (columns >= COLUMNS) {
+                c = std::min<Int>(c, columns - COLUMNS);  // the last ones may be computed twice
+                dots<ROWS>(x + r * x_stride, x_stride, w + c * w_stride, w_stride, length, to + r * to_stride + c,
+                           to_stride);
+            } else {
+                for (Int j = c; j < columns; j++)
+                    for (int i = 0; i < ROWS; i++)
+                        to[(r + i) * to_stride + j] = dot(x + (r + i) * x_stride, w + j * w_stride, length);
+            }
+    });
+}
+
+}  // namespace
