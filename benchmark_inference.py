@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama import cli
+from llama.bench.cell import Cell, Modes, read_engine
 from llama.bench.single import benchmark_inference, measure_cell
 from llama.bench.validity import violated
 
 if TYPE_CHECKING:
-    from llama.bench.cell import Cell
     from llama.bench.record import Report
 
 __all__ = ["benchmark_inference"]
@@ -43,6 +43,8 @@ def main(
     kv_cache: str = "static",
     logits: str = "last",
     exact: bool = False,
+    fast: bool = False,
+    quantize: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
@@ -70,10 +72,14 @@ def main(
         repeats: Repetitions of a single cell, each in a process of its own.
         compare: Run a single cell in the other mode, too, and compare the tokens.
         engine: transformers or llama.cpp, on the same weights, prompts, threads and dtype; a table takes several and
-            puts them beside ours.
+            puts them beside ours. Modes may stand behind the name, so that one table holds them all: llama.cpp:int8,
+            llama.cpp:int4, and of ours llama:fast, llama:int8, llama:fast:int8.
         kv_cache: The kind of cache: static, concat, or file.py:kind for one of your own.
         logits: last, or all: compute those of every position at each step, as published code does.
         exact: Measure exact mode, in which the bits of the logits do not depend on the cache or the batch.
+        fast: Measure the fast step: native code, where this machine has it; in a table, of our own cells.
+        quantize: int8 holds the matrices of our own cells in int8; with --engine llama.cpp int8 is its Q8_0, and int4
+            its Q4_0.
         device: auto, cpu, cuda or mps.
         dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         threads: Threads of the CPU, for every engine; by default PyTorch's choice.
@@ -95,10 +101,11 @@ def main(
     from llama.bench.peers import GPT2, check_engine
     from llama.parallel import world_rank
 
-    for name in engine:
+    own: Modes = {"engine": "llama", "fast": fast, "quantize": quantize}
+    for name in {read_engine(words)["engine"] for words in engine} - {"llama"}:
         check_engine(name)
-    if model in GPT2 and engine != ["transformers"]:
-        raise ValueError(f"{model} is no Llama; it can be measured with --engine transformers alone")
+    if model in GPT2 and (engine != ["transformers"] or fast or quantize is not None):
+        raise ValueError(f"{model} is no Llama; it can be measured with --engine transformers alone, as that comes")
     if world_rank() > 0:
         return followers().follow()
     cell = make_cell(
@@ -110,7 +117,7 @@ def main(
         input_len=256 if input_len is None else input_len,
         output_len=output_len,
         kv_caching=kv_caching,
-        engine=engine[0] if engine and preset is None else "llama",
+        **(one_engine(engine, own) if preset is None else own),
         tokenizer_path=tokenizer_path,
         text=text,
         kv_cache=kv_cache,
@@ -128,6 +135,18 @@ def main(
         return run_preset(report, out=Path(out), budget=budget, resume=resume, json_path=json_path)
     finally:
         followers().dismiss()
+
+
+def one_engine(engine: list[str], flags: Modes) -> Modes:
+    """Return the engine of a single cell with its modes, which stand behind its name or in flags of their own."""
+    if not engine:
+        return flags
+    asked = read_engine(engine[0])
+    if ":" not in engine[0]:
+        return {**flags, "engine": asked["engine"]}
+    if flags["fast"] or flags["quantize"] is not None:
+        raise ValueError(f"--engine {engine[0]} says its modes itself; leave out --fast and --quantize")
+    return asked
 
 
 def check_flags(
@@ -161,15 +180,17 @@ def check_flags(
         raise ValueError("--engine: the sweep measures this library alone; --preset table takes engines")
 
 
-def plan(preset: str, cell: "Cell", engines: list[str], *, command: str, budget: float) -> "Report":
+def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: float) -> "Report":
     """Return the report of a preset with all its cells, none of them measured; refuse what cannot be, at once."""
     from llama.bench.ledger import check_length
-    from llama.bench.models import find_model
+    from llama.bench.models import check_cell, find_model
     from llama.bench.peers import GPT2
     from llama.bench.presets import sweep_cells, table_cells
     from llama.bench.record import new_report
 
     cells = table_cells(cell, engines) if preset == "table" else sweep_cells(cell)
+    for each in cells:
+        check_cell(each)
     if cell.model not in GPT2:
         limit = find_model(cell).args.max_seq_len
         for each in cells:
@@ -177,7 +198,7 @@ def plan(preset: str, cell: "Cell", engines: list[str], *, command: str, budget:
     return new_report(preset, cells, command=command, budget_minutes=budget)
 
 
-def run_cell(cell: "Cell", *, repeats: int, compare: bool, command: str, json_path: Path | None) -> int:
+def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path: Path | None) -> int:
     """Measure one cell and print it."""
     from llama.bench.files import check_writable
     from llama.bench.progress import Progress

@@ -49,6 +49,8 @@ def main(
     stop: list[str] = [],  # noqa: B006  (read only)
     kv_caching: bool = True,
     kv_cache: str = "static",
+    fast: bool = False,
+    quantize: str | None = None,
     exact: bool = False,
     stream: bool = False,
     chat: bool = False,
@@ -76,6 +78,8 @@ def main(
         stop: End a text before this string; may be given several times.
         kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
         kv_cache: The kind of cache: static or concat.
+        fast: Take the fastest way to compute that this machine has, native code on a CPU, and say which.
+        quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory; give --fast with it.
         exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower.
         stream: Print the text as it is made; of several prompts, the first one's.
         chat: Take each prompt as a user's message and answer it.
@@ -99,14 +103,15 @@ def main(
         "kv_caching": kv_caching,
     }
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
-    check_without_a_model(len(texts), max_gen_len, stop, options, limits, device=device, dtype=dtype)
+    modes: dict[str, Any] = {"fast": fast, "quantize": quantize, "exact": exact}
+    check_without_a_model(len(texts), max_gen_len, stop, options, limits, modes, device=device, dtype=dtype)
 
     from llama import load, parallel  # here, so that a mistyped flag is refused without waiting for torch
     from llama.api import pick_device
     from llama.exact import slowdown_words
 
     parallel.join(parallel.own_device(pick_device(device)), timeout=timeout)
-    model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, exact=exact, **limits)
+    model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, **modes, **limits)
     if trace:
         options["on_step"] = Trace(tokenizer)
     asked = as_messages(texts, tokenizer) if chat else texts
@@ -146,17 +151,26 @@ def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]
 
 
 def check_without_a_model(
-    rows: int, max_gen_len: int, stop: list[str], options: "Options", limits: dict[str, Any], *, device: str, dtype: str
+    rows: int,
+    max_gen_len: int,
+    stop: list[str],
+    options: "Options",
+    limits: dict[str, Any],
+    modes: dict[str, Any],
+    *,
+    device: str,
+    dtype: str,
 ) -> None:
     """Refuse what would be refused anyway, before a checkpoint is read or the demo model downloaded."""
-    from llama.api import pick_device, pick_dtype
+    from llama.api import check_modes, pick_device, pick_dtype
     from llama.args import ModelArgs
     from llama.kv_cache import KVCache
     from llama.request import make_request
 
     if "" in stop:
         raise ValueError("--stop is empty, so it would end every text before it began; give it a character")
-    pick_dtype(dtype, pick_device(device))
+    on = pick_device(device)
+    check_modes(on, pick_dtype(dtype, on), **modes)
     KVCache.of(ModelArgs(**{name: value for name, value in limits.items() if value is not None}))
     least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=limits["max_batch_size"])
     make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest prompts there could be
@@ -202,8 +216,9 @@ def speed(pieces: "Stream", seconds: float) -> str:
 
 
 def where(model: "Transformer") -> str:
-    """Return the model's dtype and device, in words."""
-    return f"{str(next(model.parameters()).dtype).removeprefix('torch.')} on {model.device}"
+    """Return the model's dtype and device, and how it computes where that is not the plain way, in words."""
+    way = "" if model.path == "plain" else f", {model.path}"
+    return f"{str(model.norm.weight.dtype).removeprefix('torch.')} on {model.device}{way}"
 
 
 def shared(model: "Transformer") -> str:

@@ -84,6 +84,8 @@ def load(
     model.exact = exact
     if fast:
         make_fast(model, cache_dir() / "native")
+    elif quantize is not None:
+        logger.info("int8 without the fast step widens every weight at every step, which is slow; ask for fast, too")
     return model.eval(), checkpoint.tokenizer
 
 

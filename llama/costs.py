@@ -46,12 +46,36 @@ CLASSICS: dict[str, tuple[int, int, int]] = {
 }
 
 
+INT8_GROUP, INT8_LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/quantize.py
+
+
 def parameters(args: ModelArgs) -> int:
     """Return how many numbers a model has; a tied head counts once."""
-    heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim  # wq and wo, wk and wv
-    layer = args.dim * heads + 3 * args.dim * args.ffn_dim + 2 * args.dim
-    embedding = args.vocab_size * args.dim
-    return args.n_layers * layer + args.dim + embedding * (1 if args.tied_head else 2)
+    return weights_bytes(args, itemsize=1)
+
+
+def weights_bytes(args: ModelArgs, *, itemsize: int, int8: bool = False) -> int:
+    """Return the bytes of a model's weights, a tied head's once; with `int8` only the norms are of `itemsize`."""
+    queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    layer = [(queries, args.dim), (keys, args.dim), (keys, args.dim), (args.dim, queries)]  # wq, wk, wv, wo
+    layer += [(args.ffn_dim, args.dim), (args.dim, args.ffn_dim), (args.ffn_dim, args.dim)]  # w1, w2, w3
+    matrices = sum(matrix_bytes(*shape, itemsize=itemsize, int8=int8) for shape in layer)
+    ends = head_bytes(args, itemsize=itemsize, int8=int8) * (1 if args.tied_head else 2)
+    norms = (2 * args.n_layers + 1) * args.dim * itemsize
+    return args.n_layers * matrices + ends + norms
+
+
+def head_bytes(args: ModelArgs, *, itemsize: int, int8: bool = False) -> int:
+    """Return the bytes of a head of its own, which are also those of the embedding."""
+    return matrix_bytes(args.vocab_size, args.dim, itemsize=itemsize, int8=int8)
+
+
+def matrix_bytes(outputs: int, inputs: int, *, itemsize: int, int8: bool = False) -> int:
+    """Return the bytes of a matrix: in int8 one for each weight, and two times two for each group of them."""
+    if not int8:
+        return outputs * inputs * itemsize
+    filled_up = -(-outputs // INT8_LANES) * INT8_LANES
+    return filled_up * (inputs + inputs // INT8_GROUP * 4)
 
 
 def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, *, positions: int, itemsize: int) -> int:
@@ -96,13 +120,15 @@ def forward_flops(args: ModelArgs, *, seqlen: int, start_pos: int = 0, scored: i
     return 2 * weights * seqlen + attention + 2 * args.dim * args.vocab_size * scored
 
 
-def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int) -> int:
+def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int, int8: bool = False) -> int:
     """Return the bytes that a cached decode step must read: every weight once, and the keys and values so far.
 
     Of an untied embedding only the rows' own vectors are read.
     """
-    unread = 0 if args.tied_head else args.vocab_size * args.dim - rows * args.dim
-    return (parameters(args) - unread) * itemsize + cache_bytes(args, rows=rows, length=context, itemsize=itemsize)
+    embedding = head_bytes(args, itemsize=itemsize, int8=int8)
+    unread = 0 if args.tied_head else embedding - rows * embedding // args.vocab_size
+    read = weights_bytes(args, itemsize=itemsize, int8=int8) - unread
+    return read + cache_bytes(args, rows=rows, length=context, itemsize=itemsize)
 
 
 def network_bytes(args: ModelArgs, *, ranks: int, rows: int, seqlen: int, itemsize: int, scored: int = 1) -> int:
@@ -175,11 +201,12 @@ def peak_memory(
     all_logits: bool = False,
     workspace: int = 0,
     ranks: int = 1,
+    int8: bool = False,
 ) -> PeakMemory:
     """Predict the peak of a greedy generation by the plain path, on each of the ranks that share the model.
 
     `all_logits`: every forward computes those of all its positions, as much published code does. `workspace`: what the
-    device's libraries take for themselves.
+    device's libraries take for themselves. `int8`: the matrices are, and what widening them takes is not counted.
     """
     fed = [seqlen for _, seqlen in forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching)]
     wide, own = max(4, itemsize), args.share(ranks)
@@ -195,7 +222,7 @@ def peak_memory(
         joining = gathered if ranks > 1 and not narrow else 0
         return PeakMemory(
             forward=forward,
-            weights=parameters(own) * itemsize,
+            weights=weights_bytes(own, itemsize=itemsize, int8=int8),
             cache=cache_bytes(own, rows=rows, length=input_len + output_len, itemsize=itemsize) if kv_caching else 0,
             logits=logits,
             narrow_logits=narrow,

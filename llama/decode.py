@@ -205,14 +205,14 @@ def _check(model: Transformer) -> None:
         raise NotServed(f"there is native code for float32 and bfloat16, not for {dtype}")
     if model.ranks.size > 1:
         raise NotServed("several ranks share the model")
-    if model.ops is not PLAIN:
+    if model.ops != PLAIN:
         raise NotServed(f"the model's operations are {model.ops.name}")
     sizes = {"dim": args.dim, "head_dim": args.head_dim, "the hidden numbers": args.ffn_dim}
     for name, size in sizes.items():
         if size % _MULTIPLE:
             raise NotServed(f"{name} of the model, {size}, is no multiple of {_MULTIPLE}")
     for module in model.modules():
-        if type(module) not in _KNOWN or getattr(module, "ops", PLAIN) is not PLAIN:
+        if type(module) not in _KNOWN or getattr(module, "ops", PLAIN) != PLAIN:
             raise NotServed(f"{type(module).__name__} is not one of the modules that the native code computes")
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
             raise NotServed(f"somebody watches {type(module).__name__} with a hook")

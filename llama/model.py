@@ -222,6 +222,12 @@ class Transformer(nn.Module, Generation):
             self.use(before)
             raise
 
+    @property
+    def path(self) -> str:
+        """How forwards are computed, in words: by which operations or faster step, and from which weights."""
+        way = self.ops.name if self.step is None else self.step.name
+        return f"{way}, int8 weights" if int8_weights(self) else way
+
     def use(self, ops: Ops) -> None:
         """Do every operation of the model in this way."""
         self._refuse_while_generating()

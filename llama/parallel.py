@@ -13,11 +13,12 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,19 @@ from llama.ranks import ALONE, Ranks
 _JOB = ("TORCHELASTIC_RESTART_COUNT", "LLAMA_JOB")  # what tells the jobs of one torchrun apart
 _BEATS = 10  # in a timeout
 _JOINED: list["TorchRanks"] = []  # at most one: the job that this process belongs to
+
+# A stopped process cannot end itself, and no rank of another host can: its torchrun would wait for it for ever. It is
+# killed first, for nobody may be reading what is said.
+_GUARD = """
+import os, select, sys
+rank, pid, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+while select.select([0], [], [], seconds)[0]:
+    if not os.read(0, 4096):
+        sys.exit()
+if os.getppid() == pid:
+    os.kill(pid, 9)
+    print(f"error: rank {rank}: process {pid} did not go on for {seconds:g} s and was killed", file=sys.stderr)
+"""
 
 
 class RankLost(RuntimeError):
@@ -113,13 +127,14 @@ class TorchRanks(Ranks):
         self._agreements = 0
         backend = "nccl" if device.type == "cuda" else "gloo"
         # The watch speaks first, and names the rank; the backend's own timeout is what remains if it cannot.
-        dist.init_process_group(
-            backend,
-            store=self._store,
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=2 * timeout),
-        )
+        limit = timedelta(seconds=2 * timeout)
+        try:
+            dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
+        except RuntimeError as error:
+            raise RankLost(
+                f"the ranks have met, but cannot reach each other: {error}; on several hosts, set "
+                f"{backend.upper()}_SOCKET_IFNAME on each to the name of the network that they share (see `ip addr`)"
+            ) from error
         initialize._MODEL_PARALLEL_GROUP = dist.group.WORLD
         self._regions = mappings
         self._board = self._open_board() if device.type == "cpu" else None
@@ -213,6 +228,7 @@ class Watch(threading.Thread):
     Every rank writes a line into the job's store some times in a timeout: how many collectives it has entered, and
     whether it has ended. One whose line does not change any more is lost; one that stays behind while others wait, too.
     The main thread may then be waiting inside of a collective, where no exception reaches it, so the process exits.
+    A process of its own, the guard, kills this one where it is stopped.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
@@ -232,6 +248,7 @@ class Watch(threading.Thread):
         # A store whose host is gone does not answer and does not fail, so another thread than this one waits for it.
         self._beats = threading.Thread(target=self._beat, args=(store.clone(),), daemon=True, name="llama-beats")
         self._beats.start()
+        self.guard = self._start_guard()
         self.start()
 
     def wait_for(self, key: str) -> list[bytes]:
@@ -242,7 +259,7 @@ class Watch(threading.Thread):
             late = [rank for rank in range(self._size) if not self._store.check([keys[rank]])]
             ended = [rank for rank in late if self._has_ended(rank)]
             if ended:
-                raise RankLost(f"{_named(ended)} has ended, and the others need it")
+                raise RankLost(f"{_named(ended)} {_have(ended)} ended, and the others need {_it(ended)}")
             if time.monotonic() > until:
                 raise RankLost(f"{_named(late)} did not come within {self._timeout:g} s")
             time.sleep(0.01)
@@ -259,15 +276,56 @@ class Watch(threading.Thread):
         except RuntimeError as error:
             if not re.search("connect|gloo|nccl|timed out|socket", str(error), re.IGNORECASE):
                 raise
-            time.sleep(2 * self._period)  # the watch, which knows more, goes first
-            raise RankLost(f"the connection to another rank broke: {error}") from error
+            broke = time.monotonic()
+            time.sleep(3 * self._period)  # those who live write lines; the watch, if it knows more, goes first
+            raise RankLost(f"the connection to {self._quiet_since(broke)} broke: {error}") from error
         finally:
             self._since = None
+
+    def _quiet_since(self, broke: float) -> str:
+        """Return, in words, who has not been heard any more since a connection broke."""
+        if self._heard - broke < self._period:
+            return "the host of the job's store, with rank 0,"
+        quiet = [
+            rank
+            for rank, (_, since) in self._seen.items()
+            if not self._has_ended(rank) and since - broke < self._period
+        ]
+        return _named(quiet, self._places) if quiet else "another rank"
 
     def end(self) -> None:
         """Tell the others that this rank has ended, and do not wait for them any more."""
         self._over.set()
-        self._beats.join(timeout=2 * self._period)
+        for thread in (self._beats, self):  # the guard's pipe is this thread's until it ends
+            thread.join(timeout=2 * self._period)
+        if self.guard is not None:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                self.guard.communicate(timeout=2 * self._period)  # closes its pipe, at which it ends
+
+    def _start_guard(self) -> subprocess.Popen[bytes] | None:
+        """Start what kills this process where it is stopped; None where that does not start, as the job can do without.
+
+        In a session of its own: what stops or interrupts this process's group does not reach it. It ends with the pipe.
+        """
+        # The ranks of the same host see this rank's silence up to 3 periods after the timeout, and say so first.
+        words = [str(self._rank), str(os.getpid()), f"{self._timeout + 4 * self._period:g}"]
+        with suppress(OSError):
+            guard = subprocess.Popen(
+                [sys.executable, "-IS", "-c", _GUARD, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+            assert guard.stdin is not None
+            os.set_blocking(guard.stdin.fileno(), False)
+            return guard
+        return None
+
+    def _feed_guard(self) -> None:
+        if self.guard is not None and self.guard.stdin is not None:
+            with suppress(OSError):  # it is dead; the others still see whether this rank lives
+                self.guard.stdin.write(b".")
 
     def _beat(self, store: Any) -> None:
         """Write this rank's line and read those of the others, until this one ends."""
@@ -288,6 +346,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Judge, some times in a timeout, whether the others still answer."""
         while not self._over.wait(self._period):
+            self._feed_guard()
             self._judge(time.monotonic())
 
     def _judge(self, now: float) -> None:
@@ -297,7 +356,7 @@ class Watch(threading.Thread):
             if not self._has_ended(rank) and min(now, self._heard) - since > self._timeout
         ]
         if silent:
-            self._exit(silent, f"{_named(silent, self._places)} has not answered for {self._timeout:g} s")
+            self._exit(silent, f"{_named(silent, self._places)} {_have(silent)} not answered for {self._timeout:g} s")
         if now - self._heard > self._timeout:
             self._exit([], f"the host of the job's store, with rank 0, has not answered for {self._timeout:g} s")
         since = self._since
@@ -305,7 +364,8 @@ class Watch(threading.Thread):
             return
         ended = [rank for rank in self._seen if self._has_ended(rank)]
         if ended and now - since > 2 * self._period:
-            self._exit([], f"{_named(ended, self._places)} has ended, and the others need it")
+            words = f"{_named(ended, self._places)} {_have(ended)} ended, and the others need {_it(ended)}"
+            self._exit([], words)
         if now - since > self._timeout + 2 * self._period:  # one that is silent, too, has been named before
             behind = [rank for rank, (line, _) in self._seen.items() if int(line.split()[0]) < self.entered]
             late = behind or list(self._seen)
@@ -336,3 +396,11 @@ def _named(ranks: list[int], places: list[Any] | None = None) -> str:
     """Return ranks in words; with `places`, also which process each is, and on which host."""
     where = {} if places is None else {rank: f" (process {places[rank][2]} on {places[rank][1]})" for rank in ranks}
     return " and ".join(f"rank {rank}{where.get(rank, '')}" for rank in ranks)
+
+
+def _have(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _it(ranks: list[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"

@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.record import CellRecord, Crossover, Ledger, Line, Point, Report, Sample, Spread, StepTimes, Sweep
+from llama.bench.record import (
+    CellRecord,
+    Comparison,
+    Crossover,
+    Ledger,
+    Line,
+    Point,
+    Report,
+    Sample,
+    Spread,
+    StepTimes,
+    Sweep,
+)
 from llama.costs import token_forwards
 
 MB = 2**20
@@ -173,6 +185,12 @@ def step_times(rows: int, contexts: Sequence[int], *, n: int = 5) -> list[StepTi
     return steps
 
 
+def comparison(**changed: Any) -> Comparison:
+    """Return the comparison of both modes of our plain path; `changed` are fields of it."""
+    same: Any = {"engine": "llama", "path": "plain", "batch_size": 1, "tokens": 32, "equal": True, "divergence": None}
+    return {**same, **changed}
+
+
 def crossover(rows: int, *, context: int | None = 16) -> Crossover:
     return {"batch_size": rows, "context": context, "steps": step_times(rows, (1, 4, 16, 64, 256, 1024))}
 
@@ -207,16 +225,19 @@ def table_report(cells: Sequence[CellRecord] | None = None, **changed: Any) -> R
         },
         "ceilings": {"read_bytes_per_second": 2.6e10, "flops_per_second": 3.3e11, "dtype": "fp32"},
         "cells": list(made if cells is None else cells),
-        "comparisons": [
-            {"engine": "llama", "batch_size": rows, "tokens": 32 * rows, "equal": True, "divergence": None}
-            for rows in (1, 8, 16)
-        ],
+        "comparisons": [comparison(batch_size=rows, tokens=32 * rows) for rows in (1, 8, 16)],
         "crossovers": [crossover(1), crossover(8, context=4), crossover(16, context=4)],
         "sweep": None,
         "reading": list(SENTENCES),
         "failures": [],
     }
     return {**report, **changed}  # type: ignore[typeddict-item]
+
+
+def line(of: str, kv_caching: bool, **figures: float) -> Any:
+    """Return a fitted line."""
+    known = {"of": of, "kv_caching": kv_caching, "lengths": 8, "r_squared": 0.997, "predicted_slope": None}
+    return {**known, **figures}
 
 
 def sweep() -> Sweep:
@@ -232,10 +253,10 @@ def sweep() -> Sweep:
     growth["contexts"] = step_times(1, (16, 32, 64, 128, 256, 512, 1024, 2048))
     growth["batches"] = [step for rows in (1, 2, 4, 8, 16) for step in step_times(rows, (256,))]
     growth["fits"] = [
-        {"of": "token", "kv_caching": True, "base": 0.0251, "slope": 6.2e-7, "exponent": 0.02},
-        {"of": "text", "kv_caching": True, "base": -0.009, "slope": 0.0259, "exponent": 1.01},
-        {"of": "token", "kv_caching": False, "base": 0.0102, "slope": 8.8e-4, "exponent": 1.06},
-        {"of": "text", "kv_caching": False, "base": -128.0, "slope": 0.86, "exponent": 2.02},
+        line("token", True, base=0.0251, slope=6.2e-7, exponent=0.02) | {"predicted_slope": 1.77e-6},
+        line("text", True, base=-0.009, slope=0.0259, exponent=1.01),
+        line("token", False, base=0.0102, slope=8.8e-4, exponent=1.06),
+        line("text", False, base=-128.0, slope=0.86, exponent=2.02),
     ]
     return growth
 
@@ -243,12 +264,11 @@ def sweep() -> Sweep:
 def sweep_report() -> Report:
     """Return the report of `--preset sweep`."""
     longest = [cell_record(output_len=200, kv_caching=on) for on in (True, False)]
-    same = {"engine": "llama", "batch_size": 1, "tokens": 200, "equal": True, "divergence": None}
     return table_report(
         longest,
         preset="sweep",
         command="python benchmark_inference.py --preset sweep",
-        comparisons=[same],
+        comparisons=[comparison(tokens=200)],
         crossovers=[],
         sweep=sweep(),
         reading=["The cache saves more the longer the text: 2.0 times at 10 generated tokens, 5.6 times at 200."],

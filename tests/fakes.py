@@ -105,8 +105,15 @@ def piece(id: int) -> bytes:
 SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
-def write_checkpoint(folder: Path, *, max_seq_len: int = 128) -> Path:
-    """Write a random model of two layers, and a tokenizer of 256 bytes, a few merges and Llama 3's chat marks."""
+# Sizes that the native code computes: it takes 32 numbers at a time.
+NATIVE_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def write_checkpoint(folder: Path, *, max_seq_len: int = 128, **sizes: int) -> Path:
+    """Write a random model of two layers, and a tokenizer of 256 bytes, a few merges and Llama 3's chat marks.
+
+    `sizes` are fields of transformers' config.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -124,12 +131,10 @@ def write_checkpoint(folder: Path, *, max_seq_len: int = 128) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": SPECIALS[0], "eos_token": SPECIALS[1]}))
     torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
+        **{**small, **sizes},
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         vocab_size=tokenizer.get_vocab_size(),
         max_position_embeddings=max_seq_len,
         bos_token_id=bos,

@@ -1,16 +1,19 @@
 """What each rank of a torchrun does for tests/test_ranks.py: every case, then its outcomes into a file.
 
     torchrun --nproc_per_node N tests/ranks_child.py FOLDER             the cases
-    torchrun --nproc_per_node N tests/ranks_child.py FOLDER kill 5      a text in which rank 1 is lost; 5 s of timeout
+    torchrun --nproc_per_node N tests/ranks_child.py FOLDER killed 5    a text in which rank 1 is lost; 5 s of timeout
+    python tests/ranks_child.py watched killed 5                        one rank's watch and guard, without the others
 
 FOLDER holds tiny checkpoints. The same process also holds the whole model, which every case compares with.
 """
 
+import atexit
 import json
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from llama.bench.probe import cache_sizes, step_times
@@ -27,7 +31,7 @@ from llama.checkpoint.base import Weight
 from llama.checkpoint.export import save_huggingface
 from llama.costs import cache_bytes, parameters
 from llama.model import Transformer
-from llama.parallel import join
+from llama.parallel import Watch, join
 from llama.ranks import ALONE, Ranks
 
 FORMATS = ("meta-1", "meta-2", "huggingface", "weights.gguf", "weights-q8.gguf")
@@ -244,6 +248,29 @@ def lose_rank_1(job: Job, fault: str) -> None:
     raise AssertionError("the text came to its end")
 
 
+def watched(fault: str, timeout: float) -> None:
+    """Be rank 0 of 3; the others, of another host, have come and fall silent. Say who guards it, and meet a fault."""
+    store = dist.HashStore()
+    for rank in (1, 2):
+        store.set(f"here/{rank}", json.dumps(["1", "elsewhere", 4710 + rank]))
+        store.set(f"beat/{rank}", "0 0")
+    watch = Watch(store, 0, 3, timeout)
+    atexit.register(watch.end)
+    assert watch.guard is not None
+    print(watch.guard.pid, time.time(), flush=True)
+    if fault != "broken":
+        FAULTS[fault]()
+    threading.Thread(target=speak, args=(store, 2), daemon=True).start()
+    with watch.waiting():
+        raise RuntimeError("gloo: connection closed")
+
+
+def speak(store: dist.Store, rank: int) -> None:
+    for beat in range(1000):
+        store.set(f"beat/{rank}", f"1 {beat}")
+        time.sleep(0.05)
+
+
 def run_cases(job: Job) -> None:
     outcomes = {}
     for name, check in CASES.items():
@@ -256,6 +283,9 @@ def run_cases(job: Job) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "watched":
+        watched(sys.argv[2], float(sys.argv[3]))
+        return
     folder, *fault = sys.argv[1:]
     job = Job(Path(folder), join(torch.device("cpu"), timeout=float(fault[1]) if fault else 30))
     if fault:

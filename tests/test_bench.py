@@ -1,32 +1,39 @@
 """A benchmark measures what it says: counts and bytes are exact, and every fault that is planted shows."""
 
+import os
+import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from fakes import Bytes, write_checkpoint
+from fakes import NATIVE_SIZES, Bytes, write_checkpoint
 from oracles import tiny_args, tiny_model
 
 from llama import costs
-from llama.bench import engines, memory
-from llama.bench.cell import Cell
+from llama.bench import engines, memory, worker
+from llama.bench.cell import Cell, read_engine
 from llama.bench.engines import LlamaEngine, Run
 from llama.bench.gather import first_divergence, gathered
-from llama.bench.grids import stands_apart
+from llama.bench.grids import label, stands_apart
 from llama.bench.measure import measure
-from llama.bench.models import find_model, random_model
+from llama.bench.models import find_model, make_cell, random_model
 from llama.bench.probe import cache_sizes, crossover, grid, step_times
-from llama.bench.reading import fit, growth
-from llama.bench.record import Ceilings, CellRecord, Sample, StepTimes, new_record
+from llama.bench.reading import fit, fit_words, fits, growth, read
+from llama.bench.record import Ceilings, CellRecord, Fit, Sample, StepTimes, new_record, new_report
 from llama.bench.spread import bound_by, limits_of, spread, summarise
 from llama.bench.validity import notes, violated
+from llama.decode import NativeStep
 from llama.kv_cache import StaticCache
+from llama.quantize import Int8Weight, int8_weights
 
 CPU = torch.device("cpu")
 CELL = Cell(batch_size=3, input_len=7, output_len=5)
 MODES = pytest.mark.parametrize("kv_caching", [True, False], ids=["on", "off"])
+HAS_COMPILER = bool(os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++"))))
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 
 
 def engine_for(cell: Cell, **changes: Any) -> LlamaEngine:
@@ -68,6 +75,139 @@ def test_a_cell_in_exact_mode_says_so_and_stands_apart(tmp_path: Path) -> None:
     assert violated(record["points"]) == []
     assert record["ledger"] is not None
     assert any("exact mode pads and copies" in line["note"] for line in record["ledger"]["lines"])
+
+
+@pytest.fixture(scope="module")
+def native_sized(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("native") / "tiny", **NATIVE_SIZES))
+
+
+def built(cell: Cell) -> LlamaEngine:
+    source = find_model(cell)
+    return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits)
+
+
+@needs_compiler
+@MODES
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_fast_cell_tells_that_native_code_ran_and_stands_apart(
+    native_sized: str, kv_caching: bool, quantize: str | None
+) -> None:
+    cell = CELL.but(model=native_sized, kv_caching=kv_caching, fast=True, quantize=quantize)
+    record = measure(cell, built(cell), device=CPU)
+    assert record["path"] == ("native, int8 weights" if quantize else "native")
+    assert stands_apart(record)
+    assert violated(record["points"]) == []
+    assert record["points"][-1]["detail"] == "asked for; 5 of 5 forwards ran by it"
+    mode = f"batch 3, cache {'on' if kv_caching else 'off'}, fast"
+    assert label({**record, "summary": summarise(cell, record["samples"])}) == (
+        f"{mode}, int8 weights, native path" if quantize else f"{mode}, native path"
+    )
+    assert record["ledger"] is not None
+    assert any("the fast step takes one workspace" in line["note"] for line in record["ledger"]["lines"])
+    plain = measure(cell.but(fast=False), built(cell.but(fast=False)), device=CPU)
+    assert plain["path"] == ("plain, int8 weights" if quantize else "plain")
+    assert [line(record, name) for name in ("weights", "KV cache")] == [
+        line(plain, name) for name in ("weights", "KV cache")
+    ]
+
+
+@needs_compiler
+def test_native_code_is_compiled_when_the_model_is_built_and_never_while_the_clock_runs(
+    native_sized: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_CACHE_DIR", str(tmp_path))
+    cell = CELL.but(model=native_sized, fast=True)
+    engine = built(cell)
+    compiled = {path: path.stat().st_mtime_ns for path in (tmp_path / "native").iterdir()}
+    assert any(path.suffix == ".so" for path in compiled)
+    monkeypatch.setenv("CXX", "false")  # from here on nothing can be compiled
+    record = measure(cell, engine, device=CPU)
+    assert record["path"] == "native"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "native").iterdir()} == compiled
+
+
+def test_a_fast_cell_without_a_compiler_is_plain_and_says_that_fast_was_asked_for(
+    native_sized: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    cell = CELL.but(model=native_sized, fast=True)
+    record = worker.run_cell(cell, trace=False)["record"]
+    assert record["path"] == "plain"
+    assert not stands_apart(record)
+    (point,) = violated(record["points"])
+    assert point["detail"] == "asked for; 0 of 5 forwards ran by it, the others by the plain path"
+    assert any(note.startswith("fast: false failed") for note in record["notes"])
+    assert label({**record, "summary": summarise(cell, record["samples"])}) == "batch 3, cache on, fast, plain path"
+
+
+@needs_compiler
+def test_a_cache_that_the_native_code_does_not_know_is_told_in_the_path(native_sized: str) -> None:
+    cell = CELL.but(model=native_sized, fast=True, kv_cache="concat", quantize="int8")
+    record = worker.run_cell(cell, trace=False)["record"]
+    assert record["path"] == "plain, int8 weights"
+    assert [point["name"] for point in violated(record["points"])] == ["fast step"]
+    assert any("ConcatCache is not one of the modules" in note for note in record["notes"])
+
+
+@needs_compiler
+def test_a_run_that_was_native_in_part_names_both_paths(native_sized: str) -> None:
+    cell = CELL.but(model=native_sized, fast=True)
+    engine = built(cell)
+    step = engine.model.step
+
+    class Tiring(NativeStep):
+        def __call__(self, *args: Any, **options: Any) -> torch.Tensor | None:
+            return super().__call__(*args, **options) if self.forwards < 7 else None
+
+    assert isinstance(step, NativeStep)
+    engine.model.step = Tiring(step._folder)
+    record = measure(cell, engine, device=CPU, trace=False)  # two forwards warm up, and five are measured
+    assert record["path"] == "native"
+    engine.model.step = Tiring(step._folder)
+    engine.model.step.forwards = 3
+    record = measure(cell, engine, device=CPU, trace=False)
+    assert record["path"] == "native and plain"
+    (point,) = violated(record["points"])
+    assert point["detail"] == "asked for; 2 of 5 forwards ran by it, the others by the plain path"
+
+
+@pytest.mark.parametrize("tied_head", [True, False], ids=["tied", "untied"])
+def test_the_ledger_of_int8_weights_is_that_of_the_tensors(tied_head: bool) -> None:
+    sizes = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 96, "vocab_size": 50}
+    args = tiny_args(**sizes, tied_head=tied_head)
+    cell = CELL.but(quantize="int8", dtype="bf16")
+    model = random_model(args, dtype=torch.bfloat16, device=CPU, int8=True)
+    record = measure(cell, LlamaEngine(model, Bytes()), device=CPU)
+    held = costs.weights_bytes(args, itemsize=2, int8=True)
+    head = 0 if tied_head else 64 * 64 * 9 // 8  # 50 words in panels of 16
+    assert line(record, "weights") == (held - head, held - head)
+    assert line(record, "tied head" if tied_head else "head") == (head, head)
+    assert record["weights_bytes"] == held
+    assert record["work"] is not None
+    assert record["work"]["step_bytes"] == costs.step_bytes(args, rows=3, context=9, itemsize=2, int8=True)
+    assert any(note.startswith("int8 weights: rounded") for note in record["notes"])
+
+
+def test_random_int8_weights_are_the_random_weights_rounded() -> None:
+    args = tiny_args(dim=64, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=5000)  # more than are drawn at a time
+    whole, rounded = (random_model(args, dtype=torch.float32, device=CPU, int8=int8) for int8 in (False, True))
+    matrices = int8_weights(rounded)
+    assert len(matrices) == 16
+    for name, weight in matrices.items():
+        expected = Int8Weight(*weight.shape)
+        expected.fill(0, whole.get_parameter(name))
+        assert torch.equal(weight.rows(0, weight.shape[0]), expected.rows(0, weight.shape[0])), name
+    assert all(parameter.is_meta is False for parameter in rounded.parameters())
+
+
+def test_random_int8_weights_never_stand_in_a_wider_dtype_as_a_whole() -> None:
+    args = tiny_args(dim=64, n_layers=8, n_heads=2, n_kv_heads=1, ffn_dim=1024, vocab_size=64)
+    held = costs.weights_bytes(args, itemsize=4, int8=True)
+    matrix = 64 * 1024 * 4
+    peak = memory.tensor_peak(lambda: random_model(args, dtype=torch.float32, device=CPU, int8=True))
+    assert peak < held + 8 * matrix < costs.weights_bytes(args, itemsize=4)
 
 
 @MODES
@@ -235,12 +375,39 @@ def test_a_cell_past_the_models_limit_or_the_memory_is_refused_in_words() -> Non
         {"logits": "some"},
         {"dtype": "int8"},
         {"text": "  "},
+        {"quantize": "int4"},
+        {"quantize": "int8", "engine": "transformers"},
+        {"quantize": "int2", "engine": "llama.cpp"},
+        {"fast": True, "engine": "llama.cpp"},
     ],
     ids=str,
 )
 def test_a_cell_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(wrong)))):
         Cell(**wrong)
+
+
+def test_ways_that_cannot_be_had_together_are_refused_before_anything_runs() -> None:
+    for asked, words in [
+        ({"fast": True, "exact": True}, "choose one of exact and fast"),
+        ({"quantize": "int8", "exact": True}, "choose one of exact and quantize"),
+        ({"quantize": "int8", "dtype": "fp16"}, "int8 weights go with activations in fp32 or bf16"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            make_cell(device="cpu", **asked)  # type: ignore[arg-type]
+
+
+def test_an_engine_is_named_with_its_modes() -> None:
+    assert read_engine("transformers") == {"engine": "transformers", "fast": False, "quantize": None}
+    assert read_engine("llama.cpp:int4") == {"engine": "llama.cpp", "fast": False, "quantize": "int4"}
+    assert read_engine("llama:int8:fast") == read_engine("llama:fast:int8")
+    assert Cell(**read_engine("llama:fast:int8")).name == "batch 1, cache on, fast, int8 weights"
+    assert Cell(**read_engine("llama.cpp:int8")).name == "llama.cpp, batch 1, cache on, int8 weights"
+    for words in ("llama:quick", "llama.cpp:", "llama.cpp:Q8_0"):
+        with pytest.raises(ValueError, match=r"is no mode; known are fast, int8 and int4, as in llama:fast:int8"):
+            read_engine(words)
+    with pytest.raises(ValueError, match="more modes than one cell can"):
+        read_engine("llama.cpp:int8:int4")
 
 
 def test_a_text_stands_in_every_row_and_its_length_is_counted() -> None:
@@ -372,6 +539,65 @@ def test_fits_find_the_line_and_the_exponent_that_made_the_numbers() -> None:
     assert (line["base"], line["slope"]) == (pytest.approx(3.0), pytest.approx(0.5))
     power = fit("text", False, [(n, 0.1 * n**2) for n in (16, 32, 64, 128)])
     assert power["exponent"] == pytest.approx(2.0)
+    assert line["r_squared"] == pytest.approx(1.0)
+    assert 0.8 < power["r_squared"] < 0.99
+    assert line["lengths"] == 4
+
+
+CONTEXTS = (16, 64, 256, 1024, 2048)
+
+
+def lines(noise: float = 0.0) -> list[StepTimes]:
+    """Return steps of 25 ms + 2 us a position with the cache, and of 10 ms + 900 us a token without."""
+    dice = random.Random(1)
+    cached = [step(n, True, (0.025 + 2e-6 * n) * (1 + dice.gauss(0, noise))) for n in CONTEXTS]
+    return cached + [step(n, False, (0.010 + 9e-4 * n) * (1 + dice.gauss(0, noise))) for n in CONTEXTS]
+
+
+def token_fits(steps: Sequence[StepTimes], **options: float) -> list[Fit]:
+    return [found for found in fits(steps, **options) if found["of"] == "token"]
+
+
+def test_a_tokens_time_is_fitted_beside_the_slope_that_the_bytes_of_the_cache_predict() -> None:
+    cached, uncached = token_fits(lines(), predicted_slope=1.6e-6)
+    assert (cached["base"], cached["slope"]) == (pytest.approx(0.025), pytest.approx(2e-6))
+    assert (uncached["base"], uncached["slope"]) == (pytest.approx(0.010), pytest.approx(9e-4))
+    assert (cached["predicted_slope"], uncached["predicted_slope"]) == (1.6e-6, None)
+    assert fit_words(cached) == (
+        "A token with the cache takes 25.00 ms + 2,000 us per 1000 tokens of context (R^2 1.000, 5 contexts); reading "
+        "their keys and values at the measured bandwidth would take 1,600 us, so the slope is 1.25x what the bytes "
+        "predict."
+    )
+    assert fit_words(uncached) == (
+        "A token without the cache takes 10.00 ms + 900,000 us per 1000 tokens of context (R^2 1.000, 5 contexts)."
+    )
+
+
+def test_noise_takes_little_from_a_steep_line_and_shows_in_what_a_flat_one_explains() -> None:
+    cached, uncached = token_fits(lines(noise=0.03))
+    assert uncached["slope"] == pytest.approx(9e-4, rel=0.1)
+    assert uncached["r_squared"] > 0.99
+    assert cached["slope"] == pytest.approx(2e-6, rel=0.5)
+    assert 0 <= cached["r_squared"] < 0.99
+
+
+def test_times_that_do_not_grow_have_a_line_without_a_slope() -> None:
+    cached = token_fits([step(n, True, 0.5) for n in CONTEXTS])[0]
+    assert (cached["slope"], cached["base"], cached["r_squared"]) == (pytest.approx(0), pytest.approx(0.5), 1.0)
+
+
+def test_fewer_than_three_lengths_are_not_fitted_and_the_reading_says_so() -> None:
+    report = new_report("sweep", [])
+    steps = [one for one in lines() if one["context"] < 100]
+    report["sweep"] = {"growth": [], "cache": [], "contexts": steps, "batches": [], "fits": fits(steps)}
+    assert report["sweep"]["fits"] == []
+    assert read(report) == ["How the time grows was not fitted: a line takes 3 contexts, and there are 2."]
+    report["sweep"] |= {"contexts": lines(), "fits": fits(lines(), predicted_slope=1.6e-6)}
+    assert [sentence[:24] for sentence in read(report)] == [
+        "A token with the cache t",
+        "A token without the cach",
+        "Over the longer half of ",
+    ]
 
 
 def test_the_growth_of_the_speed_up_is_read_out_of_the_longest_generation() -> None:

@@ -1,6 +1,8 @@
 """A preset measures every cell, in turn, as often as its budget allows, and loses nothing that is finished."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import write_checkpoint
+from fakes import NATIVE_SIZES, write_checkpoint
 
 import benchmark_inference as script
 from llama import cli
@@ -235,6 +237,60 @@ def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path) ->
     assert len(sweep["fits"]) == 4
 
 
+def test_a_sweep_fits_its_steps_beside_what_the_bytes_predict(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = new_report("sweep", sweep_cells(base))
+    run_sweep(Session(new_book(tmp_path, report), time.monotonic(), Progress()))
+    assert report["sweep"] is not None
+    cached = report["sweep"]["fits"][0]
+    position = report["sweep"]["cache"][0]["predicted"] / 128  # bytes of one
+    assert cached["predicted_slope"] == position / 1e9
+    assert [fit["predicted_slope"] for fit in report["sweep"]["fits"][1:]] == [None] * 3
+    assert any(sentence.startswith("A token with the cache takes") for sentence in report["reading"])
+
+
+def test_a_sweep_of_too_few_contexts_says_that_nothing_was_fitted(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presets, "CONTEXTS", [4, 8])
+    report = new_report("sweep", sweep_cells(base))
+    run_sweep(Session(new_book(tmp_path, report), time.monotonic(), Progress()))
+    assert report["sweep"] is not None
+    assert report["sweep"]["fits"] == []
+    assert "How the time grows was not fitted: a line takes 3 contexts, and there are 2." in report["reading"]
+
+
+ENGINES = ["transformers", "llama.cpp", "llama.cpp:int8", "llama.cpp:int4", "llama:fast", "llama:fast:int8"]
+
+
+def test_one_table_holds_every_engine_in_every_mode_that_it_has(
+    here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llama_cpp")
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
+        pytest.skip("needs a C++ compiler")
+    folder = write_checkpoint(tmp_path / "tiny", max_seq_len=256, **NATIVE_SIZES)
+    words = ["--preset", "table", "--ckpt_dir", str(folder), "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    words += [word for engine in ENGINES for word in ("--engine", engine)]
+    assert run(*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--budget", "0") == 0
+    (path,) = (tmp_path / "out").glob("*/results.json")
+    report = json.loads(path.read_text())
+    first = [record for record in report["cells"] if record["cell"]["batch_size"] == 1]
+    ran = {(record["cell"]["kv_caching"], record["path"].replace("eager, ", "")) for record in first}
+    assert {path for on, path in ran if on and not path.startswith(("transformers", "llama.cpp"))} == {
+        *("plain", "native", "native, int8 weights")
+    }
+    assert sum(path.startswith("llama.cpp") for on, path in ran) == 3  # with the cache alone
+    assert len(first) == 4 * 2 + 3
+    assert {(one["engine"], one["path"]) for one in report["comparisons"] if one["engine"] == "llama"} == {
+        *(("llama", path) for path in ("plain", "native", "native, int8 weights"))
+    }
+    notes = {record["path"]: record["notes"] for record in first if record["cell"]["engine"] == "llama.cpp"}
+    assert [any("tokens" in n and "we did" in n for n in note) for note in notes.values()] == [True, False, False]
+    shown = capsys.readouterr().out
+    assert "How many times faster ours is, by path" in shown
+    assert "VIOLATED" not in shown
+
+
 def test_the_table_puts_peers_beside_every_cell_that_they_can_run() -> None:
     names = [cell.name for cell in table_cells(Cell(), ["transformers", "llama.cpp"])]
     assert len(names) == 15  # three batches of ours and transformers' in two modes, llama.cpp's in one
@@ -304,6 +360,21 @@ def run(*words: str) -> int:
         (["--preset", "sweep", "--input_len", "8100"], "passes the model's max_seq_len=8192"),
         (["--preset", "table", "--model", "llama-3.1-405b"], "does not fit: weights"),
         (["--resume"], "name it with --preset"),
+        (["--quantize", "int4"], "quantize='int4': the engine llama has weights in int8"),
+        (["--quantize", "int8", "--exact"], "choose one of exact and quantize"),
+        (["--fast", "--exact"], "choose one of exact and fast"),
+        (["--quantize", "int8", "--dtype", "fp16"], "not in torch.float16"),
+        (["--engine", "transformers", "--quantize", "int8"], "transformers is measured with the weights as they are"),
+        (["--engine", "transformers:int8"], "transformers is measured with the weights as they are"),
+        (["--engine", "llama.cpp", "--fast"], "the fast step is ours alone"),
+        (["--engine", "llama.cpp:int2"], "'int2' is no mode; known are fast, int8 and int4"),
+        (["--engine", "llama.cpp:int8", "--quantize", "int4"], "says its modes itself"),
+        (["--engine", "vllm:int8"], "engine='vllm' is not known"),
+        (["--preset", "table", "--engine", "llama:fast", "--engine", "llama:fast"], "would stand in the table twice"),
+        (["--preset", "table", "--engine", "llama"], "would stand in the table twice"),
+        (["--preset", "table", "--exact", "--engine", "llama:fast"], "choose one of exact and fast"),
+        (["--preset", "sweep", "--engine", "llama:fast"], "the sweep measures this library alone"),
+        (["--model", "gpt2", "--engine", "transformers", "--fast"], "as that comes"),
         (["--logits", "all", "--engine", "transformers"], "logits=all is ours alone"),
         (["--exact", "--engine", "transformers"], "exact mode is ours alone"),
         (["--json", "/proc/nothing/x.json"], "/proc/nothing"),

@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_reports import SENTENCES, cell_record, dead_record, sweep_report, table_report
+from bench_reports import (
+    SENTENCES,
+    cell_record,
+    comparison,
+    dead_record,
+    sweep_report,
+    table_report,
+)
 
 from llama.bench.files import check_writable
 from llama.bench.page import page
 from llama.bench.plots import as_png, as_svg, figures
+from llama.bench.reading import read
 from llama.bench.record import CellRecord, Report
 from llama.bench.report import write_json, write_report
 from llama.bench.tables import cell_text, report_csv, report_markdown, table_markdown
@@ -204,9 +212,89 @@ def test_other_engines_are_held_against_ours_and_above_one_means_ours_is_faster(
     assert [(row[2], row[-2]) for row in rows[::2]] == [("llama", "ours"), ("transformers", "2.50x")]
 
 
+def quick(record: CellRecord, tokens_per_second: float) -> CellRecord:
+    assert record["summary"] is not None
+    record["summary"]["tokens_per_second"] = tokens_per_second
+    return record
+
+
+def test_each_way_of_ours_has_a_table_of_its_own_and_stands_against_every_peer() -> None:
+    llama_cpp = "llama.cpp (llama-cpp-python 0.3.36)"
+    report = table_report(
+        [
+            quick(cell_record(), 10),
+            quick(cell_record(fast=True, path="native"), 30),
+            quick(cell_record(fast=True, quantize="int8", path="native, int8 weights"), 60),
+            quick(cell_record(engine="llama.cpp", path=llama_cpp), 20),
+            quick(cell_record(engine="llama.cpp", quantize="int8", path=f"{llama_cpp}, Q8_0 weights"), 40),
+        ]
+    )
+    shown = table_markdown(report)
+    every = rows_of(shown, "Every cell")
+    assert [(row[2], row[3], row[-2]) for row in every] == [
+        ("llama", "none", "ours"),
+        ("llama.cpp", "none", "0.50x"),
+        ("llama.cpp", "int8", "not the same weights"),
+    ]
+    assert len(rows_of(shown, "On the native path, apart from the plain one")) == 1
+    assert len(rows_of(shown, "On the native path with int8 weights, apart from the plain one")) == 1
+    assert rows_of(shown, "How many times faster ours is, by path") == [
+        ["llama.cpp, batch 1, cache on", "0.50x", "1.50x", "3.00x"],
+        ["llama.cpp, batch 1, cache on, int8 weights", "0.25x", "0.75x", "1.50x"],
+    ]
+    assert {(row["fast"], row["quantize"]) for row in csv_rows(report)} == {
+        ("False", ""),
+        ("True", ""),
+        ("True", "int8"),
+        ("False", "int8"),
+    }
+    assert list(figures(report)) == TABLE_PLOTS[:2] + TABLE_PLOTS[3:]
+
+
+def test_a_table_of_many_ways_is_drawn_at_its_width_and_higher() -> None:
+    ways: list[dict[str, Any]] = [{"engine": "transformers"}, {"engine": "llama.cpp"}, {"fast": True, "path": "native"}]
+    cells = [cell_record(batch_size=rows, **way) for rows in (1, 8, 16) for way in [{}, *ways]]
+    sizes = [width_and_height(as_png(figures(table_report(shown))["time"])) for shown in (cells[:9], cells)]
+    assert sizes[1] == (1350, sizes[0][1] + 300)  # two inches
+
+
+def test_modes_are_paired_on_one_path_and_each_path_has_its_sentences() -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"fast": True, "path": "native"},
+        {"fast": True, "quantize": "int8", "path": "native, int8 weights"},
+    ]
+    report = table_report([cell_record(kv_caching=on, **way) for on in (True, False) for way in ways])
+    report["comparisons"] = [comparison(path=way.get("path", "plain")) for way in ways]
+    report["comparisons"][1] |= {"equal": False}
+    saved = rows_of(table_markdown(report), "What the cache saves")
+    assert [row[0] for row in saved] == [
+        "batch 1",
+        "batch 1, fast, native path",
+        "batch 1, fast, int8 weights, native path",
+    ]
+    sentences = "\n".join(read(report))
+    for words in (
+        "At batch 1 the cache turns",
+        "At batch 1, on the native path, the cache turns",
+        "At batch 1, on the native path with int8 weights, the cache turns",
+        "Both modes made the same tokens, all 32 of them.",
+        "The two modes made different tokens on the native path at batch 1;",
+        "Both modes made the same tokens on the native path with int8 weights, all 32 of them.",
+    ):
+        assert words in sentences
+    assert "llama, batch 1, native path: ids differ over 32 tokens" in report_markdown(report)
+
+
+def test_curves_on_another_path_say_so() -> None:
+    fast = table_report([cell_record(fast=True, path="native")])
+    assert "**Where the cache begins to pay, on the native path**" in report_markdown(fast)
+    assert "**Where the cache begins to pay**" in report_markdown(table_report())
+
+
 def test_texts_that_differ_are_told_with_place_and_margin() -> None:
     parting = {"row": 3, "token": 17, "cached_id": 28, "uncached_id": 198, "margin": 2.1e-4}
-    differ = {"engine": "llama", "batch_size": 8, "tokens": 256, "equal": False, "divergence": parting}
+    differ = comparison(batch_size=8, tokens=256, equal=False, divergence=parting)
     shown = report_markdown(table_report(comparisons=[differ]))
     assert "differ first in row 3 at token 17 of 256: 28 with the cache, 198 without" in shown
     assert "largest logits there: 0.00021" in shown
@@ -237,7 +325,10 @@ def test_a_sweep_is_told_in_full() -> None:
     shown = report_markdown(report)
     assert [row[0] for row in rows_of(shown, "Speed-up against generation length")] == ["10", "20", "50", "100", "200"]
     assert len(rows_of(shown, "Bytes of the KV cache against length")) == 7
-    assert [row[-1] for row in rows_of(shown, "How time grows with the context")] == ["0.02", "1.01", "1.06", "2.02"]
+    fitted = rows_of(shown, "How time grows with the context")
+    assert [row[-1] for row in fitted] == ["0.02", "1.01", "1.06", "2.02"]
+    assert fitted[0] == ["a token with the cache", "25.10", "620", "1,770", "0.35x", "0.997", "8", "0.02"]
+    assert fitted[2][1:5] == ["10.20", "880,000", "", ""]
     assert {row["figures"] for row in csv.DictReader(io.StringIO(report_csv(report)))} == {
         *("cell", "generation length", "cache size", "context", "batch"),
         *(f"fit: a {what} {mode}" for what in ("token", "text") for mode in ("with the cache", "without the cache")),

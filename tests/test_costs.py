@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import tiny_args
 
-from llama import costs
+from llama import costs, quantize
 from llama.args import ModelArgs
 from llama.costs import MB, RELEASED
 from llama.model import Transformer
+from llama.quantize import quantize_layers
 from llama.request import Step
 
 TINY = ModelArgs(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, vocab_size=50, ffn_dim=40, max_seq_len=64)
@@ -100,6 +101,36 @@ def test_a_step_reads_every_weight_once_and_of_an_untied_embedding_only_its_rows
     assert (
         costs.step_bytes(untied, rows=3, context=10, itemsize=2) == 2 * (costs.parameters(tied) + 3 * TINY.dim) + cache
     )
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+@pytest.mark.parametrize("vocab_size", [48, 50])
+def test_the_bytes_of_int8_weights_are_those_of_the_tensors(tied_head: bool, vocab_size: int) -> None:
+    args = tiny_args(dim=64, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=vocab_size, tied_head=tied_head)
+    with torch.device("meta"):
+        model = Transformer(args)
+        quantize_layers(model, torch.bfloat16)
+    held = sum(p.numel() * (2 if p.is_floating_point() and p.ndim == 1 else p.itemsize) for p in model.parameters())
+    assert costs.weights_bytes(args, itemsize=2, int8=True) == held
+    assert costs.head_bytes(args, itemsize=2, int8=True) == model.output.weight.nbytes
+    assert costs.weights_bytes(args, itemsize=2) == 2 * costs.parameters(args)
+
+
+def test_an_int8_weight_takes_nine_eighths_of_a_byte_and_outputs_come_in_sixteens() -> None:
+    assert costs.matrix_bytes(64, 96, itemsize=4, int8=True) == 64 * 96 * 9 // 8
+    assert costs.matrix_bytes(50, 96, itemsize=4, int8=True) == 64 * 96 * 9 // 8
+    assert (costs.INT8_GROUP, costs.INT8_LANES) == (quantize.GROUP, quantize.LANES)
+
+
+def test_a_step_reads_int8_weights_once_and_the_cache_in_the_dtype_of_the_activations() -> None:
+    """Of 64 x 96, 50 x 64, ... in one layer: worked out by hand for dim 64, 2 heads of 32 with 1 of KV, 96 hidden."""
+    args = tiny_args(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=48, tied_head=True)
+    matrices = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96 + 48 * 64
+    cache = 2 * 32 * 3 * 10 * 4
+    assert costs.step_bytes(args, rows=3, context=10, itemsize=4, int8=True) == matrices * 9 // 8 + 3 * 64 * 4 + cache
+    untied = replace(args, tied_head=False)
+    more = costs.step_bytes(untied, rows=3, context=10, itemsize=4, int8=True) - matrices * 9 // 8 - 3 * 64 * 4 - cache
+    assert more == 3 * 64 * 9 // 8  # of the embedding the vectors of three tokens
 
 
 @given(st.integers(0, 10**6), st.integers(1, 64), st.integers(1, 9))

@@ -76,11 +76,12 @@ MAY_IMPORT = {
         "torch transformers huggingface_hub llama_cpp",
     ),
     "llama/bench/jobs.py": ("bench parallel", ""),
-    "llama/bench/": (f"{ABOVE_API} ranks parallel api costs exact bench", "torch"),
+    "llama/bench/": (f"{ABOVE_API} decode quantize ranks parallel api costs exact bench", "torch"),
     "llama/verify.py": ("api bench cli costs exact model parallel parity tokenizer ways", "torch tqdm"),
     "benchmark_inference.py": (f"{ABOVE_API} ranks parallel api bench cli", ""),
     "inference.py": (f"{ABOVE_API} exact ranks parallel api cli", ""),
     "scripts/record_llama_cpp_ids.py": ("demo", "llama_cpp"),
+    "scripts/compare_int8.py": ("api cli costs model text tokenizer", "torch tqdm"),
     "scripts/compare_ranks.py": ("args bench parallel", "torch"),
 }
 
@@ -91,7 +92,7 @@ ONLY_DOOR = {
     "safetensors": "llama/checkpoint/",
     "gguf": "llama/checkpoint/",
     "fire": "llama/cli.py",
-    "tqdm": "llama/api.py llama/bench/progress.py llama/verify.py",
+    "tqdm": "llama/api.py llama/bench/progress.py llama/verify.py scripts/compare_int8.py",
     "matplotlib": "llama/bench/plots.py",
     "fairscale": "llama/parallel.py",
     "triton": "llama/kernels/",

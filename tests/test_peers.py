@@ -23,6 +23,7 @@ from llama.model import Transformer
 OUTPUT_LEN = 6
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5], [35, 8, 9, 7, 9, 3, 2], [1, 1, 2, 3, 5, 8, 13]]
 RAGGED = [PROMPTS[0], PROMPTS[1][:2], PROMPTS[2][:5]]
+NATIVE = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 96}  # whole blocks of 32 weights
 MARGIN = 1e-3  # between the two largest logits, which are of the order of 10; float32 sums differ by 1e-5 there
 
 
@@ -101,6 +102,42 @@ def test_peers_compute_in_the_dtype_of_the_model(name: str, dtype: torch.dtype) 
     if name == "transformers":
         held = len(PROMPTS[0]) + OUTPUT_LEN - 1
         assert run.cache_bytes == kv_nbytes(model.args, len(PROMPTS), held, dtype)
+
+
+@pytest.mark.parametrize("tied_head", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("quantize", "name", "block"), [("int8", "Q8_0", 34), ("int4", "Q4_0", 18)])
+def test_llama_cpp_quantizes_the_weights_itself_and_says_so(
+    quantize: str, name: str, block: int, tied_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 32 weights in so many bytes; of int4 the head is kept wider, at these sizes in Q8_0."""
+    pytest.importorskip("llama_cpp")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = tiny_model(tiny_args(**NATIVE, tied_head=tied_head), dtype=torch.float32)
+    engine = open_peer("llama.cpp", model, Bytes(), threads=1, quantize=quantize)
+    assert engine.path.endswith(f", {name} weights, fp16 cache")
+    assert [path.name for path in tmp_path.glob("*/*")] == [f"model-{name}.gguf"]  # that of the whole weights is gone
+    layers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+    head, norms = 40 * 64, 5 * 64 * 4
+    ends = head * 34 // 32 + (0 if tied_head else head * block // 32)
+    assert engine.weights_bytes == layers * block // 32 + ends + norms
+    run = engine.run(PROMPTS, OUTPUT_LEN, kv_caching=True)
+    assert [len(row) for row in run.ids] == [OUTPUT_LEN] * len(PROMPTS)
+
+
+def test_llama_cpp_in_int8_is_our_model_but_for_rounding() -> None:
+    """Where the two largest logits, of the order of 10, are far apart, rounding to 8 bits does not swap them."""
+    pytest.importorskip("llama_cpp")
+    model = tiny_model(tiny_args(**NATIVE), dtype=torch.float32)
+    engine = open_peer("llama.cpp", model, Bytes(), threads=1, quantize="int8")
+    prompts = [[a, b, 7] for a in range(6) for b in range(6)]
+    with torch.inference_mode():
+        first, second = model(torch.tensor(prompts))[:, -1].topk(2).values.unbind(-1)
+    clear = [prompt for prompt, far in zip(prompts, first - second > 0.5, strict=True) if far]
+    assert len(clear) > 10
+    ours = LlamaEngine(model, Bytes())
+    assert [engine.run([prompt], 1, kv_caching=True).ids for prompt in clear] == [
+        ours.run([prompt], 1, kv_caching=True).ids for prompt in clear
+    ]
 
 
 # ---- what was seen of them -------------------------------------------------------------------------------------------
@@ -218,6 +255,11 @@ def test_llama_cpp_refuses_models_and_batches_that_it_cannot_take(model: Transfo
         LlamaCppEngine.of(model.double(), Bytes())
     with pytest.raises(ValueError, match=r"the model is on meta, and llama\.cpp is run on the CPU here"):
         LlamaCppEngine.of(model.to("meta"), Bytes())
+
+
+def test_transformers_is_not_quantized(model: Transformer) -> None:
+    with pytest.raises(ValueError, match="transformers is measured with the weights as they are; leave it out"):
+        open_peer("transformers", model, Bytes(), quantize="int8")
 
 
 def test_a_rule_that_transformers_has_no_word_for_is_refused() -> None:

@@ -118,6 +118,32 @@ def test_a_job_that_loses_a_rank_ends_in_time_and_names_it(lost: dict[str, tuple
     assert lasted < TIMEOUT_S + 5, printed
 
 
+ELSEWHERE, OTHER = (rf"rank {rank} \(process {4710 + rank} on elsewhere\)" for rank in (1, 2))
+WATCHED = {  # a fault: the timeout, the exit code, and what is printed
+    "stopped": (1, -9, r"error: rank 0: process \d+ did not go on for 1.4 s and was killed\n"),
+    "killed": (60, -9, ""),
+    "ending": (60, 0, ""),
+    "hanging": (1, 1, rf"error: rank 0: {ELSEWHERE} and {OTHER} have not answered for 1 s\n"),
+    "broken": (5, 1, rf"(?s)Traceback.*RankLost: the connection to {ELSEWHERE} broke: gloo: connection closed\n"),
+}
+
+
+@pytest.mark.parametrize("fault", WATCHED)
+def test_a_rank_alone_on_its_host_ends_in_words_and_its_guard_with_it(fault: str) -> None:
+    timeout, code, words = WATCHED[fault]
+    child = [sys.executable, "-W", "default::ResourceWarning", str(ROOT / "tests" / "ranks_child.py")]
+    # What is printed ends when nobody holds stderr any more: neither the rank nor its guard.
+    found, printed, at = ended(run([*child, "watched", fault, str(timeout)]))
+    started, _, said = printed.partition("\n")
+    guard, since = started.split()
+    assert found == code, printed
+    assert re.fullmatch(words, said), printed
+    assert at - float(since) < 10
+    if fault in ("ending", "broken"):  # it has been reaped
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(guard), 0)
+
+
 # ---- the scripts -----------------------------------------------------------------------------------------------------
 
 ASKED = ("the hat", "an inn in", "--ckpt_dir", "meta-1", "--temperature", "0", "--max_gen_len", "12", "--dtype", "fp64")

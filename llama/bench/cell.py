@@ -1,12 +1,40 @@
-"""A cell: one square of the table, everything that decides what is measured.
+"""A cell: one square of the table, everything that decides what is measured, and the words that name its engine.
 
 Knows nothing of how it is measured.
 """
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
+
+# Whose weights can be brought into what: int8 is our own layout, or llama.cpp's Q8_0, and int4 its Q4_0.
+QUANTIZED = {"llama": ("int8",), "llama.cpp": ("int8", "int4")}
+
+
+class Modes(TypedDict):
+    """The fields of a cell that `--engine` can say in one word."""
+
+    engine: str
+    fast: bool
+    quantize: str | None
+
+
+def read_engine(words: str) -> Modes:
+    """Return what an engine's name and the modes behind it mean: transformers, llama.cpp:int8, llama:fast:int8.
+
+    Raises ValueError for a word that is no mode. Which engine has which modes, a Cell knows.
+    """
+    engine, *modes = words.split(":")
+    found = [mode for mode in modes if mode != "fast"]
+    for mode in found:
+        if mode not in ("int8", "int4"):
+            raise ValueError(
+                f"engine={words!r}: {mode!r} is no mode; known are fast, int8 and int4, as in llama:fast:int8"
+            )
+    if len(found) > 1 or modes.count("fast") > 1:
+        raise ValueError(f"engine={words!r} has more modes than one cell can; give --engine once for each")
+    return {"engine": engine, "fast": "fast" in modes, "quantize": found[0] if found else None}
 
 
 @dataclass(frozen=True)
@@ -15,7 +43,8 @@ class Cell:
 
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
     kind that the library has, or "file.py:kind" for one that a file defines. `text` replaces the random ids of every
-    row; `input_len` is then the count of its tokens. `ranks` are the processes that share the model. Raises ValueError.
+    row; `input_len` is then the count of its tokens. `ranks` are the processes that share the model. `fast` asks for
+    the fast step, and `quantize` for weights in "int8", or, of llama.cpp, in "int4". Raises ValueError.
     """
 
     batch_size: int = 1
@@ -28,6 +57,8 @@ class Cell:
     kv_cache: str = "static"
     logits: Literal["last", "all"] = "last"
     exact: bool = False
+    fast: bool = False
+    quantize: str | None = None
     device: str = "cpu"
     dtype: str = "fp32"
     threads: int | None = None
@@ -50,16 +81,34 @@ class Cell:
             raise ValueError(f"{self.engine} is measured in one process; start it without torchrun")
         if self.engine != "llama" and self.exact:
             raise ValueError(f"exact mode is ours alone; leave it out for {self.engine}")
+        if self.engine != "llama" and self.fast:
+            raise ValueError(f"the fast step is ours alone; leave it out for {self.engine}")
+        if self.quantize is not None:
+            self._check_quantize()
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(ITEMSIZE)}")
         if self.text is not None and not self.text.strip():
             raise ValueError("text is empty; give it some words, or leave it out for random ids")
+
+    def _check_quantize(self) -> None:
+        known = QUANTIZED.get(self.engine)
+        if known is None:
+            raise ValueError(
+                f"quantize={self.quantize}: {self.engine} is measured with the weights as they are; leave it out"
+            )
+        if self.quantize not in known:
+            raise ValueError(
+                f"quantize={self.quantize!r}: the engine {self.engine} has weights in {' and '.join(known)}; "
+                "choose of these, or leave it out"
+            )
 
     @property
     def name(self) -> str:
         """What tells the cell from the others of its table."""
         mode = f"batch {self.batch_size}, cache {'on' if self.kv_caching else 'off'}"
         mode += f", {self.ranks} ranks" if self.ranks > 1 else ""
+        mode += ", fast" if self.fast else ""
+        mode += f", {self.quantize} weights" if self.quantize else ""
         return mode if self.engine == "llama" else f"{self.engine}, {mode}"
 
     @property
@@ -71,6 +120,16 @@ class Cell:
     def itemsize(self) -> int:
         """Bytes of a number in the cell's dtype."""
         return ITEMSIZE[self.dtype]
+
+    @property
+    def cache_itemsize(self) -> int:
+        """Bytes of a number in the KV cache: beside quantized weights llama.cpp has its default there, fp16."""
+        return 2 if self.engine != "llama" and self.quantize else self.itemsize
+
+    @property
+    def int8(self) -> bool:
+        """Whether the matrices are in the int8 of this library, the bytes of which are known beforehand."""
+        return self.engine == "llama" and self.quantize == "int8"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

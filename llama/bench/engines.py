@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
+from llama.decode import NativeStep
 from llama.model import Transformer
+from llama.quantize import int8_weights
 from llama.request import Options
 from llama.text import TextCodec, encode_prompt
 
 GREEDY: Options = {"temperature": 0.0}
+INT8 = "int8 weights"  # how a path says so
 
 
 @dataclass
@@ -27,7 +30,8 @@ class Run:
     started: when the engine was called. token_times: when each token of all rows was on the host.
     fed: (rows, tokens a row) of every forward. cache_bytes, cache_length: what the cache held at the last forward, and
     for how many positions there was room. logits_bytes: the most that a forward returned. greedy: whether every token
-    that was fed back was the most likely one, which only warm-ups look at. None: the engine does not show it.
+    that was fed back was the most likely one, which only warm-ups look at. path: what executed the forwards, and
+    fast_forwards: how many of them the fast step did. None: the engine does not show it.
     """
 
     started: float = 0.0
@@ -38,10 +42,15 @@ class Run:
     cache_length: int | None = None
     logits_bytes: int | None = None
     greedy: bool | None = None
+    path: str | None = None
+    fast_forwards: int | None = None
 
 
 class Engine(Protocol):
-    """What is measured. `args` and `weights_bytes` are None where the engine does not tell; `path` names its step."""
+    """What is measured. `args` and `weights_bytes` are None where the engine does not tell.
+
+    `path` names what executes a forward, where a run does not show it.
+    """
 
     path: str
     args: ModelArgs | None
@@ -73,7 +82,7 @@ class LlamaEngine:
 
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
         self.model, self.tokenizer, self.logits = model, tokenizer, logits
-        self.path = model.ops.name
+        self.path = self._path(fast=0, all=0)
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
         self.weights_bytes: int | None = weights_bytes(model)
@@ -86,10 +95,24 @@ class LlamaEngine:
         with self._watched(run, times, output_len=output_len, steps=steps):
             run.started = time.perf_counter()
             options: Options = {**GREEDY, "kv_caching": kv_caching}
+            before = self._fast_forwards()
             with suppress(_EnoughError):
                 run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
         run.token_times = times[1:]
+        run.fast_forwards = self._fast_forwards() - before
+        run.path = self._path(fast=run.fast_forwards, all=len(run.fed or ()))
         return run
+
+    def _fast_forwards(self) -> int:
+        step = self.model.step
+        return step.forwards if isinstance(step, NativeStep) else 0
+
+    def _path(self, *, fast: int, all: int) -> str:
+        """Return what executed so many forwards, of which the fast step did some: by what it counted, not by intent."""
+        plain, step = self.model.ops.name, self.model.step
+        names = [step.name] if step is not None and fast else []
+        names += [plain] if fast < all or not names else []
+        return " and ".join(names) + (f", {INT8}" if int8_weights(self.model) else "")
 
     def encode(self, text: str) -> list[int]:
         return encode_prompt(self.tokenizer, text)

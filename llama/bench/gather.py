@@ -58,6 +58,7 @@ def compare_modes(cached: CellRecord, uncached: CellRecord) -> Comparison:
         divergence["margin"] = run_job("margin", cell, row=divergence["row"], ids=ids)["margin"]
     return {
         "engine": cell.engine,
+        "path": cached["path"],
         "batch_size": cell.batch_size,
         "tokens": sum(map(len, uncached["ids"])),
         "equal": divergence is None,

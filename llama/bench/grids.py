@@ -42,18 +42,32 @@ DEFINITIONS = (
     ),
     ("peak resident", "the most memory of the process that was in RAM: tensors, code, and what libraries keep"),
     ("cache off", "every step is longer than all before it, so all but two are the first of their shape, and not warm"),
+    ("path", "what executed the forwards: plain, exact or native, as was seen, or a peer and its version"),
     ("KV cache", "the bytes that the tensors of the cache held at the last step"),
     ("token-forwards", "tokens fed through the model, over all rows and steps: the work"),
     ("less work, less time", "token-forwards, and median times, without the cache over those with it"),
     ("bound by", "what holds the middle step back, by its share of the rates measured on this machine at the start"),
     ("predicted", "worked out from the model's sizes alone; the residual is measured less predicted"),
+    ("R^2", "the share of the variance of the times that a fitted line explains"),
     ("crossover", "the context from which on a step with the cache is faster than one without"),
     ("MB", "2^20 bytes"),
 )
 
 # What two cells must share before one is held against the other.
-_SAME = ("batch_size", "input_len", "output_len", "model", "logits", "device", "dtype", "threads", "text")
-_MAY_VARY = ("engine", "kv_cache", "logits", "dtype", "device", "threads", "input_len", "output_len", "model")
+_SAME = ("batch_size", "input_len", "output_len", "model", "quantize", "logits", "device", "dtype", "threads", "text")
+_MAY_VARY = (
+    "engine",
+    "fast",
+    "quantize",
+    "kv_cache",
+    "logits",
+    "dtype",
+    "device",
+    "threads",
+    "input_len",
+    "output_len",
+    "model",
+)
 
 
 @dataclass(frozen=True)
@@ -97,14 +111,22 @@ def byline(report: Report) -> list[str]:
 
 def label(record: CellRecord) -> str:
     """Return what tells a cell from the others of its report."""
-    name = Cell(**record["cell"]).name
-    path = f", {record['path']} path" if stands_apart(record) else ""
+    cell = Cell(**record["cell"])
+    name = cell.name
+    shown = stands_apart(record) or (cell.fast and record["summary"] is not None)  # also where it fell back
+    path = f", {record['path'].partition(', ')[0]} path" if shown else ""
     return name + path + (", logits of all positions" if record["cell"]["logits"] == "all" else "")
 
 
 def stands_apart(record: CellRecord) -> bool:
     """Tell whether the cell ran on one of our own faster paths, which no plain cell may be held against."""
     return record["cell"]["engine"] == "llama" and record["path"] not in ("plain", "")
+
+
+def path_words(path: str) -> str:
+    """Return one of our paths in words: native path, plain path with int8 weights."""
+    way, _, weights = path.partition(", ")
+    return f"{way} path" + (f" with {weights}" if weights else "")
 
 
 def on_or_off(kv_caching: bool) -> str:
@@ -120,7 +142,8 @@ def groups(report: Report) -> list[list[CellRecord]]:
     found: dict[tuple[Any, ...], list[CellRecord]] = {}
     for record in _in_order(report["cells"]):
         if record["summary"] is not None:
-            alike = (record["cell"]["engine"], record["path"], *(record["cell"][key] for key in _SAME))
+            cell = record["cell"]
+            alike = (cell["engine"], record["path"], cell["fast"], *(cell[key] for key in _SAME))
             found.setdefault(alike, []).append(record)
     return list(found.values())
 
@@ -137,7 +160,8 @@ def _switched(on: CellRecord, off: CellRecord) -> bool:
 def _in_order(records: Sequence[CellRecord]) -> list[CellRecord]:
     def place(record: CellRecord) -> tuple[Any, ...]:
         cell = record["cell"]
-        return cell["batch_size"], cell["engine"] != "llama", cell["engine"], not cell["kv_caching"]
+        modes = cell["engine"], cell["fast"], cell["quantize"] or ""
+        return cell["batch_size"], cell["engine"] != "llama", *modes, not cell["kv_caching"]
 
     return sorted(records, key=place)
 
@@ -149,8 +173,14 @@ def cell_grids(report: Report) -> list[Grid]:
     grids = [_cell_grid("Every cell", plain)] if plain else []
     for path in sorted({record["path"] for record in records if stands_apart(record)}):
         apart = [record for record in records if stands_apart(record) and record["path"] == path]
-        grids.append(_cell_grid(f"On the {path} path, apart from the plain one", apart))
+        grids.append(_cell_grid(f"On the {path_words(path)}, apart from the plain one", apart))
     return grids
+
+
+def table_grids(report: Report) -> list[Grid]:
+    """Return the tables of the cells, then what the cache saves, then the others against each of our paths."""
+    more = [speedup_grid(report), against_grid(report)]
+    return [*cell_grids(report), *(grid for grid in more if grid is not None)]
 
 
 def _cell_grid(name: str, records: Sequence[CellRecord]) -> Grid:
@@ -159,14 +189,19 @@ def _cell_grid(name: str, records: Sequence[CellRecord]) -> Grid:
     heads = ["batch size", "KV cache", *(key.replace("_", " ") for key in varying)]
     ratio = ["ours, times faster"] if peers else []
     notes = [f"{label(record)} {fate(record)}" for record in records if record["error"] is not None]
-    notes += ["ours, times faster: their time over ours, same batch size and mode"] if peers else []
+    notes += ["ours, times faster: their time over ours, same batch size, mode and weights"] if peers else []
     rows = []
     for record in records:
         cell = record["cell"]
-        row = [str(cell["batch_size"]), on_or_off(cell["kv_caching"]), *(str(cell[key]) for key in varying)]
+        row = [str(cell["batch_size"]), on_or_off(cell["kv_caching"]), *(_asked(cell[key]) for key in varying)]
         row += _figures(record) + ([_ratio(record, records)] if peers else []) + [_count(record["summary"])]
         rows.append(row)
     return Grid(name, [*heads, *(head for head, _ in _FIGURES), *ratio, "n"], rows, notes)
+
+
+def _asked(value: object) -> str:
+    """Return a field of a cell in words."""
+    return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
 
 
 def _figures(record: CellRecord) -> list[str]:
@@ -207,10 +242,35 @@ def _ratio(record: CellRecord, records: Sequence[CellRecord]) -> str:
     if record["cell"]["engine"] == "llama":
         return "ours"
     ours = [one["summary"] for one in records if one["cell"]["engine"] == "llama" and key(one) == key(record)]
-    theirs = record["summary"]
-    if theirs is None or not ours or ours[0] is None:
+    if not ours and record["cell"]["quantize"] is not None:
+        return "not the same weights"
+    return _times_faster(ours[0] if ours else None, record["summary"])
+
+
+def _times_faster(ours: Summary | None, theirs: Summary | None) -> str:
+    if ours is None or theirs is None:
         return NOT_MEASURED
-    return f"{ours[0]['tokens_per_second'] / theirs['tokens_per_second']:.2f}x"
+    return f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}x"
+
+
+def against_grid(report: Report) -> Grid | None:
+    """Return how many times faster each of our paths is than each of the others; None where we have one path alone."""
+
+    def key(one: CellRecord) -> tuple[Any, ...]:
+        return one["cell"]["kv_caching"], *(one["cell"][name] for name in _SAME if name != "quantize")
+
+    records = [one for one in _in_order(report["cells"]) if one["summary"] is not None]
+    ours = [one for one in records if one["cell"]["engine"] == "llama"]
+    theirs = [one for one in records if one["cell"]["engine"] != "llama"]
+    paths = list(dict.fromkeys(one["path"] for one in ours))
+    if not theirs or len(paths) < 2:
+        return None
+    times = {(key(one), one["path"]): one["summary"] for one in reversed(ours)}
+    rows = [
+        [label(one), *(_times_faster(times.get((key(one), path)), one["summary"]) for path in paths)] for one in theirs
+    ]
+    notes = ["their time over ours, same batch size and mode: above 1 ours is the faster one; weights are as named"]
+    return Grid("How many times faster ours is, by path", ["than", *map(path_words, paths)], rows, notes)
 
 
 def speedup_grid(report: Report) -> Grid | None:
@@ -359,7 +419,14 @@ def crossover_grids(report: Report) -> list[Grid]:
     rows = [[str(one["batch_size"]), crossover_words(one), _contexts(one), _counts(one["steps"])] for one in crossovers]
     heads = ["batch size", "a cached step is faster from", "contexts tried, tokens", "n a point"]
     steps = [step for one in crossovers for step in one["steps"]]
-    return [Grid("Where the cache begins to pay", heads, rows), step_grid("Time of a step, ms", steps)]
+    title = f"Where the cache begins to pay{_path_of_curves(report)}"
+    return [Grid(title, heads, rows), step_grid("Time of a step, ms", steps)]
+
+
+def _path_of_curves(report: Report) -> str:
+    """Return on which path the steps beside the cells were timed, the first of ours, where it is not the plain one."""
+    ours = [record for record in report["cells"] if record["cell"]["engine"] == "llama"][:1]
+    return "".join(f", on the {path_words(record['path'])}" for record in ours if stands_apart(record))
 
 
 def crossover_words(crossover: Crossover) -> str:
@@ -424,19 +491,32 @@ def fit_name(fit: Fit) -> str:
     return f"a {fit['of']} {'with' if fit['kv_caching'] else 'without'} the cache"
 
 
+def slope_words(slope: float) -> str:
+    """Return seconds a token of context as microseconds per 1000 of them."""
+    return f"{slope * 1e9:,.0f}"
+
+
 def _fit_grid(sweep: Sweep) -> Grid:
-    rows = [
-        [fit_name(fit), f"{fit['base'] * 1e3:.2f}", f"{fit['slope'] * 1e6:.3f}", f"{fit['exponent']:.2f}"]
-        for fit in sweep["fits"]
+    rows = []
+    for fit in sweep["fits"]:
+        predicted = fit["predicted_slope"]
+        beside = ["", ""] if predicted is None else [slope_words(predicted), f"{fit['slope'] / predicted:.2f}x"]
+        row = [fit_name(fit), f"{fit['base'] * 1e3:.2f}", slope_words(fit["slope"]), *beside]
+        rows.append([*row, f"{fit['r_squared']:.3f}", str(fit["lengths"]), f"{fit['exponent']:.2f}"])
+    heads = ["fitted to the medians", "base, ms", "slope, us per 1000 tokens of context", "predicted slope", "ratio"]
+    heads += ["R^2", "lengths", "exponent p of context^p"]
+    notes = [
+        "Time = base + slope x context, by least squares; the exponent is that of the longer half alone.",
+        "Predicted slope: the bytes of 1000 positions of a static cache over the measured read bandwidth.",
     ]
-    heads = ["fitted to the medians", "base, ms", "slope, ms per 1000 tokens of context", "exponent p of context^p"]
-    notes = ["Time = base + slope x context; the exponent is that of the longer half alone."]
     return Grid("How time grows with the context", heads, rows, notes)
 
 
 def comparison_line(comparison: Comparison) -> str:
     """Return whether the ids with the cache are those without, or where they part."""
     where = f"{comparison['engine']}, batch {comparison['batch_size']}"
+    if comparison["engine"] == "llama" and comparison["path"] != "plain":
+        where += f", {path_words(comparison['path'])}"
     parting = comparison["divergence"]
     if comparison["equal"] or parting is None:
         return f"{where}: ids {'equal' if comparison['equal'] else 'differ'} over {comparison['tokens']} tokens"

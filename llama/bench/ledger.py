@@ -10,7 +10,7 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.machine import available_memory
 from llama.bench.record import Ledger, Line
-from llama.costs import PeakMemory, peak_memory, size
+from llama.costs import PeakMemory, head_bytes, peak_memory, size
 from llama.parallel import local_size
 
 CUBLAS_WORKSPACE = 8_519_680  # torch's default configuration, :4096:2:16:8, in bytes
@@ -29,6 +29,7 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
         all_logits=cell.logits == "all",
         workspace=workspace,
         ranks=cell.ranks,
+        int8=cell.int8,
     )
 
 
@@ -49,7 +50,7 @@ def make_ledger(
     `weights`, of which `head` are those of a head of its own, `cache`, `logits` and `peak` are measured bytes, None
     where nobody could look.
     """
-    own_head = args.vocab_size // cell.ranks * args.dim * cell.itemsize
+    own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, int8=cell.int8)
     untied = 0 if args.tied_head else own_head
     at_head = predicted.at_head
     lines = [
@@ -72,10 +73,7 @@ def make_ledger(
     rest = None if peak is None else peak - sum(known) - predicted.workspace
     lines.append(_line(f"{moment} activations", doing, rest))
     lines.append(_line("workspace", predicted.workspace, None))
-    if cell.exact:
-        lines[-2]["note"] = "predicted for the plain path; exact mode pads and copies"
-    elif rest is not None:
-        lines[-2]["note"] = "measured is what the other lines leave of the measured peak"
+    lines[-2]["note"] = _of_activations(cell, measured=rest is not None)
     return {
         "moment": f"{'at the head' if at_head else 'in a layer'} of the {moment}",
         "lines": lines,
@@ -87,6 +85,16 @@ def make_ledger(
         "resident_peak": None,
         "resident_residual": None,
     }
+
+
+def _of_activations(cell: Cell, *, measured: bool) -> str:
+    if cell.exact:
+        return "predicted for the plain path; exact mode pads and copies"
+    if cell.fast:
+        return "predicted for the plain path; the fast step takes one workspace for a forward"
+    if cell.int8:
+        return "predicted for weights as they are; int8 layers widen some outputs at a time"
+    return "measured is what the other lines leave of the measured peak" if measured else ""
 
 
 def _line(name: str, predicted: int, measured: int | None, *, counts: bool = True) -> Line:

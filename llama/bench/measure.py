@@ -19,7 +19,7 @@ from llama.bench.memory import Peak, PeakBytes, tensor_peak
 from llama.bench.models import settled
 from llama.bench.record import CellRecord, Ledger, Sample, Work, new_record
 from llama.bench.validity import judge, notes
-from llama.costs import forward_flops, forwards, step_bytes
+from llama.costs import cache_bytes, forward_flops, forwards, parameters, step_bytes
 
 
 def measure(
@@ -53,7 +53,7 @@ def measure(
         sample["peak_allocated_bytes"] = (engine.weights_bytes or 0) + traced
     record: CellRecord = {
         **new_record(cell),
-        "path": engine.path,
+        "path": run.path or engine.path,
         "samples": [sample],
         "weights_bytes": engine.weights_bytes,
         "cache_bytes": run.cache_bytes,
@@ -61,7 +61,7 @@ def measure(
         "text": engine.decode(run.ids[0]),
         "points": judge(cell, run, warm_up, max_seq_len=engine.max_seq_len, reset_seen=peak.reset_seen),
         "notes": notes(cell, other_load=sample["other_load_cores"], weights=weights),
-        "work": None if engine.args is None else make_work(cell, engine.args),
+        "work": None if engine.args is None else make_work(cell, engine.args, weights=engine.weights_bytes),
     }
     if trace and isinstance(engine, LlamaEngine):
         record["ledger"] = _ledger(cell, engine, run, sample, device, resident_before_model)
@@ -91,8 +91,11 @@ def make_sample(run: Run, other_load: float | None, memory: PeakBytes) -> Sample
     }
 
 
-def make_work(cell: Cell, args: ModelArgs) -> Work:
-    """Return what a cell asks of any machine: tokens, FLOPs and bytes that must be read, over all rows and forwards."""
+def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Work:
+    """Return what a cell asks of any machine: tokens, FLOPs and bytes that must be read, over all rows and forwards.
+
+    `weights` are the bytes that a peer's weights take, which only it knows where it has quantized them.
+    """
     fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
 
     def flops(start_pos: int, seqlen: int) -> int:
@@ -100,7 +103,12 @@ def make_work(cell: Cell, args: ModelArgs) -> Work:
         return cell.batch_size * forward_flops(args, seqlen=seqlen, start_pos=start_pos, scored=scored)
 
     def read(start_pos: int, seqlen: int) -> int:
-        return step_bytes(args, rows=cell.batch_size, context=start_pos, itemsize=cell.itemsize)
+        rows, itemsize = cell.batch_size, cell.itemsize
+        if cell.quantize is None or cell.int8 or weights is None:
+            return step_bytes(args, rows=rows, context=start_pos, itemsize=itemsize, int8=cell.int8)
+        whole = step_bytes(args, rows=rows, context=0, itemsize=itemsize)
+        shrunk = whole * weights // (parameters(args) * itemsize)
+        return shrunk + cache_bytes(args, rows=rows, length=start_pos, itemsize=cell.cache_itemsize)
 
     middle = fed[1:][len(fed[1:]) // 2] if len(fed) > 1 else fed[0]
     return {
@@ -130,7 +138,7 @@ def _ledger(
         cell,
         predict(engine.model.args, cell, workspace=workspace(device)),
         weights=engine.weights_bytes,
-        head=0 if head is embedding else head.untyped_storage().nbytes(),
+        head=0 if head is embedding else head.nbytes,
         cache=run.cache_bytes,
         logits=run.logits_bytes,
         peak=peak,

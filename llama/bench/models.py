@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llama.api import pick_device, pick_dtype
+from llama.api import check_modes, pick_device, pick_dtype
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.ledger import check_length, check_memory
@@ -19,10 +19,12 @@ from llama.bench.peers import GPT2
 from llama.checkpoint import load_weights, materialise, open_checkpoint
 from llama.checkpoint.base import Weight, needed_shapes
 from llama.costs import RELEASED
-from llama.demo import demo_model_path, meta_tokenizer_path
+from llama.decode import make_fast
+from llama.demo import cache_dir, demo_model_path, meta_tokenizer_path
 from llama.kv_cache import KVCache
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_size
+from llama.quantize import Int8Weight, int8_weights, quantize_layers
 from llama.ranks import cut_for
 from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
@@ -60,6 +62,7 @@ def make_cell(
     kind = pick_dtype(dtype, on)
     known_as = next(n for n, known in DTYPES.items() if known == kind)
     cell = Cell(model=name, device=str(on), dtype=known_as, ranks=world_size(), **rest)
+    check_cell(cell)
     KVCache.of(ModelArgs(kv_cache=cache_kind(cell.kv_cache)))
     if name in GPT2:
         return cell
@@ -68,6 +71,13 @@ def make_cell(
     check_length(cell, source.args.max_seq_len)
     check_memory(cell, source.args, source.device, held=0)
     return cell
+
+
+def check_cell(cell: Cell) -> None:
+    """Raise ValueError for ways to compute that our own engine cannot have together, or not on this device."""
+    if cell.engine == "llama":
+        device, dtype = pick_device(cell.device), DTYPES[cell.dtype]
+        check_modes(device, dtype, fast=cell.fast, quantize=cell.quantize, exact=cell.exact)
 
 
 def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
@@ -98,24 +108,32 @@ def find_model(cell: Cell) -> Source:
     if cell.model in RELEASED:
         args = replace(RELEASED[cell.model], kv_cache=cache_kind(cell.kv_cache))
         tokenizer = Tokenizer(cell.tokenizer_path or meta_tokenizer_path())
-        made = lambda: _in_mode(cell, random_model(args, dtype=dtype, device=device))  # noqa: E731
+        made = lambda: _in_mode(cell, random_model(args, dtype=dtype, device=device, int8=cell.int8))  # noqa: E731
         return Source(args, tokenizer, "random", device, dtype, made)
     path = demo_model_path() if cell.model == "demo" else cell.model
     checkpoint = open_checkpoint(path, tokenizer_path=cell.tokenizer_path)
     args = replace(checkpoint.args, kv_cache=cache_kind(cell.kv_cache))
     build = lambda: _in_mode(  # noqa: E731
-        cell, load_weights(checkpoint, args, dtype=dtype, device=device, ranks=join(device)).eval()
+        cell,
+        load_weights(checkpoint, args, dtype=dtype, device=device, ranks=join(device), int8=cell.int8).eval(),
     )
     return Source(args, checkpoint.tokenizer, "checkpoint", device, dtype, build)
 
 
 def _in_mode(cell: Cell, model: Transformer) -> Transformer:
     model.exact = cell.exact
+    if cell.fast:  # which compiles here, if at all, before anything is timed
+        make_fast(model, cache_dir() / "native")
     return model
 
 
-def random_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Transformer:
-    """Return a model of these sizes, or this rank's slice of it, whose numbers are random and always the same."""
+def random_model(
+    args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0, int8: bool = False
+) -> Transformer:
+    """Return a model of these sizes, or this rank's slice of it, whose numbers are random and always the same.
+
+    With `int8` they are those numbers rounded, and no matrix is ever there in a wider dtype as a whole.
+    """
     ranks = join(device)
     ranks.agree(
         lambda: {
@@ -128,10 +146,17 @@ def random_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device, s
     )
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
+        if int8:
+            quantize_layers(model, dtype)
     whole = needed_shapes(args)
     materialise(model, dtype=dtype, device=device)
     stream = torch.Generator(device).manual_seed(seed)
+    matrices = int8_weights(model)
+    for weight in matrices.values():
+        _draw_int8(weight, stream, dtype)
     for name, parameter in model.requires_grad_(False).named_parameters():
+        if name.rpartition(".")[0] in matrices:
+            continue
         if parameter.ndim == 1:
             parameter.fill_(1.0)  # the norms
             continue
@@ -141,3 +166,11 @@ def random_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device, s
         if ranks.size > 1:
             Weight.of(drawn).part(tuple(parameter.shape), ranks.rank, ranks.size).copy_to(parameter)
     return model.eval()
+
+
+def _draw_int8(weight: Int8Weight, stream: torch.Generator, dtype: torch.dtype) -> None:
+    """Draw the numbers of a matrix row after row, in which a whole one is drawn too, and round them."""
+    bound = weight.shape[1] ** -0.5
+    for start, stop in weight.blocks():
+        drawn = torch.empty((stop - start, weight.shape[1]), dtype=dtype, device=weight.device)
+        weight.fill(start, drawn.uniform_(-bound, bound, generator=stream))

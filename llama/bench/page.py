@@ -12,7 +12,6 @@ from llama.bench.grids import (
     NOT_MEASURED,
     Grid,
     byline,
-    cell_grids,
     comparison_line,
     crossover_grids,
     deaths,
@@ -24,8 +23,8 @@ from llama.bench.grids import (
     point_mark,
     point_words,
     remarks,
-    speedup_grid,
     sweep_grids,
+    table_grids,
     title,
     validity_grid,
     violations,
@@ -118,8 +117,8 @@ def _top(report: Report) -> str:
 
 def _results(report: Report, plots: dict[str, str]) -> list[str]:
     """Return tables and pictures of what was measured, in reading order."""
-    saved, sweep = speedup_grid(report), report["sweep"]
-    tables = [_table(grid) for grid in [*cell_grids(report), *([saved] if saved else [])]]
+    sweep = report["sweep"]
+    tables = [_table(grid) for grid in table_grids(report)]
     crossing = [plots["crossover"]] if "crossover" in plots else []
     crossing += [_folded(grid) for grid in crossover_grids(report)]
     swept = [plots[name] for name in ("speedup", "cache", "context", "batch") if name in plots]

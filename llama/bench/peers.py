@@ -35,22 +35,36 @@ GPT2: dict[str, dict[str, int]] = {
     "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
     "distilgpt2": {"n_layer": 6},
 }
+# What llama.cpp calls weights in int8 and int4, with their numbers of enum llama_ftype.
+_GGML_QUANTIZED = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
 _GGML_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # numbers of enum ggml_type
 _UBATCH = 2048  # tokens that are computed at a time; with 512, its default, a prompt of 8 rows took a sixth longer
 _GGML_LOG_ERROR = 4  # of enum ggml_log_level
 _GPT2_OWNERS = ("", "openai-community/", "distilbert/")  # the hub moved them, and caches hold old names and new ones
 
 
-def open_peer(engine: str, model: Transformer, tokenizer: TextCodec, *, threads: int | None = None) -> Engine:
+def open_peer(
+    engine: str,
+    model: Transformer,
+    tokenizer: TextCodec,
+    *,
+    threads: int | None = None,
+    quantize: str | None = None,
+) -> Engine:
     """Return the engine of that name, with the weights, the dtype and the device of `model`.
 
-    `threads` are llama.cpp's; transformers computes in torch, on as many threads as torch is set to. Raises ValueError
-    for an unknown name, a package that is not installed, and a model that the engine cannot run.
+    `threads` are llama.cpp's; transformers computes in torch, on as many threads as torch is set to. `quantize` lets
+    llama.cpp bring the weights into int8 or int4. Raises ValueError for an unknown name, a package that is not
+    installed, and a model that the engine cannot run.
     """
     check_engine(engine)
     if engine == "transformers":
+        if quantize is not None:
+            raise ValueError(
+                f"quantize={quantize}: transformers is measured with the weights as they are; leave it out"
+            )
         return TransformersEngine.of(model, tokenizer)
-    return LlamaCppEngine.of(model, tokenizer, threads=threads)
+    return LlamaCppEngine.of(model, tokenizer, threads=threads, quantize=quantize)
 
 
 def check_engine(engine: str) -> None:
@@ -264,19 +278,28 @@ def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
 class LlamaCppEngine:
     """llama.cpp on the CPU, by its C interface: all rows in one batch, and logits only where they are used.
 
-    Its cache is of the weights' dtype, as ours is. What it holds and returns in bytes, it does not tell.
+    Its cache is of the weights' dtype, as ours is; beside weights that it has quantized, it is of fp16, its default.
+    What it holds and returns in bytes, it does not tell.
     """
 
     max_batch_size = None  # no limit on rows, for the common check of what is asked
 
     def __init__(
-        self, held: ExitStack, pointer: Any, model: Transformer, tokenizer: TextCodec, *, threads: int
+        self,
+        held: ExitStack,
+        pointer: Any,
+        model: Transformer,
+        tokenizer: TextCodec,
+        *,
+        threads: int,
+        quantize: str | None = None,
     ) -> None:
         """Take over llama.cpp's model at `pointer`, and what is to be given back with it."""
         self._api, self._pointer, self.threads = _llama_cpp(), pointer, threads
         self._finalizer = weakref.finalize(self, held.close)
-        self._cache_type = _GGML_TYPES[model.tok_embeddings.weight.dtype]
+        self._cache_type = _GGML_TYPES[torch.float16 if quantize else model.norm.weight.dtype]
         self.path = f"llama.cpp (llama-cpp-python {self._api.__version__})"
+        self.path += f", {_GGML_QUANTIZED[quantize][0]} weights, fp16 cache" if quantize else ""
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
         self.weights_bytes: int | None = self._api.llama_model_size(pointer)
@@ -284,10 +307,13 @@ class LlamaCppEngine:
         self.encode, self.decode = text.encode, text.decode
 
     @classmethod
-    def of(cls, model: Transformer, tokenizer: TextCodec, *, threads: int | None = None) -> "LlamaCppEngine":
+    def of(
+        cls, model: Transformer, tokenizer: TextCodec, *, threads: int | None = None, quantize: str | None = None
+    ) -> "LlamaCppEngine":
         """Return an engine with a copy of the weights, as a .gguf file that is there as long as the engine.
 
-        `threads` are for prompts and single tokens alike; None: as many as torch has. `close` gives all back early.
+        `threads` are for prompts and single tokens alike; None: as many as torch has. `quantize` is int8 for its Q8_0,
+        int4 for its Q4_0, or None for the weights as they are. `close` gives all back early.
         """
         api = _llama_cpp()
         if model.device.type != "cpu":
@@ -295,9 +321,12 @@ class LlamaCppEngine:
         with ExitStack() as stack:
             file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"
             save_gguf(model, file)
+            threads = threads or torch.get_num_threads()
+            if quantize is not None:
+                file = _quantized(api, file, quantize, threads=threads)
             pointer = _loaded(api, file)
             stack.callback(api.llama_model_free, pointer)
-            return cls(stack.pop_all(), pointer, model, tokenizer, threads=threads or torch.get_num_threads())
+            return cls(stack.pop_all(), pointer, model, tokenizer, threads=threads, quantize=quantize)
 
     def close(self) -> None:
         """Free the model and delete its file; the engine can run no more."""
@@ -386,6 +415,20 @@ class LlamaCppEngine:
             yield batch
         finally:
             self._api.llama_batch_free(batch)
+
+
+def _quantized(api: ModuleType, file: Path, quantize: str, *, threads: int) -> Path:
+    """Return a file beside this one with its weights quantized by llama.cpp itself, and delete this one."""
+    _let_only_errors_through(api)
+    name, number = _GGML_QUANTIZED[quantize]
+    made = file.with_name(f"model-{name}.gguf")
+    wanted = api.llama_model_quantize_default_params()
+    wanted.ftype, wanted.nthread = number, threads
+    code = api.llama_model_quantize(str(file).encode(), str(made).encode(), ctypes.byref(wanted))
+    if code != 0:
+        raise ValueError(f"llama.cpp cannot bring this model into {name}, for a reason that stands on stderr")
+    file.unlink()
+    return made
 
 
 def _loaded(api: ModuleType, file: Path) -> Any:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from llama.bench.grids import fit_name, groups, on_or_off, pairs, stands_apart
+from llama.bench.grids import fit_name, groups, on_or_off, pairs, slope_words, stands_apart
 from llama.bench.record import CellRecord, Crossover, Fit, Report, Spread, StepTimes, Sweep
 from llama.costs import MB, size
 
@@ -76,13 +76,13 @@ def _time(report: Report) -> Figure | None:
     grouped = groups(report)
     if not grouped:
         return None
-    figure, (ax,) = _figure(_time_title(report), _job(report))
-    crowded = len(grouped) > 5
+    crowded, upright = len(grouped) > 5, len(grouped) > 9  # upright: words that would run into each other
+    figure, (ax,) = _figure(_time_title(report), _job(report), below_axis=2.0 if upright else 0.0)
     for place, group in enumerate(grouped):
         for record, side in zip(group, _sides(len(group)), strict=True):
-            _draw_bar(ax, place + side, record, fontsize=8 if crowded else 10)
+            _draw_bar(ax, place + side, record, fontsize=8 if crowded else 10, upright=upright)
         factors = [_median(off) / _median(on) for on, off in pairs(report) if on in group and off in group]
-        if len(factors) == 1:
+        if len(factors) == 1 and not upright:
             top = max(_seconds(record)["p90"] for record in group)
             factor = _LABEL | {"fontsize": 10 if crowded else 13, "weight": "bold"}
             ax.annotate(f"{factors[0]:.1f}x", (place, top), (0, 22), **factor)
@@ -92,7 +92,11 @@ def _time(report: Report) -> Figure | None:
     lowest, highest = min(one["p10"] for one in spreads) / 2, max(one["p90"] for one in spreads)
     ax.set_ylim(lowest, highest * (highest / lowest) ** 0.3)
     ax.set_xlim(-0.7, len(grouped) - 0.3)
-    ax.set_xticks(range(len(grouped)), [_group_name(group[0], grouped) for group in grouped])
+    names = [_group_name(group[0], grouped) for group in grouped]
+    if upright:
+        ax.set_xticks(range(len(grouped)), [name.replace("\n", ", ") for name in names], rotation=90, fontsize=9)
+    else:
+        ax.set_xticks(range(len(grouped)), names)
     ax.set(ylabel="time of the whole job, seconds (log scale)")
     _mode_legend(ax, loc="upper left", ncols=2)
     return figure
@@ -114,17 +118,20 @@ def _sides(count: int) -> list[float]:
     return [0.4 * (i - (count - 1) / 2) for i in range(count)]
 
 
-def _draw_bar(ax: Axes, place: float, record: CellRecord, *, fontsize: float) -> None:
+def _draw_bar(ax: Axes, place: float, record: CellRecord, *, fontsize: float, upright: bool) -> None:
     seconds = _seconds(record)
     ax.bar(place, seconds["median"], 0.36, color=COLORS[record["cell"]["kv_caching"]], yerr=_bars([seconds]), **_CAPS)
-    ax.annotate(f"{seconds['median']:.3g} s", (place, seconds["p90"]), (0, 4), **_LABEL | {"fontsize": fontsize})
+    look = _LABEL | {"fontsize": fontsize, "rotation": 90 if upright else 0}
+    ax.annotate(f"{seconds['median']:.3g} s", (place, seconds["p90"]), (0, 4), **look)
 
 
 def _group_name(record: CellRecord, grouped: Sequence[Sequence[CellRecord]]) -> str:
     """Return the words under a group of cells; the engine only where there is more than one."""
     engines = {group[0]["cell"]["engine"] for group in grouped}
-    below = [record["cell"]["engine"]] if len(engines) > 1 else []
-    below += [f"{record['path']} path"] if stands_apart(record) else []
+    cell = record["cell"]
+    below = [cell["engine"]] if len(engines) > 1 else []
+    below += [record["path"].partition(", ")[0]] if stands_apart(record) else []
+    below += [f"{cell['quantize']}"] if cell["quantize"] else []
     below += ["all logits"] if record["cell"]["logits"] == "all" else []
     return "\n".join([f"batch {record['cell']['batch_size']}", *map(_literal, below)])
 
@@ -147,7 +154,7 @@ def _memory(report: Report) -> Figure | None:
         tick.set(color=COLORS[record["cell"]["kv_caching"]], weight="bold")
     names = ax.secondary_xaxis(-0.06)
     names.set_xticks([2.5 * place for place in range(len(grouped))], [_group_name(one[0], grouped) for one in grouped])
-    names.tick_params(length=0, labelsize=10, colors=_INK)
+    names.tick_params(length=0, labelsize=9 if len(grouped) > 6 else 10, colors=_INK)
     names.spines["bottom"].set_visible(False)
     ax.set_ylim(0, max(tops) * 1.1)
     ax.yaxis.set_major_formatter(FuncFormatter(_plain))
@@ -380,7 +387,9 @@ def _context(sweep: Sweep) -> Figure | None:
 def _draw_fit(ax: Axes, fit: Fit, contexts: Sequence[int]) -> None:
     times = [(context, 1e3 * (fit["base"] + fit["slope"] * context)) for context in contexts]
     shown = [(context, time) for context, time in times if time > 0]  # a logarithm has no place for the others
-    words = f"{fit['base'] * 1e3:.3g} ms + {fit['slope'] * 1e6:.3g} ms per 1000 tokens; exponent {fit['exponent']:.2f}"
+    words = (
+        f"{fit['base'] * 1e3:.3g} ms + {slope_words(fit['slope'])} us per 1000 tokens; exponent {fit['exponent']:.2f}"
+    )
     label = _literal(f"{fit_name(fit)}: {words}")
     places, heights = [context for context, _ in shown], [time for _, time in shown]
     ax.plot(places, heights, color=COLORS[fit["kv_caching"]], lw=1.4, ls=(0, (2, 2)), label=label)
@@ -424,14 +433,19 @@ def _per_second(step: StepTimes) -> Spread:
     return {"n": seconds["n"], "median": median, "p10": p10, "p90": p90}
 
 
-def _figure(heading: str, below: str, *, panels: int = 1, share: bool = False) -> tuple[Figure, list[Axes]]:
-    """Return a figure with its heading and empty panels, up to three in a row; `share` gives them one y axis."""
+def _figure(
+    heading: str, below: str, *, panels: int = 1, share: bool = False, below_axis: float = 0.0
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with its heading and empty panels, up to three in a row; `share` gives them one y axis.
+
+    `below_axis` are inches for long words there.
+    """
     count = len(textwrap.wrap(heading, 74))
     lines = textwrap.wrap(heading, min(74, -(-len(heading) // count) + 8))  # of about one length
     columns = min(panels, 3)
     rows = -(-panels // columns)
     head = 0.32 + 0.25 * len(lines)  # inches
-    height = head + (4.0 if rows == 1 else 3.1 * rows)
+    height = head + (4.0 if rows == 1 else 3.1 * rows) + below_axis
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
     figure.set_layout_engine("constrained", rect=(0.005, 0.01, 0.99, 1 - (head + 0.12) / height), w_pad=0.06)
     figure.text(

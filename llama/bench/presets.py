@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.bench.book import Book
-from llama.bench.cell import Cell
+from llama.bench.cell import Cell, read_engine
 from llama.bench.gather import check_machine, compare_modes, comparison_words, first_divergence, gathered, with_figures
-from llama.bench.grids import pairs
+from llama.bench.grids import pairs, stands_apart
 from llama.bench.jobs import JobDied, run_job
 from llama.bench.peers import GPT2
 from llama.bench.probe import crossover, grid
 from llama.bench.progress import Progress
 from llama.bench.reading import fits, growth, read
-from llama.bench.record import CellRecord, Report, Sweep
+from llama.bench.record import Ceilings, CellRecord, Report, Sweep
 from llama.costs import forwards
 
 REPETITIONS = 5
@@ -33,15 +33,22 @@ _STARTING = 3.0  # seconds that a process needs before it loads a model, about
 _PEER_IS_SLOWER = 2.0  # what is assumed of an engine before it has run once
 
 
-def table_cells(base: Cell, peers: Sequence[str]) -> list[Cell]:
-    """Return the cells of the table: every batch size, the cache on and off, we and every peer in turn."""
-    ours = [] if base.model in GPT2 else ["llama"]
+def table_cells(base: Cell, engines: Sequence[str]) -> list[Cell]:
+    """Return the cells of the table: every batch size, the cache on and off, we as asked and every engine in turn.
+
+    `engines` are names of peers and ways of our own, such as llama.cpp:int8 and llama:fast (see `read_engine`).
+    """
+    ours = [] if base.model in GPT2 else [base]
+    variants = [*ours, *(base.but(**read_engine(engine)) for engine in engines)]
+    for place, variant in enumerate(variants):
+        if variant in variants[:place]:
+            raise ValueError(f"{variant.name} would stand in the table twice; name every engine once")
     return [
-        base.but(batch_size=batch, kv_caching=kv_caching, engine=engine)
+        variant.but(batch_size=batch, kv_caching=kv_caching)
         for batch in BATCHES
         for kv_caching in (True, False)
-        for engine in [*ours, *peers]
-        if kv_caching or engine != "llama.cpp"  # it has no way to run without its cache
+        for variant in variants
+        if kv_caching or variant.engine != "llama.cpp"  # it has no way to run without its cache
     ]
 
 
@@ -192,10 +199,11 @@ def repeat(session: Session, cell: Cell, record: CellRecord) -> CellRecord:
 
 
 def crossover_cells(session: Session) -> list[Cell]:
-    """Return a cell for each batch of ours whose crossover is still to be measured."""
+    """Return a cell for each batch of ours whose crossover is still to be measured; of several ways, of the first."""
     known = {entry["batch_size"] for entry in session.book.report["crossovers"]}
-    cached = [cell for cell in session.book.cells if cell.engine == "llama" and cell.kv_caching]
-    return [cell for cell in cached if cell.batch_size not in known]
+    first = session.book.cells[0]
+    cached = [cell for cell in session.book.cells if cell == first.but(batch_size=cell.batch_size, kv_caching=True)]
+    return [cell for cell in cached if cell.engine == "llama" and cell.batch_size not in known]
 
 
 def crossover_tokens(cell: Cell) -> int:
@@ -231,8 +239,9 @@ def measure_curves(session: Session) -> None:
     if not sweep["contexts"]:
         with session.noting_failure("steps by context"):
             contexts = [length for length in CONTEXTS if length <= limit]
-            sweep["contexts"] = session.do("steps by context", "steps", cell, contexts=contexts)["steps"]
-            sweep["fits"] = fits(sweep["contexts"])
+            done = session.do("steps by context", "steps", cell, contexts=contexts)
+            slope = predicted_slope(cell, done["position_bytes"], report["ceilings"])
+            sweep["contexts"], sweep["fits"] = done["steps"], fits(done["steps"], predicted_slope=slope)
             session.book.save()
     for batch in SWEEP_BATCHES:
         if all(step["batch_size"] != batch for step in sweep["batches"]):
@@ -241,6 +250,13 @@ def measure_curves(session: Session) -> None:
                 done = session.do(f"steps at batch {batch}", "steps", one, contexts=[cell.input_len])
                 sweep["batches"] += done["steps"]
                 session.book.save()
+
+
+def predicted_slope(cell: Cell, position_bytes: int, ceilings: Ceilings | None) -> float | None:
+    """Return the seconds that a static cache's next position takes to read; the ceilings are those of one process."""
+    if ceilings is None or cell.kv_cache != "static" or cell.ranks > 1:
+        return None
+    return position_bytes / ceilings["read_bytes_per_second"]
 
 
 def finish(session: Session) -> None:
@@ -261,14 +277,19 @@ def finish(session: Session) -> None:
 
 
 def compare_peers(report: Report) -> None:
-    """Note for each peer's cell whether it made the tokens that ours did, on the same weights and prompts."""
+    """Note for each peer's cell whether it made the tokens that ours did, on the same weights and prompts.
+
+    Of several ways of ours the plain one counts; quantized weights are other weights.
+    """
 
     def key(record: CellRecord) -> tuple[int, bool]:
         return record["cell"]["batch_size"], record["cell"]["kv_caching"]
 
-    ours = {key(record): record["ids"] for record in report["cells"] if record["cell"]["engine"] == "llama"}
-    for record in report["cells"]:
-        if record["cell"]["engine"] != "llama" and record["ids"] and ours.get(key(record)):
+    whole = [record for record in report["cells"] if record["ids"] and record["cell"]["quantize"] is None]
+    own = [record for record in whole if record["cell"]["engine"] == "llama"]
+    ours = {key(record): record["ids"] for record in sorted(own, key=stands_apart, reverse=True)}  # the plain one last
+    for record in whole:
+        if record["cell"]["engine"] != "llama" and key(record) in ours:
             where = first_divergence(ours[key(record)], record["ids"])
             apart = "" if where is None else f"from token {where['token']} of row {where['row']} on "
             note(record, "made the same tokens as we did" if where is None else f"{apart}made other tokens than we did")

@@ -81,7 +81,7 @@ def crossover(steps: Sequence[StepTimes]) -> Crossover:
 def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
     """Take caches of one row of each length, and compare their bytes with the prediction."""
     sizes: list[CacheSize] = []
-    weight, own = model.tok_embeddings.weight, model.args.share(model.ranks.size)
+    weight, own = model.norm.weight, model.args.share(model.ranks.size)  # a matrix may be in int8, the cache is not
     for length in lengths:
         model.reserve_cache(1, length)
         written = weight.new_zeros(1, length, own.n_kv_heads, own.head_dim)

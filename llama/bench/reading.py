@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from llama.bench.grids import fit_name, pairs
+from llama.bench.grids import fit_name, pairs, path_words, slope_words, stands_apart
 from llama.bench.record import CellRecord, Crossover, Fit, Growth, Limits, Report, Sample, StepTimes
 from llama.bench.spread import spread
 from llama.costs import size
+
+LEAST_LENGTHS = 3  # that a straight line takes: it goes through any two
 
 Pair = tuple[CellRecord, CellRecord]  # the same cell with the cache on, and off
 
@@ -20,9 +22,9 @@ Pair = tuple[CellRecord, CellRecord]  # the same cell with the cache on, and off
 def read(report: Report) -> list[str]:
     """Return what a reader should take from a report, in sentences."""
     ours = [pair for pair in pairs(report) if pair[0]["cell"]["engine"] == "llama"]
+    last = {pair[0]["path"]: pair for pair in ours}  # of each path, because no two of them are held together
     return [
-        *_time(ours[-1:]),
-        *_memory(ours[-1:]),
+        *(sentence for pair in last.values() for sentence in [*_time([pair]), *_memory([pair])]),
         *_crossover(report["crossovers"]),
         *_same_text(report),
         *_growth(report),
@@ -37,8 +39,8 @@ def _time(last: Sequence[Pair]) -> list[str]:
         assert off["summary"] is not None
         seconds = on["summary"]["seconds"]["median"], off["summary"]["seconds"]["median"]
         sentence = (
-            f"At batch {on['cell']['batch_size']} the cache turns {seconds[1]:.2f} s into {seconds[0]:.2f} s, "
-            f"{times_less(seconds[1] / seconds[0])} time"
+            f"At batch {on['cell']['batch_size']}{_on_path(on)} the cache turns {seconds[1]:.2f} s into "
+            f"{seconds[0]:.2f} s, {times_less(seconds[1] / seconds[0])} time"
         )
         if on["work"] and off["work"]:
             sentence += f" for {off['work']['token_forwards'] / on['work']['token_forwards']:.1f}x fewer tokens fed"
@@ -49,6 +51,10 @@ def _time(last: Sequence[Pair]) -> list[str]:
             )
         sentences.append(sentence + ".")
     return sentences
+
+
+def _on_path(record: CellRecord) -> str:
+    return f", on the {path_words(record['path'])}," if stands_apart(record) else ""
 
 
 def times_less(factor: float) -> str:
@@ -93,12 +99,18 @@ def _crossover(crossovers: Sequence[Crossover]) -> list[str]:
 def _same_text(report: Report) -> list[str]:
     """Say once whether both modes made the same tokens; where they part stands in the comparisons."""
     ours = [comparison for comparison in report["comparisons"] if comparison["engine"] == "llama"]
-    if not ours:
-        return []
-    if all(comparison["equal"] for comparison in ours):
-        return [f"Both modes made the same tokens, all {sum(comparison['tokens'] for comparison in ours)} of them."]
-    apart = ", ".join(str(comparison["batch_size"]) for comparison in ours if not comparison["equal"])
-    return [f"The two modes made different tokens at batch {apart}; the comparison says where, and by what margin."]
+    sentences = []
+    for path in dict.fromkeys(comparison["path"] for comparison in ours):
+        own = [comparison for comparison in ours if comparison["path"] == path]
+        where = "" if path == "plain" else f" on the {path_words(path)}"
+        apart = ", ".join(str(comparison["batch_size"]) for comparison in own if not comparison["equal"])
+        sentences.append(
+            f"The two modes made different tokens{where} at batch {apart}; "
+            "the comparison says where, and by what margin."
+            if apart
+            else f"Both modes made the same tokens{where}, all {sum(one['tokens'] for one in own)} of them."
+        )
+    return sentences
 
 
 def _growth(report: Report) -> list[str]:
@@ -110,11 +122,26 @@ def _growth(report: Report) -> list[str]:
 
 
 def _fits(report: Report) -> list[str]:
-    fits = report["sweep"]["fits"] if report["sweep"] else []
-    if not fits:
+    sweep = report["sweep"]
+    if sweep is None or not sweep["contexts"]:
         return []
-    words = "; ".join(f"{fit_name(fit)} as context^{fit['exponent']:.2f}" for fit in fits)
-    return [f"Over the longer half of the contexts the time grows, for {words}."]
+    lengths = len({step["context"] for step in sweep["contexts"]})
+    if not sweep["fits"]:
+        return [f"How the time grows was not fitted: a line takes {LEAST_LENGTHS} contexts, and there are {lengths}."]
+    words = "; ".join(f"{fit_name(fit)} as context^{fit['exponent']:.2f}" for fit in sweep["fits"])
+    tokens = [fit_words(fit) for fit in sweep["fits"] if fit["of"] == "token"]
+    return [*tokens, f"Over the longer half of the contexts the time grows, for {words}."]
+
+
+def fit_words(fit: Fit) -> str:
+    """Return a fitted line in words, and beside it the slope that the bytes of the cache predict."""
+    line = f"{fit['base'] * 1e3:.2f} ms + {slope_words(fit['slope'])} us per 1000 tokens of context"
+    words = f"{fit_name(fit).capitalize()} takes {line} (R^2 {fit['r_squared']:.3f}, {fit['lengths']} contexts)"
+    predicted = fit["predicted_slope"]
+    if predicted is not None:
+        words += f"; reading their keys and values at the measured bandwidth would take {slope_words(predicted)} us, "
+        words += f"so the slope is {fit['slope'] / predicted:.2f}x what the bytes predict"
+    return words + "."
 
 
 def growth(on: CellRecord, off: CellRecord, lengths: Sequence[int]) -> list[Growth]:
@@ -139,12 +166,17 @@ def _until(sample: Sample, generated: int) -> float:
     return sample["first_token_seconds"] + sum(sample["step_seconds"][: generated - 1])
 
 
-def fits(steps: Sequence[StepTimes]) -> list[Fit]:
-    """Fit how the time per token, and of a whole text of that length, grows with the context, in both modes."""
+def fits(steps: Sequence[StepTimes], *, predicted_slope: float | None = None) -> list[Fit]:
+    """Fit how the time per token, and of a whole text of that length, grows with the context, in both modes.
+
+    Nothing is fitted to fewer than 3 lengths. `predicted_slope` is that of a token with the cache.
+    """
     found = []
     for kv_caching in (True, False):
         times = sorted((s["context"], s["seconds"]["median"]) for s in steps if s["kv_caching"] == kv_caching)
-        found.append(fit("token", kv_caching, times))
+        if len(times) < LEAST_LENGTHS:
+            continue
+        found.append(fit("token", kv_caching, times, predicted_slope=predicted_slope if kv_caching else None))
         found.append(fit("text", kv_caching, _whole(times)))
     return found
 
@@ -156,7 +188,13 @@ def _whole(times: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(context, total) for (context, _), total in zip(times, accumulate(areas, initial=first), strict=True)]
 
 
-def fit(of: Literal["token", "text"], kv_caching: bool, times: Sequence[tuple[int, float]]) -> Fit:
+def fit(
+    of: Literal["token", "text"],
+    kv_caching: bool,
+    times: Sequence[tuple[int, float]],
+    *,
+    predicted_slope: float | None = None,
+) -> Fit:
     """Fit seconds = base + slope x context by least squares, and the exponent on the longer half of the contexts."""
     line = statistics.linear_regression([x for x, _ in times], [t for _, t in times])
     longer = times[len(times) // 2 - 1 :] if len(times) > 3 else times
@@ -167,4 +205,15 @@ def fit(of: Literal["token", "text"], kv_caching: bool, times: Sequence[tuple[in
         "base": line.intercept,
         "slope": line.slope,
         "exponent": power.slope,
+        "lengths": len(times),
+        "r_squared": _explained([t for _, t in times], [line.intercept + line.slope * x for x, _ in times]),
+        "predicted_slope": predicted_slope,
     }
+
+
+def _explained(times: Sequence[float], fitted: Sequence[float]) -> float:
+    """Return the share of the times' variance that a line through them explains, R^2; all of it where there is none."""
+    middle = statistics.fmean(times)
+    left = sum((time - on_line) ** 2 for time, on_line in zip(times, fitted, strict=True))
+    spread_out = sum((time - middle) ** 2 for time in times)
+    return 1 - left / spread_out if spread_out else 1.0

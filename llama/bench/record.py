@@ -139,6 +139,7 @@ class Comparison(TypedDict):
     """The ids with the cache on against those with it off, over `tokens` tokens."""
 
     engine: str
+    path: str
     batch_size: int
     tokens: int
     equal: bool
@@ -180,7 +181,9 @@ class CacheSize(TypedDict):
 class Fit(TypedDict):
     """seconds = base + slope x context, and the exponent p of seconds ~ context^p over the longer half of them.
 
-    `of` one token, or a whole text of that length made token by token.
+    `of` one token, or a whole text of that length made token by token; over so many `lengths`. `r_squared` is the share
+    of the times' variance that the line explains. `predicted_slope` is, of a token with a static cache, what reading
+    the keys and values of one more position takes at the measured bandwidth.
     """
 
     of: Literal["token", "text"]
@@ -188,6 +191,9 @@ class Fit(TypedDict):
     base: float
     slope: float
     exponent: float
+    lengths: int
+    r_squared: float
+    predicted_slope: float | None
 
 
 class Sweep(TypedDict):

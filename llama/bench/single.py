@@ -30,8 +30,8 @@ def benchmark_inference(
     """Measure one cell, each repetition in a process of its own, and return its record (llama/bench/record.py).
 
     `model` and `ckpt_dir` as in benchmark_inference.py. `compare` also runs the other mode once and compares the
-    tokens. `rest` are other fields of `llama.bench.cell.Cell`: threads, kv_cache, logits, text, seed, engine. Raises
-    ValueError for what cannot be measured; a process that died stands in the record's `error`.
+    tokens. `rest` are other fields of `llama.bench.cell.Cell`: threads, kv_cache, logits, text, seed, engine, fast,
+    quantize. Raises ValueError for what cannot be measured; a process that died stands in the record's `error`.
     """
     from llama.bench.models import make_cell
 

@@ -14,7 +14,6 @@ from llama.bench.grids import (
     NOT_OBSERVED,
     Grid,
     byline,
-    cell_grids,
     comparison_line,
     crossover_grids,
     deaths,
@@ -30,8 +29,8 @@ from llama.bench.grids import (
     point_words,
     rate,
     remarks,
-    speedup_grid,
     sweep_grids,
+    table_grids,
     title,
     validity_grid,
     violations,
@@ -145,9 +144,8 @@ def _aligned(grid: Grid) -> list[str]:
 
 
 def table_markdown(report: Report) -> str:
-    """Return the with/without table, the faster paths in tables of their own, and what the cache saves."""
-    saved = speedup_grid(report)
-    return "\n".join(_markdown(grid) for grid in [*cell_grids(report), *([saved] if saved else [])])
+    """Return the with/without table, the faster paths in tables of their own, and what cache and paths save."""
+    return "\n".join(_markdown(grid) for grid in table_grids(report))
 
 
 def report_markdown(report: Report) -> str:
@@ -229,9 +227,9 @@ def report_csv(report: Report) -> str:
 
 def _cell_row(record: CellRecord) -> dict[str, Any]:
     cell, summary, work, ledger = record["cell"], record["summary"], record["work"], record["ledger"]
-    asked = ("batch_size", "input_len", "output_len", "engine", "model", "kv_cache", "logits", "device", "dtype")
+    asked = ("batch_size", "input_len", "output_len", "engine", "fast", "quantize", "model", "kv_cache", "logits")
     row: dict[str, Any] = {"figures": "cell", "kv_caching": on_or_off(cell["kv_caching"]), "path": record["path"]}
-    row |= {key: cell[key] for key in (*asked, "threads")}
+    row |= {key: cell[key] for key in (*asked, "device", "dtype", "threads")}
     if summary is not None:
         row |= _spread_row("time", "s", summary["seconds"])
         row |= _spread_row("first_token", "s", summary["first_token_seconds"])
@@ -271,6 +269,11 @@ def _sweep_rows(sweep: Sweep) -> list[dict[str, Any]]:
     rows += [_step_row("context", step) for step in sweep["contexts"]]
     rows += [_step_row("batch", step) for step in sweep["batches"]]
     for fit in sweep["fits"]:
-        line = {"base_s": fit["base"], "slope_s_per_token": fit["slope"], "exponent": fit["exponent"]}
+        line: dict[str, float | None] = {
+            "base_s": fit["base"],
+            "slope_s_per_token": fit["slope"],
+            "exponent": fit["exponent"],
+        }
+        line |= {"predicted_slope_s_per_token": fit["predicted_slope"], "r_squared": fit["r_squared"]}
         rows.append({"figures": f"fit: {fit_name(fit)}", **line})
     return rows

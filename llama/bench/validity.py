@@ -28,6 +28,7 @@ def judge(
         _warm_up(cell, warm_up),
         _statistics(reset_seen),
         _sampler(warm_up),
+        *([_fast_step(run)] if cell.fast else []),
     ]
 
 
@@ -40,6 +41,10 @@ def notes(cell: Cell, *, other_load: float | None, weights: str) -> list[str]:
         found.append("random token ids as prompts, of exactly the length asked for")
     if cell.dtype in ("bf16", "fp16"):
         found.append(f"low precision ({cell.dtype}): near ties may fall differently with the cache on and off")
+    if cell.quantize is not None:
+        found.append(
+            f"{cell.quantize} weights: rounded, so that another text may come out than of the weights as they are"
+        )
     if cell.logits == "all":
         found.append("logits of all positions, on purpose: generation needs the last one's only")
     if other_load is not None and other_load > BUSY:
@@ -125,6 +130,15 @@ def _statistics(reset_seen: tuple[int, int] | None) -> Point:
     peak, present = reset_seen
     fine = peak <= present * 1.02 + 4 * 2**20  # what reading the two figures takes itself
     return _point("statistics reset", fine, f"the peak was {size(peak)} at the start, with {size(present)} in use")
+
+
+def _fast_step(run: "Run") -> Point:
+    """Did the fast step that was asked for execute every forward, or the plain path some of them?"""
+    if run.fed is None or run.fast_forwards is None:
+        return _point("fast step", None, "asked for; the engine does not tell")
+    fine = 0 < run.fast_forwards == len(run.fed)
+    words = f"asked for; {run.fast_forwards} of {len(run.fed)} forwards ran by it"
+    return _point("fast step", fine, words if fine else f"{words}, the others by the plain path")
 
 
 def _sampler(warm_up: "Run | None") -> Point:

@@ -5,11 +5,13 @@ user can mend comes back as words; anything else ends the process, and `llama.be
 """
 
 import json
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from llama.bench.memory import device_bytes_used, resident_bytes
 from llama.bench.models import DTYPES, find_model
 from llama.bench.probe import cache_sizes, step_times
 from llama.bench.record import ModelFacts, StepTimes
-from llama.costs import parameters
+from llama.costs import cache_bytes, parameters
 from llama.exact import slowdown_words
 
 
@@ -49,26 +51,43 @@ def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
     }
     if cell.engine == "llama":
         return LlamaEngine(model, source.tokenizer, logits=cell.logits), facts, before
-    return open_peer(cell.engine, model, source.tokenizer, threads=torch.get_num_threads()), facts, before
+    threads = torch.get_num_threads()
+    return open_peer(cell.engine, model, source.tokenizer, threads=threads, quantize=cell.quantize), facts, before
 
 
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
     """Measure a cell once."""
     device = torch.device(cell.device)
     device_before = device_bytes_used(device)
-    engine, facts, before = open_engine(cell)
-    record = measure(
-        cell,
-        engine,
-        device=device,
-        weights=facts["weights"],
-        resident_before_model=before,
-        device_bytes_before=device_before,
-        trace=trace,
-    )
+    with _heard() as warnings:
+        engine, facts, before = open_engine(cell)
+        record = measure(
+            cell,
+            engine,
+            device=device,
+            weights=facts["weights"],
+            resident_before_model=before,
+            device_bytes_before=device_before,
+            trace=trace,
+        )
+    record["notes"] += warnings
     if cell.exact and trace and isinstance(engine, LlamaEngine):
         record["notes"].append(slowdown_words(engine.model))
     return {"record": record, "model": facts, "environment": environment(device, torch.get_num_threads())}
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Keep what the library warns of meanwhile, such as why the fast step does not serve."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("llama")
+    logger.addHandler(handler)
+    try:
+        yield warnings
+    finally:
+        logger.removeHandler(handler)
 
 
 def describe(cell: Cell) -> dict[str, Any]:
@@ -99,7 +118,10 @@ def calibrate(cell: Cell) -> dict[str, Any]:
 
 
 def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
-    """Time a step of the cell's batch at each context, with the cache and without."""
+    """Time a step of the cell's batch at each context, with the cache and without.
+
+    Beside it stands what a cached step reads for each position: the bytes of its keys and values.
+    """
     source = find_model(cell)
     longest = cell.but(input_len=max(contexts), output_len=1)
     for kv_caching in (True, False):
@@ -108,7 +130,8 @@ def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     steps: list[StepTimes] = []
     for kv_caching in (True, False):
         steps += step_times(model, cell.batch_size, contexts, kv_caching=kv_caching, logits=cell.logits)
-    return {"steps": steps}
+    position = cache_bytes(source.args, rows=cell.batch_size, length=1, itemsize=cell.cache_itemsize)
+    return {"steps": steps, "position_bytes": position}
 
 
 def size_caches(cell: Cell, *, lengths: list[int]) -> dict[str, Any]:

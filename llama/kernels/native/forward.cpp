@@ -30,11 +30,11 @@ struct Model {
 
 struct Batch {
     Int rows, width;
-    const Int* tokens;           // (rows, width)
+    const Int* tokens;            // (rows, width)
     const Int *starts, *lengths;  // (rows,)
-    Int all;                     // whether the logits of all positions are wanted, (rows, width, vocab), else (rows, vocab)
-    const float *cos, *sin;        // (positions, head_dim), as rope.py has them
-    Int cached, slots;           // slots: positions that the cache has room for
+    Int all;                 // whether the logits of all positions are wanted, (rows, width, vocab), else (rows, vocab)
+    const float *cos, *sin;  // (positions, head_dim), as rope.py has them
+    Int cached, slots;       // slots: positions that the cache has room for
     float* logits;
     Int threads;
     char* workspace;
@@ -43,14 +43,19 @@ struct Batch {
 // Some threads that compute a block of rows together; one alone waits for nobody.
 struct Team {
     Int rank, size;
+
     void wait() const {
         if (size > 1) {
 #pragma omp barrier
         }
     }
-    Int from(Int count, Int unit, Int part) const {
-        const Int units = (count + unit - 1) / unit;
-        return std::min(count, units * part / size * unit);
+
+    // Call act(first, end) with this thread's share of so many columns, whole panels all but the last.
+    template <class Act>
+    void share(Int columns, Act act) const {
+        const Int panels = (columns + PANEL - 1) / PANEL;
+        auto bound = [&](Int part) { return std::min(columns, panels * part / size * PANEL); };
+        act(bound(rank), bound(rank + 1));
     }
 };
 
@@ -65,66 +70,65 @@ struct Carver {  // hands out the workspace, or only counts
     }
 };
 
-constexpr Int BLOCK = 32;  // tokens that a thread of its own takes at a time
-constexpr Int KEYS = 64;   // keys that attention looks at at a time
-constexpr Int QUERIES = 48; // of one kv head that attention takes at a time, at least one token's
+// How much is taken at a time, so that it stays in the nearer caches:
+constexpr Int BLOCK = 32;    // tokens of a thread of its own
+constexpr Int KEYS = 64;     // keys that attention looks at
+constexpr Int QUERIES = 48;  // queries of one kv head, but at least those of one token
+constexpr Int SCORED = 64;   // tokens whose logits are computed
 
 template <class T, class Product>
 struct Forward {
     const Model& model;
     const Batch& batch;
-    Int tokens, blocks, scored;
-    Int queries, kv;          // widths
-    Int rep;                  // query heads to a kv head
-    float scale;
-    bool together;              // all threads on one block, sharing columns
-    std::int32_t *row, *position;
-    float *h, *q, *k, *v;
-    T *keys, *values;           // without a cache
-    float *gate, *up;           // a block's
-    Int* begin;                 // of every row's tokens
-    char* rounded;              // a block's rows for each thread
-    float* normed_row;          // each thread's
-    char* attention;            // each thread's
-    Int block_rows, rounded_bytes, attention_bytes, threads;
+    Int threads, tokens, scored;
+    Int queries, kv, rep;  // numbers of a token's queries, and of its keys; query heads to a kv head
+    float scale;           // of attention's scores
+    bool together;         // all threads on one block of all tokens, sharing columns; else blocks, a thread each
+    Int blocks, block_rows;
+    // In the workspace:
+    std::int32_t *row, *position;  // of every token
+    Int* begin;                    // the first token of every row
+    float *h, *q;                  // of every token
+    T *keys, *values;              // of every token, where there is no cache
+    float *k, *v, *gate, *up;      // of a block's tokens
+    char *rounded, *attention;     // each thread's
+    float* scaled_row;             // each thread's
+    Int rounded_bytes, attention_bytes, workspace_size;
 
     Forward(const Model& m, const Batch& b) : model(m), batch(b) {
         threads = std::max<Int>(1, batch.threads);
-        tokens = scored = 0;
+        tokens = 0;
         for (Int r = 0; r < batch.rows; r++) tokens += batch.lengths[r];
         scored = batch.all ? tokens : batch.rows;
-        queries = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim, rep = model.heads / model.kv_heads;
+        queries = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim,
+        rep = model.heads / model.kv_heads;
         scale = 1.0f / std::sqrt(float(model.head_dim));
-        together = threads == 1 ? false : tokens < threads * 16;
+        together = threads > 1 && tokens < threads * 16;
         blocks = together ? 1 : threads * ((tokens + threads * BLOCK - 1) / (threads * BLOCK));
         block_rows = together ? tokens : BLOCK;
         Carver carver{batch.workspace};
-        carve(carver);
-    }
-
-    Int carve(Carver& carver) {
         row = carver.take<std::int32_t>(tokens), position = carver.take<std::int32_t>(tokens);
         begin = carver.take<Int>(batch.rows + 1);
-        normed_row = carver.take<float>(threads * model.dim);
+        scaled_row = carver.take<float>(threads * model.dim);
         h = carver.take<float>(tokens * model.dim);
         q = carver.take<float>(tokens * queries);
-        const Int held = together ? tokens : threads * block_rows;
+        const Int held = together ? block_rows : threads * block_rows;
         k = carver.take<float>(held * kv), v = carver.take<float>(held * kv);
         gate = carver.take<float>(held * widest()), up = carver.take<float>(held * widest());
         keys = values = nullptr;
         if (!batch.cached) keys = carver.take<T>(tokens * kv), values = carver.take<T>(tokens * kv);
-        rounded_bytes = std::max(together ? std::min<Int>(tokens, block_rows) : block_rows, Int(1)) *
-                        std::max({Product::bytes(model.dim), Product::bytes(queries), Product::bytes(model.hidden)});
+        rounded_bytes = block_rows * Product::bytes(std::max(queries, widest()));
         rounded_bytes = std::max(rounded_bytes, scored_rows() * Product::bytes(model.dim));
         rounded = carver.take<char>(threads * rounded_bytes);
         attention_bytes = most_queries() * (model.head_dim * (sizeof(T) + sizeof(float)) + (KEYS + 2) * sizeof(float));
         attention_bytes = (attention_bytes + 5 * 64) / 64 * 64;
         attention = carver.take<char>(threads * attention_bytes);
-        return carver.used;
+        workspace_size = carver.used;
     }
 
     Int widest() const { return std::max(model.dim, model.hidden); }
-    Int scored_rows() const { return std::min<Int>(scored, 64); }
+    Int most_queries() const { return std::max(QUERIES, model.heads); }
+    Int scored_rows() const { return std::min(scored, SCORED); }
 
     void run() {
         Int t = 0;
@@ -146,7 +150,7 @@ struct Forward {
     void work(const Team& all) {
         const Team alone{0, 1}, &team = together ? all : alone;
         char* own = rounded + all.rank * rounded_bytes;
-        float* scaled = normed_row + all.rank * model.dim;
+        float* scaled = scaled_row + all.rank * model.dim;
         const Int slot = together ? 0 : all.rank * block_rows;
         auto each_block = [&](auto act) {
             const Int step = together ? 1 : all.size;
@@ -192,8 +196,8 @@ struct Forward {
     }
 
     Int bound(Int block) const {
-        const Int units = (tokens + 4 - 1) / 4;
-        return std::min(tokens, units * block / blocks * 4);
+        const Int units = (tokens + TOGETHER - 1) / TOGETHER;
+        return std::min(tokens, units * block / blocks * TOGETHER);
     }
 
     Int token(Int t) const { return batch.tokens[row[t] * batch.width + position[t] - batch.starts[row[t]]]; }
@@ -214,38 +218,43 @@ struct Forward {
 
     // The team's share of a product.
     void product(const Matrix& matrix, const char* x, Int count, const Team& team, float* to) const {
-        Product::multiply(matrix, x, count, team.from(matrix.columns, 16, team.rank),
-                          team.from(matrix.columns, 16, team.rank + 1), to, matrix.columns);
+        team.share(matrix.columns,
+                   [&](Int first, Int end) { Product::multiply(matrix, x, count, first, end, to, matrix.columns); });
     }
 
     // The same, added to `to`; `scratch` takes the product.
     void added(const Matrix& matrix, const char* x, Int count, const Team& team, float* to, float* scratch) const {
-        const Int first = team.from(matrix.columns, 16, team.rank), end = team.from(matrix.columns, 16, team.rank + 1);
-        Product::multiply(matrix, x, count, first, end, scratch, matrix.columns);
-        for (Int r = 0; r < count; r++)
-            for (Int c = first; c < end; c++) to[r * matrix.columns + c] += scratch[r * matrix.columns + c];
+        team.share(matrix.columns, [&](Int first, Int end) {
+            Product::multiply(matrix, x, count, first, end, scratch, matrix.columns);
+            for (Int r = 0; r < count; r++)
+                for (Int c = first; c < end; c++) to[r * matrix.columns + c] += scratch[r * matrix.columns + c];
+        });
     }
 
+    // The MLP's hidden numbers, silu(w1 x) * w3 x, in `g`; `u` takes w3 x.
     void gated(const Layer& layer, const char* x, Int count, const Team& team, float* g, float* u) const {
-        const Int first = team.from(model.hidden, 16, team.rank), end = team.from(model.hidden, 16, team.rank + 1);
-        Product::multiply(layer.w1, x, count, first, end, g, model.hidden);
-        Product::multiply(layer.w3, x, count, first, end, u, model.hidden);
-        for (Int r = 0; r < count; r++)
-            for (Int c = first; c < end; c += LANES) {
-                const Int i = r * model.hidden + c;
-                const floats x = widen(g + i);
-                store(g + i, x / (1.0f + exp_of(-x)) * widen(u + i));
-            }
+        team.share(model.hidden, [&](Int first, Int end) {
+            Product::multiply(layer.w1, x, count, first, end, g, model.hidden);
+            Product::multiply(layer.w3, x, count, first, end, u, model.hidden);
+            for (Int r = 0; r < count; r++)
+                for (Int i = r * model.hidden + first; i < r * model.hidden + end; i += LANES) {
+                    const floats number = widen(g + i);
+                    store(g + i, number / (1.0f + exp_of(-number)) * widen(u + i));
+                }
+        });
     }
 
     T* keys_at(const Layer& layer, Int row, Int position) const {
         return batch.cached ? (T*)layer.keys + (row * batch.slots + position) * kv
                             : keys + (begin[row] + position) * kv;
     }
+
     T* values_at(const Layer& layer, Int row, Int position) const {
         return batch.cached ? (T*)layer.values + (row * batch.slots + position) * kv
                             : values + (begin[row] + position) * kv;
     }
+
+    // Turn pairs of neighbours by the token's position.
     void turn(float* x, Int count, Int position) const {
         const float *cos = batch.cos + position * model.head_dim, *sin = batch.sin + position * model.head_dim;
         for (Int head = 0; head < count; head++, x += model.head_dim)
@@ -279,9 +288,8 @@ struct Forward {
         }
     }
 
-    Int most_queries() const { return std::max(QUERIES, model.heads); }
-
-    // Let tokens t .. t + count - 1, of one row, look at their past with `heads` heads: one, or those of whole kv heads.
+    // Let tokens t .. t + count - 1, of one row, look at their past with `heads` heads: one, or those of whole kv
+    // heads.
     void look(const Layer& layer, Int t, Int count, Int head, Int heads, char* scratch) const {
         const Int d = model.head_dim, n = heads * count, group = std::min(rep, heads) * count;
         Carver carver{scratch};
@@ -414,16 +422,13 @@ const char* instructions() {
 Int workspace_size(const Model* model, const Batch* batch) {
     Int size = 0;
     choose(*model, [&](auto number, auto product) {
-        Forward<decltype(number), decltype(product)> forward(*model, *batch);
-        Carver counter{nullptr};
-        size = forward.carve(counter);
+        size = Forward<decltype(number), decltype(product)>(*model, *batch).workspace_size;
     });
     return size;
 }
 
 void forward(const Model* model, const Batch* batch) {
-    choose(*model, [&](auto number, auto product) {
-        Forward<decltype(number), decltype(product)>(*model, *batch).run();
-    });
+    choose(*model,
+           [&](auto number, auto product) { Forward<decltype(number), decltype(product)>(*model, *batch).run(); });
 }
 }

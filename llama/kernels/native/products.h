@@ -1,6 +1,7 @@
 // Products: rows of activations, rounded to the weights' kind, times the columns of a matrix.
 //
-// Two kinds with the same functions: Plain for float32 and bfloat16, Int8 for the weights of quantize.py.
+// Two kinds with the same functions: Plain for float32 and bfloat16, Int8 for the weights of quantize.py. A sum is
+// added up in the same order however many rows and columns are taken at a time.
 
 #pragma once
 
@@ -29,51 +30,52 @@ struct Plain {
     }
 
     // to[r][c] = x[r] . w[c] for columns `first` to `end`.
-    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to,
-                         Int stride) {
-        for (Int c = first; c < end; c += 16)  // these weights stay in the nearest cache while all rows pass
+    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
+        for (Int c = first; c < end; c += PANEL)  // these weights stay in the nearest cache while all rows pass
             all_dots((const T*)x, matrix.length, rows, (const T*)matrix.weight + c * matrix.length, matrix.length,
-                     std::min<Int>(16, end - c), matrix.length, to + c, stride);
+                     std::min<Int>(PANEL, end - c), matrix.length, to + c, stride);
     }
 };
 
-// int8 weights: PANEL columns and GROUP of their weights stand together as 8 vectors of 4 weights a column, in the order
-// 0 2 1 3, which two masks turn into pairs of 16 bits. Activations are 16-bit integers with one scale a row.
+// int8 weights: PANEL columns and GROUP of their weights stand together as 8 vectors of 4 weights a column. Activations
+// are 16-bit integers with one scale a row, in the order 0 2 1 3 of every four, in which two masks give the weights.
 struct Int8 {
-    // A rounded row: its scale, the sum of every group, its integers.
+    // A rounded row: its scale, then the sum of every group, then its integers.
     static Int bytes(Int length) { return (64 + length / GROUP * 4 + length * 2 + 63) / 64 * 64; }
-    template <class Byte>
-    static auto* integers(Byte* row, Int length) { return (std::int16_t*)(row + 64 + length / GROUP * 4); }
+    static std::int16_t* integers(char* row, Int length) { return (std::int16_t*)(row + 64 + length / GROUP * 4); }
 
     static void round(const float* x, Int length, char* to) {
-        float most = 0;
-        for (Int i = 0; i < length; i++) most = std::max(most, std::fabs(x[i]));
-        const float scale = most / 32767.0f, inverse = most > 0 ? 32767.0f / most : 0.0f;
+        floats most = {}, lost = {};  // lost: 0, or nan where a number is no finite one, which no integer could tell
+        for (Int i = 0; i < length; i += LANES) {
+            const floats number = widen(x + i), size = number < 0 ? -number : number;
+            most = size > most ? size : most;
+            lost += number * 0.0f;
+        }
+        float largest = 0;
+        for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
+        const float scale = largest / 32767.0f + sum_of(lost), inverse = largest > 0 ? 32767.0f / largest : 0.0f;
         std::memcpy(to, &scale, sizeof scale);
-        std::int16_t* integer = integers(to, length);
         for (Int g = 0; g < length / GROUP; g++) {
-            std::int32_t sum = 0;
-            for (Int i = g * GROUP; i < (g + 1) * GROUP; i++) {
-                const float exact = x[i] * inverse;
-                const auto rounded = std::int32_t(exact + 12582912.0f - 12582912.0f);
-                integer[i] = std::int16_t(rounded);
-                sum += rounded;
+            floats sum = {};
+            for (Int i = g * GROUP; i < (g + 1) * GROUP; i += LANES) {
+                const floats whole = widen(x + i) * inverse + 12582912.0f - 12582912.0f;  // as in exp_of
+                store(integers(to, length) + i, swapped(__builtin_convertvector(whole, signed_shorts)));
+                sum += whole;
             }
-            ((float*)(to + 64))[g] = float(sum);
+            ((float*)(to + 64))[g] = sum_of(sum);
         }
     }
 
     static float number(const half* x, Int i) { return widen(x + i / LANES * LANES)[i % LANES]; }
 
     static void row_of(const Matrix& matrix, Int row, float* to) {
-        static constexpr int PLACE[4] = {0, 2, 1, 3};
         const Int groups = matrix.length / GROUP, column = row % PANEL;
         for (Int g = 0; g < groups; g++) {
             const Int group = (row / PANEL * groups + g) * PANEL;
             const auto* codes = (const std::uint8_t*)matrix.weight + group * GROUP + column * 4;
             const float scale = number((const half*)matrix.scales + group, column);
             const float zero = number((const half*)matrix.zeros + group, column);
-            for (int i = 0; i < GROUP; i++) to[g * GROUP + i] = scale * codes[i / 4 * 64 + PLACE[i % 4]] + zero;
+            for (int i = 0; i < GROUP; i++) to[g * GROUP + i] = scale * codes[i / 4 * PANEL * 4 + i % 4] + zero;
         }
     }
 
@@ -104,7 +106,7 @@ struct Int8 {
                 }
                 for (int r = 0; r < ROWS; r++) {
                     std::int32_t pairs[2];
-                    std::memcpy(pairs, integers(x + r * size, length) + i, sizeof pairs);
+                    std::memcpy(pairs, integers((char*)x + r * size, length) + i, sizeof pairs);
                     const ints a = held(ints{} + pairs[0]), b = held(ints{} + pairs[1]);
                     for (int v = 0; v < VECTORS; v++) {
                         partial[r][v] = multiply_add(partial[r][v], a, first[v]);

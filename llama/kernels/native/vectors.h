@@ -1,7 +1,7 @@
 // Vectors of numbers: how they are loaded, widened and rounded, and sums of products, a vector full of them at a time.
 //
-// A vector is 64 bytes with AVX-512 and 32 elsewhere, in the compiler's own notation, which it splits where need be. The
-// few instructions that the compiler does not find by itself are asked for by name where the machine has them.
+// A vector is 64 bytes with AVX-512 and 32 elsewhere, in the compiler's own notation, which it splits where need be.
+// The few instructions that the compiler does not find by itself are asked for by name where the machine has them.
 // Everything stands in namespaces without a name: the library shows nothing but its functions.
 
 #pragma once
@@ -15,6 +15,7 @@
 #include <immintrin.h>
 #endif
 
+// GCC would make calls of what is used more than once, and keep its vectors in memory.
 #define INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -29,10 +30,12 @@ typedef float floats __attribute__((vector_size(VECTOR)));
 typedef std::int32_t ints __attribute__((vector_size(VECTOR)));
 typedef std::uint32_t words __attribute__((vector_size(VECTOR)));
 typedef std::uint16_t shorts __attribute__((vector_size(VECTOR / 2)));
+typedef std::int16_t signed_shorts __attribute__((vector_size(VECTOR / 2)));
 
 constexpr int LANES = VECTOR / 4;
-constexpr int PANEL = 16;  // int8 columns whose weights stand side by side,
-constexpr int GROUP = 32;  // and int8 weights of a column that share a scale and a zero; quantize.py has the layout
+constexpr int TOGETHER = 4;  // rows that are taken at a time
+constexpr int PANEL = 16;    // columns of which a thread takes all or none; those of int8 stand side by side
+constexpr int GROUP = 32;    // int8 weights of a column that share a scale and a zero; quantize.py has the layout
 
 struct bfloat {
     std::uint16_t bits;
@@ -57,9 +60,7 @@ INLINE void store(void* to, V v) {
 
 INLINE floats widen(const float* x) { return load<floats>(x); }
 
-INLINE floats widen(const bfloat* x) {
-    return (floats)(__builtin_convertvector(load<shorts>(x), words) << 16);
-}
+INLINE floats widen(const bfloat* x) { return (floats)(__builtin_convertvector(load<shorts>(x), words) << 16); }
 
 INLINE floats widen(const half* x) {
 #if defined(__AVX512F__)
@@ -77,8 +78,8 @@ INLINE void narrow(floats x, float* to) { store(to, x); }
 
 INLINE void narrow(floats x, bfloat* to) {
     words bits = (words)x;
-    words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;                // to nearest, ties to even
-    words quiet = (words)(x != x);                                                // a nan stays one
+    words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+    words quiet = (words)(x != x);                                 // a nan stays one
     store(to, __builtin_convertvector((rounded & ~quiet) | (0x7fc0u & quiet), shorts));
 }
 
@@ -134,6 +135,15 @@ INLINE floats multiply_add(floats sum, words x, words w) {
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
 #else
     return sum + (floats)(x << 16) * (floats)(w << 16) + (floats)(x & 0xffff0000u) * (floats)(w & 0xffff0000u);
+#endif
+}
+
+// Return every four in the order 0 2 1 3.
+INLINE signed_shorts swapped(signed_shorts x) {
+#if VECTOR == 64
+    return __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+#else
+    return __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7);
 #endif
 }
 
@@ -200,12 +210,11 @@ INLINE float dot(const T* x, const T* w, Int length) {
     return sum_of(sum);
 }
 
-
-// Call act(ROWS, row) for all rows, 4, 2 or 1 at a time; ROWS is known to the compiler.
+// Call act(ROWS, row) for all rows, 4, 2 or 1 at a time, where the compiler knows ROWS.
 template <class Act>
 void by_rows(Int rows, Act act) {
     Int r = 0;
-    for (; r + 4 <= rows; r += 4) act(std::integral_constant<int, 4>(), r);
+    for (; r + TOGETHER <= rows; r += TOGETHER) act(std::integral_constant<int, TOGETHER>(), r);
     if (r + 2 <= rows) act(std::integral_constant<int, 2>(), r), r += 2;
     if (r < rows) act(std::integral_constant<int, 1>(), r);
 }

@@ -1,0 +1,117 @@
+"""How much of a model int8 weights keep: next-token distributions against float32's, on text that is given.
+
+    python scripts/compare_int8.py [FILE ...] [--ckpt_dir DIR] [--tokens 512]
+
+Both models read the same tokens (teacher forcing), in windows of `tokens`, without a cache. For every text: the mean KL
+divergence of int8's distribution from float32's, how often both find the same token the most likely, and both
+perplexities. Without a file it reads what the float32 model writes, greedily and at temperature 1, and this library's
+own documentation.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from llama import Tokenizer, Transformer, cli, load
+from llama.costs import table
+from llama.text import encode_prompt
+
+PROMPTS = (
+    "The history of the Roman Empire",
+    "In biology, a cell is",
+    "She opened the letter and read",
+    "def fibonacci(n):",
+)
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@dataclass
+class Agreement:
+    """Sums over positions."""
+
+    positions: int = 0
+    kl: float = 0.0
+    same: int = 0
+    scored: int = 0
+    nll: float = 0.0
+    int8_nll: float = 0.0
+
+    def add(self, ours: Tensor, theirs: Tensor, ids: Tensor) -> None:
+        """Count the positions of one window; ours are the log-probabilities of int8, theirs of float32."""
+        self.positions += len(ids)
+        self.kl += float((theirs.exp() * (theirs - ours)).sum())
+        self.same += int((theirs.argmax(-1) == ours.argmax(-1)).sum())
+        self.scored += len(ids) - 1
+        self.nll -= float(theirs[:-1].gather(-1, ids[1:, None]).sum())
+        self.int8_nll -= float(ours[:-1].gather(-1, ids[1:, None]).sum())
+
+    @property
+    def row(self) -> list[str]:
+        return [
+            f"{self.positions:,}",
+            f"{self.kl / self.positions:.5f}",
+            f"{100 * self.same / self.positions:.2f} %",
+            f"{math.exp(self.nll / self.scored):.3f}",
+            f"{math.exp(self.int8_nll / self.scored):.3f}",
+        ]
+
+
+def main(*prompts: str, ckpt_dir: str = "demo", tokens: int = 512) -> int:
+    """Compare int8 weights with float32 on texts.
+
+    Args:
+        prompts: Files to read; by default texts of the model's own, and documentation.
+        ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
+        tokens: Tokens of a window.
+    """
+    if tokens < 2:
+        raise ValueError(f"tokens={tokens} must be at least 2: the first of a window has nothing to be predicted from")
+    plain, tokenizer = load(ckpt_dir, device="cpu", dtype="fp32", fast=True)
+    int8, _ = load(ckpt_dir, device="cpu", dtype="fp32", fast=True, quantize="int8")
+    plain.kv_caching = int8.kv_caching = False
+    windows = read(prompts, tokenizer, tokens) if prompts else own_texts(plain, tokenizer, tokens)
+    total, rows = Agreement(), []
+    with torch.inference_mode(), tqdm(total=sum(map(len, windows.values())), disable=None, leave=False) as bar:
+        for name, ids in windows.items():
+            of_text = Agreement()
+            for window in ids:
+                ours, theirs = (model(window[None])[0].log_softmax(-1) for model in (int8, plain))
+                for sums in (of_text, total):
+                    sums.add(ours, theirs, window)
+                bar.update()
+            rows.append([name, *of_text.row])
+    heads = ["text", "positions", "KL", "same most likely", "perplexity fp32", "int8"]
+    print(table(f"{ckpt_dir}: {int8.path} against {plain.path}", heads, [*rows, ["all", *total.row]]))
+    return 0
+
+
+def read(files: tuple[str, ...], tokenizer: Tokenizer, tokens: int) -> dict[str, list[Tensor]]:
+    return {file: cut(encode_prompt(tokenizer, Path(file).read_text("utf-8")), tokens) for file in files}
+
+
+def own_texts(model: Transformer, tokenizer: Tokenizer, tokens: int) -> dict[str, list[Tensor]]:
+    """Return what the model writes, greedily and at temperature 1, and documentation, as windows of ids."""
+    texts = {}
+    for name, temperature in (("its own, greedy", 0.0), ("its own, temperature 1", 1.0)):
+        made = model.generate(
+            tokenizer, PROMPTS, tokens - 64, temperature=temperature, top_p=1.0, seed=1, kv_caching=True
+        )
+        ids = [encode_prompt(tokenizer, prompt) + result["ids"] for prompt, result in zip(PROMPTS, made, strict=True)]
+        texts[name] = [torch.tensor(row[:tokens]) for row in ids]
+    documents = (DOCS / "kv_cache.md", DOCS / "exactness.md", DOCS / "ranks.md")
+    texts |= {file.name: cut(encode_prompt(tokenizer, file.read_text("utf-8")), tokens) for file in documents}
+    return texts
+
+
+def cut(ids: list[int], tokens: int) -> list[Tensor]:
+    """Return the ids in windows of `tokens`, without a last one that is shorter, unless it is the only one."""
+    whole = len(ids) // tokens or 1
+    return [torch.tensor(ids[i * tokens : (i + 1) * tokens]) for i in range(whole)]
+
+
+if __name__ == "__main__":
+    cli.main(main)

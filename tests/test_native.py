@@ -1,0 +1,475 @@
+"""The native forward gives what the plain one gives, the same bits cached and uncached, or leaves it to the plain one.
+
+Compiled for this machine, and where it is an x86 for older ones, too, so that their code is run as well.
+"""
+
+import copy
+import gc
+import logging
+import pickle
+import platform
+import shutil
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import bits, fp32_tolerance, some_tokens, tiny_args, tiny_model
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.decode import NativeStep, make_fast
+from llama.generation import NonFiniteLogits
+from llama.kernels import build
+from llama.model import Transformer
+from llama.quantize import Int8Linear, Int8Weight, quantize_layers
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"
+)
+VOCAB = 101  # no multiple of anything
+ARGS = tiny_args(
+    dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
+)
+KINDS = ("fp32", "bf16", "int8", "int8 in bf16")
+
+
+def older_cpus() -> list[str]:
+    if platform.machine() != "x86_64":
+        return []
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return ["x86-64", *(["x86-64-v3"] if " avx2 " in flags else [])]
+
+
+@pytest.fixture(scope="session")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the code compiled for this machine's CPU."""
+    path = tmp_path_factory.mktemp("here")
+    NativeStep(path)
+    return path
+
+
+@pytest.fixture(scope="session", params=["native", *older_cpus()])
+def folder(request: pytest.FixtureRequest, here: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the code compiled for a CPU."""
+    if request.param == "native":
+        return here
+    path = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", (*build.FLAGS, f"-march={request.param}"))  # the last one counts
+        NativeStep(path)
+    return path
+
+
+@pytest.fixture
+def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the library of `folder` be found: its name tells what it was compiled for."""
+    made = next(folder.glob("*.so"))
+    monkeypatch.setattr(build, "_key", lambda source: made.stem.partition("-")[2])
+
+
+def model_of(kind: str, args: ModelArgs = ARGS) -> Transformer:
+    model = tiny_model(args, dtype=torch.float32)
+    if "int8" in kind:
+        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        quantize_layers(model, torch.bfloat16 if "bf16" in kind else torch.float32)
+        for name, module in model.named_modules():
+            if isinstance(module, Int8Weight):
+                module.fill(0, weights[f"{name}"])
+    if "bf16" in kind:
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.bfloat16()
+    return model.requires_grad_(False)
+
+
+def twins(kind: str, folder: Path, args: ModelArgs = ARGS) -> tuple[Transformer, Transformer]:
+    """Return a plain model and its copy with native code."""
+    plain, fast = model_of(kind, args), model_of(kind, args)
+    make_fast(fast, folder)
+    assert isinstance(fast.step, NativeStep)
+    return plain, fast
+
+
+def served(model: Transformer) -> int:
+    assert isinstance(model.step, NativeStep)
+    return model.step.forwards
+
+
+def tolerance(kind: str, logits: Tensor) -> float:
+    """Return how far rounding alone may take the native logits from the plain ones.
+
+    In 16 bits the plain path also rounds between products, where the native one does not; and int8's activations are
+    rounded to 16 bits, 2^-16 of the largest of a row.
+    """
+    dtype = torch.bfloat16 if "bf16" in kind else torch.float32
+    allowed = fp32_tolerance(logits, ARGS, dtype)
+    return allowed / 16 if "bf16" in kind else allowed * (16 if "int8" in kind else 1)
+
+
+@pytest.mark.usefixtures("flags")
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_logits_are_the_plain_ones(kind: str, folder: Path) -> None:
+    plain, fast = twins(kind, folder)
+    tokens = some_tokens(3, 90, vocab_size=VOCAB)
+    for caching in (False, True):
+        plain.kv_caching = fast.kv_caching = caching
+        ours, theirs = fast(tokens), plain(tokens)
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance(kind, theirs))
+        last = fast(tokens, logits="last", lengths=[5, 90, 64])
+        torch.testing.assert_close(last[:, 0], theirs[range(3), [4, 89, 63]], rtol=0, atol=tolerance(kind, theirs))
+    assert served(fast) == 4
+
+
+@pytest.mark.usefixtures("flags")
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_bits_depend_on_nothing_but_the_text(kind: str, folder: Path) -> None:
+    _, fast = twins(kind, folder)
+    tokens = some_tokens(5, 130, vocab_size=VOCAB)
+    fast.kv_caching = False
+    whole = fast(tokens)
+    fast.kv_caching = True
+    for cuts in ([130], [1, 129], [64, 1, 1, 64], [70, *[1] * 60]):
+        fast.free_cache()
+        done, parts = 0, []
+        for width in cuts:
+            parts.append(fast(tokens[:, done : done + width], done))
+            done += width
+        assert torch.equal(bits(torch.cat(parts, 1)), bits(whole))
+    fast.free_cache()
+    assert torch.equal(bits(fast(tokens[3:4])), bits(whole[3:4]))
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        try:
+            fast.free_cache()
+            assert torch.equal(bits(fast(tokens)), bits(whole))
+            assert torch.equal(bits(fast(tokens[:, 5:6], 5)), bits(whole[:, 5:6]))
+        finally:
+            torch.set_num_threads(1)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_models_of_many_shapes_and_ragged_rows(here: Path, data: st.DataObject) -> None:
+    heads = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
+    args = tiny_args(
+        dim=32 * data.draw(st.integers(1, 4)),
+        n_layers=data.draw(st.integers(1, 3)),
+        n_heads=heads,
+        n_kv_heads=data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if heads % n == 0])),
+        head_dim=data.draw(st.sampled_from([32, 64, 96, 128])),
+        multiple_of=32,
+        vocab_size=data.draw(st.sampled_from([3, 16, 57])),
+        tied_head=data.draw(st.booleans()),
+        max_seq_len=200,
+    )
+    plain, fast = twins(data.draw(st.sampled_from(["fp32", "int8"])), here, args)
+    torch.set_num_threads(data.draw(st.integers(1, 3)))
+    try:
+        lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=5))
+        tokens = some_tokens(len(lengths), max(lengths), vocab_size=args.vocab_size)
+        step = some_tokens(len(lengths), 1, vocab_size=args.vocab_size, seed=1)
+        for fed, starts, ends in ((tokens, 0, lengths), (step, lengths, None)):
+            theirs = plain(fed, starts, logits="last", lengths=ends)
+            ours = fast(fed, starts, logits="last", lengths=ends)
+            allowed = 16 * fp32_tolerance(theirs, args)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=allowed)
+    finally:
+        torch.set_num_threads(1)
+    assert served(fast) == 2
+
+
+@pytest.mark.parametrize("heads", [(50, 1), (64, 2)])
+def test_more_query_heads_than_attention_takes_at_a_time(here: Path, heads: tuple[int, int]) -> None:
+    args = tiny_args(dim=64, n_heads=heads[0], n_kv_heads=heads[1], head_dim=32, multiple_of=32, vocab_size=VOCAB)
+    plain, fast = twins("fp32", here, args)
+    tokens = some_tokens(2, 20, vocab_size=VOCAB)
+    theirs = plain(tokens)
+    torch.testing.assert_close(fast(tokens), theirs, rtol=0, atol=fp32_tolerance(theirs, args))
+    torch.testing.assert_close(fast(tokens[:, 7:8], 7), theirs[:, 7:8], rtol=0, atol=fp32_tolerance(theirs, args))
+
+
+def test_large_and_small_activations_keep_their_exponentials(here: Path) -> None:
+    # Scores and gates of several hundred: exp of them is 0 or past float32, and the softmax of them is neither.
+    plain, fast = twins("fp32", here)
+    for model in (plain, fast):
+        for block in model.blocks:
+            block.attention.wq.weight.mul_(40)
+            block.feed_forward.w1.weight.mul_(40)
+    tokens = some_tokens(2, 70, vocab_size=VOCAB)
+    theirs = plain.double()(tokens)
+    torch.testing.assert_close(fast(tokens).double(), theirs, rtol=0, atol=100 * fp32_tolerance(theirs, ARGS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_never_written_is_never_read(kind: str, here: Path) -> None:
+    _, fast = twins(kind, here)
+    tokens = some_tokens(3, 80, vocab_size=VOCAB)
+    fast(tokens, logits="last", lengths=[80, 20, 33])
+    expected = fast(tokens[:, :1], [80, 20, 33])
+    for cache in fast.caches:
+        for buffer in (cache.keys, cache.values):
+            assert buffer is not None
+            for row, end in enumerate([80, 20, 33]):
+                buffer[row, end:] = torch.nan
+    assert torch.equal(bits(fast(tokens[:, :1], [80, 20, 33])), bits(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_number_that_is_none_is_noticed(kind: str, bad: float, here: Path) -> None:
+    _, fast = twins(kind, here)
+    fast.blocks[1].ffn_norm.weight[5] = bad
+    with pytest.raises(NonFiniteLogits):
+        fast.generate_tokens([[1, 2, 3]], 4, temperature=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_goes_on_in_every_way(kind: str, here: Path) -> None:
+    plain, fast = twins(kind, here)
+    prompts = [[5, 6, 7], [1] * 40, [9, 8]]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "kv_caching": False},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+        {"temperature": 0.0, "logprobs": True, "echo": True},
+    ]
+    for way in ways:
+        before = served(fast)
+        ids, scores = fast.generate_tokens(prompts, [12, 5, 12], **way)
+        assert served(fast) - before == 12  # one a token: the native code really ran
+        if kind == "fp32":  # where margins are far above rounding
+            expected, their_scores = plain.generate_tokens(prompts, [12, 5, 12], **way)
+            assert ids == expected
+            for ours, theirs in zip(scores or [], their_scores or [], strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-4)
+    cached, uncached = (fast.generate_tokens(prompts, 12, **way)[0] for way in ways[:2])
+    assert cached == uncached
+
+
+def test_nothing_is_compiled_while_text_is_made(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = twins("fp32", here)
+    ran: list[Any] = []
+    monkeypatch.setattr(build.subprocess, "run", lambda *words, **_: ran.append(words))
+    for length in (1, 2, 17, 33, 64, 100):
+        fast.generate_tokens([[3] * length, [4]], 3, temperature=0.0)
+        fast.generate_tokens([[3] * length], 3, temperature=0.0, kv_caching=False)
+    assert served(fast) == 36
+    assert ran == []
+
+
+def test_an_unknown_token_is_refused(here: Path) -> None:
+    _, fast = twins("fp32", here)
+    for id in (-1, VOCAB):
+        with pytest.raises(IndexError, match="outside of the vocabulary"):
+            fast(torch.tensor([[1, id]]))
+
+
+# ---- what it leaves to the plain path --------------------------------------------------------------------------------
+
+
+class Silent(torch.nn.Module):
+    """A research module: in the place of an MLP, it says nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def watch(model: Transformer) -> None:
+    model.blocks[0].feed_forward.register_forward_hook(lambda *_: None)
+
+
+def change_a_module(model: Transformer) -> None:
+    model.blocks[1].feed_forward = Silent()  # type: ignore[assignment]
+
+
+def change_an_operation(model: Transformer) -> None:
+    model.use(model.ops._replace(name="mine", silu=torch.relu))
+
+
+def change_a_dtype(model: Transformer) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (watch, "hook"),
+        (change_a_module, "Silent is not one of the modules"),
+        (change_an_operation, "operations are mine"),
+        (change_a_dtype, "not for torch.float64"),
+    ],
+)
+def test_a_changed_model_is_run_as_it_is_and_that_is_said_once(
+    change: Callable[[Transformer], None], words: str, here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, fast = twins("fp32", here)
+    for model in (plain, fast):
+        change(model)
+    tokens = some_tokens(2, 9, vocab_size=VOCAB)
+    with caplog.at_level(logging.WARNING, "llama"):
+        for _ in range(2):
+            fast.free_cache()
+            assert torch.equal(fast(tokens), plain(tokens))
+    assert served(fast) == 0
+    assert [words in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (replace(ARGS, kv_cache="concat"), "ConcatCache"),
+        (tiny_args(dim=48, head_dim=32, multiple_of=32), "dim of the model, 48, is no multiple of 32"),
+        (tiny_args(dim=64, head_dim=8, multiple_of=32), "head_dim of the model, 8"),
+    ],
+)
+def test_a_model_that_it_does_not_cover_stays_plain(
+    args: ModelArgs, words: str, here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of("fp32", args)
+    with caplog.at_level(logging.WARNING, "llama"):
+        make_fast(model, here)
+    assert model.step is None
+    assert words in caplog.text
+    assert "plain path" in caplog.text
+
+
+def test_gradients_flow_through_the_plain_modules(here: Path) -> None:
+    _, fast = twins("fp32", here)
+    fast.requires_grad_(True)
+    fast.kv_caching = False
+    fast(some_tokens(1, 6, vocab_size=VOCAB)).sum().backward()
+    assert fast.blocks[0].attention.wq.weight.grad is not None
+    assert served(fast) == 0
+    with torch.no_grad():
+        fast(some_tokens(1, 6, vocab_size=VOCAB))
+    assert served(fast) == 1
+
+
+def test_exact_mode_and_the_fast_step_exclude_each_other(here: Path) -> None:
+    _, fast = twins("fp32", here)
+    with pytest.raises(ValueError, match="choose one"):
+        fast.exact = True
+    assert not fast.exact
+
+
+# ---- a model that changes, or goes -----------------------------------------------------------------------------------
+
+
+def test_weights_that_were_replaced_are_the_ones_that_count(here: Path) -> None:
+    plain, fast = twins("fp32", here)
+    tokens = some_tokens(1, 8, vocab_size=VOCAB)
+    before = fast(tokens)
+    for model in (plain, fast):
+        model.blocks[0].attention.wo.weight = torch.nn.Parameter(
+            torch.ones_like(model.blocks[0].attention.wo.weight), requires_grad=False
+        )
+        model.norm.weight.mul_(2)
+        model.free_cache()
+    theirs = plain(tokens)
+    torch.testing.assert_close(fast(tokens), theirs, rtol=0, atol=fp32_tolerance(theirs, ARGS))
+    assert not torch.allclose(before, theirs, atol=1.0)
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_runs_on_weights_of_its_own(twin: Callable[[Transformer], Transformer], here: Path) -> None:
+    _, fast = twins("fp32", here)
+    tokens = some_tokens(1, 8, vocab_size=VOCAB)
+    expected = fast(tokens)
+    other = twin(fast)
+    fast.norm.weight.zero_()
+    other.free_cache()
+    assert torch.equal(other(tokens), expected)
+    assert served(other) == 1
+
+
+def test_a_freed_cache_is_gone(here: Path) -> None:
+    _, fast = twins("fp32", here)
+    fast(some_tokens(2, 8, vocab_size=VOCAB))
+    held = [weakref.ref(cache.keys) for cache in fast.caches if cache.keys is not None]
+    assert len(held) == ARGS.n_layers
+    fast.free_cache()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * ARGS.n_layers
+    assert fast(some_tokens(4, 30, vocab_size=VOCAB)).shape == (4, 30, VOCAB)
+
+
+def test_a_growing_text_moves_into_larger_buffers(here: Path) -> None:
+    _, fast = twins("fp32", here)
+    tokens = some_tokens(2, 100, vocab_size=VOCAB)
+    whole = fast(tokens)
+    fast.free_cache()
+    parts = [fast(tokens[:, pos : pos + 1], pos) for pos in range(100)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_the_plain_path_goes_on_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    model = model_of("fp32")
+    with caplog.at_level(logging.WARNING, "llama"):
+        make_fast(model, tmp_path)
+    assert model.step is None
+    assert "there is no C++ compiler" in caplog.text
+    assert model(some_tokens(1, 3, vocab_size=VOCAB)).shape == (1, 3, VOCAB)
+
+
+def test_a_compiler_that_fails_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-no-such-flag"))
+    with caplog.at_level(logging.WARNING, "llama"):
+        make_fast(model_of("fp32"), tmp_path)
+    assert "no-such-flag" in caplog.text
+    assert list(tmp_path.glob("*")) == []
+
+
+def test_a_second_start_compiles_nothing_and_needs_no_compiler(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    _, fast = twins("fp32", here)
+    assert fast.step is not None
+
+
+def test_a_damaged_library_is_compiled_again_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # compiles in a moment
+    NativeStep(tmp_path)
+    library = next(tmp_path.glob("*.so"))
+    for damaged in (library.read_bytes()[:1000], library.read_bytes() + b"x"):
+        library.unlink()  # it is in use here, and what is mapped must not change
+        library.write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "llama"):
+            _, fast = twins("fp32", tmp_path)
+        assert [record.levelname for record in caplog.records][:2] == ["WARNING", "INFO"]
+        assert "damaged" in caplog.records[0].message
+        assert "compiling" in caplog.records[1].message
+        assert fast(some_tokens(1, 3, vocab_size=VOCAB)).isfinite().all()
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_plain_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    model = model_of("fp32")
+    with caplog.at_level(logging.WARNING, "llama"):
+        make_fast(model, tmp_path / "file" / "native")
+    assert model.step is None
+    assert "plain path" in caplog.text
+
+
+def test_the_int8_layers_of_the_twins_are_int8() -> None:
+    assert isinstance(model_of("int8").blocks[0].attention.wq, Int8Linear)

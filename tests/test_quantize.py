@@ -1,0 +1,212 @@
+"""int8 weights are near the weights they were made of, take the bytes that they should, and serve in every mode."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import config_of, meta_weights, random_model, write_gguf, write_huggingface
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import some_tokens, tiny_args
+from torch import Tensor
+
+from llama import load
+from llama.bench.memory import tensor_peak
+from llama.checkpoint import load_weights, open_checkpoint
+from llama.model import Transformer
+from llama.quantize import GROUP, Int8Embedding, Int8Linear, Int8Weight, int8_weights, quantize_layers
+
+HALF_STEP = 0.5 + 240 * 2.0**-11  # of a code: rounding it, and its scale to float16
+
+
+def int8_of(weight: Tensor) -> Int8Weight:
+    made = Int8Weight(*weight.shape)
+    made.fill(0, weight)
+    return made
+
+
+@settings(max_examples=40)
+@given(
+    outputs=st.integers(1, 70),
+    groups=st.integers(1, 5),
+    size=st.sampled_from([1e-3, 0.1, 1.0, 50.0]),
+    seed=st.integers(0, 99),
+)
+def test_a_weight_is_off_by_half_a_step_of_its_group(outputs: int, groups: int, size: float, seed: int) -> None:
+    weight = size * torch.randn(outputs, groups * GROUP, generator=torch.Generator().manual_seed(seed))
+    off = (int8_of(weight).rows(0, outputs) - weight).abs().view(outputs, groups, GROUP)
+    low, high = weight.view(outputs, groups, GROUP).aminmax(dim=-1, keepdim=True)
+    assert (off <= HALF_STEP * (high - low) / 240 + low.abs() * 2.0**-11).all()
+
+
+def test_weights_on_a_grid_of_4_bits_come_back_as_they_were() -> None:
+    # As in files that hold 4 bits a weight in groups of 32, with a step and a least weight in float16.
+    levels = torch.randint(16, (48, 4, GROUP)).float()
+    levels[..., 0], levels[..., 1] = 0, 15
+    step, least = torch.rand(2, 48, 4, 1).half().float()
+    weight = (levels * step - least).flatten(1)
+    torch.testing.assert_close(int8_of(weight).rows(0, 48), weight, rtol=0, atol=1e-6)
+
+
+def test_weights_of_8_bits_come_back_as_they_were() -> None:
+    levels = torch.randint(-127, 128, (48, 4, GROUP)).float()
+    levels[..., 0] = 127
+    weight = (levels * torch.rand(48, 4, 1).half().float()).flatten(1)
+    torch.testing.assert_close(int8_of(weight).rows(0, 48), weight, rtol=0, atol=1e-4)
+
+
+def test_a_group_of_one_number_and_a_group_of_zeros() -> None:
+    weight = torch.cat([torch.full((3, GROUP), 0.25), torch.zeros(3, GROUP), torch.full((3, GROUP), -2.0)], dim=1)
+    assert torch.equal(int8_of(weight).rows(0, 3), weight)
+
+
+@given(cut=st.sampled_from([16, 32, 48, 64]), start=st.integers(0, 69), width=st.integers(1, 70))
+def test_blocks_are_parts_of_the_whole(cut: int, start: int, width: int) -> None:
+    weight = torch.randn(70, 2 * GROUP, generator=torch.Generator().manual_seed(0))
+    whole, parts = int8_of(weight), Int8Weight(70, 2 * GROUP)
+    parts.fill(cut, weight[cut:])
+    parts.fill(0, weight[:cut])
+    stop = min(70, start + width)
+    assert torch.equal(parts.rows(start, stop), whole.rows(0, 70)[start:stop])
+
+
+def test_layers_multiply_and_look_up_what_the_weight_holds() -> None:
+    weight = int8_of(torch.randn(5000, GROUP))  # more outputs than are widened at a time
+    wide = weight.rows(0, 5000)
+    x, ids = torch.randn(2, 3, GROUP), torch.tensor([[0, 17, 4999], [16, 15, 4096]])
+    torch.testing.assert_close(Int8Linear(weight)(x), x @ wide.T, rtol=1e-5, atol=1e-5)
+    assert torch.equal(Int8Embedding(weight, torch.float32)(ids), wide[ids])
+    assert Int8Embedding(weight, torch.bfloat16)(ids).dtype == torch.bfloat16
+
+
+def test_widening_never_makes_a_second_copy_of_a_large_matrix() -> None:
+    weight = int8_of(torch.randn(40_000, GROUP))
+    x = torch.randn(1, GROUP)
+    layer = Int8Linear(weight)
+    assert tensor_peak(lambda: layer(x)) < 40_000 * GROUP * 4 / 2
+
+
+@pytest.mark.parametrize(("start", "rows"), [(8, 16), (0, 10), (32, 7)])
+def test_a_part_of_a_panel_is_refused(start: int, rows: int) -> None:
+    with pytest.raises(ValueError, match="do not end with a panel"):
+        Int8Weight(64, GROUP).fill(start, torch.zeros(rows, GROUP))
+
+
+def test_inputs_that_fill_no_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"groups of 32.* 40 inputs; leave quantize out"):
+        Int8Weight(16, 40)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_stays_one_with_the_embedding(tied: bool) -> None:
+    model = Transformer(tiny_args(tied_head=tied))
+    quantize_layers(model, torch.float32)
+    assert (model.output.weight is model.tok_embeddings.weight) == tied
+    assert len(int8_weights(model)) == 2 * 7 + (1 if tied else 2)
+    matrices = sum(weight.shape.numel() for weight in int8_weights(model).values())
+    padding = sum(-weight.shape[0] % 16 * weight.shape[1] for weight in int8_weights(model).values())
+    assert sum(weight.nbytes for weight in int8_weights(model).values()) == (matrices + padding) * 9 // 8
+    floats = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32]
+    assert all("norm" in name for name in floats)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = random_model(config_of(hidden_size=64, intermediate_size=96, num_attention_heads=4))
+    write_huggingface(folder, model)
+    return folder
+
+
+def test_a_checkpoint_is_loaded_into_int8_matrix_by_matrix(checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    told: list[tuple[int, int]] = []
+    plain = load_weights(opened, opened.args, dtype=torch.float32, device="cpu")
+    quantized = load_weights(
+        opened, opened.args, dtype=torch.float32, device="cpu", int8=True, progress=lambda *at: told.append(at)
+    )
+    for name, weight in int8_weights(quantized).items():
+        made = Int8Weight(*weight.shape)
+        made.fill(0, plain.get_parameter(name))
+        assert torch.equal(weight.codes, made.codes), name
+        assert torch.equal(weight.scales, made.scales), name
+    assert torch.equal(quantized.norm.weight, plain.norm.weight)
+    assert told[-1][0] == told[-1][1] == sum(parameter.nbytes for parameter in quantized.parameters())
+
+
+def test_quantising_takes_less_memory_at_its_peak_than_the_float_model(demo_checkpoint: Any) -> None:
+    args = demo_checkpoint.args
+    peak = tensor_peak(lambda: load_weights(demo_checkpoint, args, dtype=torch.float32, device="cpu", int8=True))
+    float_model = 538_060_032  # bytes of the demo model's float32 weights
+    assert peak < 0.4 * float_model
+
+
+@pytest.fixture(scope="module")
+def demo_checkpoint() -> Any:
+    from llama.demo import demo_model_path
+
+    return open_checkpoint(demo_model_path())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_every_way_to_generate_goes_on_with_int8(fast: bool) -> None:
+    model, tokenizer = load("demo", quantize="int8", fast=fast)
+    prompts = ["Once upon a time", "The capital of France is"]
+    cached = model.generate(tokenizer, prompts, [2, 4], temperature=0.0)
+    uncached = model.generate(tokenizer, prompts, [2, 4], temperature=0.0, kv_caching=False)
+    assert cached == uncached
+    stream = model.stream(tokenizer, prompts, [2, 4], temperature=0.0)
+    pieces = list(stream)
+    assert ["".join(text for row, text in pieces if row == i) for i in (0, 1)] == [r["generation"] for r in cached]
+    assert "Paris" in cached[1]["generation"]
+    assert model.step is None or model.step.name == "native"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"quantize": "int4"}, "quantize='int4' is not known; choose int8"),
+        ({"quantize": "int8", "exact": True}, "choose one of exact and quantize"),
+        ({"fast": True, "exact": True}, "choose one of exact and fast"),
+        ({"quantize": "int8", "dtype": "fp16"}, "fp32 or bf16"),
+        ({"quantize": "int8", "dtype": "fp64"}, "fp32 or bf16"),
+    ],
+)
+def test_what_cannot_be_had_together_is_refused_before_anything_is_read(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load("/there/is/no/such/checkpoint", **how)
+
+
+def test_int8_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llama.api import check_modes
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="without torchrun"):
+        check_modes(torch.device("cpu"), torch.float32, fast=False, quantize="int8", exact=False)
+
+
+def test_exact_mode_cannot_be_switched_on_over_int8() -> None:
+    model = Transformer(replace(tiny_args(), tied_head=True)).requires_grad_(False)
+    quantize_layers(model, torch.float32)
+    with pytest.raises(ValueError, match="without quantize"):
+        model.exact = True
+
+
+def test_a_gguf_of_sizes_that_make_no_groups_is_refused_by_its_size(tmp_path: Path) -> None:
+    config = config_of(hidden_size=24, num_attention_heads=4)
+    write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config)
+    with pytest.raises(ValueError, match="24 inputs; leave quantize out"):
+        load(tmp_path / "model.gguf", quantize="int8")
+
+
+def test_int8_logits_are_near_the_float_ones(checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    plain, quantized = (
+        load_weights(opened, opened.args, dtype=torch.float32, device="cpu", int8=int8).requires_grad_(False)
+        for int8 in (False, True)
+    )
+    tokens = some_tokens(2, 11, vocab_size=20)
+    off = (quantized(tokens) - plain(tokens)).abs().max()
+    assert 0 < off < 0.1 * plain(tokens).abs().max()
