@@ -75,6 +75,7 @@ constexpr Int BLOCK = 32;    // tokens of a thread of its own
 constexpr Int KEYS = 64;     // keys that attention looks at
 constexpr Int QUERIES = 48;  // queries of one kv head, but at least those of one token
 constexpr Int SCORED = 64;   // tokens whose logits are computed
+constexpr Int SHARED = 64;   // tokens of a block that all threads compute, each with a rounded copy of its own
 
 template <class T, class Product>
 struct Forward {
@@ -103,7 +104,7 @@ struct Forward {
         queries = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim,
         rep = model.heads / model.kv_heads;
         scale = 1.0f / std::sqrt(float(model.head_dim));
-        together = threads > 1 && tokens < threads * 16;
+        together = threads > 1 && tokens < std::min(threads * 16, SHARED);
         blocks = together ? 1 : threads * ((tokens + threads * BLOCK - 1) / (threads * BLOCK));
         block_rows = together ? tokens : BLOCK;
         Carver carver{batch.workspace};
