@@ -95,6 +95,7 @@ class NativeStep:
 
     def describe(self, model: Transformer) -> None:
         """Write down the model's sizes and where its weights lie. Raises NotServed."""
+        self._model = None  # what was written down before does not hold any more, whatever comes of this
         _check(model)
         args, dtype = model.args, model.norm.weight.dtype
         self._held = []
