@@ -85,13 +85,15 @@ class NativeStep:
             if self._model is None or max(starts) == 0:  # once a text: modules and weights may have been replaced
                 self.describe(model)
             assert self._model is not None
-            slots = self._take_cache(model, bsz, max(map(sum, zip(starts, lengths, strict=True))))
+            end = max(map(sum, zip(starts, lengths, strict=True)))
+            slots = self._take_cache(model, bsz, end)
         except NotServed as why:
             if str(why) not in self._said:
                 logger.warning("fast: %s; the plain path runs instead", why)
             self._said.add(str(why))
             return None
-        return self._forward(model, self._model, tokens, starts, lengths, slots, all=logits == "all")
+        cos_sin = model.rope.up_to(end, tokens.device)
+        return self._forward(model, self._model, tokens, starts, lengths, cos_sin, slots, all=logits == "all")
 
     def describe(self, model: Transformer) -> None:
         """Write down the model's sizes and where its weights lie. Raises NotServed."""
@@ -164,6 +166,7 @@ class NativeStep:
         tokens: Tensor,
         starts: list[int],
         lengths: Sequence[int],
+        cos_sin: tuple[Tensor, Tensor],
         slots: int,
         *,
         all: bool,
@@ -173,7 +176,6 @@ class NativeStep:
             raise IndexError("a token id is outside of the vocabulary")
         bsz, seqlen = tokens.shape
         tokens = tokens.contiguous()
-        cos, sin = model.rope.up_to(max(map(sum, zip(starts, lengths, strict=True))), tokens.device)
         scores = torch.empty((bsz, seqlen if all else 1, model.args.vocab_size))
         first, count = (c_int64 * bsz)(*starts), (c_int64 * bsz)(*lengths)
         batch = Batch(
@@ -183,8 +185,8 @@ class NativeStep:
             starts=addressof(first),
             lengths=addressof(count),
             all=all,
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            cos=cos_sin[0].data_ptr(),
+            sin=cos_sin[1].data_ptr(),
             cached=model.kv_caching,
             slots=slots,
             logits=scores.data_ptr(),

@@ -106,9 +106,10 @@ class TransformerBlock(nn.Module):
 
 
 class Step(Protocol):
-    """A faster way to run a forward; see `llama.decode`."""
+    """A faster way to run a forward; see `llama.decode`. `forwards` counts those that it did."""
 
     name: str
+    forwards: int
 
     def __call__(
         self,
@@ -225,7 +226,10 @@ class Transformer(nn.Module, Generation):
     @property
     def path(self) -> str:
         """How forwards are computed, in words: by which operations or faster step, and from which weights."""
-        way = self.ops.name if self.step is None else self.step.name
+        return self.on_its_weights(self.ops.name if self.step is None else self.step.name)
+
+    def on_its_weights(self, way: str) -> str:
+        """Return a way to compute, in words, with the weights that it computes from where they are no floats."""
         return f"{way}, int8 weights" if int8_weights(self) else way
 
     def use(self, ops: Ops) -> None:

@@ -120,6 +120,13 @@ def int8_weights(model: nn.Module) -> dict[str, Int8Weight]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Int8Weight)}
 
 
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter | Int8Weight]:
+    """Return all weights by their names, an int8 matrix as one; one that two layers share is here once."""
+    matrices = int8_weights(model)
+    floats = {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[0] not in matrices}
+    return {**floats, **matrices}
+
+
 def _nearest(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (..., 32), scales (..., 1) and zeros (..., 1) for groups of weights (..., 32)."""
     low, high = groups.aminmax(dim=-1, keepdim=True)
@@ -132,11 +139,8 @@ def _nearest(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found.append((lost, codes.to(torch.uint8), scale, zero))
     first, second = found
     better = second[0] < first[0]
-    return (
-        torch.where(better, second[1], first[1]),
-        torch.where(better, second[2], first[2]),
-        torch.where(better, second[3], first[3]),
-    )
+    codes, scale, zero = (torch.where(better, ours, theirs) for ours, theirs in zip(second[1:], first[1:], strict=True))
+    return codes, scale, zero
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
-from llama.decode import NativeStep
 from llama.model import Transformer
-from llama.quantize import int8_weights
 from llama.request import Options
 from llama.text import TextCodec, encode_prompt
 
 GREEDY: Options = {"temperature": 0.0}
-INT8 = "int8 weights"  # how a path says so
 
 
 @dataclass
@@ -104,15 +101,14 @@ class LlamaEngine:
         return run
 
     def _fast_forwards(self) -> int:
-        step = self.model.step
-        return step.forwards if isinstance(step, NativeStep) else 0
+        return 0 if self.model.step is None else self.model.step.forwards
 
     def _path(self, *, fast: int, all: int) -> str:
         """Return what executed so many forwards, of which the fast step did some: by what it counted, not by intent."""
         plain, step = self.model.ops.name, self.model.step
         names = [step.name] if step is not None and fast else []
         names += [plain] if fast < all or not names else []
-        return " and ".join(names) + (f", {INT8}" if int8_weights(self.model) else "")
+        return self.model.on_its_weights(" and ".join(names))
 
     def encode(self, text: str) -> list[int]:
         return encode_prompt(self.tokenizer, text)

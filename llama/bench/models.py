@@ -24,7 +24,7 @@ from llama.demo import cache_dir, demo_model_path, meta_tokenizer_path
 from llama.kv_cache import KVCache
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_size
-from llama.quantize import Int8Weight, int8_weights, quantize_layers
+from llama.quantize import Int8Weight, quantize_layers, weights_of
 from llama.ranks import cut_for
 from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
@@ -151,11 +151,9 @@ def random_model(
     whole = needed_shapes(args)
     materialise(model, dtype=dtype, device=device)
     stream = torch.Generator(device).manual_seed(seed)
-    matrices = int8_weights(model)
-    for weight in matrices.values():
-        _draw_int8(weight, stream, dtype)
-    for name, parameter in model.requires_grad_(False).named_parameters():
-        if name.rpartition(".")[0] in matrices:
+    for name, parameter in weights_of(model.requires_grad_(False)).items():
+        if isinstance(parameter, Int8Weight):
+            _draw_int8(parameter, stream, dtype)
             continue
         if parameter.ndim == 1:
             parameter.fill_(1.0)  # the norms

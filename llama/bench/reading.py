@@ -206,14 +206,12 @@ def fit(
         "slope": line.slope,
         "exponent": power.slope,
         "lengths": len(times),
-        "r_squared": _explained([t for _, t in times], [line.intercept + line.slope * x for x, _ in times]),
+        "r_squared": _explained(times),
         "predicted_slope": predicted_slope,
     }
 
 
-def _explained(times: Sequence[float], fitted: Sequence[float]) -> float:
+def _explained(times: Sequence[tuple[int, float]]) -> float:
     """Return the share of the times' variance that a line through them explains, R^2; all of it where there is none."""
-    middle = statistics.fmean(times)
-    left = sum((time - on_line) ** 2 for time, on_line in zip(times, fitted, strict=True))
-    spread_out = sum((time - middle) ** 2 for time in times)
-    return 1 - left / spread_out if spread_out else 1.0
+    contexts, seconds = zip(*times, strict=True)
+    return statistics.correlation(contexts, seconds) ** 2 if len(set(seconds)) > 1 else 1.0

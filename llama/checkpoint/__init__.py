@@ -15,7 +15,7 @@ from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
 from llama.model import Transformer
-from llama.quantize import Int8Weight, int8_weights, quantize_layers
+from llama.quantize import Int8Weight, quantize_layers, weights_of
 from llama.ranks import ALONE, Ranks, cut_for
 
 __all__ = ["Checkpoint", "CheckpointError", "load_weights", "open_checkpoint"]
@@ -105,9 +105,7 @@ def load_weights(
         if int8:
             quantize_layers(model, dtype)
     materialise(model, dtype=dtype, device=device)
-    matrices = int8_weights(model)  # a tied head is here once, as the embedding, and so it is among the parameters
-    plain = {name: part for name, part in model.named_parameters() if name.rpartition(".")[0] not in matrices}
-    parts: dict[str, torch.nn.Parameter | Int8Weight] = {**plain, **matrices}
+    parts = weights_of(model)  # a tied head is here as the embedding
     total, done = sum(part.nbytes for part in parts.values()), 0
     for name, part in parts.items():
         own = checkpoint.tensors[name].part(tuple(part.shape), ranks.rank, ranks.size)

@@ -245,14 +245,9 @@ struct Forward {
         });
     }
 
-    T* keys_at(const Layer& layer, Int row, Int position) const {
-        return batch.cached ? (T*)layer.keys + (row * batch.slots + position) * kv
-                            : keys + (begin[row] + position) * kv;
-    }
-
-    T* values_at(const Layer& layer, Int row, Int position) const {
-        return batch.cached ? (T*)layer.values + (row * batch.slots + position) * kv
-                            : values + (begin[row] + position) * kv;
+    // Where a token's keys stand, or its values: in the layer's cache, or where there is none in `own`.
+    T* place_of(void* cache, T* own, Int row, Int position) const {
+        return batch.cached ? (T*)cache + (row * batch.slots + position) * kv : own + (begin[row] + position) * kv;
     }
 
     // Turn pairs of neighbours by the token's position.
@@ -270,7 +265,8 @@ struct Forward {
     void place(const Layer& layer, Int t, float* k, float* v) const {
         turn(q + t * queries, model.heads, position[t]);
         turn(k, model.kv_heads, position[t]);
-        T *to_keys = keys_at(layer, row[t], position[t]), *to_values = values_at(layer, row[t], position[t]);
+        T *to_keys = place_of(layer.keys, keys, row[t], position[t]),
+          *to_values = place_of(layer.values, values, row[t], position[t]);
         for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to_keys + i), narrow(widen(v + i), to_values + i);
     }
 
@@ -309,11 +305,12 @@ struct Forward {
             const Int seen = std::min(KEYS, last - from);
             for (Int i = 0; i < n; i += group) {
                 const Int at = (head + i / count) / rep * d;
-                const T* ks = keys_at(layer, row[t], from) + at;
+                const T* ks = place_of(layer.keys, keys, row[t], from) + at;
                 all_dots(it.queries + i * d, d, group, ks, kv, seen, d, it.scores + i * KEYS, KEYS);
                 for (Int j = i; j < i + group; j++) weigh(it, j, std::min(seen, position[t + j % count] + 1 - from));
                 by_rows(group, [&](auto rows, Int j) {
-                    sums<decltype(rows)::value>(it.scores + (i + j) * KEYS, values_at(layer, row[t], from) + at, seen,
+                    sums<decltype(rows)::value>(it.scores + (i + j) * KEYS,
+                                                place_of(layer.values, values, row[t], from) + at, seen,
                                                 it.sums + (i + j) * d);
                 });
             }
