@@ -4,6 +4,9 @@
 // order whatever stands beside it. Threads share the tokens where there are many, else the columns of every product.
 // Nobody allocates: `workspace_size` says what a call needs.
 
+#include <atomic>
+#include <thread>
+
 #include "products.h"
 
 #if defined(_OPENMP)
@@ -40,14 +43,39 @@ struct Batch {
     char* workspace;
 };
 
+// Where threads wait for each other, six times a layer; OpenMP's own barrier takes longer.
+struct Barrier {
+    alignas(64) std::atomic<Int> arrived{0};
+    alignas(64) std::atomic<Int> passed{0};
+
+    void wait(Int size) {
+        const Int before = passed.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+            arrived.store(0, std::memory_order_relaxed);
+            passed.store(before + 1, std::memory_order_release);
+            return;
+        }
+        for (Int turns = 0; passed.load(std::memory_order_acquire) == before; turns++)
+            if (turns < 10000)
+                pause();
+            else
+                std::this_thread::yield();  // somebody else may be computing where the others should
+    }
+
+    static void pause() {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+};
+
 // Some threads that compute a block of rows together; one alone waits for nobody.
 struct Team {
     Int rank, size;
+    Barrier* barrier;
 
     void wait() const {
-        if (size > 1) {
-#pragma omp barrier
-        }
+        if (size > 1) barrier->wait(size);
     }
 
     // Call act(first, end) with this thread's share of so many columns, whole panels all but the last.
@@ -138,18 +166,19 @@ struct Forward {
             for (Int i = 0; i < batch.lengths[r]; i++, t++) row[t] = r, position[t] = batch.starts[r] + i;
         }
         begin[batch.rows] = t;
+        Barrier barrier;
 #pragma omp parallel num_threads(threads)
         {
-            Team all{0, 1};
+            Team all{0, 1, nullptr};
 #if defined(_OPENMP)
-            all = {omp_get_thread_num(), omp_get_num_threads()};
+            all = {omp_get_thread_num(), omp_get_num_threads(), &barrier};
 #endif
             work(all);
         }
     }
 
     void work(const Team& all) {
-        const Team alone{0, 1}, &team = together ? all : alone;
+        const Team alone{0, 1, nullptr}, &team = together ? all : alone;
         char* own = rounded + all.rank * rounded_bytes;
         float* scaled = scaled_row + all.rank * model.dim;
         const Int slot = together ? 0 : all.rank * block_rows;
