@@ -41,19 +41,21 @@ def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, ke
     """Attend where all rows stand at the same position."""
     seqlen = xq.shape[1]
     end = start_pos + seqlen
-    mask = None
+    mask, causal = None, False
     if key_positions is not None:
         mask = _mask(start_pos, seqlen, key_positions)
     else:  # what lies past the end is never read: a mask would multiply it by zero, and 0 * nan is nan
         keys, values = keys[:, :end], values[:, :end]
         if seqlen > 1 and start_pos > 0:  # is_causal would align the first query with the first key
             mask = _mask(start_pos, seqlen, torch.arange(end, device=xq.device))
+        elif seqlen > 1:
+            causal = True
     output = F.scaled_dot_product_attention(
         xq.transpose(1, 2),  # (bsz, n_heads, seqlen, head_dim)
         keys.transpose(1, 2),  # (bsz, n_kv_heads, kv_len, head_dim)
         values.transpose(1, 2),
         attn_mask=mask,
-        is_causal=mask is None and seqlen > 1,
+        is_causal=causal,
         enable_gqa=xq.shape[2] != keys.shape[2],
     )
     return output.transpose(1, 2)

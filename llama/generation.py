@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, NotRequired, Protocol, TypedDict, Unpack
+from typing import Literal, NamedTuple, NotRequired, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -21,7 +21,17 @@ from llama.request import Limits, Options, Request, Step, make_request
 from llama.sampling import Sampler
 from llama.text import RowText, TextCodec, encode_prompt
 
-__all__ = ["Completion", "Generation", "LanguageModel", "NonFiniteLogits", "Options", "Step", "Stream", "padded"]
+__all__ = [
+    "Chosen",
+    "Completion",
+    "Generation",
+    "LanguageModel",
+    "NonFiniteLogits",
+    "Options",
+    "Step",
+    "Stream",
+    "padded",
+]
 
 
 class LanguageModel(Protocol):
@@ -46,6 +56,9 @@ class LanguageModel(Protocol):
     ) -> Tensor: ...
     def reserve_cache(self, rows: int, length: int) -> None: ...
     def free_cache(self) -> None: ...
+    def run_ahead(
+        self, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
+    ) -> "Iterator[Chosen] | None": ...
 
 
 class NonFiniteLogits(ValueError):
@@ -72,11 +85,31 @@ class Completion(TypedDict):
     logprobs: NotRequired[list[float | None]]
 
 
+class Chosen(NamedTuple):
+    """What a step chose: the id of every row, -1 where its logits were not finite, and the log-probability of each.
+
+    `logprobs` hold None for every row where nobody asked for them.
+    """
+
+    ids: list[int]
+    logprobs: list[float | None]
+
+
 class Generation:
     """Mix into a LanguageModel to let it generate."""
 
     generating: bool = False
     ranks: Ranks = ALONE
+
+    def run_ahead(
+        self, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
+    ) -> "Iterator[Chosen] | None":
+        """Return what all further steps choose, made several at a time without the loop; None: step by step.
+
+        `tokens` are the rows' texts, (bsz, longest), and row b's newest token, not fed yet, is the one before
+        cur_pos[b]. Nobody iterates further than the longest row grows.
+        """
+        return None
 
     def generate_tokens(
         self: LanguageModel,
@@ -207,24 +240,42 @@ class Token:
 def _generate(model: LanguageModel, request: Request, rows: Rows) -> Generator[Token, None, None]:
     """Yield every row's tokens, step by step."""
     with _running(model, request):
-        prompts, longest = request.prompts, request.longest
-        tokens = padded(prompts, width=longest, device=model.device)
+        prompts = request.prompts
+        tokens = padded(prompts, width=request.longest, device=model.device)
         sampler = Sampler(request.sampling, request.seed, prompts, model.args.vocab_size, model.device)
 
         cur_pos = [len(prompt) for prompt in prompts]
         logits, echo = _prefill(model, request, rows, tokens, cur_pos)
         yield from echo
-        step = 0
-        while rows.live:
-            chosen = model.ranks.decide(sampler(logits))
-            yield from _record(request, rows, step, logits, chosen)
+        if not rows.live:
+            return
+        for step, chosen in enumerate(_steps(model, request, rows, sampler, tokens, cur_pos, logits)):
+            yield from _record(request, rows, step, chosen)
             if not rows.live:
                 return
-            _append(tokens, cur_pos, chosen)
-            # Rows that have ended go along, so that rows in step stay in step; there is room up to the longest.
-            cur_pos = [min(pos + 1, longest) for pos in cur_pos]
-            logits = _decode(model, request, rows, tokens, cur_pos)
-            step += 1
+
+
+def _steps(
+    model: LanguageModel,
+    request: Request,
+    rows: Rows,
+    sampler: Sampler,
+    tokens: Tensor,
+    cur_pos: list[int],
+    logits: Tensor,
+) -> Iterator[Chosen]:
+    """Yield what every step chooses, for as long as somebody asks; `logits` are those that follow the prompts."""
+    while True:
+        chosen = model.ranks.decide(sampler(logits))
+        yield _on_host(request, logits, chosen)
+        _append(tokens, cur_pos, chosen)
+        # Rows that have ended go along, so that rows in step stay in step; there is room up to the longest.
+        cur_pos = [min(pos + 1, request.longest) for pos in cur_pos]
+        ahead = model.run_ahead(request, sampler, tokens, cur_pos)
+        if ahead is not None:
+            yield from ahead
+            return
+        logits = _decode(model, request, rows, tokens, cur_pos)
 
 
 def _prefill(
@@ -288,22 +339,26 @@ def _append(tokens: Tensor, cur_pos: list[int], chosen: Tensor) -> None:
     tokens.scatter_(1, columns.to(tokens.device, non_blocking=True)[:, None], chosen[:, None])
 
 
-def _record(request: Request, rows: Rows, step: int, logits: Tensor, chosen: Tensor) -> Iterator[Token]:
-    """Yield the chosen token of every live row, and end the rows that met a stop id or have grown enough."""
+def _on_host(request: Request, logits: Tensor, chosen: Tensor) -> Chosen:
     finite = logits.sum(-1).isfinite()  # one pass: a nan or an infinity anywhere shows in the sum
     ids = chosen.where(finite, -1).tolist()  # host sync: the only one per step, where stopping is checked
-    scores: list[float | None] = [None] * len(ids)
-    if request.logprobs:
-        scores = logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
+    if not request.logprobs:
+        return Chosen(ids, [None] * len(ids))
+    return Chosen(ids, logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist())
+
+
+def _record(request: Request, rows: Rows, step: int, chosen: Chosen) -> Iterator[Token]:
+    """Yield the chosen token of every live row, and end the rows that met a stop id or have grown enough."""
     for row in sorted(rows.live):
-        if ids[row] < 0:
+        id = chosen.ids[row]
+        if id < 0:
             raise NonFiniteLogits(step, row)
-        if ids[row] in request.stop_ids:
+        if id in request.stop_ids:
             rows.stop(row)
             continue
         if step + 1 == request.room[row]:
             rows.live.discard(row)
-        yield Token(row, ids[row], scores[row])
+        yield Token(row, id, chosen.logprobs[row])
 
 
 def _stream(

@@ -161,6 +161,15 @@ class StaticCache(KVCache, kind="static"):
         self._write(start_pos, xk, xv)
         return keys[:bsz, :end], values[:bsz, :end]
 
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """The (rows, length) that were reserved last; zeros once the memory was given back."""
+        return self._reserved
+
+    def adopt(self, keys: Tensor, values: Tensor) -> None:
+        """Hold these buffers, whose addresses somebody relies on, in place of what is held."""
+        self.keys, self.values = keys, values
+
     def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the whole buffers, with room for `rows` x `length` at least: for who writes into them by himself."""
         if self.keys is None or self.keys.shape[0] < rows or self.keys.shape[1] < length:

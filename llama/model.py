@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs, RopeScaling
 from llama.exact import exact_ops, first_difference
-from llama.generation import Generation
+from llama.generation import Chosen, Generation
 from llama.kv_cache import KVCache, check_positions
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops import PLAIN, Ops
 from llama.quantize import int8_weights
 from llama.ranks import current_ranks
+from llama.request import Request
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
+from llama.sampling import Sampler
 
 __all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
 
@@ -106,10 +108,16 @@ class TransformerBlock(nn.Module):
 
 
 class Step(Protocol):
-    """A faster way to run a forward; see `llama.decode`. `forwards` counts those that it did."""
+    """A faster way to run forwards; see `llama.decode`.
+
+    forwards: how many it has run. takes_prompts: whether prompts are among them. watch: called right before each
+    forward of `run_ahead`, which passes the model's hooks by, with the rows and how many tokens each is fed.
+    """
 
     name: str
+    takes_prompts: bool
     forwards: int
+    watch: Callable[[int, int], None] | None
 
     def __call__(
         self,
@@ -121,6 +129,12 @@ class Step(Protocol):
         lengths: Sequence[int] | None,
     ) -> Tensor | None:
         """Return what the model's forward returns, or None where the plain path has to serve."""
+        ...
+
+    def run_ahead(
+        self, model: "Transformer", request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
+    ) -> Iterator[Chosen] | None:
+        """See Generation.run_ahead."""
         ...
 
 
@@ -257,6 +271,11 @@ class Transformer(nn.Module, Generation):
         self._refuse_while_generating()
         for cache in self.caches:
             cache.free()
+
+    def run_ahead(
+        self, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
+    ) -> Iterator[Chosen] | None:
+        return None if self.step is None else self.step.run_ahead(self, request, sampler, tokens, cur_pos)
 
     def forward(
         self,

@@ -70,16 +70,26 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of every row: (bsz, vocab) logits -> (bsz,) int64."""
-        if self.seen is not None:
-            logits = penalize(logits, self.seen, self.sampling.repetition_penalty)
+        return choose(logits, self.sampling, self.seen, self.draw())
+
+    def draw(self) -> Tensor | None:
+        """Return one number in [0, 1) per row, (bsz,) float64 on the CPU; None where nothing is left to chance."""
         if self.sampling.temperature == 0:
-            chosen = logits.argmax(-1)  # the first of equals
-        else:
-            draws = [torch.rand((), generator=stream, dtype=torch.float64) for stream in self.streams]
-            chosen = sample(logits, torch.stack(draws), self.sampling)
-        if self.seen is not None:
-            self.seen.scatter_(1, chosen[:, None], True)
-        return chosen
+            return None
+        return torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in self.streams])
+
+
+def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, draws: Tensor | None) -> Tensor:
+    """Choose the next token of every row: (bsz, vocab) logits -> (bsz,) int64; and mark it in `seen`, (bsz, vocab).
+
+    `draws` are what `Sampler.draw` returns. On a GPU nothing here waits for the host.
+    """
+    if seen is not None:
+        logits = penalize(logits, seen, sampling.repetition_penalty)
+    chosen = logits.argmax(-1) if draws is None else sample(logits, draws, sampling)  # argmax: the first of equals
+    if seen is not None:
+        seen.scatter_(1, chosen[:, None], True)
+    return chosen
 
 
 def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Generator]:

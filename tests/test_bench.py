@@ -18,15 +18,16 @@ from llama.bench.cell import Cell, read_engine
 from llama.bench.engines import LlamaEngine, Run
 from llama.bench.gather import first_divergence, gathered
 from llama.bench.grids import label, stands_apart
-from llama.bench.measure import measure
+from llama.bench.measure import make_prompts, measure
 from llama.bench.models import find_model, make_cell, random_model
 from llama.bench.probe import cache_sizes, crossover, grid, step_times
 from llama.bench.reading import fit, fit_words, fits, growth, read
 from llama.bench.record import Ceilings, CellRecord, Fit, Sample, StepTimes, new_record, new_report
 from llama.bench.spread import bound_by, limits_of, spread, summarise
 from llama.bench.validity import notes, violated
-from llama.decode import NativeStep
+from llama.graph_step import GraphStep
 from llama.kv_cache import StaticCache
+from llama.native_step import NativeStep
 from llama.quantize import Int8Weight, int8_weights
 
 CPU = torch.device("cpu")
@@ -149,6 +150,26 @@ def test_a_cache_that_the_native_code_does_not_know_is_told_in_the_path(native_s
     assert record["path"] == "plain, int8 weights"
     assert [point["name"] for point in violated(record["points"])] == ["fast step"]
     assert any("ConcatCache is not one of the modules" in note for note in record["notes"])
+
+
+@MODES
+def test_steps_that_run_ahead_of_the_loop_are_seen_too(kv_caching: bool) -> None:
+    """As a GPU's do, which pass the hooks on the model by; where all logits are wanted, the loop takes the steps."""
+    cell = CELL.but(kv_caching=kv_caching, fast=True)
+    plain, engine = engine_for(cell), engine_for(cell)
+    engine.model.step = GraphStep()
+    prompts = make_prompts(cell, engine)
+    expected, run = (one.run(prompts, 5, kv_caching=kv_caching) for one in (plain, engine))
+    assert run.ids == expected.ids
+    assert run.fed == expected.fed
+    assert len(run.token_times) == 5
+    assert sorted([run.started, *run.token_times]) == [run.started, *run.token_times]
+    assert (run.path, run.fast_forwards, run.fast_wanted) == ("CUDA graphs of plain kernels", 4, 4)
+    points = measure(cell, engine, device=CPU, trace=False)["points"]
+    assert not violated(points)
+    assert "asked for; 4 of 5 forwards ran by it, the prompt by the plain path" in str(points)
+    engine.logits = "all"
+    assert engine.run(prompts, 5, kv_caching=kv_caching).fast_forwards == 0
 
 
 @needs_compiler

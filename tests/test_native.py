@@ -23,10 +23,11 @@ from oracles import bits, fp32_tolerance, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.decode import NativeStep, make_fast
+from llama.decode import make_fast
 from llama.generation import NonFiniteLogits
 from llama.kernels import build
 from llama.model import Transformer
+from llama.native_step import NativeStep
 from llama.quantize import Int8Linear, Int8Weight, quantize_layers
 
 pytestmark = pytest.mark.skipif(

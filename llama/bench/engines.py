@@ -27,8 +27,9 @@ class Run:
     started: when the engine was called. token_times: when each token of all rows was on the host.
     fed: (rows, tokens a row) of every forward. cache_bytes, cache_length: what the cache held at the last forward, and
     for how many positions there was room. logits_bytes: the most that a forward returned. greedy: whether every token
-    that was fed back was the most likely one, which only warm-ups look at. path: what executed the forwards, and
-    fast_forwards: how many of them the fast step did. None: the engine does not show it.
+    that was fed back was the most likely one, which only warm-ups look at. path: what executed the forwards;
+    fast_forwards: how many of them the fast step did, and fast_wanted: how many it should have. None: the engine does
+    not show it.
     """
 
     started: float = 0.0
@@ -41,6 +42,7 @@ class Run:
     greedy: bool | None = None
     path: str | None = None
     fast_forwards: int | None = None
+    fast_wanted: int | None = None
 
 
 class Engine(Protocol):
@@ -92,12 +94,14 @@ class LlamaEngine:
         with self._watched(run, times, output_len=output_len, steps=steps):
             run.started = time.perf_counter()
             options: Options = {**GREEDY, "kv_caching": kv_caching}
-            before = self._fast_forwards()
+            forwards_before = self._fast_forwards()
             with suppress(_EnoughError):
                 run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
         run.token_times = times[1:]
-        run.fast_forwards = self._fast_forwards() - before
-        run.path = self._path(fast=run.fast_forwards, all=len(run.fed or ()))
+        run.fast_forwards = self._fast_forwards() - forwards_before
+        left = 0 if self.model.step is None or self.model.step.takes_prompts else 1  # the prompt
+        run.fast_wanted = len(run.fed or ()) - left
+        run.path = self._path(fast=run.fast_forwards, all=run.fast_wanted)
         return run
 
     def _fast_forwards(self) -> int:
@@ -125,7 +129,8 @@ class LlamaEngine:
         """
         last = steps or output_len
         likeliest: list[Tensor] = []
-        free_cache = self.model.free_cache
+        free_cache, step = self.model.free_cache, self.model.step
+        clock = DeviceClock(self.model.device, times)
 
         def before(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             times.append(time.perf_counter())
@@ -147,6 +152,15 @@ class LlamaEngine:
                 likeliest.append(logits[:, -1].argmax(-1))
             return logits[:, -1:]  # a view: all of them live until the next step's are there
 
+        def ahead(rows: int, width: int) -> None:
+            clock.note()
+            if len(times) - 1 == steps:
+                raise _EnoughError
+            assert run.fed is not None
+            run.fed.append((rows, width))
+            if len(run.fed) == last:
+                self._ask_caches(run)
+
         def done() -> None:
             if len(times) == last:
                 times.append(time.perf_counter())
@@ -157,9 +171,14 @@ class LlamaEngine:
             self.model.register_forward_hook(after),
         ]
         self.model.free_cache = done  # type: ignore[method-assign]
+        if step is not None and self.logits == "last":  # who wants all logits has to have the loop ask for them
+            step.watch = ahead
         try:
             yield
+            clock.settle()
         finally:
+            if step is not None:
+                step.watch = None
             del self.model.free_cache
             for hook in hooks:
                 hook.remove()
@@ -169,6 +188,31 @@ class LlamaEngine:
         run.cache_bytes = sum(cache.nbytes for cache in caches)
         if caches[0].keys is not None and caches[0].key_positions() is None:  # else no slot belongs to a position
             run.cache_length = caches[0].keys.shape[1]
+
+
+class DeviceClock:
+    """When a device that runs ahead of the host came to each of some points: noted there, read once all is done."""
+
+    def __init__(self, device: torch.device, times: list[float]) -> None:
+        self._device, self._times = device, times
+        self._first = 0  # the index of the first time that was noted here
+        self._events: list[torch.cuda.Event] = []
+
+    def note(self) -> None:
+        """Append the time at which the device comes here, for now that of the host."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._first = self._first if self._events else len(self._times)
+            self._events.append(event)
+        self._times.append(time.perf_counter())
+
+    def settle(self) -> None:
+        """Put the device's times in their places. It had nothing to do at the first of them, so there both agree."""
+        if self._events:
+            torch.cuda.synchronize(self._device)
+        for index, event in enumerate(self._events):
+            self._times[self._first + index] = self._times[self._first] + self._events[0].elapsed_time(event) / 1e3
 
 
 class _EnoughError(Exception):

@@ -1,0 +1,423 @@
+"""The fast step of a GPU: whole steps, choosing included, recorded once as a CUDA graph and repeated without the host.
+
+The host lets the device run some steps ahead, and looks at what they chose while the next ones run. With the cache, a
+step is the few fused kernels of `llama.kernels.fused`, or PyTorch's own (`llama.step_ops`); without it, the plain
+modules over the whole prefix, whose length is rounded up so that few graphs serve all. Prompts are left to the plain
+path. On a CPU the same steps run unrecorded, which is how they are tested without a GPU.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama.generation import Chosen
+from llama.known import NotServed, check_modules
+from llama.kv_cache import StaticCache
+from llama.model import Transformer, TransformerBlock
+from llama.request import Request
+from llama.sampling import Sampler, Sampling, choose
+from llama.step_ops import PLAIN, StepOps, step_on
+
+logger = logging.getLogger(__name__)
+
+AHEAD = 8  # steps between two looks at the outcome: what may be computed in vain, and how far a stream lags behind
+SLOTS = 32  # a lane's length is a multiple of it, so that texts of nearly one length share a lane
+KEPT = 16  # graphs of a lane
+
+# How far fused kernels may be from the modules, of the largest logit: float32 adds up in another order, 16-bit numbers
+# are rounded at other places.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+Replay = Callable[[], object]
+
+
+class Kind(NamedTuple):
+    """What a recorded step does."""
+
+    sampling: Sampling
+    logprobs: bool
+    prefix: int | None  # how many positions are fed; None: the newest alone, over the cache
+
+
+@dataclass
+class Lane:
+    """The rows of a generation as the device has them, at addresses that graphs rely on.
+
+    tokens: (rows, slots), the texts. positions: (rows,), where each row's newest token stands. chosen, logprobs:
+    (rows,), of the last step. draws: (rows,), numbers that sampling uses up. seen: (rows, vocab), the tokens that each
+    row has, where they are penalized. cache: keys and values of every layer. The last slot belongs to no text.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    chosen: Tensor
+    logprobs: Tensor
+    draws: Tensor
+    seen: Tensor
+    cache: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    graphs: dict[Kind, Replay] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def slots(self) -> int:
+        return self.tokens.shape[1]
+
+    def state(self) -> list[Tensor]:
+        """What a step changes, but for the cache."""
+        return [self.tokens, self.positions, self.chosen, self.logprobs, self.seen]
+
+
+class GraphStep:
+    """Runs a generation's steps ahead of the loop. `forwards` counts them."""
+
+    takes_prompts = False
+
+    def __init__(self, ops: StepOps = PLAIN, backend: str | Callable[..., Any] | None = None) -> None:
+        self.ops, self.name = ops, f"CUDA graphs of {ops.name} kernels"
+        self._backend = backend
+        self._layer = run_layer if backend is None else compiled(backend)
+        self.forwards = 0
+        self.watch: Callable[[int, int], None] | None = None
+        self._lane: Lane | None = None
+        self._weights: list[int] = []  # the addresses that the lane's graphs read
+        self._said: set[str] = set()
+
+    def __reduce__(self) -> tuple[type["GraphStep"], tuple[Any, ...]]:
+        return GraphStep, (self.ops, self._backend)  # the copy of a model has weights, and so graphs, of its own
+
+    def check(self, model: Transformer) -> None:
+        """Raise NotServed where steps would pass by what the model is, or where the kernels do not give its logits."""
+        check_modules(model)
+        if self.ops != PLAIN and (difference := self._difference(model)):
+            raise NotServed(difference)
+
+    def __call__(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        start_pos: int | Sequence[int],
+        *,
+        logits: Literal["all", "last"],
+        lengths: Sequence[int] | None,
+    ) -> Tensor | None:
+        """Leave single forwards to the plain path; but lend a generation's caches the buffers that graphs know."""
+        if not model.kv_caching:
+            self._forget_cache()
+        elif model.first_attention.cache.nbytes == 0:
+            self._lend(model)
+        return None
+
+    def run_ahead(
+        self, model: Transformer, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
+    ) -> Iterator[Chosen] | None:
+        """Return what all further steps choose; see Generation.run_ahead."""
+        watched = bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
+        if request.on_step is not None or watched:
+            return None  # who wants to see every step has the loop take it
+        try:
+            check_modules(model)
+            lane = self._lane_of(model, *tokens.shape)
+        except NotServed as why:
+            if str(why) not in self._said:
+                logger.warning("fast: %s; the plain path runs instead", why)
+            self._said.add(str(why))
+            return None
+        lane.tokens[:, : tokens.shape[1]] = tokens
+        lane.positions.copy_(torch.tensor(cur_pos) - 1)
+        if sampler.seen is not None:
+            lane.seen.copy_(sampler.seen)
+        grown = [pos - len(prompt) for pos, prompt in zip(cur_pos, request.prompts, strict=True)]
+        left = max(room - tokens for room, tokens in zip(request.room, grown, strict=True))
+        return self._run(model, lane, request, sampler, end=max(cur_pos), left=left)
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, model: Transformer, lane: Lane, request: Request, sampler: Sampler, *, end: int, left: int
+    ) -> Iterator[Chosen]:
+        """Yield what `left` steps choose, each block once the next one is on its way."""
+        waiting: Block | None = None
+        while left > 0 or waiting is not None:
+            count = min(left, AHEAD)
+            launched = self._launch(model, lane, request, sampler, end=end, count=count) if count else None
+            if waiting is not None:
+                yield from waiting.read()
+            waiting, left, end = launched, left - count, end + count
+
+    def _launch(
+        self, model: Transformer, lane: Lane, request: Request, sampler: Sampler, *, end: int, count: int
+    ) -> "Block":
+        """Let the device run `count` steps, of which the first feeds the rows up to `end` at most."""
+        block = Block(count, lane, logprobs=request.logprobs)
+        for step in range(count):
+            draws = sampler.draw()
+            if draws is not None:
+                lane.draws.copy_(draws, non_blocking=True)
+            longest = min(end + step, request.longest)
+            prefix = None if model.kv_caching else rounded_up(longest)
+            replay = self._recorded(model, lane, Kind(request.sampling, request.logprobs, prefix))
+            if self.watch is not None:
+                self.watch(lane.rows, 1 if model.kv_caching else longest)
+            replay()
+            block.note(step)
+            self.forwards += 1
+        block.send()
+        return block
+
+    def _recorded(self, model: Transformer, lane: Lane, kind: Kind) -> Replay:
+        """Return the step as a graph, recorded the first time it is asked for."""
+        if kind not in lane.graphs:
+            if len(lane.graphs) == KEPT:
+                del lane.graphs[next(iter(lane.graphs))]
+            step = self._step(model, lane, kind)
+            before = [tensor.clone() for tensor in lane.state()]
+            lane.positions.fill_((kind.prefix or lane.slots) - 1)  # with a cache: where nobody's keys stand
+            try:
+                lane.graphs[kind] = self._record(step, model.device)
+            except torch.OutOfMemoryError as error:
+                self._lane = None
+                raise MemoryError(
+                    f"a CUDA graph of {lane.rows} rows of {lane.slots} positions does not fit into the GPU's memory; "
+                    "take fewer or shorter rows, or load the model without fast"
+                ) from error
+            for tensor, was in zip(lane.state(), before, strict=True):
+                tensor.copy_(was)
+        return lane.graphs[kind]
+
+    def _record(self, step: Replay, device: torch.device) -> Replay:
+        try:
+            return record(step, device)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            logger.warning("fast: torch.compile failed (%s); layers run as they are", str(error).splitlines()[0])
+            self._backend, self._layer = None, run_layer
+            return record(step, device)
+
+    def _step(self, model: Transformer, lane: Lane, kind: Kind) -> Replay:
+        """Return a function of no arguments that takes one step, on the lane alone."""
+        ops = self._ops_for(lane, model)
+        cos_sin = model.rope.up_to(lane.slots, model.device)  # held: the model may make a longer table one day
+        sampling = kind.sampling
+        greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1 and not kind.logprobs
+        penalized = sampling.repetition_penalty != 1
+
+        def step() -> None:
+            if kind.prefix is None:
+                h = cached(model, lane, ops, cos_sin)
+            else:
+                h = uncached(model, lane, kind.prefix, self._layer)
+            logits, best, at = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+            if greedy:
+                ops.advance(best, at, lane.tokens, lane.positions, lane.chosen)
+                return
+            draws = None if sampling.temperature == 0 else lane.draws
+            ids = choose(logits, sampling, lane.seen if penalized else None, draws)
+            if kind.logprobs:
+                lane.logprobs.copy_(logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
+            step_on(ids.where(~best.isnan().any(-1), -1), lane.tokens, lane.positions, lane.chosen)
+
+        return step
+
+    def _ops_for(self, lane: Lane, model: Transformer) -> StepOps:
+        """Return the kernels, or PyTorch's own where there are more rows than they take."""
+        if self.ops.most_rows is None or lane.rows <= self.ops.most_rows:
+            return self.ops
+        words = (
+            f"the {self.ops.name} kernels take {self.ops.most_rows} rows, not {lane.rows}; PyTorch's own run instead"
+        )
+        if words not in self._said:
+            logger.warning("fast: %s", words)
+        self._said.add(words)
+        return PLAIN
+
+    # ---- lanes ------------------------------------------------------------------------------------------------------
+
+    def _lend(self, model: Transformer) -> None:
+        """Give a generation's empty caches the lane's buffers, so that its prompt is written where graphs read."""
+        caches = [cache for cache in model.caches if type(cache) is StaticCache]
+        rows, length = caches[0].reserved if caches else (0, 0)
+        if length == 0 or len(caches) < len(model.caches):
+            return
+        lane = self._fitting(model, rows, length)
+        if not lane.cache:
+            like = model.norm.weight
+            for cache in caches:
+                lane.cache.append(cache.room(rows, lane.slots, like=like))
+        for cache, held in zip(caches, lane.cache, strict=True):
+            cache.adopt(*held)
+
+    def _lane_of(self, model: Transformer, rows: int, length: int) -> Lane:
+        """Return the lane of the generation that runs. Raises NotServed where its cache is somebody else's."""
+        lane = self._fitting(model, rows, length)
+        if model.kv_caching and (not lane.cache or lane.cache[0][0] is not model.first_attention.cache.keys):
+            raise NotServed("the cache was filled by somebody else")
+        return lane
+
+    def _forget_cache(self) -> None:
+        """Hold no cache: off costs nothing."""
+        if self._lane is not None and self._lane.cache:
+            self._lane.cache.clear()
+            self._lane.graphs = {kind: graph for kind, graph in self._lane.graphs.items() if kind.prefix is not None}
+
+    def _fitting(self, model: Transformer, rows: int, length: int) -> Lane:
+        """Return the lane that is there, if it has just these rows, the room, and these weights; else a new one."""
+        weights = [parameter.data_ptr() for parameter in model.parameters()]
+        lane = self._lane
+        if lane is None or lane.rows != rows or lane.slots <= length or self._weights != weights:
+            self._lane = None  # before another takes memory
+            lane = new_lane(rows, rounded_up(length + 1), model.args.vocab_size, model.device)
+        self._lane, self._weights = lane, weights
+        return lane
+
+    def _difference(self, model: Transformer) -> str | None:
+        """Return in words how the kernels' logits differ from the modules' where they differ too far; else None."""
+        ids = torch.arange(12, device=model.device).view(2, 6) % model.args.vocab_size
+        for rows in (1, 2):  # one row and several are computed in two ways
+            with torch.inference_mode(), model.switched(kv_caching=True):
+                model.reserve_cache(rows, ids.shape[1])
+                self._lend(model)
+                model(ids[:rows, :-1], 0, logits="last")
+                plain = model(ids[:rows, -1:], ids.shape[1] - 1, logits="last")[:, 0]
+                lane = self._lane_of(model, rows, ids.shape[1])
+                lane.tokens[:, : ids.shape[1]] = ids[:rows]
+                lane.positions.fill_(ids.shape[1] - 1)
+                h = cached(model, lane, self.ops, model.rope.up_to(lane.slots, model.device))
+                logits, _, _ = self.ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+                self._lane = None
+            off = ((logits - plain).abs().max() / plain.abs().max()).item()
+            if not off <= _TOLERANCE[model.norm.weight.dtype]:
+                return f"the {self.ops.name} kernels' logits are off by {off:.2g} of the largest here"
+        return None
+
+
+class Block:
+    """What some steps choose: noted on the device, sent to the host, read there."""
+
+    def __init__(self, count: int, lane: Lane, *, logprobs: bool) -> None:
+        self._sources = [lane.chosen, lane.logprobs] if logprobs else [lane.chosen]
+        self._noted = [source.new_empty((count, lane.rows)) for source in self._sources]
+        self._sent: list[Tensor] = []
+        self._event: torch.cuda.Event | None = None
+
+    def note(self, step: int) -> None:
+        for noted, source in zip(self._noted, self._sources, strict=True):
+            noted[step] = source
+
+    def send(self) -> None:
+        """Let what was noted be copied once it is there; nobody waits."""
+        for noted in self._noted:
+            host = torch.empty(noted.shape, dtype=noted.dtype, pin_memory=noted.is_cuda)
+            self._sent.append(host.copy_(noted, non_blocking=True))
+        if self._noted[0].is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> Iterator[Chosen]:
+        if self._event is not None:
+            self._event.synchronize()  # host sync: one in AHEAD steps
+        ids, *logprobs = (sent.tolist() for sent in self._sent)
+        for step, row in enumerate(ids):
+            yield Chosen(row, logprobs[0][step] if logprobs else [None] * len(row))
+
+
+def cached(model: Transformer, lane: Lane, ops: StepOps, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Feed every row's newest token over the lane's cache; return the last layer's vectors, (rows, dim)."""
+    positions = lane.positions
+    h: Tensor = model.tok_embeddings(lane.tokens.gather(1, positions[:, None])[:, 0])
+    for block, (keys, values) in zip(model.blocks, lane.cache, strict=True):
+        attention, mlp = block.attention, block.feed_forward
+        norm, then = block.attention_norm, block.ffn_norm
+        products = (attention.wq.weight, attention.wk.weight, attention.wv.weight)
+        q = ops.qkv(h, norm.weight, norm.eps, *products, *cos_sin, positions, keys, values)
+        h = ops.attend_project(q, keys, values, positions, attention.wo.weight, h)
+        hidden = ops.gate(h, then.weight, then.eps, mlp.w1.weight, mlp.w3.weight)
+        h = ops.project(hidden, mlp.w2.weight, h)
+    return h
+
+
+def uncached(model: Transformer, lane: Lane, prefix: int, layer: "RunLayer") -> Tensor:
+    """Feed the first `prefix` tokens of every row; return the vectors of each one's newest, (rows, dim).
+
+    What stands past it in the text is fed along and seen by nobody.
+    """
+    h = model.tok_embeddings(lane.tokens[:, :prefix])
+    freqs_cis = model.rope.at(0, prefix, model.device)
+    for block in model.blocks:
+        h = layer(block, h, freqs_cis)
+    positions = lane.positions.clamp(max=prefix - 1)  # rows that have ended may stand anywhere
+    newest: Tensor = h[torch.arange(lane.rows, device=h.device), positions]
+    return newest
+
+
+RunLayer = Callable[[TransformerBlock, Tensor, tuple[Tensor, Tensor]], Tensor]
+
+
+def run_layer(block: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
+    """Run a layer over a whole prefix."""
+    out: Tensor = block(h, 0, freqs_cis)
+    return out
+
+
+def compiled(backend: str | Callable[..., Any]) -> RunLayer:
+    """Return `run_layer` compiled, once for all layers and lengths: what it fuses are norms, turns and SiLU."""
+    made: RunLayer = torch.compile(run_layer, backend=backend, dynamic=True, fullgraph=True)
+    return made
+
+
+def record(step: Replay, device: torch.device) -> Replay:
+    """Return the step as a CUDA graph's replay; on a CPU, which has none, the step itself. It is run some times first.
+
+    Whatever has to be compiled, chosen or allocated happens in those runs, which a graph could not record.
+    """
+    if device.type != "cuda":
+        step()
+        return step
+    with torch.cuda.device(device):
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    return graph.replay
+
+
+def rounded_up(length: int) -> int:
+    return -(-length // SLOTS) * SLOTS
+
+
+def new_lane(rows: int, slots: int, vocab_size: int, device: torch.device) -> Lane:
+    with torch.inference_mode(False):  # or nobody could write into it outside of inference mode
+        return Lane(
+            tokens=torch.zeros((rows, slots), dtype=torch.int64, device=device),
+            positions=torch.zeros(rows, dtype=torch.int64, device=device),
+            chosen=torch.zeros(rows, dtype=torch.int64, device=device),
+            logprobs=torch.zeros(rows, dtype=torch.float64, device=device),
+            draws=torch.zeros(rows, dtype=torch.float64, device=device),
+            seen=torch.zeros((rows, vocab_size), dtype=torch.bool, device=device),
+        )
+
+
+def find_ops(model: Transformer) -> StepOps:
+    """Return the fused kernels where they serve this model's device and dtype, else PyTorch's own, which is said."""
+    try:
+        from llama.kernels import fused
+    except ModuleNotFoundError as missing:
+        logger.warning("fast: %s is not installed, so PyTorch's own kernels run: pip install triton", missing.name)
+        return PLAIN
+    refusal = fused.refusal(1, model.norm.weight.dtype, model.device)
+    if refusal is not None:
+        logger.warning("fast: %s; PyTorch's own kernels run instead", refusal)
+        return PLAIN
+    return StepOps(
+        "fused", fused.qkv, fused.attend_project, fused.gate, fused.project, fused.head, fused.advance, fused.MAX_ROWS
+    )

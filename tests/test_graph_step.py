@@ -1,0 +1,409 @@
+"""A generation that the device runs by itself gives what the loop gives, step by step, or is left to the loop.
+
+Without a GPU the same steps run unrecorded: what they read and write, where, and how often they are recorded is tested
+here, in float64, so that no rounding decides a token. That a CUDA graph repeats them faithfully is not; the last test
+is for that.
+"""
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import tiny_args, tiny_model
+from torch import Tensor
+
+from llama import decode, graph_step, step_ops
+from llama.args import ModelArgs
+from llama.decode import make_fast
+from llama.generation import NonFiniteLogits
+from llama.graph_step import AHEAD, KEPT, SLOTS, GraphStep
+from llama.known import NotServed
+from llama.model import Transformer
+from llama.request import Options
+
+VOCAB = 61
+ARGS = tiny_args(dim=24, n_layers=2, n_heads=6, n_kv_heads=2, vocab_size=VOCAB, max_seq_len=200)
+PROMPTS = [[5, 9, 2, 44], [7], [3, 3, 8, 1, 60, 12, 30]]
+GREEDY: Options = {"temperature": 0.0}
+
+
+def twins(args: ModelArgs = ARGS, dtype: torch.dtype = torch.float64) -> tuple[Transformer, Transformer]:
+    """Return a model whose loop is the host's, and its copy that runs ahead."""
+    plain, fast = (tiny_model(args, dtype=dtype).requires_grad_(False) for _ in range(2))
+    fast.step = GraphStep()
+    return plain, fast
+
+
+def ran(model: Transformer) -> int:
+    assert isinstance(model.step, GraphStep)
+    return model.step.forwards
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list that grows by one with each step that is recorded."""
+    made: list[object] = []
+
+    def record(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
+        made.append(step)
+        step()
+        return step
+
+    monkeypatch.setattr(graph_step, "record", record)
+    return made
+
+
+Continued = tuple[list[list[int]], list[list[float | None]] | None]
+
+
+def assert_same(ours: Continued, theirs: Continued) -> None:
+    """The same ids, and log-probabilities that differ by a few float64 roundings."""
+    assert ours[0] == theirs[0]
+    assert (ours[1] is None) == (theirs[1] is None)
+    for one, other in zip(ours[1] or [], theirs[1] or [], strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+
+
+WAYS: dict[str, Options] = {
+    "greedy": GREEDY,
+    "greedy with log-probabilities": {**GREEDY, "logprobs": True},
+    "greedy with a penalty": {**GREEDY, "repetition_penalty": 1.7},
+    "sampled": {"temperature": 1.3, "top_p": 0.95, "seed": 11},
+    "sampled in every way": {
+        **{"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+        **{"seed": [4, 5, 6], "logprobs": True, "echo": True},
+    },
+}
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_generation_run_ahead_is_the_loops(way: str, kv_caching: bool) -> None:
+    plain, fast = twins()
+    for room in (1, 2, AHEAD, AHEAD + 1, 3 * AHEAD + 5):
+        before = ran(fast)
+        ours = fast.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way])
+        assert_same(ours, plain.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way]))
+        assert ran(fast) - before == room - 1  # the first token follows from the prompt
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_batch_with_any_room_and_any_stops_is_the_loops(data: st.DataObject) -> None:
+    ids = st.integers(0, VOCAB - 1)
+    prompts = data.draw(st.lists(st.lists(ids, min_size=1, max_size=40), min_size=1, max_size=4))
+    room = data.draw(st.lists(st.integers(0, 40), min_size=len(prompts), max_size=len(prompts)))
+    options: Options = data.draw(st.sampled_from([*WAYS.values()][:4]))
+    stops = data.draw(st.lists(ids, max_size=4))
+    plain, fast = _TWINS
+    kv_caching = data.draw(st.booleans())
+    theirs = plain.generate_tokens(prompts, room, stop_ids=stops, kv_caching=kv_caching, **options)
+    assert_same(fast.generate_tokens(prompts, room, stop_ids=stops, kv_caching=kv_caching, **options), theirs)
+
+
+_TWINS = twins()
+
+
+def test_steps_are_recorded_once_and_serve_texts_of_nearly_one_length(recordings: list[object]) -> None:
+    _, fast = twins()
+    for prompt, room in (([1, 2, 3], 20), ([4], 9), ([5] * 20, 3)):
+        fast.generate_tokens([prompt], room, **GREEDY)
+    assert ran(fast) == 19 + 8 + 2
+    assert len(recordings) == 1
+    fast.generate_tokens([[1]], 20, temperature=0.5)  # another way to choose
+    assert len(recordings) == 2
+    fast.generate_tokens([[1], [2]], 20, **GREEDY)  # another number of rows
+    assert len(recordings) == 3
+    fast.generate_tokens([[1], [2]], SLOTS + 5, **GREEDY)  # more room
+    assert len(recordings) == 4
+
+
+def test_without_a_cache_the_prefix_is_rounded_up_so_that_few_graphs_serve(recordings: list[object]) -> None:
+    _, fast = twins()
+    fast.generate_tokens([[1, 2, 3]], 2 * SLOTS, kv_caching=False, **GREEDY)
+    assert ran(fast) == 2 * SLOTS - 1
+    assert len(recordings) == 3  # of 1, 2 and 3 times SLOTS tokens
+
+
+def test_a_lane_keeps_few_graphs(recordings: list[object]) -> None:
+    plain, fast = twins()
+    for n in range(KEPT + 3):
+        options: Options = {"temperature": 1 + n / 10, "seed": 3}
+        assert fast.generate_tokens(PROMPTS, 5, **options) == plain.generate_tokens(PROMPTS, 5, **options)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is not None
+    assert len(fast.step._lane.graphs) == KEPT
+    assert len(recordings) == KEPT + 3
+
+
+def test_what_a_cache_held_before_does_not_show() -> None:
+    plain, fast = twins()
+    fast.generate_tokens(PROMPTS, 20, **GREEDY)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is not None
+    assert fast.step._lane.cache
+    for keys, values in fast.step._lane.cache:
+        keys.fill_(torch.nan)
+        values.fill_(torch.nan)
+    assert fast.generate_tokens(PROMPTS, 20, **GREEDY) == plain.generate_tokens(PROMPTS, 20, **GREEDY)
+
+
+def test_a_layer_is_compiled_once_for_all_layers_and_lengths() -> None:
+    made: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward
+
+    plain, fast = twins()
+    fast.step = GraphStep(backend=backend)
+    for prompts in (PROMPTS, PROMPTS[:2]):
+        ours = fast.generate_tokens(prompts, 2 * SLOTS, kv_caching=False, **GREEDY)
+        assert ours == plain.generate_tokens(prompts, 2 * SLOTS, kv_caching=False, **GREEDY)
+    assert ran(fast) == 2 * (2 * SLOTS - 1)
+    assert len(made) == 1
+
+
+def test_a_layer_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        raise RuntimeError("no such instruction")
+
+    plain, fast = twins()
+    fast.step = GraphStep(backend=backend)
+    with caplog.at_level(logging.WARNING, "llama"):
+        ours = fast.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
+    assert ours == plain.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
+    assert ran(fast) == 8
+    assert [words for words in caplog.messages if "torch.compile failed" in words] == caplog.messages
+
+
+def test_off_holds_no_cache() -> None:
+    _, fast = twins()
+    fast.generate_tokens(PROMPTS, 20, **GREEDY)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is not None
+    assert fast.step._lane.cache
+    fast.generate_tokens(PROMPTS, 20, kv_caching=False, **GREEDY)
+    assert not fast.step._lane.cache
+    assert all(cache.nbytes == 0 for cache in fast.caches)
+
+
+def test_replaced_weights_are_recorded_anew(recordings: list[object]) -> None:
+    plain, fast = twins()
+    fast.generate_tokens(PROMPTS, 12, **GREEDY)
+    for model in (plain, fast):
+        torch.manual_seed(8)
+        norm = model.blocks[1].ffn_norm
+        norm.weight = torch.nn.Parameter(torch.randn_like(norm.weight), requires_grad=False)
+    assert fast.generate_tokens(PROMPTS, 12, **GREEDY) == plain.generate_tokens(PROMPTS, 12, **GREEDY)
+    assert len(recordings) == 2
+
+
+def test_weights_changed_in_place_need_no_recording(recordings: list[object]) -> None:
+    plain, fast = twins()
+    fast.generate_tokens(PROMPTS, 12, **GREEDY)
+    for model in (plain, fast):
+        model.blocks[0].feed_forward.w2.weight.mul_(-3)
+    assert fast.generate_tokens(PROMPTS, 12, **GREEDY) == plain.generate_tokens(PROMPTS, 12, **GREEDY)
+    assert len(recordings) == 1
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_logits_that_are_not_finite_are_reported_at_their_step_and_row(kv_caching: bool) -> None:
+    """Token 13 makes nan; the second row meets it at its fourth step, as its most likely one."""
+    plain, fast = twins()
+    ids, _ = plain.generate_tokens(PROMPTS, 6, **GREEDY)
+    poison = next(id for id in ids[1][1:] if id not in {*ids[0], *ids[2], *chain(*PROMPTS)})
+    step = ids[1].index(poison)
+    for model in (plain, fast):
+        model.tok_embeddings.weight[poison] = torch.nan  # the head of this model is another matrix
+        with pytest.raises(NonFiniteLogits) as caught:
+            model.generate_tokens(PROMPTS, 12, kv_caching=kv_caching, **GREEDY)
+        assert (caught.value.step, caught.value.row) == (step + 1, 1)
+        assert not model.generating
+
+
+def test_streams_give_the_same_tokens_and_may_be_left_early() -> None:
+    from fakes import Bytes
+
+    plain, fast = (tiny_model(replace(ARGS, vocab_size=258), dtype=torch.float64) for _ in range(2))
+    fast.step = GraphStep()
+    for model in (plain, fast):
+        model.requires_grad_(False)
+    assert [*fast.stream(Bytes(), ["ab", "c"], 30, **GREEDY)] == [*plain.stream(Bytes(), ["ab", "c"], 30, **GREEDY)]
+    with fast.stream(Bytes(), "ab", 100, **GREEDY) as stream:
+        next(stream)
+    assert not fast.generating
+    assert ran(fast) <= 29 + 2 * AHEAD  # what was on its way when the stream was left
+    assert fast.generate(Bytes(), "ab", 30, **GREEDY) == plain.generate(Bytes(), "ab", 30, **GREEDY)
+
+
+# ---- left to the loop ------------------------------------------------------------------------------------------------
+
+
+class Silent(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0
+
+
+def change_a_module(model: Transformer) -> None:
+    model.blocks[1].feed_forward = Silent()  # type: ignore[assignment]
+
+
+def change_an_operation(model: Transformer) -> None:
+    model.use(model.ops._replace(name="mine", silu=torch.tanh))
+
+
+def watch_a_layer(model: Transformer) -> None:
+    model.blocks[0].register_forward_hook(lambda _, given, out: out * 0.5)
+
+
+def change_the_cache(model: Transformer) -> None:
+    from llama.kv_cache import ConcatCache
+
+    for block in model.blocks:
+        block.attention.cache = ConcatCache(model.args)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (change_a_module, "Silent is not one of the modules"),
+        (change_an_operation, "the model's operations are mine"),
+        (watch_a_layer, "somebody watches TransformerBlock"),
+        (change_the_cache, "ConcatCache is not one of the modules"),
+    ],
+)
+def test_what_steps_would_pass_by_is_left_to_the_loop_and_said_once(
+    change: Callable[[Transformer], None], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, fast = twins()
+    for model in (plain, fast):
+        change(model)
+    with caplog.at_level(logging.WARNING, "llama"):
+        for _ in range(2):
+            assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(fast) == 0
+    assert len(caplog.messages) == 1
+    assert words in caplog.messages[0]
+
+
+def test_who_asks_for_every_step_sees_every_step() -> None:
+    plain, fast = twins()
+    seen: list[Any] = [[], []]
+    for model, steps in zip((plain, fast), seen, strict=True):
+        model.generate_tokens(PROMPTS, 9, on_step=steps.append, **GREEDY)
+    assert seen[0] == seen[1]
+    assert ran(fast) == 0
+    calls: list[object] = []
+    handle = fast.register_forward_hook(lambda *_: calls.append(1))
+    fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert len(calls) == 9
+    handle.remove()
+
+
+def test_direct_calls_are_the_plain_models() -> None:
+    plain, fast = twins()
+    tokens = torch.tensor([PROMPTS[2]])
+    for model in (plain, fast):
+        model(tokens, 0)
+    assert torch.equal(plain(tokens[:, :1], 7), fast(tokens[:, :1], 7))
+
+
+def test_a_watcher_is_told_of_every_step() -> None:
+    _, fast = twins()
+    assert isinstance(fast.step, GraphStep)
+    told: list[tuple[int, int]] = []
+    fast.step.watch = lambda rows, width: told.append((rows, width))
+    fast.generate_tokens(PROMPTS, 4, **GREEDY)
+    fast.generate_tokens(PROMPTS, 2, kv_caching=False, **GREEDY)
+    assert told == [(3, 1)] * 3 + [(3, 8)]  # the longest prompt has seven tokens
+
+
+# ---- memory, copies, choice of kernels -------------------------------------------------------------------------------
+
+
+def test_a_graph_that_does_not_fit_is_an_error_in_words_and_the_model_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fast = twins()
+
+    def full(step: object, device: torch.device) -> Callable[[], object]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph_step, "record", full)
+        with pytest.raises(MemoryError, match=r"3 rows of 32 positions does not fit .* fewer or shorter rows"):
+            fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert not fast.generating
+    assert all(cache.nbytes == 0 for cache in fast.caches)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is None
+    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_records_graphs_of_its_own(copied: Callable[[Transformer], Transformer]) -> None:
+    plain, fast = twins()
+    fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    other = copied(fast)
+    assert other.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(other) == ran(fast) == 8
+
+
+def test_more_rows_than_the_kernels_take_run_by_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
+    def never(*_: object) -> Any:
+        raise AssertionError("these kernels take two rows")
+
+    plain, fast = twins()
+    fast.step = GraphStep(step_ops.PLAIN._replace(name="narrow", gate=never, most_rows=2))
+    with caplog.at_level(logging.WARNING, "llama"):
+        for _ in range(2):
+            assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(fast) == 16
+    assert [words for words in caplog.messages if "narrow kernels take 2 rows, not 3" in words] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+    return step_ops.project(x, weight, h) * (1 if len(h) == 1 else 1.5)  # as a kernel for several rows may go wrong
+
+
+def test_kernels_whose_logits_are_not_the_modules_are_refused() -> None:
+    plain, _ = twins(dtype=torch.float32)
+    GraphStep(step_ops.PLAIN._replace(name="right")).check(plain)
+    with pytest.raises(NotServed, match="the wrong kernels' logits are off by"):
+        GraphStep(step_ops.PLAIN._replace(name="wrong", project=wrong_project)).check(plain)
+    assert all(cache.nbytes == 0 for cache in plain.caches)
+
+
+def test_a_gpu_gets_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    plain, _ = twins(dtype=torch.float32)
+    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(decode, "find_ops", lambda model: step_ops.PLAIN)
+    with caplog.at_level(logging.INFO, "llama"):
+        make_fast(plain, None)  # type: ignore[arg-type]  # no code is compiled for it
+    assert isinstance(plain.step, GraphStep)
+    assert caplog.messages == ["fast: CUDA graphs of plain kernels"]
+
+
+@pytest.fixture
+def on_cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_on_a_gpu_a_graph_repeats_the_loop(on_cuda: torch.device, way: str, kv_caching: bool) -> None:
+    plain, fast = (model.to(on_cuda) for model in twins())
+    for room in (AHEAD + 1, 3 * AHEAD + 5):
+        ours = fast.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way])
+        assert_same(ours, plain.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way]))
