@@ -113,7 +113,9 @@ struct Forward {
     Int queries, kv, rep;  // numbers of a token's queries, and of its keys; query heads to a kv head
     float scale;           // of attention's scores
     bool together;         // all threads on one block of all tokens, sharing columns; else blocks, a thread each
+    bool apart;            // so few tokens that their keys are shared out
     Int blocks, block_rows;
+    Int chunks;  // of keys of the longest text
     // In the workspace:
     std::int32_t *row, *position;  // of every token
     Int* begin;                    // the first token of every row
@@ -121,6 +123,7 @@ struct Forward {
     T *keys, *values;              // of every token, where there is no cache
     float *k, *v, *gate, *up;      // of a block's tokens
     char *rounded, *attention;     // each thread's
+    float* parts;                  // of every token, chunk and head, where keys are shared out
     float* scaled_row;             // each thread's
     Int rounded_bytes, attention_bytes, workspace_size;
 
@@ -135,6 +138,10 @@ struct Forward {
         together = threads > 1 && tokens < std::min(threads * 16, SHARED);
         blocks = together ? 1 : threads * ((tokens + threads * BLOCK - 1) / (threads * BLOCK));
         block_rows = together ? tokens : BLOCK;
+        apart = together && tokens < 2 * threads;
+        Int longest = 0;
+        for (Int r = 0; r < batch.rows; r++) longest = std::max(longest, batch.starts[r] + batch.lengths[r]);
+        chunks = (longest + KEYS - 1) / KEYS;
         Carver carver{batch.workspace};
         row = carver.take<std::int32_t>(tokens), position = carver.take<std::int32_t>(tokens);
         begin = carver.take<Int>(batch.rows + 1);
@@ -149,9 +156,11 @@ struct Forward {
         rounded_bytes = block_rows * Product::bytes(std::max(queries, widest()));
         rounded_bytes = std::max(rounded_bytes, scored_rows() * Product::bytes(model.dim));
         rounded = carver.take<char>(threads * rounded_bytes);
-        attention_bytes = most_queries() * (model.head_dim * (sizeof(T) + sizeof(float)) + (KEYS + 2) * sizeof(float));
-        attention_bytes = (attention_bytes + 5 * 64) / 64 * 64;
+        const Int floats_of_query = KEYS + part_size() + model.head_dim + 2;
+        attention_bytes = most_queries() * (model.head_dim * sizeof(T) + floats_of_query * sizeof(float));
+        attention_bytes = (attention_bytes + 6 * 64) / 64 * 64;
         attention = carver.take<char>(threads * attention_bytes);
+        parts = apart ? carver.take<float>(tokens * chunks * model.heads * part_size()) : nullptr;
         workspace_size = carver.used;
     }
 
@@ -301,108 +310,164 @@ struct Forward {
 
     // Attention over a block's tokens; what comes out stands where the queries stood.
     void attend(const Layer& layer, Int first, Int count, const Team& team, char* scratch) const {
+        if (apart) return attend_apart(layer, first, count, team, scratch);
         Int task = 0;
         for (Int t = first; t < first + count;) {
             Int end = t;  // tokens of one row that look at its keys together
             while (end < first + count && row[end] == row[t] && (end == t || (end - t + 1) * rep <= QUERIES)) end++;
-            // All heads of a token read its keys in one go, unless there would be too few tasks to share out.
-            Int heads = end - t > 1 ? rep : model.heads;
-            if (team.size > 1 && count < 2 * team.size) heads = count * model.kv_heads < 4 * team.size ? 1 : rep;
+            // All heads of a token read its keys in one go.
+            const Int heads = end - t > 1 ? rep : model.heads;
             for (Int head = 0; head < model.heads; head += heads)
                 if (task++ % team.size == team.rank) look(layer, t, end - t, head, heads, scratch);
             t = end;
         }
     }
 
-    // Let tokens t .. t + count - 1, of one row, look at their past with `heads` heads: one, or those of whole kv
-    // heads.
-    void look(const Layer& layer, Int t, Int count, Int head, Int heads, char* scratch) const {
-        const Int d = model.head_dim, n = heads * count, group = std::min(rep, heads) * count;
-        Carver carver{scratch};
-        Look it;
-        it.queries = carver.take<T>(most_queries() * d), it.sums = carver.take<float>(most_queries() * d);
-        it.scores = carver.take<float>(most_queries() * KEYS);
-        it.most = carver.take<float>(most_queries()), it.total = carver.take<float>(most_queries());
-        for (Int i = 0; i < n; i++) {  // head by head
-            const float* from = q + (t + i % count) * queries + (head + i / count) * d;
-            for (Int j = 0; j < d; j += LANES) narrow(widen(from + j), it.queries + i * d + j);
-            std::fill_n(it.sums + i * d, d, 0.0f);
-            it.most[i] = -INFINITY, it.total[i] = 0;
-        }
-        const Int last = position[t + count - 1] + 1;
-        for (Int from = 0; from < last; from += KEYS) {
-            const Int seen = std::min(KEYS, last - from);
-            for (Int i = 0; i < n; i += group) {
-                const Int at = (head + i / count) / rep * d;
-                const T* ks = place_of(layer.keys, keys, row[t], from) + at;
-                all_dots(it.queries + i * d, d, group, ks, kv, seen, d, it.scores + i * KEYS, KEYS);
-                for (Int j = i; j < i + group; j++) weigh(it, j, std::min(seen, position[t + j % count] + 1 - from));
-                by_rows(group, [&](auto rows, Int j) {
-                    sums<decltype(rows)::value>(it.scores + (i + j) * KEYS,
-                                                place_of(layer.values, values, row[t], from) + at, seen,
-                                                it.sums + (i + j) * d);
-                });
-            }
-        }
-        for (Int i = 0; i < n; i++) {
-            float* to = q + (t + i % count) * queries + (head + i / count) * d;
-            for (Int j = 0; j < d; j += LANES) store(to + j, widen(it.sums + i * d + j) / it.total[i]);
+    // The same where tokens are too few to share out: threads share the chunks of their keys, each a stretch of them,
+    // which memory gives faster than every other chunk, and then the heads.
+    void attend_apart(const Layer& layer, Int first, Int count, const Team& team, char* scratch) const {
+        const Int d = model.head_dim;
+        Look it(*this, scratch);
+        Int tasks = 0;
+        for (Int t = first; t < first + count; t++) tasks += (position[t] / KEYS + 1) * model.kv_heads;
+        const Int begin = tasks * team.rank / team.size, end = tasks * (team.rank + 1) / team.size;
+        Int task = 0;
+        for (Int t = first; t < first + count; t++)
+            for (Int from = 0; from <= position[t]; from += KEYS)
+                for (Int head = 0; head < model.heads; head += rep, task++) {
+                    if (task < begin || task >= end) continue;
+                    begin_look(it, t, 1, head, rep);
+                    look_at(it, layer, t, 1, head, rep, from, parts + place_of_part(t, head, from));
+                }
+        team.wait();
+        for (Int i = team.rank; i < count * model.heads; i += team.size) {
+            const Int t = first + i / model.heads, head = i % model.heads;
+            begin_sums(it, 0);
+            for (Int from = 0; from <= position[t]; from += KEYS) merge(it, 0, parts + place_of_part(t, head, from));
+            finish(it, 0, q + t * queries + head * d);
         }
     }
 
+    // Let tokens t .. t + count - 1, of one row, look at their past with `heads` heads, those of whole kv heads.
+    void look(const Layer& layer, Int t, Int count, Int head, Int heads, char* scratch) const {
+        Look it(*this, scratch);
+        begin_look(it, t, count, head, heads);
+        for (Int i = 0; i < heads * count; i++) begin_sums(it, i);
+        for (Int from = 0; from <= position[t + count - 1]; from += KEYS) {
+            look_at(it, layer, t, count, head, heads, from, it.parts);
+            for (Int i = 0; i < heads * count; i++)
+                if (from <= position[t + i % count]) merge(it, i, it.parts + i * part_size());
+        }
+        for (Int i = 0; i < heads * count; i++)
+            finish(it, i, q + (t + i % count) * queries + (head + i / count) * model.head_dim);
+    }
+
+    // What a look needs, for so many queries at most. A part is what a query took from one chunk of keys: the largest
+    // score, the sum of the weights against it, and the weighted values.
     struct Look {
         T* queries;
-        float *sums, *scores, *most, *total;  // most, total: of a query's scores so far, and of its weights
+        float *scores, *parts, *sums, *most, *total;
+
+        Look(const Forward& f, char* scratch) {
+            Carver carver{scratch};
+            const Int n = f.most_queries(), d = f.model.head_dim;
+            queries = carver.take<T>(n * d), scores = carver.take<float>(n * KEYS);
+            parts = carver.take<float>(n * f.part_size()), sums = carver.take<float>(n * d);
+            most = carver.take<float>(n), total = carver.take<float>(n);
+        }
     };
 
-    // Turn a query's scores into weights against the largest so far, and bring what was summed before to the same.
-    // Source: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
-    void weigh(Look& it, Int i, Int visible) const {
-        float *scores = it.scores + i * KEYS, *sum = it.sums + i * model.head_dim;
+    Int part_size() const { return model.head_dim + LANES; }
+    Int place_of_part(Int t, Int head, Int from) const {
+        return ((t * chunks + from / KEYS) * model.heads + head) * part_size();
+    }
+
+    void begin_look(Look& it, Int t, Int count, Int head, Int heads) const {  // head by head
+        const Int d = model.head_dim;
+        for (Int i = 0; i < heads * count; i++) {
+            const float* from = q + (t + i % count) * queries + (head + i / count) * d;
+            for (Int j = 0; j < d; j += LANES) narrow(widen(from + j), it.queries + i * d + j);
+        }
+    }
+
+    void begin_sums(Look& it, Int i) const {
+        std::fill_n(it.sums + i * model.head_dim, model.head_dim, 0.0f);
+        it.most[i] = -INFINITY, it.total[i] = 0;
+    }
+
+    // Look at the chunk of keys that begins at `from`; the parts of all queries stand at `to` one behind the other.
+    void look_at(Look& it, const Layer& layer, Int t, Int count, Int head, Int heads, Int from, float* to) const {
+        const Int d = model.head_dim, group = std::min(rep, heads) * count, size = part_size();
+        const Int seen = std::min(KEYS, position[t + count - 1] + 1 - from);
+        for (Int i = 0; i < heads * count; i += group) {
+            const Int at = (head + i / count) / rep * d;
+            const T* ks = place_of(layer.keys, keys, row[t], from) + at;
+            const T* vs = place_of(layer.values, values, row[t], from) + at;
+            all_dots(it.queries + i * d, d, group, ks, kv, seen, d, it.scores + i * KEYS, KEYS);
+            for (Int j = i; j < i + group; j++)
+                weigh(it.scores + j * KEYS, std::min(seen, position[t + j % count] + 1 - from), to + j * size);
+            by_rows(group, [&](auto rows, Int j) {
+                sums<decltype(rows)::value>(it.scores + (i + j) * KEYS, vs, seen, to + (i + j) * size + LANES, size);
+            });
+        }
+    }
+
+    // Turn a query's scores into weights against the largest; a part begins with that and with the weights' sum.
+    // A key that it may not see weighs nothing, and where it sees none the part is never looked at.
+    void weigh(float* scores, Int visible, float* part) const {
         for (Int key = std::max<Int>(visible, 0); key < KEYS; key++) scores[key] = -INFINITY;
-        floats largest = floats{} + it.most[i];
+        floats largest = floats{} - INFINITY;
         for (Int key = 0; key < KEYS; key += LANES) {
             const floats some = widen(scores + key);
             largest = some > largest ? some : largest;
         }
-        float most = it.most[i];
+        float most = -INFINITY;
         for (int lane = 0; lane < LANES; lane++) most = std::max(most, largest[lane]);
-        if (most > it.most[i]) {
-            const float shrunk = exp_of(floats{} + (it.most[i] - most) * scale)[0];
-            it.total[i] *= shrunk;
-            for (Int j = 0; j < model.head_dim; j += LANES) store(sum + j, widen(sum + j) * shrunk);
-            it.most[i] = most;
-        }
         floats total = {};
         for (Int key = 0; key < KEYS; key += LANES) {
             const floats weight = exp_of((widen(scores + key) - most) * scale);
             store(scores + key, weight);
             total += weight;
         }
-        it.total[i] += sum_of(total);
+        part[0] = most, part[1] = sum_of(total);
     }
 
-    // sum[i] += weights[i][key] * values[key], for ROWS queries and WIDTH vectors of a head.
+    // Add a part to query i's sums, both brought to the larger of their largest scores.
+    // Source: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+    void merge(Look& it, Int i, const float* part) const {
+        float* sum = it.sums + i * model.head_dim;
+        const float most = std::max(it.most[i], part[0]);
+        const float old = exp_of(floats{} + (it.most[i] - most) * scale)[0];
+        const float now = exp_of(floats{} + (part[0] - most) * scale)[0];
+        it.total[i] = it.total[i] * old + part[1] * now, it.most[i] = most;
+        for (Int j = 0; j < model.head_dim; j += LANES)
+            store(sum + j, widen(sum + j) * old + widen(part + LANES + j) * now);
+    }
+
+    void finish(const Look& it, Int i, float* to) const {
+        for (Int j = 0; j < model.head_dim; j += LANES)
+            store(to + j, widen(it.sums + i * model.head_dim + j) / it.total[i]);
+    }
+
+    // sum[i] = the sum of weights[i][key] * values[key], for ROWS queries and WIDTH vectors of a head.
     template <int ROWS, int WIDTH>
-    void some_sums(const float* weights, const T* vs, Int seen, float* sum) const {
-        const Int d = model.head_dim;
-        floats part[ROWS][WIDTH];
-        for (int r = 0; r < ROWS; r++)
-            for (int j = 0; j < WIDTH; j++) part[r][j] = widen(sum + r * d + j * LANES);
+    void some_sums(const float* weights, const T* vs, Int seen, float* sum, Int stride) const {
+        floats part[ROWS][WIDTH] = {};
         for (Int key = 0; key < seen; key++)
             for (int j = 0; j < WIDTH; j++) {
                 const floats value = widen(vs + key * kv + j * LANES);
                 for (int r = 0; r < ROWS; r++) part[r][j] += weights[r * KEYS + key] * value;
             }
         for (int r = 0; r < ROWS; r++)
-            for (int j = 0; j < WIDTH; j++) store(sum + r * d + j * LANES, part[r][j]);
+            for (int j = 0; j < WIDTH; j++) store(sum + r * stride + j * LANES, part[r][j]);
     }
 
     template <int ROWS>
-    void sums(const float* weights, const T* vs, Int seen, float* sum) const {
+    void sums(const float* weights, const T* vs, Int seen, float* sum, Int stride) const {
         Int j = 0;
-        for (; j + 4 * LANES <= model.head_dim; j += 4 * LANES) some_sums<ROWS, 4>(weights, vs + j, seen, sum + j);
-        for (; j < model.head_dim; j += LANES) some_sums<ROWS, 1>(weights, vs + j, seen, sum + j);
+        for (; j + 4 * LANES <= model.head_dim; j += 4 * LANES)
+            some_sums<ROWS, 4>(weights, vs + j, seen, sum + j, stride);
+        for (; j < model.head_dim; j += LANES) some_sums<ROWS, 1>(weights, vs + j, seen, sum + j, stride);
     }
 
     // The logits, by all threads together: of every row's last token, or of all.
