@@ -33,6 +33,7 @@ KEPT = 16  # graphs of a lane
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 Replay = Callable[[], object]
+Pool = tuple[int, int]
 
 
 class Kind(NamedTuple):
@@ -86,6 +87,7 @@ class GraphStep:
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self._lane: Lane | None = None
+        self._pool: Pool | None = None
         self._weights: list[int] = []  # the addresses that the lane's graphs read
         self._said: set[str] = set()
 
@@ -193,11 +195,17 @@ class GraphStep:
 
     def _record(self, step: Replay, device: torch.device) -> Replay:
         try:
-            return record(step, device)
+            return record(step, device, self._pool_on(device))
         except torch._dynamo.exc.TorchDynamoException as error:
             logger.warning("fast: torch.compile failed (%s); layers run as they are", str(error).splitlines()[0])
             self._backend, self._layer = None, run_layer
-            return record(step, device)
+            return record(step, device, self._pool_on(device))
+
+    def _pool_on(self, device: torch.device) -> Pool | None:
+        """Return the memory that all graphs share, for they run one at a time."""
+        if self._pool is None and device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def _step(self, model: Transformer, lane: Lane, kind: Kind) -> Replay:
         """Return a function of no arguments that takes one step, on the lane alone."""
@@ -370,10 +378,11 @@ def compiled(backend: str | Callable[..., Any]) -> RunLayer:
     return made
 
 
-def record(step: Replay, device: torch.device) -> Replay:
+def record(step: Replay, device: torch.device, pool: Pool | None = None) -> Replay:
     """Return the step as a CUDA graph's replay; on a CPU, which has none, the step itself. It is run some times first.
 
-    Whatever has to be compiled, chosen or allocated happens in those runs, which a graph could not record.
+    Whatever has to be compiled, chosen or allocated happens in those runs, which a graph could not record. What the
+    graph needs in between comes out of `pool`, or out of one of its own.
     """
     if device.type != "cuda":
         step()
@@ -386,7 +395,7 @@ def record(step: Replay, device: torch.device) -> Replay:
                 step()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             step()
     return graph.replay
 

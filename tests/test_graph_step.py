@@ -52,7 +52,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return a list that grows by one with each step that is recorded."""
     made: list[object] = []
 
-    def record(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    def record(step: Callable[[], None], device: torch.device, pool: object) -> Callable[[], object]:
         made.append(step)
         step()
         return step
@@ -334,7 +334,7 @@ def test_a_watcher_is_told_of_every_step() -> None:
 def test_a_graph_that_does_not_fit_is_an_error_in_words_and_the_model_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fast = twins()
 
-    def full(step: object, device: torch.device) -> Callable[[], object]:
+    def full(step: object, device: torch.device, pool: object) -> Callable[[], object]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
