@@ -77,7 +77,7 @@ def main(
         kv_cache: The kind of cache: static, concat, or file.py:kind for one of your own.
         logits: last, or all: compute those of every position at each step, as published code does.
         exact: Measure exact mode, in which the bits of the logits do not depend on the cache or the batch.
-        fast: Measure the fast step: native code, where this machine has it; in a table, of our own cells.
+        fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU; in a table, of our own cells.
         quantize: int8 holds the matrices of our own cells in int8; with --engine llama.cpp int8 is its Q8_0, and int4
             its Q4_0.
         device: auto, cpu, cuda or mps.

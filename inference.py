@@ -78,7 +78,8 @@ def main(
         stop: End a text before this string; may be given several times.
         kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
         kv_cache: The kind of cache: static or concat.
-        fast: Take the fastest way to compute that this machine has, native code on a CPU, and say which.
+        fast: Take the fastest way to compute that this machine has, native code on a CPU or CUDA graphs on a GPU, and
+            say which.
         quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory; give --fast with it.
         exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower.
         stream: Print the text as it is made; of several prompts, the first one's.

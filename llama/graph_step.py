@@ -33,7 +33,7 @@ KEPT = 16  # graphs of a lane
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 Replay = Callable[[], object]
-Pool = tuple[int, int]
+Pool = Any  # what torch.cuda.graph_pool_handle returns; its type has no public name
 
 
 class Kind(NamedTuple):

@@ -15,7 +15,7 @@ from llama.board import Board
 pytestmark = pytest.mark.skipif(not Board.serves(), reason="this machine's ranks use gloo")
 
 ROOT = Path(__file__).parents[1]
-ROUNDS, SIZE = 15000, 4
+ROUNDS, SIZE = 5000, 4
 
 
 def take_part(path: Path, rank: int) -> None:

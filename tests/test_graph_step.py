@@ -8,6 +8,7 @@ is for that.
 import copy
 import logging
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -20,11 +21,11 @@ from hypothesis import strategies as st
 from oracles import tiny_args, tiny_model
 from torch import Tensor
 
-from llama import decode, graph_step, step_ops
+from llama import decode, graph_step, kernels, step_ops
 from llama.args import ModelArgs
 from llama.decode import make_fast
 from llama.generation import NonFiniteLogits
-from llama.graph_step import AHEAD, KEPT, SLOTS, GraphStep
+from llama.graph_step import AHEAD, KEPT, SLOTS, GraphStep, find_ops
 from llama.known import NotServed
 from llama.model import Transformer
 from llama.request import Options
@@ -381,6 +382,28 @@ def test_kernels_whose_logits_are_not_the_modules_are_refused() -> None:
     with pytest.raises(NotServed, match="the wrong kernels' logits are off by"):
         GraphStep(step_ops.PLAIN._replace(name="wrong", project=wrong_project)).check(plain)
     assert all(cache.nbytes == 0 for cache in plain.caches)
+
+
+def test_without_triton_pytorchs_own_kernels_run_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "llama.kernels.fused", raising=False)
+    monkeypatch.delattr(kernels, "fused", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with caplog.at_level(logging.WARNING, "llama"):
+        assert find_ops(twins()[0]) == step_ops.PLAIN
+    assert caplog.messages == ["fast: triton is not installed, so PyTorch's own kernels run: pip install triton"]
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(torch.float64, "not torch.float64"), (torch.float32, "not on cpu")])
+def test_what_the_kernels_do_not_cover_runs_by_pytorchs_own_and_that_is_said(
+    dtype: torch.dtype, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    with caplog.at_level(logging.WARNING, "llama"):
+        assert find_ops(twins(dtype=dtype)[0]) == step_ops.PLAIN
+    assert len(caplog.messages) == 1
+    assert words in caplog.messages[0]
 
 
 def test_a_gpu_gets_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,7 +42,7 @@ DEFINITIONS = (
     ),
     ("peak resident", "the most memory of the process that was in RAM: tensors, code, and what libraries keep"),
     ("cache off", "every step is longer than all before it, so all but two are the first of their shape, and not warm"),
-    ("path", "what executed the forwards: plain, exact or native, as was seen, or a peer and its version"),
+    ("path", "what executed the forwards: plain, exact, native or CUDA graphs, as was seen, or a peer and its version"),
     ("KV cache", "the bytes that the tensors of the cache held at the last step"),
     ("token-forwards", "tokens fed through the model, over all rows and steps: the work"),
     ("less work, less time", "token-forwards, and median times, without the cache over those with it"),

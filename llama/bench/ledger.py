@@ -91,7 +91,7 @@ def _of_activations(cell: Cell, *, measured: bool) -> str:
     if cell.exact:
         return "predicted for the plain path; exact mode pads and copies"
     if cell.fast:
-        return "predicted for the plain path; the fast step takes one workspace for a forward"
+        return "predicted for the plain path; the fast step takes a workspace, or on a GPU a pool"
     if cell.int8:
         return "predicted for weights as they are; int8 layers widen some outputs at a time"
     return "measured is what the other lines leave of the measured peak" if measured else ""
