@@ -31,7 +31,7 @@ from llama.step_ops import PLAIN, StepOps
 logger = logging.getLogger(__name__)
 
 # What ids are compared on: no size is a multiple of a kernel's tile, and three queries share a key.
-ODD = ModelArgs(dim=104, n_heads=6, n_kv_heads=2, head_dim=24, ffn_dim=200, vocab_size=1003, **SMALL)
+ODD = ModelArgs(dim=132, n_heads=6, n_kv_heads=2, head_dim=24, ffn_dim=200, vocab_size=1003, **SMALL)
 KERNELS = ("qkv", "attend_project", "gate", "project", "head", "advance")
 ROWS = (1, 3, 17)  # one row, several, and more than the kernels take
 # How far a kernel may be from float64, in norm. float32 sums of 10,000 terms are off by some 1e-6; a bf16 result is
