@@ -12,6 +12,7 @@ from llama.kernels.build import NoNativeCode
 from llama.known import NotServed
 from llama.model import Transformer
 from llama.native_step import NativeStep
+from llama.step_ops import PLAIN
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,13 @@ def _use_native_code(model: Transformer, folder: Path) -> None:
 
 def _use_graphs(model: Transformer) -> None:
     step = GraphStep(find_ops(model), backend="inductor")
-    step.check(model)
+    try:
+        step.check(model)
+    except Exception as why:  # whatever Triton, the compilers that it calls, or a driver may raise
+        if step.ops == PLAIN:
+            raise
+        logger.warning("fast: %s; PyTorch's own kernels run instead", why)
+        step = GraphStep(backend="inductor")
+        step.check(model)
     model.step = step
     logger.info("fast: %s", step.name)

@@ -10,6 +10,7 @@ Rows of different lengths stand in one matrix, padded on the right, and each dec
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from types import TracebackType
 from typing import Literal, NamedTuple, NotRequired, Protocol, TypedDict, Unpack
 
@@ -265,13 +266,13 @@ def _steps(
     logits: Tensor,
 ) -> Iterator[Chosen]:
     """Yield what every step chooses, for as long as somebody asks; `logits` are those that follow the prompts."""
-    while True:
+    for step in count():
         chosen = model.ranks.decide(sampler(logits))
         yield _on_host(request, logits, chosen)
         _append(tokens, cur_pos, chosen)
         # Rows that have ended go along, so that rows in step stay in step; there is room up to the longest.
         cur_pos = [min(pos + 1, request.longest) for pos in cur_pos]
-        ahead = model.run_ahead(request, sampler, tokens, cur_pos)
+        ahead = model.run_ahead(request, sampler, tokens, cur_pos) if step == 0 else None
         if ahead is not None:
             yield from ahead
             return

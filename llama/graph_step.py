@@ -8,6 +8,7 @@ path. On a CPU the same steps run unrecorded, which is how they are tested witho
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -15,16 +16,17 @@ import torch
 from torch import Tensor
 
 from llama.generation import Chosen
-from llama.known import NotServed, check_modules
+from llama.known import NotServed, Warnings, check_modules
 from llama.kv_cache import StaticCache
 from llama.model import Transformer, TransformerBlock
+from llama.quantize import int8_weights
 from llama.request import Request
 from llama.sampling import Sampler, Sampling, choose
 from llama.step_ops import PLAIN, StepOps, step_on
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 8  # steps between two looks at the outcome: what may be computed in vain, and how far a stream lags behind
+AHEAD = 8  # steps between two looks at the outcome: how far a stream lags, and half of what may be computed in vain
 SLOTS = 32  # a lane's length is a multiple of it, so that texts of nearly one length share a lane
 KEPT = 16  # graphs of a lane
 
@@ -33,7 +35,13 @@ KEPT = 16  # graphs of a lane
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 Replay = Callable[[], object]
-Pool = Any  # what torch.cuda.graph_pool_handle returns; its type has no public name
+
+
+class Turns(NamedTuple):
+    """cos and sin of the positions 0, 1, ..., each (positions, 1, head_dim)."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 class Kind(NamedTuple):
@@ -50,7 +58,9 @@ class Lane:
 
     tokens: (rows, slots), the texts. positions: (rows,), where each row's newest token stands. chosen, logprobs:
     (rows,), of the last step. draws: (rows,), numbers that sampling uses up. seen: (rows, vocab), the tokens that each
-    row has, where they are penalized. cache: keys and values of every layer. The last slot belongs to no text.
+    row has, where they are penalized. turns: the model may make a longer table one day and drop this one. cache: keys
+    and values of every layer. The last slot belongs to no text. last: what the device was given last. pool: where
+    graphs have their memory, all the same, for they run one at a time.
     """
 
     tokens: Tensor
@@ -59,8 +69,11 @@ class Lane:
     logprobs: Tensor
     draws: Tensor
     seen: Tensor
+    turns: Turns
     cache: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     graphs: dict[Kind, Replay] = field(default_factory=dict)
+    last: torch.cuda.Event | None = None
+    pool: Any = None
 
     @property
     def rows(self) -> int:
@@ -87,16 +100,15 @@ class GraphStep:
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self._lane: Lane | None = None
-        self._pool: Pool | None = None
-        self._weights: list[int] = []  # the addresses that the lane's graphs read
-        self._said: set[str] = set()
+        self._weights: list[object] = []  # what the lane's graphs read, and where
+        self._warn = Warnings(logger)
 
     def __reduce__(self) -> tuple[type["GraphStep"], tuple[Any, ...]]:
         return GraphStep, (self.ops, self._backend)  # the copy of a model has weights, and so graphs, of its own
 
     def check(self, model: Transformer) -> None:
         """Raise NotServed where steps would pass by what the model is, or where the kernels do not give its logits."""
-        check_modules(model)
+        _check(model)
         if self.ops != PLAIN and (difference := self._difference(model)):
             raise NotServed(difference)
 
@@ -110,9 +122,7 @@ class GraphStep:
         lengths: Sequence[int] | None,
     ) -> Tensor | None:
         """Leave single forwards to the plain path; but lend a generation's caches the buffers that graphs know."""
-        if not model.kv_caching:
-            self._forget_cache()
-        elif model.first_attention.cache.nbytes == 0:
+        if model.kv_caching and model.first_attention.cache.nbytes == 0:
             self._lend(model)
         return None
 
@@ -124,12 +134,10 @@ class GraphStep:
         if request.on_step is not None or watched:
             return None  # who wants to see every step has the loop take it
         try:
-            check_modules(model)
+            _check(model)
             lane = self._lane_of(model, *tokens.shape)
         except NotServed as why:
-            if str(why) not in self._said:
-                logger.warning("fast: %s; the plain path runs instead", why)
-            self._said.add(str(why))
+            self._warn(why)
             return None
         lane.tokens[:, : tokens.shape[1]] = tokens
         lane.positions.copy_(torch.tensor(cur_pos) - 1)
@@ -158,6 +166,7 @@ class GraphStep:
     ) -> "Block":
         """Let the device run `count` steps, of which the first feeds the rows up to `end` at most."""
         block = Block(count, lane, logprobs=request.logprobs)
+        self.name = self._named(lane.rows, kv_caching=model.kv_caching)
         for step in range(count):
             draws = sampler.draw()
             if draws is not None:
@@ -171,6 +180,7 @@ class GraphStep:
             block.note(step)
             self.forwards += 1
         block.send()
+        lane.last = block.event
         return block
 
     def _recorded(self, model: Transformer, lane: Lane, kind: Kind) -> Replay:
@@ -181,49 +191,48 @@ class GraphStep:
             step = self._step(model, lane, kind)
             before = [tensor.clone() for tensor in lane.state()]
             lane.positions.fill_((kind.prefix or lane.slots) - 1)  # with a cache: where nobody's keys stand
-            try:
-                lane.graphs[kind] = self._record(step, model.device)
-            except torch.OutOfMemoryError as error:
-                self._lane = None
-                raise MemoryError(
-                    f"a CUDA graph of {lane.rows} rows of {lane.slots} positions does not fit into the GPU's memory; "
-                    "take fewer or shorter rows, or load the model without fast"
-                ) from error
+            if not lane.graphs and model.device.type == "cuda":
+                lane.pool = torch.cuda.graph_pool_handle()  # one that has no graphs any more is not to be used again
+            with self._in_words(lane.rows, lane.slots):
+                lane.graphs[kind] = self._record(step, model.device, lane.pool)
             for tensor, was in zip(lane.state(), before, strict=True):
                 tensor.copy_(was)
         return lane.graphs[kind]
 
-    def _record(self, step: Replay, device: torch.device) -> Replay:
+    @contextmanager
+    def _in_words(self, rows: int, slots: int) -> Iterator[None]:
+        """Say what did not fit into memory, and hold nothing of it."""
         try:
-            return record(step, device, self._pool_on(device))
-        except torch._dynamo.exc.TorchDynamoException as error:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._lane = None
+            raise MemoryError(
+                f"the fast step of {rows} rows of {slots} positions does not fit into the GPU's memory; "
+                "take fewer or shorter rows, or load the model without fast"
+            ) from error
+
+    def _record(self, step: Replay, device: torch.device, pool: object) -> Replay:
+        try:
+            return record(step, device, pool)
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             logger.warning("fast: torch.compile failed (%s); layers run as they are", str(error).splitlines()[0])
             self._backend, self._layer = None, run_layer
-            return record(step, device, self._pool_on(device))
-
-    def _pool_on(self, device: torch.device) -> Pool | None:
-        """Return the memory that all graphs share, for they run one at a time."""
-        if self._pool is None and device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+            return record(step, device, pool)
 
     def _step(self, model: Transformer, lane: Lane, kind: Kind) -> Replay:
         """Return a function of no arguments that takes one step, on the lane alone."""
-        ops = self._ops_for(lane, model)
-        cos_sin = model.rope.up_to(lane.slots, model.device)  # held: the model may make a longer table one day
+        ops = self._ops_for(lane.rows)
         sampling = kind.sampling
         greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1 and not kind.logprobs
         penalized = sampling.repetition_penalty != 1
 
         def step() -> None:
-            if kind.prefix is None:
-                h = cached(model, lane, ops, cos_sin)
-            else:
-                h = uncached(model, lane, kind.prefix, self._layer)
-            logits, best, at = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+            fed = kind.prefix
+            h = cached(model, lane, ops) if fed is None else uncached(model, lane, fed, self._layer)
             if greedy:
-                ops.advance(best, at, lane.tokens, lane.positions, lane.chosen)
+                take_likeliest(model, lane, ops, h)
                 return
+            logits, best, _ = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
             draws = None if sampling.temperature == 0 else lane.draws
             ids = choose(logits, sampling, lane.seen if penalized else None, draws)
             if kind.logprobs:
@@ -232,17 +241,17 @@ class GraphStep:
 
         return step
 
-    def _ops_for(self, lane: Lane, model: Transformer) -> StepOps:
+    def _ops_for(self, rows: int) -> StepOps:
         """Return the kernels, or PyTorch's own where there are more rows than they take."""
-        if self.ops.most_rows is None or lane.rows <= self.ops.most_rows:
+        if self.ops.most_rows is None or rows <= self.ops.most_rows:
             return self.ops
-        words = (
-            f"the {self.ops.name} kernels take {self.ops.most_rows} rows, not {lane.rows}; PyTorch's own run instead"
-        )
-        if words not in self._said:
-            logger.warning("fast: %s", words)
-        self._said.add(words)
         return PLAIN
+
+    def _named(self, rows: int, *, kv_caching: bool) -> str:
+        """Return in words what runs these rows."""
+        if kv_caching:
+            return f"CUDA graphs of {self._ops_for(rows).name} kernels"
+        return f"CUDA graphs of {'plain' if self._backend is None else 'compiled'} layers"
 
     # ---- lanes ------------------------------------------------------------------------------------------------------
 
@@ -254,9 +263,8 @@ class GraphStep:
             return
         lane = self._fitting(model, rows, length)
         if not lane.cache:
-            like = model.norm.weight
-            for cache in caches:
-                lane.cache.append(cache.room(rows, lane.slots, like=like))
+            with self._in_words(rows, lane.slots):
+                lane.cache = [cache.room(rows, lane.slots, like=model.norm.weight) for cache in caches]
         for cache, held in zip(caches, lane.cache, strict=True):
             cache.adopt(*held)
 
@@ -267,19 +275,22 @@ class GraphStep:
             raise NotServed("the cache was filled by somebody else")
         return lane
 
-    def _forget_cache(self) -> None:
+    def free_cache(self) -> None:
         """Hold no cache: off costs nothing."""
         if self._lane is not None and self._lane.cache:
             self._lane.cache.clear()
             self._lane.graphs = {kind: graph for kind, graph in self._lane.graphs.items() if kind.prefix is not None}
 
     def _fitting(self, model: Transformer, rows: int, length: int) -> Lane:
-        """Return the lane that is there, if it has just these rows, the room, and these weights; else a new one."""
-        weights = [parameter.data_ptr() for parameter in model.parameters()]
-        lane = self._lane
-        if lane is None or lane.rows != rows or lane.slots <= length or self._weights != weights:
-            self._lane = None  # before another takes memory
-            lane = new_lane(rows, rounded_up(length + 1), model.args.vocab_size, model.device)
+        """Return the lane that is there, if it has these rows, about this room, and these weights; else a new one."""
+        weights: list[object] = [(weight.data_ptr(), weight.dtype, weight.shape) for weight in model.parameters()]
+        slots, lane = rounded_up(length + 1), self._lane
+        if lane is None or lane.rows != rows or not slots <= lane.slots <= 2 * slots or self._weights != weights:
+            lane = self._lane = None  # before another takes memory
+            with self._in_words(rows, slots):
+                lane = new_lane(model, rows, slots)
+        if lane.last is not None:  # what an abandoned stream left under way, perhaps on another stream of the device
+            torch.cuda.current_stream(model.device).wait_event(lane.last)
         self._lane, self._weights = lane, weights
         return lane
 
@@ -295,7 +306,7 @@ class GraphStep:
                 lane = self._lane_of(model, rows, ids.shape[1])
                 lane.tokens[:, : ids.shape[1]] = ids[:rows]
                 lane.positions.fill_(ids.shape[1] - 1)
-                h = cached(model, lane, self.ops, model.rope.up_to(lane.slots, model.device))
+                h = cached(model, lane, self.ops)
                 logits, _, _ = self.ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
                 self._lane = None
             off = ((logits - plain).abs().max() / plain.abs().max()).item()
@@ -311,7 +322,7 @@ class Block:
         self._sources = [lane.chosen, lane.logprobs] if logprobs else [lane.chosen]
         self._noted = [source.new_empty((count, lane.rows)) for source in self._sources]
         self._sent: list[Tensor] = []
-        self._event: torch.cuda.Event | None = None
+        self.event: torch.cuda.Event | None = None  # when all of it was on the host
 
     def note(self, step: int) -> None:
         for noted, source in zip(self._noted, self._sources, strict=True):
@@ -323,18 +334,24 @@ class Block:
             host = torch.empty(noted.shape, dtype=noted.dtype, pin_memory=noted.is_cuda)
             self._sent.append(host.copy_(noted, non_blocking=True))
         if self._noted[0].is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record(torch.cuda.current_stream(self._noted[0].device))
 
     def read(self) -> Iterator[Chosen]:
-        if self._event is not None:
-            self._event.synchronize()  # host sync: one in AHEAD steps
+        if self.event is not None:
+            self.event.synchronize()  # host sync: one in AHEAD steps
         ids, *logprobs = (sent.tolist() for sent in self._sent)
         for step, row in enumerate(ids):
             yield Chosen(row, logprobs[0][step] if logprobs else [None] * len(row))
 
 
-def cached(model: Transformer, lane: Lane, ops: StepOps, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+def _check(model: Transformer) -> None:
+    check_modules(model)
+    if int8_weights(model):
+        raise NotServed("int8 weights are for a CPU so far")
+
+
+def cached(model: Transformer, lane: Lane, ops: StepOps) -> Tensor:
     """Feed every row's newest token over the lane's cache; return the last layer's vectors, (rows, dim)."""
     positions = lane.positions
     h: Tensor = model.tok_embeddings(lane.tokens.gather(1, positions[:, None])[:, 0])
@@ -342,7 +359,7 @@ def cached(model: Transformer, lane: Lane, ops: StepOps, cos_sin: tuple[Tensor, 
         attention, mlp = block.attention, block.feed_forward
         norm, then = block.attention_norm, block.ffn_norm
         products = (attention.wq.weight, attention.wk.weight, attention.wv.weight)
-        q = ops.qkv(h, norm.weight, norm.eps, *products, *cos_sin, positions, keys, values)
+        q = ops.qkv(h, norm.weight, norm.eps, *products, *lane.turns, positions, keys, values)
         h = ops.attend_project(q, keys, values, positions, attention.wo.weight, h)
         hidden = ops.gate(h, then.weight, then.eps, mlp.w1.weight, mlp.w3.weight)
         h = ops.project(hidden, mlp.w2.weight, h)
@@ -355,12 +372,18 @@ def uncached(model: Transformer, lane: Lane, prefix: int, layer: "RunLayer") -> 
     What stands past it in the text is fed along and seen by nobody.
     """
     h = model.tok_embeddings(lane.tokens[:, :prefix])
-    freqs_cis = model.rope.at(0, prefix, model.device)
+    freqs_cis = lane.turns.cos[None, :prefix], lane.turns.sin[None, :prefix]
     for block in model.blocks:
         h = layer(block, h, freqs_cis)
     positions = lane.positions.clamp(max=prefix - 1)  # rows that have ended may stand anywhere
     newest: Tensor = h[torch.arange(lane.rows, device=h.device), positions]
     return newest
+
+
+def take_likeliest(model: Transformer, lane: Lane, ops: StepOps, h: Tensor) -> None:
+    """Choose every row's likeliest next token, and step on."""
+    _, best, at = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+    ops.advance(best, at, lane.tokens, lane.positions, lane.chosen)
 
 
 RunLayer = Callable[[TransformerBlock, Tensor, tuple[Tensor, Tensor]], Tensor]
@@ -378,7 +401,7 @@ def compiled(backend: str | Callable[..., Any]) -> RunLayer:
     return made
 
 
-def record(step: Replay, device: torch.device, pool: Pool | None = None) -> Replay:
+def record(step: Replay, device: torch.device, pool: Any = None) -> Replay:
     """Return the step as a CUDA graph's replay; on a CPU, which has none, the step itself. It is run some times first.
 
     Whatever has to be compiled, chosen or allocated happens in those runs, which a graph could not record. What the
@@ -394,17 +417,27 @@ def record(step: Replay, device: torch.device, pool: Pool | None = None) -> Repl
             for _ in range(2):
                 step()
         torch.cuda.current_stream().wait_stream(aside)
+        # cuBLAS keeps a workspace for every stream. That of the runs is given back; the graph takes its own from its
+        # pool, where it may stay, but nobody else may go on to use it.
+        _clear_workspaces()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # thread_local: another thread, with another model, may allocate meanwhile
+        with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
             step()
+        _clear_workspaces()
     return graph.replay
+
+
+def _clear_workspaces() -> None:
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 def rounded_up(length: int) -> int:
     return -(-length // SLOTS) * SLOTS
 
 
-def new_lane(rows: int, slots: int, vocab_size: int, device: torch.device) -> Lane:
+def new_lane(model: Transformer, rows: int, slots: int) -> Lane:
+    device = model.device
     with torch.inference_mode(False):  # or nobody could write into it outside of inference mode
         return Lane(
             tokens=torch.zeros((rows, slots), dtype=torch.int64, device=device),
@@ -412,7 +445,8 @@ def new_lane(rows: int, slots: int, vocab_size: int, device: torch.device) -> La
             chosen=torch.zeros(rows, dtype=torch.int64, device=device),
             logprobs=torch.zeros(rows, dtype=torch.float64, device=device),
             draws=torch.zeros(rows, dtype=torch.float64, device=device),
-            seen=torch.zeros((rows, vocab_size), dtype=torch.bool, device=device),
+            seen=torch.zeros((rows, model.args.vocab_size), dtype=torch.bool, device=device),
+            turns=Turns(*model.rope.up_to(slots, device)),
         )
 
 
@@ -427,6 +461,8 @@ def find_ops(model: Transformer) -> StepOps:
     if refusal is not None:
         logger.warning("fast: %s; PyTorch's own kernels run instead", refusal)
         return PLAIN
+    several = fused.refusal(fused.MAX_ROWS, model.norm.weight.dtype, model.device) is None
     return StepOps(
-        "fused", fused.qkv, fused.attend_project, fused.gate, fused.project, fused.head, fused.advance, fused.MAX_ROWS
+        *("fused", fused.qkv, fused.attend_project, fused.gate, fused.project, fused.head, fused.advance),
+        most_rows=fused.MAX_ROWS if several else 1,
     )

@@ -1,5 +1,7 @@
 """Whether a model is what the fast steps compute: they work from its weights, past its modules. Knows the modules."""
 
+from logging import Logger
+
 from torch import nn
 
 from llama.kv_cache import StaticCache
@@ -16,6 +18,18 @@ _KNOWN = {
 
 class NotServed(Exception):
     """A fast step does not compute this model; the message says why."""
+
+
+class Warnings:
+    """Says each thing once."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger, self._said = logger, set[str]()
+
+    def __call__(self, words: object) -> None:
+        if str(words) not in self._said:
+            self._logger.warning("fast: %s; the plain path runs instead", words)
+        self._said.add(str(words))
 
 
 def check_modules(model: Transformer) -> None:

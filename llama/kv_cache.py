@@ -144,15 +144,15 @@ class StaticCache(KVCache, kind="static"):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
-        self._reserved = (0, 0)
+        self.reserved = (0, 0)  # rows and length; zeros once the memory was given back
 
     def reserve(self, rows: int, length: int) -> None:
         super().reserve(rows, length)
-        self._reserved = (rows, length)
+        self.reserved = (rows, length)
 
     def free(self) -> None:
         super().free()
-        self._reserved = (0, 0)
+        self.reserved = (0, 0)
 
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
@@ -160,11 +160,6 @@ class StaticCache(KVCache, kind="static"):
         keys, values = self.room(bsz, end, like=xk)
         self._write(start_pos, xk, xv)
         return keys[:bsz, :end], values[:bsz, :end]
-
-    @property
-    def reserved(self) -> tuple[int, int]:
-        """The (rows, length) that were reserved last; zeros once the memory was given back."""
-        return self._reserved
 
     def adopt(self, keys: Tensor, values: Tensor) -> None:
         """Hold these buffers, whose addresses somebody relies on, in place of what is held."""
@@ -181,7 +176,7 @@ class StaticCache(KVCache, kind="static"):
     def _grow(self, rows: int, length: int, like: Tensor) -> None:
         old_keys, old_values = self.keys, self.values
         if old_keys is None:
-            rows, length = max(rows, self._reserved[0]), max(length, self._reserved[1])
+            rows, length = max(rows, self.reserved[0]), max(length, self.reserved[1])
         else:
             rows = max(rows, old_keys.shape[0])
             if length > old_keys.shape[1]:  # by doubling, or a text fed token by token would be copied each time

@@ -137,6 +137,10 @@ class Step(Protocol):
         """See Generation.run_ahead."""
         ...
 
+    def free_cache(self) -> None:
+        """Hold no memory for a cache, as the model does not."""
+        ...
+
 
 class Transformer(nn.Module, Generation):
     """A Llama model. `kv_caching` switches the cache of all its layers, at any time between two calls."""
@@ -193,6 +197,8 @@ class Transformer(nn.Module, Generation):
             layer.attention.kv_caching = value
         if not value:
             self.free_cache()
+            if self.step is not None:
+                self.step.free_cache()
 
     @contextmanager
     def switched(self, *, kv_caching: bool) -> Iterator[None]:
@@ -267,7 +273,7 @@ class Transformer(nn.Module, Generation):
             cache.reserve(rows, length)
 
     def free_cache(self) -> None:
-        """Hold no cache memory until the next cached call."""
+        """Hold no cache memory until the next cached call; a GPU's fast step keeps what its graphs write into."""
         self._refuse_while_generating()
         for cache in self.caches:
             cache.free()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llama.generation import Chosen
 from llama.kernels.forward import Batch, Layer, Matrix, Model, NativeForward
-from llama.known import NotServed, check_modules
+from llama.known import NotServed, Warnings, check_modules
 from llama.kv_cache import StaticCache
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Transformer
@@ -39,7 +39,7 @@ class NativeStep:
         self._folder, self._native = folder, NativeForward(folder)
         self.instructions = self._native.instructions
         self.forwards = 0
-        self._said: set[str] = set()
+        self._warn = Warnings(logger)
         self._model: Model | None = None
         self._held: list[Tensor] = []  # what the addresses of weights point to
         # Of the caches that the addresses are of. All layers' come and go together, and freed ones must not be held.
@@ -71,9 +71,7 @@ class NativeStep:
             end = max(map(sum, zip(starts, lengths, strict=True)))
             slots = self._take_cache(model, bsz, end)
         except NotServed as why:
-            if str(why) not in self._said:
-                logger.warning("fast: %s; the plain path runs instead", why)
-            self._said.add(str(why))
+            self._warn(why)
             return None
         cos_sin = model.rope.up_to(end, tokens.device)
         return self._forward(model, self._model, tokens, starts, lengths, cos_sin, slots, all=logits == "all")
@@ -83,6 +81,9 @@ class NativeStep:
     ) -> Iterator[Chosen] | None:
         """Leave the loop to the host, which is here the same CPU."""
         return None
+
+    def free_cache(self) -> None:
+        """Nothing to do: no cache is held here but the model's own."""
 
     def describe(self, model: Transformer) -> None:
         """Write down the model's sizes and where its weights lie. Raises NotServed."""

@@ -15,7 +15,7 @@ from oracles import tiny_args, tiny_model
 from llama import costs
 from llama.bench import engines, memory, worker
 from llama.bench.cell import Cell, read_engine
-from llama.bench.engines import LlamaEngine, Run
+from llama.bench.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.gather import first_divergence, gathered
 from llama.bench.grids import label, stands_apart
 from llama.bench.measure import make_prompts, measure
@@ -105,7 +105,7 @@ def test_a_fast_cell_tells_that_native_code_ran_and_stands_apart(
         f"{mode}, int8 weights, native path" if quantize else f"{mode}, native path"
     )
     assert record["ledger"] is not None
-    assert any("the fast step takes one workspace" in line["note"] for line in record["ledger"]["lines"])
+    assert any("the fast step takes a workspace" in line["note"] for line in record["ledger"]["lines"])
     plain = measure(cell.but(fast=False), built(cell.but(fast=False)), device=CPU)
     assert plain["path"] == ("plain, int8 weights" if quantize else "plain")
     assert [line(record, name) for name in ("weights", "KV cache")] == [
@@ -164,12 +164,38 @@ def test_steps_that_run_ahead_of_the_loop_are_seen_too(kv_caching: bool) -> None
     assert run.fed == expected.fed
     assert len(run.token_times) == 5
     assert sorted([run.started, *run.token_times]) == [run.started, *run.token_times]
-    assert (run.path, run.fast_forwards, run.fast_wanted) == ("CUDA graphs of plain kernels", 4, 4)
+    path = f"CUDA graphs of plain {'kernels' if kv_caching else 'layers'}"
+    assert (run.path, run.fast_forwards, run.fast_wanted) == (path, 4, 4)
     points = measure(cell, engine, device=CPU, trace=False)["points"]
     assert not violated(points)
     assert "asked for; 4 of 5 forwards ran by it, the prompt by the plain path" in str(points)
     engine.logits = "all"
     assert engine.run(prompts, 5, kv_caching=kv_caching).fast_forwards == 0
+
+
+def test_a_devices_own_times_count_from_where_host_and_device_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        made = 0
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            Event.made += 1
+            self.at = 100.0 + 7.0 * Event.made  # in milliseconds, of a clock of its own
+
+        def record(self, stream: object) -> None: ...
+        def elapsed_time(self, later: "Event") -> float:
+            return later.at - self.at
+
+    for name in ("synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times = [1.0, 2.0]  # the host's, of a prompt
+    clock = DeviceClock(torch.device("cuda"), times)
+    for _ in range(3):
+        clock.note()
+    first = times[2]
+    clock.settle()
+    assert times == pytest.approx([1.0, 2.0, first, first + 0.007, first + 0.014])
 
 
 @needs_compiler

@@ -378,8 +378,10 @@ def test_a_generation_of_these_steps_is_the_loops(rows: int, options: Options) -
 @interpreted
 def test_what_serves_is_not_refused() -> None:
     for rows in (1, 16):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in (torch.float32, torch.bfloat16):
             assert fused.refusal(rows, dtype, torch.device("cuda")) is None
+    assert fused.refusal(1, torch.float16, torch.device("cuda")) is None
+    assert "one row in float16, not 2" in str(fused.refusal(2, torch.float16, torch.device("cuda")))
 
 
 def attended(**other: Tensor) -> Tensor:
@@ -565,6 +567,8 @@ def test_other_numbers_compile_for_hopper(dtype: str, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_function_gives_what_its_plain_twin_gives_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
     """The sizes of Llama 3.2 1B, and some off the tile grid; 200 slots make one split, 2000 several."""
+    if fused.refusal(rows, dtype, torch.device("cuda")) is not None:
+        pytest.skip("float16 is for one row")
     kind: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
     for dim, ffn_dim, vocab in ((2048, 8192, 1003), (520, 70, 64)):
         the_gated_half_of_the_mlp_is_the_plain_one(rows, dim, ffn_dim, **kind)

@@ -9,6 +9,7 @@ import copy
 import logging
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -27,7 +28,9 @@ from llama.decode import make_fast
 from llama.generation import NonFiniteLogits
 from llama.graph_step import AHEAD, KEPT, SLOTS, GraphStep, find_ops
 from llama.known import NotServed
+from llama.kv_cache import ConcatCache, StaticCache
 from llama.model import Transformer
+from llama.quantize import quantize_layers
 from llama.request import Options
 
 VOCAB = 61
@@ -192,9 +195,37 @@ def test_off_holds_no_cache() -> None:
     assert isinstance(fast.step, GraphStep)
     assert fast.step._lane is not None
     assert fast.step._lane.cache
-    fast.generate_tokens(PROMPTS, 20, kv_caching=False, **GREEDY)
-    assert not fast.step._lane.cache
+    held = weakref.ref(fast.step._lane.cache[0][0])
+    fast.kv_caching = False
+    assert held() is None
     assert all(cache.nbytes == 0 for cache in fast.caches)
+
+
+def test_a_lane_is_no_longer_than_about_what_a_generation_needs() -> None:
+    _, fast = twins()
+    fast.generate_tokens(PROMPTS, 150, **GREEDY)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is not None
+    long = fast.step._lane.slots
+    fast.generate_tokens(PROMPTS, 4, **GREEDY)
+    assert fast.step._lane.slots == SLOTS < long
+
+
+def test_what_a_graph_reads_outlives_the_function_that_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds no tensor, only its address: the model's table of turns, say, which gives way to a longer one."""
+
+    def record(step: Callable[[], None], device: torch.device, pool: object) -> Callable[[], object]:
+        step()
+        return lambda: None
+
+    monkeypatch.setattr(graph_step, "record", record)
+    _, fast = twins()
+    fast.generate_tokens(PROMPTS, 9, kv_caching=True, **GREEDY)
+    fast.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
+    tables = [weakref.ref(table) for table in fast.rope.up_to(9, fast.device)]
+    fast(torch.zeros((1, 150), dtype=torch.int64))
+    assert fast.rope.up_to(9, fast.device)[0] is not tables[0]()
+    assert all(table() is not None for table in tables)
 
 
 def test_replaced_weights_are_recorded_anew(recordings: list[object]) -> None:
@@ -268,8 +299,6 @@ def watch_a_layer(model: Transformer) -> None:
 
 
 def change_the_cache(model: Transformer) -> None:
-    from llama.kv_cache import ConcatCache
-
     for block in model.blocks:
         block.attention.cache = ConcatCache(model.args)
 
@@ -349,6 +378,24 @@ def test_a_graph_that_does_not_fit_is_an_error_in_words_and_the_model_goes_on(mo
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
 
+def test_a_cache_that_does_not_fit_is_an_error_in_words_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fast = twins()
+    room, calls = StaticCache.room, []
+
+    def full(self: StaticCache, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(rows)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return room(self, rows, length, like=like)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StaticCache, "room", full)
+        with pytest.raises(MemoryError, match="3 rows of 32 positions"):
+            fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert all(cache.nbytes == 0 for cache in fast.caches)
+    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_model_records_graphs_of_its_own(copied: Callable[[Transformer], Transformer]) -> None:
     plain, fast = twins()
@@ -358,18 +405,25 @@ def test_a_copy_of_a_model_records_graphs_of_its_own(copied: Callable[[Transform
     assert ran(other) == ran(fast) == 8
 
 
-def test_more_rows_than_the_kernels_take_run_by_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_rows_than_the_kernels_take_run_by_pytorchs_own_and_the_name_says_so() -> None:
     def never(*_: object) -> Any:
         raise AssertionError("these kernels take two rows")
 
     plain, fast = twins()
     fast.step = GraphStep(step_ops.PLAIN._replace(name="narrow", gate=never, most_rows=2))
-    with caplog.at_level(logging.WARNING, "llama"):
-        for _ in range(2):
-            assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
-    assert ran(fast) == 16
-    assert [words for words in caplog.messages if "narrow kernels take 2 rows, not 3" in words] == caplog.messages
-    assert len(caplog.messages) == 1
+    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(fast) == 8
+    assert fast.path == "CUDA graphs of plain kernels"
+
+
+def test_the_name_says_what_ran() -> None:
+    _, fast = twins()
+    fast.step = GraphStep(step_ops.PLAIN._replace(name="own"))
+    assert fast.path == "CUDA graphs of own kernels"
+    fast.generate_tokens(PROMPTS, 2, kv_caching=False, **GREEDY)
+    assert fast.path == "CUDA graphs of plain layers"
+    fast.generate_tokens(PROMPTS, 2, **GREEDY)
+    assert fast.path == "CUDA graphs of own kernels"
 
 
 def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
@@ -406,6 +460,32 @@ def test_what_the_kernels_do_not_cover_runs_by_pytorchs_own_and_that_is_said(
     assert words in caplog.messages[0]
 
 
+def test_kernels_that_fail_give_way_to_pytorchs_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError("no C compiler")
+
+    plain, _ = twins(dtype=torch.float32)
+    for project, words in ((broken, "no C compiler"), (wrong_project, "the own kernels' logits are off by")):
+        caplog.clear()
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "llama"):
+            patch.setattr(decode, "find_ops", lambda _, p=project: step_ops.PLAIN._replace(name="own", project=p))
+            decode._use_graphs(plain)
+        assert plain.path == "CUDA graphs of plain kernels"
+        assert len(caplog.messages) == 1
+        assert words in caplog.messages[0]
+        assert not plain.generating
+        plain.step = None
+
+
+def test_int8_is_left_to_the_loop() -> None:
+    plain, _ = twins(tiny_args(vocab_size=64), dtype=torch.float32)
+    quantize_layers(plain, torch.float32)
+    with pytest.raises(NotServed, match="int8 weights are for a CPU so far"):
+        GraphStep().check(plain)
+
+
 def test_a_gpu_gets_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     plain, _ = twins(dtype=torch.float32)
     monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda")))
@@ -427,6 +507,11 @@ def on_cuda() -> torch.device:
 @pytest.mark.parametrize("way", WAYS)
 def test_on_a_gpu_a_graph_repeats_the_loop(on_cuda: torch.device, way: str, kv_caching: bool) -> None:
     plain, fast = (model.to(on_cuda) for model in twins())
-    for room in (AHEAD + 1, 3 * AHEAD + 5):
-        ours = fast.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way])
-        assert_same(ours, plain.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way]))
+    several = WAYS[way]
+    alone: Options = {**several, "seed": 4} if "seed" in several else several
+    for prompts, options in ((PROMPTS, several), (PROMPTS[:1], alone), (PROMPTS, several)):  # lanes come and go
+        for room in (AHEAD + 1, 3 * AHEAD + 5):
+            fast(torch.zeros((1, 150), dtype=torch.int64, device=on_cuda))  # which makes a longer table of turns
+            fast.free_cache()
+            ours = fast.generate_tokens(prompts, room, kv_caching=kv_caching, **options)
+            assert_same(ours, plain.generate_tokens(prompts, room, kv_caching=kv_caching, **options))

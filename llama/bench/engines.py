@@ -24,7 +24,8 @@ GREEDY: Options = {"temperature": 0.0}
 class Run:
     """One run, as it was seen from outside. Times are those of `time.perf_counter`.
 
-    started: when the engine was called. token_times: when each token of all rows was on the host.
+    started: when the engine was called. token_times: when each token of all rows was on the host, or, where a GPU runs
+    ahead of it, on the device.
     fed: (rows, tokens a row) of every forward. cache_bytes, cache_length: what the cache held at the last forward, and
     for how many positions there was room. logits_bytes: the most that a forward returned. greedy: whether every token
     that was fed back was the most likely one, which only warm-ups look at. path: what executed the forwards;

@@ -79,6 +79,8 @@ def refusal(rows: int, dtype: torch.dtype, device: torch.device) -> str | None:
         return (
             f"the fused kernels take float16, bfloat16 or float32, not {dtype}: convert the model, or use another step"
         )
+    if dtype == torch.float16 and rows > 1:  # unnormed numbers, rounded for tensor cores, may pass its range
+        return f"the fused kernels take one row in float16, not {rows}: take bfloat16, or use another step"
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"the fused kernels run on CUDA GPUs, not on {device}: move the model, or use another step"
     return None
@@ -639,7 +641,7 @@ def _splits(rows: int, n_kv_heads: int, slots: int) -> int:
 
 def _launch(x: Tensor) -> dict[str, Any]:
     """Return whether a kernel may begin before the last one ended: from Hopper on."""
-    early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 

@@ -35,7 +35,7 @@ from llama.bench.memory import Peak, tensor_peak
 from llama.bench.record import Line
 from llama.bench.spread import spread
 from llama.costs import cache_bytes, peak_memory, step_bytes
-from llama.graph_step import GraphStep, Lane, Replay, cached, new_lane, record, rounded_up
+from llama.graph_step import GraphStep, Lane, Replay, cached, new_lane, record, rounded_up, take_likeliest
 from llama.model import Transformer
 from llama.step_ops import PLAIN, StepOps
 
@@ -68,7 +68,7 @@ def bandwidth(run: Run) -> None:
 def filled_lane(model: Transformer, rows: int, length: int, room: int = 0) -> Lane:
     """Return rows whose newest token stands at length - 1, over random keys and values."""
     stream = torch.Generator(model.device).manual_seed(1)
-    lane = new_lane(rows, rounded_up(length + room + 1), model.args.vocab_size, model.device)
+    lane = new_lane(model, rows, rounded_up(length + room + 1))
     size = (2, rows, lane.slots, model.args.n_kv_heads, model.args.head_dim)
     for _ in model.blocks:
         drawn = torch.randn(size, generator=stream, device=model.device).to(model.norm.weight.dtype)
@@ -80,9 +80,7 @@ def filled_lane(model: Transformer, rows: int, length: int, room: int = 0) -> La
 
 def one_step(model: Transformer, lane: Lane, ops: StepOps) -> None:
     """Do what the fast step does where ids are chosen greedily."""
-    h = cached(model, lane, ops, model.rope.up_to(lane.slots, model.device))
-    _, best, at = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
-    ops.advance(best, at, lane.tokens, lane.positions, lane.chosen)
+    take_likeliest(model, lane, ops, cached(model, lane, ops))
 
 
 def recorded(run: Run, ops: StepOps, rows: int) -> tuple[Lane, Replay]:

@@ -43,7 +43,7 @@ struct Batch {
     char* workspace;
 };
 
-// Where threads wait for each other, six times a layer; OpenMP's own barrier takes longer.
+// Where threads wait for each other, six or seven times a layer; OpenMP's own barrier takes longer.
 struct Barrier {
     alignas(64) std::atomic<Int> arrived{0};
     alignas(64) std::atomic<Int> passed{0};
