@@ -14,6 +14,14 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
+LONG = ("test_ranks.py", "test_native.py", "test_demo_model.py", "test_bench_presets.py", "test_exact.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that two processes end at about the same time."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny tensors gain nothing from threads, and sums in one order give the same bits everywhere."""

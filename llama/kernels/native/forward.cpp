@@ -99,7 +99,7 @@ struct Carver {  // hands out the workspace, or only counts
 };
 
 // How much is taken at a time, so that it stays in the nearer caches:
-constexpr Int BLOCK = 32;    // tokens of a thread of its own
+constexpr Int BLOCK = 48;    // tokens of a thread of its own
 constexpr Int KEYS = 64;     // keys that attention looks at
 constexpr Int QUERIES = 48;  // queries of one kv head, but at least those of one token
 constexpr Int SCORED = 64;   // tokens whose logits are computed
