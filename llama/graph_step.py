@@ -296,16 +296,18 @@ class GraphStep:
 
     def _difference(self, model: Transformer) -> str | None:
         """Return in words how the kernels' logits differ from the modules' where they differ too far; else None."""
-        ids = torch.arange(12, device=model.device).view(2, 6) % model.args.vocab_size
-        for rows in (1, 2):  # one row and several are computed in two ways
+        length = min(6, model.args.max_seq_len)
+        ids = torch.arange(2 * length, device=model.device).view(2, length) % model.args.vocab_size
+        most = min(limit for limit in (2, model.args.max_batch_size, self.ops.most_rows) if limit is not None)
+        for rows in range(1, most + 1):  # one row and several are computed in two ways
             with torch.inference_mode(), model.switched(kv_caching=True):
-                model.reserve_cache(rows, ids.shape[1])
+                model.reserve_cache(rows, length)
                 self._lend(model)
                 model(ids[:rows, :-1], 0, logits="last")
-                plain = model(ids[:rows, -1:], ids.shape[1] - 1, logits="last")[:, 0]
-                lane = self._lane_of(model, rows, ids.shape[1])
-                lane.tokens[:, : ids.shape[1]] = ids[:rows]
-                lane.positions.fill_(ids.shape[1] - 1)
+                plain = model(ids[:rows, -1:], length - 1, logits="last")[:, 0]
+                lane = self._lane_of(model, rows, length)
+                lane.tokens[:, :length] = ids[:rows]
+                lane.positions.fill_(length - 1)
                 h = cached(model, lane, self.ops)
                 logits, _, _ = self.ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
                 self._lane = None

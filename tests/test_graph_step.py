@@ -460,6 +460,22 @@ def test_what_the_kernels_do_not_cover_runs_by_pytorchs_own_and_that_is_said(
     assert words in caplog.messages[0]
 
 
+@pytest.mark.parametrize("limits", [{"max_batch_size": 1}, {"max_seq_len": 2}])
+def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -> None:
+    calls: list[int] = []
+
+    def project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+        calls.append(len(h))
+        return step_ops.project(x, weight, h)
+
+    model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
+    GraphStep(step_ops.PLAIN._replace(name="own", project=project)).check(model)
+    assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2})
+    calls.clear()
+    GraphStep(step_ops.PLAIN._replace(name="own", project=project, most_rows=1)).check(model)
+    assert set(calls) == {1}
+
+
 def test_kernels_that_fail_give_way_to_pytorchs_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
