@@ -4,9 +4,6 @@ Without a GPU they run in Triton's interpreter, which does their arithmetic in N
 GPU. What Triton makes of them for one is looked at, too; that it runs there, and early, is left to the last test.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,22 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import assert_claims_hold_interpreted, compiled, interpreted, made, triton, with_cuda
 from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.attend import attend
 from llama.graph_step import GraphStep, find_ops
+from llama.kernels import fused
 from llama.model import RMSNorm, Transformer
 from llama.request import Options
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies
 
-if sys.platform != "linux":
-    pytest.skip("Triton is made for Linux", allow_module_level=True)
-triton = pytest.importorskip("triton")
-
-from llama.kernels import fused  # noqa: E402  (it needs Triton)
-
-INTERPRETED = triton.knobs.runtime.interpret  # the whole process: Triton decides as it is imported
 EPS = 1e-5
 # Numbers of about 1, made of sums of up to 1100 products, which are off by some 30 roundings of 6e-8 where signs are
 # random; positions of up to 600 turn by angles that both sides take from one table.
@@ -38,30 +30,10 @@ FP32_TOLERANCE = 2e-5
 # which hundreds are averaged, and results of up to 4 or so once, by up to 2**-7.
 BF16_TOLERANCE = 4e-2
 
-compiled = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
-with_cuda = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-def interpreted(claim: Callable[..., None]) -> Callable[..., None] | None:
-    """Collect a claim only where the interpreter is on: `TRITON_INTERPRET=1 pytest tests/test_fused.py`."""
-    return claim if INTERPRETED else None
-
 
 @compiled
 def test_all_claims_hold_in_tritons_interpreter() -> None:
-    """In a process of its own: transformers imports Triton too, and nothing else may meet an interpreted kernel."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def made(*size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    return torch.randn(size, dtype=torch.float64).to(device, dtype)
+    assert_claims_hold_interpreted(__file__)
 
 
 def matrix(out_features: int, in_features: int, **kind: Any) -> Tensor:

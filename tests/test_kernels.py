@@ -4,58 +4,29 @@ Without a GPU they run in Triton's interpreter, which does their arithmetic in N
 those of a GPU, so what is read, and in which tile, is tested here. What a GPU rounds is not; the last test is for that.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import assert_claims_hold_interpreted, compiled, interpreted, made, triton, with_cuda
 from torch import Tensor
 
 from llama.attend import attend
+from llama.kernels import invariant
 from llama.linear import linear
 from llama.model import RMSNorm
 
-if sys.platform != "linux":
-    pytest.skip("Triton is made for Linux", allow_module_level=True)
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
-
-from llama.kernels import invariant  # noqa: E402  (it needs Triton)
-
-INTERPRETED = triton.knobs.runtime.interpret  # the whole process: Triton decides as it is imported
 KERNELS = (invariant._linear, invariant._attend, invariant._rms_norm)
 DTYPES = [torch.float32, torch.float64]  # the interpreter's bfloat16 is wrong
 FP64_TOLERANCE = 1e-13  # averages of numbers of about 1, a hundred roundings of 1e-16 each
 FP32_TOLERANCE = 1e-5  # the same with roundings of 6e-8
 
-compiled = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
-with_cuda = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-def interpreted(claim: Callable[..., None]) -> Callable[..., None] | None:
-    """Collect a claim only where the interpreter is on: `TRITON_INTERPRET=1 pytest tests/test_kernels.py`."""
-    return claim if INTERPRETED else None
-
 
 @compiled
 def test_all_claims_hold_in_tritons_interpreter() -> None:
-    """In a process of its own: transformers imports Triton too, and nothing else may meet an interpreted kernel."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def made(*size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    return torch.randn(size, dtype=torch.float64).to(device, dtype)
+    assert_claims_hold_interpreted(__file__)
 
 
 def assert_same_product(x: Tensor, weight: Tensor) -> None:
@@ -242,7 +213,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     sizes = {"HEADS": 4, "GROUP": 2, "HEAD_DIM": 20, "DIM": 20, "WIDTH": 32, "SCALE": 0.2, "EPS": 1e-5}
-    constants = {**sizes, "WIDE": tl.float64 if dtype == "fp64" else tl.float32}
+    constants = {**sizes, "WIDE": triton.language.float64 if dtype == "fp64" else triton.language.float32}
     types = {each.name: each.annotation_type or "i32" for each in kernel.params}
     types |= dict.fromkeys(types.keys() & {"x", "weight", "out", "xq", "keys", "values"}, f"*{dtype}")
     types |= dict.fromkeys(types.keys() & {"starts"}, "*i32")
