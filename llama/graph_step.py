@@ -166,7 +166,6 @@ class GraphStep:
     ) -> "Block":
         """Let the device run `count` steps, of which the first feeds the rows up to `end` at most."""
         block = Block(count, lane, logprobs=request.logprobs)
-        self.name = self._named(lane.rows, kv_caching=model.kv_caching)
         for step in range(count):
             draws = sampler.draw()
             if draws is not None:
@@ -175,10 +174,11 @@ class GraphStep:
             prefix = None if model.kv_caching else rounded_up(longest)
             replay = self._recorded(model, lane, Kind(request.sampling, request.logprobs, prefix))
             if self.watch is not None:
-                self.watch(lane.rows, 1 if model.kv_caching else longest)
+                self.watch(lane.rows, 1 if prefix is None else longest)
             replay()
             block.note(step)
             self.forwards += 1
+        self.name = self._named(lane.rows, prefix)
         block.send()
         lane.last = block.event
         return block
@@ -247,9 +247,9 @@ class GraphStep:
             return self.ops
         return PLAIN
 
-    def _named(self, rows: int, *, kv_caching: bool) -> str:
+    def _named(self, rows: int, prefix: int | None) -> str:
         """Return in words what runs these rows."""
-        if kv_caching:
+        if prefix is None:
             return f"CUDA graphs of {self._ops_for(rows).name} kernels"
         return f"CUDA graphs of {'plain' if self._backend is None else 'compiled'} layers"
 
