@@ -248,7 +248,7 @@ struct Forward {
     void normed(const float* x, Int count, const T* weight, float* scaled, char* to) const {
         for (Int r = 0; r < count; r++, x += model.dim) {
             floats squares = {};
-            for (Int i = 0; i < model.dim; i += LANES) squares += widen(x + i) * widen(x + i);
+            for (Int i = 0; i < model.dim; i += LANES) squares = multiply_add(squares, widen(x + i), widen(x + i));
             const float factor = 1.0f / std::sqrt(sum_of(squares) / float(model.dim) + model.eps);
             for (Int i = 0; i < model.dim; i += LANES) store(scaled + i, widen(x + i) * factor * widen(weight + i));
             Product::round(scaled, model.dim, to + r * Product::bytes(model.dim));
@@ -441,7 +441,7 @@ struct Forward {
         const float now = exp_of(floats{} + (part[0] - most) * scale)[0];
         it.total[i] = it.total[i] * old + part[1] * now, it.most[i] = most;
         for (Int j = 0; j < model.head_dim; j += LANES)
-            store(sum + j, widen(sum + j) * old + widen(part + LANES + j) * now);
+            store(sum + j, multiply_add(widen(part + LANES + j) * now, widen(sum + j), old));
     }
 
     void finish(const Look& it, Int i, float* to) const {
@@ -456,7 +456,7 @@ struct Forward {
         for (Int key = 0; key < seen; key++)
             for (int j = 0; j < WIDTH; j++) {
                 const floats value = widen(vs + key * kv + j * LANES);
-                for (int r = 0; r < ROWS; r++) part[r][j] += weights[r * KEYS + key] * value;
+                for (int r = 0; r < ROWS; r++) part[r][j] = multiply_add(part[r][j], value, weights[r * KEYS + key]);
             }
         for (int r = 0; r < ROWS; r++)
             for (int j = 0; j < WIDTH; j++) store(sum + r * stride + j * LANES, part[r][j]);

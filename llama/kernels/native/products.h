@@ -40,7 +40,7 @@ struct Plain {
 // int8 weights: PANEL columns and GROUP of their weights stand together as 8 vectors of 4 weights a column. Activations
 // are 16-bit integers with one scale a row, in the order 0 2 1 3 of every four, in which two masks give the weights.
 struct Int8 {
-    // A rounded row: its scale, then the sum of every group, then its integers.
+    // A rounded row: two factors of its scale, from byte 64 on the sum of every group, then its integers.
     static Int bytes(Int length) { return (64 + length / GROUP * 4 + length * 2 + 63) / 64 * 64; }
     static std::int16_t* integers(char* row, Int length) { return (std::int16_t*)(row + 64 + length / GROUP * 4); }
 
@@ -53,12 +53,16 @@ struct Int8 {
         }
         float largest = 0;
         for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
+        // Rows of tiny numbers are computed 2**64 times as large, or the inverse would be past float32.
+        const float up = largest < 0x1p-64f ? 0x1p64f : 1.0f;
+        largest *= up;
         const float scale = largest / 32767.0f + sum_of(lost), inverse = largest > 0 ? 32767.0f / largest : 0.0f;
-        std::memcpy(to, &scale, sizeof scale);
+        const float header[] = {scale, 1.0f / up};
+        std::memcpy(to, header, sizeof header);
         for (Int g = 0; g < length / GROUP; g++) {
             floats sum = {};
             for (Int i = g * GROUP; i < (g + 1) * GROUP; i += LANES) {
-                const floats whole = widen(x + i) * inverse + 12582912.0f - 12582912.0f;  // as in exp_of
+                const floats whole = multiply_add(floats{} + ROUND, widen(x + i) * up, inverse) - ROUND;
                 store(integers(to, length) + i, swapped(__builtin_convertvector(whole, signed_shorts)));
                 sum += whole;
             }
@@ -116,15 +120,17 @@ struct Int8 {
             }
             for (int v = 0; v < VECTORS; v++) {
                 const floats scale = widen(scales[v] + g * PANEL), zero = widen(zeros[v] + g * PANEL);
-                for (int r = 0; r < ROWS; r++)
-                    sums[r][v] += scale * __builtin_convertvector(partial[r][v], floats) +
-                                  zero * ((const float*)(x + r * size + 64))[g];
+                for (int r = 0; r < ROWS; r++) {
+                    const floats shifted = multiply_add(sums[r][v], zero, ((const float*)(x + r * size + 64))[g]);
+                    sums[r][v] = multiply_add(shifted, scale, __builtin_convertvector(partial[r][v], floats));
+                }
             }
         }
         for (int v = 0; v < VECTORS; v++) {
             const Int columns = std::clamp<Int>(matrix.columns - c - v * LANES, 0, LANES);
             for (int r = 0; r < ROWS; r++) {
-                const floats out = sums[r][v] * *(const float*)(x + r * size);
+                const float* factors = (const float*)(x + r * size);
+                const floats out = sums[r][v] * factors[0] * factors[1];
                 std::memcpy(to + r * stride + c + v * LANES, &out, columns * sizeof(float));
             }
         }

@@ -2,6 +2,8 @@
 //
 // A vector is 64 bytes with AVX-512 and 32 elsewhere, in the compiler's own notation, which it splits where need be.
 // The few instructions that the compiler does not find by itself are asked for by name where the machine has them.
+// Every fused multiply-add is written as one, and the compiler may fuse no others (-ffp-contract=off): it would fuse
+// one loop and not its twin, by what it knows of the CPU, and the two would round differently.
 // Everything stands in namespaces without a name: the library shows nothing but its functions.
 
 #pragma once
@@ -13,6 +15,9 @@
 #include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if !defined(__FMA__)
+#error "this CPU has no fused multiply-add (FMA)"
+#endif
 #endif
 
 // GCC would make calls of what is used more than once, and keep its vectors in memory.
@@ -56,6 +61,20 @@ INLINE void store(void* to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
 
+// sum + x * w, rounded once.
+INLINE floats multiply_add(floats sum, floats x, floats w) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
+#elif defined(__FMA__)
+    return (floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#else
+    for (int lane = 0; lane < LANES; lane++) sum[lane] = __builtin_fmaf(x[lane], w[lane], sum[lane]);
+    return sum;
+#endif
+}
+
+INLINE floats multiply_add(floats sum, floats x, float w) { return multiply_add(sum, x, floats{} + w); }
+
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
 INLINE floats widen(const float* x) { return load<floats>(x); }
@@ -64,7 +83,7 @@ INLINE floats widen(const bfloat* x) { return (floats)(__builtin_convertvector(l
 
 INLINE floats widen(const half* x) {
 #if defined(__AVX512F__)
-    return (floats)_mm512_cvtph_ps(load<__m256i>(x));
+    return (floats)_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(x));  // GCC 12 warns of the one without a mask
 #elif defined(__F16C__)
     return (floats)_mm256_cvtph_ps(load<__m128i>(x));
 #else
@@ -93,21 +112,21 @@ INLINE float sum_of(floats x) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2**23: adding it rounds to a whole number
+
 // exp, within two units in the last place from -87 to 88, below that 0. Source: the minimax polynomial of Cephes' expf.
 INLINE floats exp_of(floats x) {
     words far = (words)(x < -87.0f);
     x = x < -87.0f ? floats{} - 87.0f : x;
     x = x > 88.0f ? floats{} + 88.0f : x;
-    floats n = x * 1.44269504088896341f + 12582912.0f;  // adding 1.5 * 2**23 rounds to a whole number
+    floats n = multiply_add(floats{} + ROUND, x, 1.44269504088896341f);
     ints exponent = (ints)n - 0x4b400000;
-    n -= 12582912.0f;
-    floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    n -= ROUND;
+    const floats r = multiply_add(multiply_add(x, n, -0.693359375f), n, 2.12194440e-4f);
+    floats p = floats{} + 1.9875691500e-4f;
+    for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = multiply_add(floats{} + factor, p, r);
+    p = multiply_add(r + 1.0f, p * r, r);
     return (floats)((words)(p * (floats)((exponent + 127) << 23)) & ~far);
 }
 
@@ -128,13 +147,13 @@ INLINE V held(V v) {
     return v;
 }
 
-INLINE floats multiply_add(floats sum, floats x, floats w) { return sum + x * w; }
-
+// A pair of 16-bit products added to every lane.
 INLINE floats multiply_add(floats sum, words x, words w) {
 #if defined(__AVX512BF16__)
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
 #else
-    return sum + (floats)(x << 16) * (floats)(w << 16) + (floats)(x & 0xffff0000u) * (floats)(w & 0xffff0000u);
+    sum = multiply_add(sum, (floats)(x << 16), (floats)(w << 16));
+    return multiply_add(sum, (floats)(x & 0xffff0000u), (floats)(w & 0xffff0000u));
 #endif
 }
 
