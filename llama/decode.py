@@ -12,6 +12,7 @@ from llama.kernels.build import NoNativeCode
 from llama.known import NotServed
 from llama.model import Transformer
 from llama.native_step import NativeStep
+from llama.native_trust import check_library
 from llama.step_ops import PLAIN
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ def make_fast(model: Transformer, folder: Path) -> None:
 
 def _use_native_code(model: Transformer, folder: Path) -> None:
     step = NativeStep(folder)
-    step.describe(model)
+    described = step.describe(model)
+    check_library(folder, described.dtype, int8=bool(described.sizes.int8))
     model.step = step
     logger.info("fast: native code for %s", step.instructions)
 

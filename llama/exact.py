@@ -10,24 +10,26 @@ Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thin
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama.args import ModelArgs
 from llama.linear import linear
 from llama.ops import PLAIN, Ops, rms_norm
 from llama.ranks import Ranks
+from llama.self_comparison import LanguageModel, cuts
+from llama.self_comparison import first_difference as first_difference  # for whoever asks for exact mode
 
 QUERIES, KEYS = 16, 64  # in a piece of attention
 TILES = 256  # such pieces at a time, and so scores of 256 x 16 queries at once in memory
 SIDE = 16  # what the inner sizes of a product are filled up to
+# The most rows and outputs of a product: what is used is to be probed, and a probe is to cost little beside a forward.
+# More of them gain no speed; both are multiples of whatever they are filled up to.
+ROWS, OUTPUTS = 256, 8192
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x @ weight.T, with the same bits for a row in any company
 
@@ -61,7 +63,7 @@ def exact_ops(device: torch.device) -> Ops:
 
 def exact_linear(x: Tensor, weight: Tensor, pieces: int) -> Tensor:
     """Return x @ weight.T, of x (..., in_features) and weight (out_features, in_features), as `pieces` of outputs."""
-    if pieces == 1 or _is_its_pieces(weight, pieces):
+    if pieces == 1 or (len(weight) <= OUTPUTS and _is_its_pieces(weight, pieces)):
         return exact_product(x, weight)
     return torch.cat([exact_product(x, rows) for rows in weight.chunk(pieces)], dim=-1)
 
@@ -94,6 +96,7 @@ def exact_attend(
     """Do what `llama.attend.attend` does, each query in the same place of the same piece wherever it is fed."""
     if key_positions is not None:
         raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
+    _compare_attention(xq, keys)
     if isinstance(start_pos, int):
         return _attend_in_step(xq, keys, values, start_pos)
     rows = [slice(row, row + 1) for row in range(len(start_pos))]
@@ -136,6 +139,34 @@ def _attend_blocks(queries: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
     return output.view(bsz, n_heads, blocks * QUERIES, width)
 
 
+# The sizes for which a process has compared attention with itself: heads, KV heads, head_dim, dtype, device, threads.
+_ATTENDS: set[tuple[int, int, int, torch.dtype, torch.device, int]] = set()
+
+
+def _compare_attention(xq: Tensor, keys: Tensor, length: int = 5 * KEYS) -> None:
+    """Raise ValueError where attention with these heads, cut into calls, has not the bits of one call.
+
+    A model's comparison with itself is too dear to be as long. Compared once for each size, dtype and count of threads.
+    """
+    n_heads, head_dim = xq.shape[2:]
+    wide = torch.promote_types(xq.dtype, torch.float32)
+    key = (n_heads, keys.shape[2], head_dim, wide, xq.device, torch.get_num_threads())
+    if key in _ATTENDS:
+        return
+    stream = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, length, heads, head_dim, generator=stream).to(xq.device, wide)
+        for heads in (n_heads, key[1], key[1])
+    )
+    whole = _attend_in_step(q, k, v, 0)
+    for start, end in cuts(length):
+        if not torch.equal(_attend_in_step(q[:, start:end], k, v, start), whole[:, start:end]):
+            raise ValueError(
+                f"exact mode is not to be had here: attention of positions {start} to {end - 1} differs alone"
+            )
+    _ATTENDS.add(key)
+
+
 def _in_pieces(x: Tensor, size: int, before: int = 0) -> Tensor:
     """Cut (bsz, seqlen, heads, head_dim), behind `before` empty places, into (bsz, heads, pieces, size, width)."""
     bsz, seqlen, heads, head_dim = x.shape
@@ -150,13 +181,18 @@ def _for_each_block(chunk: Tensor, blocks: int) -> Tensor:
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T in blocks of as many rows as this machine needs. Raises ValueError on gradients."""
+    """Return x @ weight.T in blocks of as many rows as this machine needs, OUTPUTS at a time.
+
+    Raises ValueError on gradients.
+    """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         raise ValueError(
             "exact mode records no gradients, which other kernels would compute: run the model under "
             "torch.inference_mode(), or switch exact mode off"
         )
-    return _product(x, weight, block_for(weight))
+    if len(weight) <= OUTPUTS:
+        return _product(x, weight, block_for(weight))
+    return torch.cat([_product(x, some, block_for(some)) for some in weight.split(OUTPUTS)], dim=-1)
 
 
 def _product(x: Tensor, weight: Tensor, block: Block) -> Tensor:
@@ -167,18 +203,13 @@ def _product(x: Tensor, weight: Tensor, block: Block) -> Tensor:
     whole[: flat.shape[0], :in_features] = flat
     if out_features % SIDE or in_features % SIDE:  # sizes that no published model has: copied at each call
         weight = pad(weight, (0, -in_features % SIDE, 0, -out_features % SIDE))
-    tiles = torch.split(whole, _most_rows(out_features) if block.in_one else block.rows)
+    tiles = torch.split(whole, ROWS if block.in_one else block.rows)
     product = torch.cat([linear(tile, weight) for tile in tiles])
     return product[: flat.shape[0], :out_features].reshape(*x.shape[:-1], out_features)
 
 
 def _up(size: int, multiple: int) -> int:
     return size + -size % multiple
-
-
-def _most_rows(out_features: int) -> int:
-    """Return how many rows a product may have: as many as are probed, a multiple of every block's."""
-    return max(64, min(2048, 2**25 // out_features // 64 * 64))
 
 
 # What a process has probed already, for each weight's shape, dtype and device and each count of threads: `block_for`,
@@ -204,10 +235,12 @@ def block_for(weight: Tensor) -> Block:
 
 
 def _probe(weight: Tensor) -> Block:
-    x, like = _sensitive(_most_rows(weight.shape[0]), weight)
+    x, like = _sensitive(ROWS, weight)
+    whole = _product(x, like, Block(ROWS))  # that of every block which is multiplied in one
     for block in BLOCKS:
-        whole = _product(x, like, block)
-        if all(_agrees(x, like, block, whole, size) for size in _sizes(block, len(x))):
+        if not block.in_one:
+            whole = _product(x, like, block)
+        if all(_agrees(x, like, block, whole, size) for size in _sizes(block)):
             return block
     raise ValueError(
         f"exact mode is not to be had here: products with a weight of {tuple(weight.shape)} in {weight.dtype} on "
@@ -219,7 +252,7 @@ def _is_its_pieces(weight: Tensor, pieces: int) -> bool:
     """Tell whether one product gives the bits that pieces of its outputs give; it is quicker."""
     key = _key_of(weight), pieces
     if key not in _WHOLE:
-        x, like = _sensitive(_most_rows(weight.shape[0]), weight)
+        x, like = _sensitive(64, weight)  # few are enough: what more of them are beside a row has been probed
         parts = like.chunk(pieces)
         _WHOLE[key] = all(
             torch.equal(
@@ -248,84 +281,48 @@ def _sensitive(rows: int, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x, like
 
 
-def _sizes(block: Block, most: int) -> list[int]:
-    """Return counts of rows that differ in how many blocks they fill."""
-    blocks = (*range(1, 10), 12, 15, 16, 17, 31, 33, 48, 64, 65, 128, 272)
-    return [n * block.rows for n in blocks if n * block.rows <= most]
+def _sizes(block: Block) -> list[int]:
+    """Return counts of rows that differ in how many blocks they fill, the cheap ones first."""
+    if not block.in_one:
+        return [block.rows, 2 * block.rows]  # no product has more than a block
+    blocks = (*range(1, 10), 12, 15, 16, 17, 31, 33, 48, 64, 65, 128)
+    return [n * block.rows for n in blocks if n * block.rows < ROWS]
 
 
 def _agrees(x: Tensor, weight: Tensor, block: Block, whole: Tensor, size: int) -> bool:
-    """Are the products of `size` rows at a time those of all of them, at several places of their block?"""
-    rows = max(size, -(-(2**14) // weight.shape[0]))  # some 16,000 numbers or more
+    """Are the products of `size` rows at a time those of all of them, at other places of their blocks?"""
+    rows = max(size, -(-(2**12) // weight.shape[0]))  # some 4,000 numbers or more
+    shift = block.rows // 2 + 1 if size // block.rows % 2 == 0 else 1  # by one moves every row, by half a block far
     return all(
         torch.equal(_product(part, weight, block), whole[shift + i * size :][: len(part)])
-        for shift in {0, 1, block.rows // 2 + 1}
         for i, part in enumerate(torch.split(x[shift : shift + rows], size))
     )
 
 
-class LanguageModel(Protocol):
-    """What is needed of a model to compare it with itself, and to time it."""
+class ExactModel(LanguageModel, Protocol):
+    """What is needed of a model to time it both ways."""
 
     ops: Ops
 
-    @property
-    def args(self) -> ModelArgs: ...
-    @property
-    def device(self) -> torch.device: ...
-    def __call__(self, tokens: Tensor, start_pos: int | Sequence[int] = 0) -> Tensor: ...
-    def switched(self, *, kv_caching: bool) -> AbstractContextManager[None]: ...
     def use(self, ops: Ops) -> None: ...
 
 
 @torch.inference_mode()
-def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 150) -> str | None:
-    """Say where logits differ to the bit: alone, cut off, through the cache, ragged; None where they do not."""
-    rows = min(rows, model.args.max_batch_size or rows)
-    length = min(length, model.args.max_seq_len)
-    tokens = torch.randint(model.args.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(model.device)
-    with model.switched(kv_caching=False):
-        whole = model(tokens)
-        if not torch.equal(model(tokens[-1:]), whole[-1:]):
-            return f"row {rows - 1} alone is not what it is among {rows}"
-        for end in {1, (length + 1) // 2, max(1, length - 1)}:
-            if not torch.equal(model(tokens[:, :end]), whole[:, :end]):
-                return f"the first {end} tokens are not what they are among {length}"
-    with model.switched(kv_caching=True):
-        for start, end in _pieces(length):
-            if not torch.equal(model(tokens[:, start:end], start), whole[:, start:end]):
-                return f"tokens {start} to {end - 1}, fed through the cache, are not what they are without it"
-        starts = [row * (length - 1) // rows for row in range(rows)]  # all of it has been fed, and may be again
-        ragged = model(tokens.gather(1, torch.tensor(starts, device=model.device)[:, None]), starts)
-        if any(not torch.equal(ragged[row, 0], whole[row, start]) for row, start in enumerate(starts)):
-            return f"rows at positions {starts} are not what they are at one"
-    return None
-
-
-def _pieces(length: int) -> Iterator[tuple[int, int]]:
-    """Cut a text into pieces of many lengths, single tokens among them, as (start, end)."""
-    start = 0
-    for size in cycle((5, 1, 1, 1, 17, 1, 2, 33, 1, 1, 60)):
-        end = min(start + size, length)
-        yield start, end
-        if end == length:
-            return
-        start = end
-
-
-@torch.inference_mode()
-def slowdown(model: LanguageModel, *, prompt: int = 64, repeats: int = 5) -> tuple[float, float]:
+def slowdown(model: ExactModel, *, prompt: int = 64, repeats: int = 5, patience: float = 3.0) -> tuple[float, float]:
     """Return how many times as long one row takes in exact mode: to prefill `prompt` tokens, and a cached step.
 
-    The ratios of the median seconds, both ways timed in turns. The model needs room for one position more.
+    The ratios of the median seconds, both ways timed in turns, `repeats` times after one that warms up, or until
+    `patience` seconds have passed, which after a first turn make up for what is cold in it. The model needs room for one position more.
     """
     prompt = min(prompt, model.args.max_seq_len - 1)
     tokens = torch.zeros(1, prompt, dtype=torch.int64, device=model.device)
     before = model.ops
     seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "exact": []}
+    began = time.perf_counter()
     try:
-        for _ in range(repeats + 1):
+        for turn in range(repeats + 1):
+            if turn and time.perf_counter() - began > patience:
+                break
             for ops in (PLAIN, exact_ops(model.device)):
                 model.use(ops)
                 with model.switched(kv_caching=True):
@@ -334,19 +331,20 @@ def slowdown(model: LanguageModel, *, prompt: int = 64, repeats: int = 5) -> tup
     finally:
         model.use(before)
     medians = {
-        name: [statistics.median(times) for times in zip(*pairs[1:], strict=True)] for name, pairs in seconds.items()
+        name: [statistics.median(times) for times in zip(*(pairs[1:] or pairs), strict=True)]
+        for name, pairs in seconds.items()
     }
     prefill, step = (exact / plain for exact, plain in zip(medians["exact"], medians["plain"], strict=True))
     return prefill, step
 
 
-def slowdown_words(model: LanguageModel) -> str:
+def slowdown_words(model: ExactModel) -> str:
     """Return what exact mode costs this model here, measured now, in words."""
     prefill, step = slowdown(model)
     return f"exact mode: a short prompt takes {prefill:.1f} times as long as without it, a step {step:.1f} times"
 
 
-def _timed(model: LanguageModel, tokens: Tensor, start_pos: int) -> float:
+def _timed(model: ExactModel, tokens: Tensor, start_pos: int) -> float:
     started = time.perf_counter()
     model(tokens, start_pos).sum().item()  # the sum is on the host once the logits are made
     return time.perf_counter() - started

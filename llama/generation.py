@@ -10,6 +10,7 @@ Rows of different lengths stand in one matrix, padded on the right, and each dec
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from types import TracebackType
 from typing import Literal, NamedTuple, NotRequired, Protocol, TypedDict, Unpack
@@ -17,6 +18,7 @@ from typing import Literal, NamedTuple, NotRequired, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from llama.ownership import Ownership
 from llama.ranks import ALONE, Ranks
 from llama.request import Limits, Options, Request, Step, make_request
 from llama.sampling import Sampler
@@ -39,10 +41,11 @@ class LanguageModel(Protocol):
     """What the loop needs of a model. `llama.Transformer` has it, and so has a small fake in the tests."""
 
     kv_caching: bool
-    generating: bool  # while True, the model refuses everybody else, because its cache is in use
 
     @property
     def args(self) -> Limits: ...
+    @property
+    def ownership(self) -> Ownership: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -99,8 +102,17 @@ class Chosen(NamedTuple):
 class Generation:
     """Mix into a LanguageModel to let it generate."""
 
-    generating: bool = False
     ranks: Ranks = ALONE
+
+    @cached_property
+    def ownership(self) -> Ownership:
+        """Who may use the model now."""
+        return Ownership()
+
+    @property
+    def generating(self) -> bool:
+        """Whether a generation owns the model, which refuses all others meanwhile."""
+        return self.ownership.generating
 
     def run_ahead(
         self, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
@@ -318,11 +330,8 @@ def _feed(
     if request.on_step is not None:
         ids = [row[:length] for row, length in zip(fed.tolist(), lengths, strict=True)]
         request.on_step(Step(prev_pos, cur_pos, ids, frozenset(rows.live)))
-    model.generating = False  # the door is open for this call alone
-    try:
+    with model.ownership.acting():
         return model(fed, prev_pos, logits=logits, lengths=lengths)
-    finally:
-        model.generating = True
 
 
 def _window(tokens: Tensor, prev_pos: list[int], width: int) -> Tensor:
@@ -417,23 +426,20 @@ def _flush(rows: Rows, texts: Sequence[RowText], ended: set[int]) -> Iterator[Pi
 @contextmanager
 def _running(model: LanguageModel, request: Request) -> Iterator[None]:
     """Give the model its cache and its switch for one generation, and take both back whatever happens."""
-    if model.generating:
-        raise RuntimeError(
-            "this model is in the middle of another generation, which owns its cache; finish or close that stream first"
+    with model.ownership.hold():
+        model.ranks.agree(
+            lambda: {"prompts": request.prompts, "options": replace(request, prompts=[], seed=None, on_step=None)}
         )
-    model.ranks.agree(
-        lambda: {"prompts": request.prompts, "options": replace(request, prompts=[], seed=None, on_step=None)}
-    )
-    before = model.kv_caching
-    try:
-        model.kv_caching = request.kv_caching
-        model.reserve_cache(len(request.prompts), request.longest)
-        model.generating = True
-        yield
-    finally:
-        model.generating = False
-        model.kv_caching = before
-        model.free_cache()
+        before = model.kv_caching
+        try:
+            with model.ownership.acting():
+                model.kv_caching = request.kv_caching
+                model.reserve_cache(len(request.prompts), request.longest)
+            yield
+        finally:
+            with model.ownership.acting():
+                model.kv_caching = before
+                model.free_cache()
 
 
 def padded(prompts: Sequence[Sequence[int]], *, width: int, device: torch.device) -> Tensor:

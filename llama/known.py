@@ -9,6 +9,7 @@ from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelE
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
 from llama.quantize import Int8Embedding, Int8Linear, Int8Weight
+from llama.ranks import ALONE
 
 _KNOWN = {
     *(Transformer, TransformerBlock, Attention, FeedForward, RMSNorm, StaticCache, nn.ModuleList),
@@ -33,13 +34,26 @@ class Warnings:
 
 
 def check_modules(model: Transformer) -> None:
-    """Raise NotServed where somebody's own module, hook or operation would be passed by."""
+    """Raise NotServed where a module, hook, method or operation of somebody's own would be passed by."""
     if model.ranks.size > 1:
         raise NotServed("several ranks share the model")
     if model.ops != PLAIN:
         raise NotServed(f"the model's operations are {model.ops.name}")
     for module in model.modules():
-        if type(module) not in _KNOWN or getattr(module, "ops", PLAIN) != PLAIN:
-            raise NotServed(f"{type(module).__name__} is not one of the modules that the fast step computes")
+        kind = type(module)
+        if kind not in _KNOWN or getattr(module, "ops", PLAIN) != PLAIN or getattr(module, "ranks", ALONE).size > 1:
+            raise NotServed(f"{kind.__name__} is not one of the modules that the fast step computes")
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
-            raise NotServed(f"somebody watches {type(module).__name__} with a hook")
+            raise NotServed(f"a hook watches {kind.__name__}")
+        own = [name for name in vars(module) if callable(getattr(kind, name, None))]
+        if own:
+            raise NotServed(f"{kind.__name__}.{own[0]} was replaced")
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise NotServed("the embedding has a max_norm")
+    blocks = model.blocks
+    if len({id(part) for block in blocks for part in block.modules()}) < sum(
+        len(list(block.modules())) for block in blocks
+    ):
+        raise NotServed("some layers share modules")
+    if len({block.attention.kv_caching for block in blocks}) != 1:
+        raise NotServed("there are no layers, or the cache is on in some and off in others")

@@ -20,6 +20,7 @@ from llama.generation import Chosen, Generation
 from llama.kv_cache import KVCache, check_positions
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops import PLAIN, Ops
+from llama.ownership import Ownership
 from llama.quantize import int8_weights
 from llama.ranks import current_ranks
 from llama.request import Request
@@ -161,6 +162,7 @@ class Transformer(nn.Module, Generation):
         if args.tied_head:
             self.output.weight = self.tok_embeddings.weight
         self.rope = RopeTable(_frequencies(args))
+        self.ownership = Ownership()
         self.ops = PLAIN
         self.step: Step | None = None
 
@@ -192,13 +194,13 @@ class Transformer(nn.Module, Generation):
     def kv_caching(self, value: bool) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"kv_caching={value!r} must be True or False")
-        self._refuse_while_generating()
-        for layer in self.blocks:
-            layer.attention.kv_caching = value
-        if not value:
-            self.free_cache()
-            if self.step is not None:
-                self.step.free_cache()
+        with self.ownership.changing():
+            for layer in self.blocks:
+                layer.attention.kv_caching = value
+            if not value:
+                self.free_cache()
+                if self.step is not None:
+                    self.step.free_cache()
 
     @contextmanager
     def switched(self, *, kv_caching: bool) -> Iterator[None]:
@@ -254,10 +256,10 @@ class Transformer(nn.Module, Generation):
 
     def use(self, ops: Ops) -> None:
         """Do every operation of the model in this way."""
-        self._refuse_while_generating()
-        for module in self.modules():
-            if hasattr(module, "ops"):
-                module.ops = ops  # type: ignore[assignment]
+        with self.ownership.changing():
+            for module in self.modules():
+                if hasattr(module, "ops"):
+                    module.ops = ops  # type: ignore[assignment]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
         exact = self.exact
@@ -268,15 +270,15 @@ class Transformer(nn.Module, Generation):
 
     def reserve_cache(self, rows: int, length: int) -> None:
         """Start with empty caches that will take room for exactly `rows` x `length` positions when first written."""
-        self._refuse_while_generating()
-        for cache in self.caches:
-            cache.reserve(rows, length)
+        with self.ownership.changing():
+            for cache in self.caches:
+                cache.reserve(rows, length)
 
     def free_cache(self) -> None:
         """Hold no cache memory until the next cached call; a GPU's fast step keeps what its graphs write into."""
-        self._refuse_while_generating()
-        for cache in self.caches:
-            cache.free()
+        with self.ownership.changing():
+            for cache in self.caches:
+                cache.free()
 
     def run_ahead(
         self, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
@@ -298,13 +300,25 @@ class Transformer(nn.Module, Generation):
         last token only, (bsz, 1, vocab); where rows are padded on the right, `lengths` says how many tokens of each
         are real, and its own last one is taken. Raises ValueError on what the limits or the cache do not allow.
         """
-        self._refuse_while_generating()
-        start_pos = self._check_positions(tokens, start_pos)
-        _check_wanted(tokens, logits, lengths)
-        if self.step is not None:
-            fast = self.step(self, tokens, start_pos, logits=logits, lengths=lengths)
-            if fast is not None:
-                return fast
+        if isinstance(start_pos, Tensor):
+            start_pos = start_pos.tolist()
+        if torch.compiler.is_compiling():  # into a graph goes the plain path
+            return self._plain(tokens, self._check_positions(tokens, start_pos), logits, lengths)
+        begins = start_pos == 0 or (isinstance(start_pos, Sequence) and not any(start_pos))
+        with self.ownership.call(shared=lambda: not self.kv_caching, begins=begins):
+            starts = self._check_positions(tokens, start_pos)
+            _check_wanted(tokens, logits, lengths)
+            fast = None if self.step is None else self.step(self, tokens, starts, logits=logits, lengths=lengths)
+            return self._plain(tokens, starts, logits, lengths) if fast is None else fast
+
+    def _plain(
+        self,
+        tokens: Tensor,
+        start_pos: int | Sequence[int],
+        logits: Literal["all", "last"],
+        lengths: Sequence[int] | None,
+    ) -> Tensor:
+        """Compute what `forward` returns, by the modules."""
         freqs_cis = self.rope.at(start_pos, tokens.shape[1], tokens.device)
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
@@ -314,12 +328,10 @@ class Transformer(nn.Module, Generation):
         scores: Tensor = self.output(self.norm(h))
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
-    def _check_positions(self, tokens: Tensor, start_pos: int | Sequence[int] | Tensor) -> int | list[int]:
+    def _check_positions(self, tokens: Tensor, start_pos: int | Sequence[int]) -> int | list[int]:
         """Return start_pos as an int where all rows agree, else as a list; refuse what cannot be fed."""
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be (bsz, seqlen), both at least 1, not {tuple(tokens.shape)}")
-        if isinstance(start_pos, Tensor):
-            start_pos = start_pos.tolist()
         bsz, seqlen = tokens.shape
         starts = check_positions(start_pos, bsz, seqlen, self.args)
         if max(starts) > 0 and not self.kv_caching:
@@ -332,12 +344,6 @@ class Transformer(nn.Module, Generation):
                 "(generate, free_cache, switching off and asking for exact mode empty the cache)"
             )
         return starts[0] if len(set(starts)) == 1 else starts
-
-    def _refuse_while_generating(self) -> None:
-        if self.generating:
-            raise RuntimeError(
-                "this model is in the middle of a generation, which owns its cache; finish or close that stream first"
-            )
 
     @property
     def first_attention(self) -> Attention:

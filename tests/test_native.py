@@ -44,7 +44,7 @@ def older_cpus() -> list[str]:
     if platform.machine() != "x86_64":
         return []
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return ["x86-64", *(["x86-64-v3"] if " avx2 " in flags else [])]
+    return ["x86-64-v3"] if " fma " in flags else []
 
 
 @pytest.fixture(scope="session")

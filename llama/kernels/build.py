@@ -88,7 +88,9 @@ def _compile(source: Path, library: Path, digest: Path) -> None:
         command = [*compiler.split(), *FLAGS, str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode != 0:
-            raise NoNativeCode(f"{compiler} failed: {(done.stderr.strip() or 'without a word').splitlines()[0]}")
+            lines = done.stderr.strip().splitlines() or ["without a word"]
+            reason = next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[0])
+            raise NoNativeCode(f"{compiler} failed: {reason}")
         written = Path(scratch) / digest.name
         written.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
         os.replace(written, digest)  # first, so that two who compile at once never leave a library without its own
