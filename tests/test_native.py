@@ -7,10 +7,8 @@ import copy
 import gc
 import logging
 import pickle
-import platform
-import shutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import bits, fp32_tolerance, some_tokens, tiny_args, tiny_model
+from native import (
+    ARGS,
+    FOLDER,
+    KINDS,
+    VOCAB,
+    compiled_with,
+    cpu_flags,
+    model_of,
+    needs_a_compiler,
+    served,
+    tolerance,
+    twins,
+)
+from oracles import bits, fp32_tolerance, some_tokens, tiny_args
 from torch import Tensor
 
 from llama.args import ModelArgs
@@ -28,95 +39,24 @@ from llama.generation import NonFiniteLogits
 from llama.kernels import build
 from llama.model import Transformer
 from llama.native_step import NativeStep
-from llama.quantize import Int8Linear, Int8Weight, quantize_layers
+from llama.quantize import Int8Linear
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"
-)
-VOCAB = 101  # no multiple of anything
-ARGS = tiny_args(
-    dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
-)
-KINDS = ("fp32", "bf16", "int8", "int8 in bf16")
+pytestmark = needs_a_compiler
+# AVX2 by the rules of the CPU on which GCC fuses some loops' products and sums and not others', left to itself.
+OTHER = ("-march=x86-64-v3", "-mtune=znver3")
 
 
-def older_cpus() -> list[str]:
-    if platform.machine() != "x86_64":
-        return []
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return ["x86-64-v3"] if " fma " in flags else []
+@pytest.fixture(params=["native", *(["x86-64-v3"] if "fma" in cpu_flags() else [])])
+def cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let native code be compiled for this machine's CPU, then for one with AVX2 alone."""
+    with compiled_with(*(OTHER if request.param == "x86-64-v3" else ())):
+        yield
 
 
-@pytest.fixture(scope="session")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the code compiled for this machine's CPU."""
-    path = tmp_path_factory.mktemp("here")
-    NativeStep(path)
-    return path
-
-
-@pytest.fixture(scope="session", params=["native", *older_cpus()])
-def folder(request: pytest.FixtureRequest, here: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the code compiled for a CPU."""
-    if request.param == "native":
-        return here
-    path = tmp_path_factory.mktemp(request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "FLAGS", (*build.FLAGS, f"-march={request.param}"))  # the last one counts
-        NativeStep(path)
-    return path
-
-
-@pytest.fixture
-def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let the library of `folder` be found: its name tells what it was compiled for."""
-    made = next(folder.glob("*.so"))
-    monkeypatch.setattr(build, "_key", lambda source: made.stem.partition("-")[2])
-
-
-def model_of(kind: str, args: ModelArgs = ARGS) -> Transformer:
-    model = tiny_model(args, dtype=torch.float32)
-    if "int8" in kind:
-        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        quantize_layers(model, torch.bfloat16 if "bf16" in kind else torch.float32)
-        for name, module in model.named_modules():
-            if isinstance(module, Int8Weight):
-                module.fill(0, weights[f"{name}"])
-    if "bf16" in kind:
-        for parameter in model.parameters():
-            if parameter.dtype == torch.float32:
-                parameter.data = parameter.data.bfloat16()
-    return model.requires_grad_(False)
-
-
-def twins(kind: str, folder: Path, args: ModelArgs = ARGS) -> tuple[Transformer, Transformer]:
-    """Return a plain model and its copy with native code."""
-    plain, fast = model_of(kind, args), model_of(kind, args)
-    make_fast(fast, folder)
-    assert isinstance(fast.step, NativeStep)
-    return plain, fast
-
-
-def served(model: Transformer) -> int:
-    assert isinstance(model.step, NativeStep)
-    return model.step.forwards
-
-
-def tolerance(kind: str, logits: Tensor) -> float:
-    """Return how far rounding alone may take the native logits from the plain ones.
-
-    In 16 bits the plain path also rounds between products, where the native one does not; and int8's activations are
-    rounded to 16 bits, 2^-16 of the largest of a row.
-    """
-    dtype = torch.bfloat16 if "bf16" in kind else torch.float32
-    allowed = fp32_tolerance(logits, ARGS, dtype)
-    return allowed / 16 if "bf16" in kind else allowed * (16 if "int8" in kind else 1)
-
-
-@pytest.mark.usefixtures("flags")
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("kind", KINDS)
-def test_native_logits_are_the_plain_ones(kind: str, folder: Path) -> None:
-    plain, fast = twins(kind, folder)
+def test_native_logits_are_the_plain_ones(kind: str) -> None:
+    plain, fast = twins(kind)
     tokens = some_tokens(3, 90, vocab_size=VOCAB)
     for caching in (False, True):
         plain.kv_caching = fast.kv_caching = caching
@@ -129,10 +69,10 @@ def test_native_logits_are_the_plain_ones(kind: str, folder: Path) -> None:
     assert served(fast) == 4
 
 
-@pytest.mark.usefixtures("flags")
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("kind", KINDS)
-def test_native_bits_depend_on_nothing_but_the_text(kind: str, folder: Path) -> None:
-    _, fast = twins(kind, folder)
+def test_native_bits_depend_on_nothing_but_the_text(kind: str) -> None:
+    _, fast = twins(kind)
     tokens = some_tokens(5, 130, vocab_size=VOCAB)
     fast.kv_caching = False
     whole = fast(tokens)
@@ -158,7 +98,7 @@ def test_native_bits_depend_on_nothing_but_the_text(kind: str, folder: Path) -> 
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_models_of_many_shapes_and_ragged_rows(here: Path, data: st.DataObject) -> None:
+def test_models_of_many_shapes_and_ragged_rows(data: st.DataObject) -> None:
     heads = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
     args = tiny_args(
         dim=32 * data.draw(st.integers(1, 4)),
@@ -171,7 +111,7 @@ def test_models_of_many_shapes_and_ragged_rows(here: Path, data: st.DataObject) 
         tied_head=data.draw(st.booleans()),
         max_seq_len=200,
     )
-    plain, fast = twins(data.draw(st.sampled_from(["fp32", "int8"])), here, args)
+    plain, fast = twins(data.draw(st.sampled_from(["fp32", "int8"])), args)
     torch.set_num_threads(data.draw(st.integers(1, 3)))
     try:
         lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=5))
@@ -188,18 +128,18 @@ def test_models_of_many_shapes_and_ragged_rows(here: Path, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("heads", [(50, 1), (64, 2)])
-def test_more_query_heads_than_attention_takes_at_a_time(here: Path, heads: tuple[int, int]) -> None:
+def test_more_query_heads_than_attention_takes_at_a_time(heads: tuple[int, int]) -> None:
     args = tiny_args(dim=64, n_heads=heads[0], n_kv_heads=heads[1], head_dim=32, multiple_of=32, vocab_size=VOCAB)
-    plain, fast = twins("fp32", here, args)
+    plain, fast = twins("fp32", args)
     tokens = some_tokens(2, 20, vocab_size=VOCAB)
     theirs = plain(tokens)
     torch.testing.assert_close(fast(tokens), theirs, rtol=0, atol=fp32_tolerance(theirs, args))
     torch.testing.assert_close(fast(tokens[:, 7:8], 7), theirs[:, 7:8], rtol=0, atol=fp32_tolerance(theirs, args))
 
 
-def test_large_and_small_activations_keep_their_exponentials(here: Path) -> None:
+def test_large_and_small_activations_keep_their_exponentials() -> None:
     # Scores and gates of several hundred: exp of them is 0 or past float32, and the softmax of them is neither.
-    plain, fast = twins("fp32", here)
+    plain, fast = twins("fp32")
     for model in (plain, fast):
         for block in model.blocks:
             block.attention.wq.weight.mul_(40)
@@ -210,8 +150,8 @@ def test_large_and_small_activations_keep_their_exponentials(here: Path) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_never_written_is_never_read(kind: str, here: Path) -> None:
-    _, fast = twins(kind, here)
+def test_what_was_never_written_is_never_read(kind: str) -> None:
+    _, fast = twins(kind)
     tokens = some_tokens(3, 80, vocab_size=VOCAB)
     fast(tokens, logits="last", lengths=[80, 20, 33])
     expected = fast(tokens[:, :1], [80, 20, 33])
@@ -225,16 +165,16 @@ def test_what_was_never_written_is_never_read(kind: str, here: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_number_that_is_none_is_noticed(kind: str, bad: float, here: Path) -> None:
-    _, fast = twins(kind, here)
+def test_a_number_that_is_none_is_noticed(kind: str, bad: float) -> None:
+    _, fast = twins(kind)
     fast.blocks[1].ffn_norm.weight[5] = bad
     with pytest.raises(NonFiniteLogits):
         fast.generate_tokens([[1, 2, 3]], 4, temperature=0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generation_goes_on_in_every_way(kind: str, here: Path) -> None:
-    plain, fast = twins(kind, here)
+def test_generation_goes_on_in_every_way(kind: str) -> None:
+    plain, fast = twins(kind)
     prompts = [[5, 6, 7], [1] * 40, [9, 8]]
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -255,8 +195,8 @@ def test_generation_goes_on_in_every_way(kind: str, here: Path) -> None:
     assert cached == uncached
 
 
-def test_nothing_is_compiled_while_text_is_made(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, fast = twins("fp32", here)
+def test_nothing_is_compiled_while_text_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = twins("fp32")
     ran: list[Any] = []
     monkeypatch.setattr(build.subprocess, "run", lambda *words, **_: ran.append(words))
     for length in (1, 2, 17, 33, 64, 100):
@@ -266,8 +206,8 @@ def test_nothing_is_compiled_while_text_is_made(here: Path, monkeypatch: pytest.
     assert ran == []
 
 
-def test_an_unknown_token_is_refused(here: Path) -> None:
-    _, fast = twins("fp32", here)
+def test_an_unknown_token_is_refused() -> None:
+    _, fast = twins("fp32")
     for id in (-1, VOCAB):
         with pytest.raises(IndexError, match="outside of the vocabulary"):
             fast(torch.tensor([[1, id]]))
@@ -309,9 +249,9 @@ def change_a_dtype(model: Transformer) -> None:
     ],
 )
 def test_a_changed_model_is_run_as_it_is_and_that_is_said_once(
-    change: Callable[[Transformer], None], words: str, here: Path, caplog: pytest.LogCaptureFixture
+    change: Callable[[Transformer], None], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, fast = twins("fp32", here)
+    plain, fast = twins("fp32")
     for model in (plain, fast):
         change(model)
     tokens = some_tokens(2, 9, vocab_size=VOCAB)
@@ -334,18 +274,18 @@ def test_a_changed_model_is_run_as_it_is_and_that_is_said_once(
     ],
 )
 def test_a_model_that_it_does_not_cover_stays_plain(
-    args: ModelArgs, words: str, here: Path, caplog: pytest.LogCaptureFixture
+    args: ModelArgs, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_of("fp32", args)
     with caplog.at_level(logging.WARNING, "llama"):
-        make_fast(model, here)
+        make_fast(model, FOLDER)
     assert model.step is None
     assert words in caplog.text
     assert "plain path" in caplog.text
 
 
-def test_gradients_flow_through_the_plain_modules(here: Path) -> None:
-    _, fast = twins("fp32", here)
+def test_gradients_flow_through_the_plain_modules() -> None:
+    _, fast = twins("fp32")
     fast.requires_grad_(True)
     fast.kv_caching = False
     fast(some_tokens(1, 6, vocab_size=VOCAB)).sum().backward()
@@ -356,8 +296,8 @@ def test_gradients_flow_through_the_plain_modules(here: Path) -> None:
     assert served(fast) == 1
 
 
-def test_exact_mode_and_the_fast_step_exclude_each_other(here: Path) -> None:
-    _, fast = twins("fp32", here)
+def test_exact_mode_and_the_fast_step_exclude_each_other() -> None:
+    _, fast = twins("fp32")
     with pytest.raises(ValueError, match="choose one"):
         fast.exact = True
     assert not fast.exact
@@ -366,8 +306,8 @@ def test_exact_mode_and_the_fast_step_exclude_each_other(here: Path) -> None:
 # ---- a model that changes, or goes -----------------------------------------------------------------------------------
 
 
-def test_weights_that_were_replaced_are_the_ones_that_count(here: Path) -> None:
-    plain, fast = twins("fp32", here)
+def test_weights_that_were_replaced_are_the_ones_that_count() -> None:
+    plain, fast = twins("fp32")
     tokens = some_tokens(1, 8, vocab_size=VOCAB)
     before = fast(tokens)
     for model in (plain, fast):
@@ -382,8 +322,8 @@ def test_weights_that_were_replaced_are_the_ones_that_count(here: Path) -> None:
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_runs_on_weights_of_its_own(twin: Callable[[Transformer], Transformer], here: Path) -> None:
-    _, fast = twins("fp32", here)
+def test_a_copy_runs_on_weights_of_its_own(twin: Callable[[Transformer], Transformer]) -> None:
+    _, fast = twins("fp32")
     tokens = some_tokens(1, 8, vocab_size=VOCAB)
     expected = fast(tokens)
     other = twin(fast)
@@ -393,8 +333,8 @@ def test_a_copy_runs_on_weights_of_its_own(twin: Callable[[Transformer], Transfo
     assert served(other) == 1
 
 
-def test_a_freed_cache_is_gone(here: Path) -> None:
-    _, fast = twins("fp32", here)
+def test_a_freed_cache_is_gone() -> None:
+    _, fast = twins("fp32")
     fast(some_tokens(2, 8, vocab_size=VOCAB))
     held = [weakref.ref(cache.keys) for cache in fast.caches if cache.keys is not None]
     assert len(held) == ARGS.n_layers
@@ -404,8 +344,8 @@ def test_a_freed_cache_is_gone(here: Path) -> None:
     assert fast(some_tokens(4, 30, vocab_size=VOCAB)).shape == (4, 30, VOCAB)
 
 
-def test_a_growing_text_moves_into_larger_buffers(here: Path) -> None:
-    _, fast = twins("fp32", here)
+def test_a_growing_text_moves_into_larger_buffers() -> None:
+    _, fast = twins("fp32")
     tokens = some_tokens(2, 100, vocab_size=VOCAB)
     whole = fast(tokens)
     fast.free_cache()
@@ -439,9 +379,9 @@ def test_a_compiler_that_fails_is_quoted(
     assert list(tmp_path.glob("*")) == []
 
 
-def test_a_second_start_compiles_nothing_and_needs_no_compiler(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_compiles_nothing_and_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    _, fast = twins("fp32", here)
+    _, fast = twins("fp32")
     assert fast.step is not None
 
 
@@ -456,7 +396,7 @@ def test_a_damaged_library_is_compiled_again_and_that_is_said(
         library.write_bytes(damaged)
         caplog.clear()
         with caplog.at_level(logging.INFO, "llama"):
-            _, fast = twins("fp32", tmp_path)
+            _, fast = twins("fp32", folder=tmp_path)
         assert [record.levelname for record in caplog.records][:2] == ["WARNING", "INFO"]
         assert "damaged" in caplog.records[0].message
         assert "compiling" in caplog.records[1].message

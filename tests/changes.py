@@ -1,0 +1,299 @@
+"""What people do to a model while they work with it: each a function that does the same to any model of the tests."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from llama.model import Transformer
+from llama.quantize import Int8Weight
+
+Change = Callable[[Transformer], object]
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class LoRA(nn.Module):
+    """A linear layer with an adapter of rank 1 beside it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out + 0.1 * x.mean(-1, keepdim=True)
+
+
+class Silent(nn.Module):
+    """In the place of an MLP, it says nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def first_weight(model: Transformer) -> nn.Parameter:
+    """Return a float matrix, or of an int8 model, which has none, a norm."""
+    weight = model.blocks[0].attention.wo.weight
+    return model.blocks[0].attention_norm.weight if isinstance(weight, Int8Weight) else weight
+
+
+def halve(model: Transformer) -> None:
+    model.half()
+
+
+def double(model: Transformer) -> None:
+    model.double()
+
+
+def to_bfloat16(model: Transformer) -> None:
+    model.bfloat16()
+
+
+def to_float(model: Transformer) -> None:
+    model.float()
+
+
+def edit_in_place(model: Transformer) -> None:
+    with torch.no_grad():
+        first_weight(model).mul_(1.5)
+
+
+def point_data_elsewhere(model: Transformer) -> None:
+    weight = first_weight(model)
+    weight.data = weight.data * 2
+
+
+def transpose_data(model: Transformer) -> None:
+    """The same numbers at the same address, read the other way round; the matrix is square or the model refuses."""
+    weight = first_weight(model)
+    weight.data = weight.data.t() if weight.ndim == 2 else weight.data.flip(0)
+
+
+def widen_data(model: Transformer) -> None:
+    weight = first_weight(model)
+    weight.data = weight.data.double()
+
+
+def assign_a_parameter(model: Transformer) -> None:
+    model.norm.weight = nn.Parameter(model.norm.weight.detach() * 0.5, requires_grad=False)
+
+
+def assign_a_strided_parameter(model: Transformer) -> None:
+    weight = torch.stack([model.norm.weight.detach()] * 2, dim=1) * 1.25
+    model.norm.weight = nn.Parameter(weight[:, 0], requires_grad=False)
+
+
+def assign_a_misaligned_parameter(model: Transformer) -> None:
+    weight = model.norm.weight.detach()
+    room = torch.zeros(weight.nbytes + 1, dtype=torch.uint8)
+    misaligned = torch.frombuffer(room.numpy(), dtype=weight.dtype, count=len(weight), offset=1)
+    misaligned.copy_(weight * 0.75)
+    model.norm.weight = nn.Parameter(misaligned, requires_grad=False)
+
+
+def scaled(model: Transformer, factor: float) -> dict[str, Tensor]:
+    """Return other weights of the model's shapes and dtypes; the codes of int8 as they are."""
+    return {
+        name: factor * weight if weight.is_floating_point() else weight.clone()
+        for name, weight in model.state_dict().items()
+    }
+
+
+def load_by_assignment(model: Transformer) -> None:
+    model.load_state_dict(scaled(model, 1.1), assign=True)
+    model.requires_grad_(False)
+
+
+def load_by_copy(model: Transformer) -> None:
+    model.load_state_dict(scaled(model, 0.9))
+
+
+def hook_that_watches(model: Transformer) -> None:
+    model.blocks[0].feed_forward.register_forward_hook(lambda *_: None)
+
+
+def hook_that_changes(model: Transformer) -> None:
+    model.blocks[0].attention.wo.register_forward_hook(lambda _, __, out: out * 2)
+
+
+def pre_hook_that_changes(model: Transformer) -> None:
+    model.norm.register_forward_pre_hook(lambda _, given: (given[0] + 1,))
+
+
+def replace_a_method_of_an_instance(model: Transformer) -> None:
+    attention = model.blocks[0].attention
+    attention.forward = lambda *given: 2 * type(attention).forward(attention, *given)  # type: ignore[method-assign]
+
+
+def replace_a_method_of_a_cache(model: Transformer) -> None:
+    cache = model.blocks[0].attention.cache
+    update = type(cache).update
+    cache.update = lambda start_pos, xk, xv: update(cache, start_pos, xk, 2 * xv)  # type: ignore[method-assign]
+
+
+def replace_a_module(model: Transformer) -> None:
+    model.blocks[0].feed_forward = Silent()  # type: ignore[assignment]
+
+
+def wrap_a_module(model: Transformer) -> None:
+    model.blocks[0].attention.wq = LoRA(model.blocks[0].attention.wq)  # type: ignore[assignment]
+
+
+def parametrize_a_weight(model: Transformer) -> None:
+    parametrize.register_parametrization(model.norm, "weight", Doubled())
+
+
+def change_one_eps(model: Transformer) -> None:
+    model.blocks[0].ffn_norm.eps = 0.5
+
+
+def change_every_eps(model: Transformer) -> None:
+    for module in model.modules():
+        if hasattr(module, "eps"):
+            module.eps = 0.25
+
+
+def change_an_operation(model: Transformer) -> None:
+    model.use(model.ops._replace(name="mine", silu=torch.relu))
+
+
+def change_one_operation(model: Transformer) -> None:
+    feed_forward = model.blocks[0].feed_forward
+    feed_forward.ops = feed_forward.ops._replace(name="mine", silu=torch.relu)
+
+
+def take_a_layer(model: Transformer) -> None:
+    model.layers = model.layers[:-1]
+
+
+def add_a_layer(model: Transformer) -> None:
+    model.layers.append(copy.deepcopy(model.layers[0]))
+
+
+def use_a_layer_twice(model: Transformer) -> None:
+    model.layers.append(model.layers[0])
+
+
+def take_all_layers(model: Transformer) -> None:
+    model.layers = nn.ModuleList()
+
+
+def resize(layer: Any, rows: int | None = None, columns: int | None = None) -> None:
+    """Cut or fill a matrix, an int8 one by its own means."""
+    weight = layer.weight
+    if isinstance(weight, Int8Weight):
+        wide = weight.rows(0, weight.shape[0])
+        size = rows or wide.shape[0], columns or wide.shape[1]
+        layer.weight = Int8Weight(*size)
+        layer.weight.fill(0, fitted(wide, *size))
+        return
+    size = rows or weight.shape[0], columns or weight.shape[1]
+    layer.weight = nn.Parameter(fitted(weight.detach(), *size), requires_grad=False)
+
+
+def fitted(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the matrix with so many rows and columns, its own numbers repeated where there are more."""
+    return weight.repeat(-(-rows // weight.shape[0]), -(-columns // weight.shape[1]))[:rows, :columns].contiguous()
+
+
+def resize_an_mlp(model: Transformer, block: int, width: int) -> None:
+    mlp = model.blocks[block].feed_forward
+    resize(mlp.w1, rows=width)
+    resize(mlp.w3, rows=width)
+    resize(mlp.w2, columns=width)
+
+
+def widen_one_mlp(model: Transformer) -> None:
+    resize_an_mlp(model, 0, model.args.ffn_dim + 32)
+
+
+def prune_all_mlps(model: Transformer) -> None:
+    for block in range(len(model.layers)):
+        resize_an_mlp(model, block, 32)
+
+
+def enlarge_the_head(model: Transformer) -> None:
+    resize(model.output, rows=model.args.vocab_size + 37)
+
+
+def shrink_the_head(model: Transformer) -> None:
+    resize(model.output, rows=2)
+
+
+def break_a_shape(model: Transformer) -> None:
+    """What the plain path refuses."""
+    resize(model.blocks[0].attention.wo, columns=32)
+
+
+def renorm_the_embedding(model: Transformer) -> None:
+    if isinstance(model.tok_embeddings, nn.Embedding):
+        model.tok_embeddings.max_norm = 0.5
+
+
+def unlike_the_others_uncached(model: Transformer) -> None:
+    model.blocks[-1].attention.kv_caching = not model.kv_caching
+
+
+def turn_by_other_angles(model: Transformer) -> None:
+    model.rope.freqs = model.rope.freqs * 2
+    model.rope._freqs_cis = None
+
+
+def turn_by_float64(model: Transformer) -> None:
+    model.rope.freqs = model.rope.freqs.double()
+    model.rope._freqs_cis = None
+
+
+def put_a_cache_of_ones(model: Transformer) -> None:
+    """A researcher's own keys and values: another address, another length, and not contiguous."""
+    for cache in model.caches:
+        if cache.keys is not None:
+            cache.keys = torch.ones_like(cache.keys.transpose(0, 1).contiguous()).transpose(0, 1)
+            cache.values = torch.ones_like(cache.keys)
+
+
+CHANGES: dict[str, Change] = {
+    change.__name__: change
+    for change in (
+        *(halve, double, to_bfloat16, to_float, edit_in_place, point_data_elsewhere, transpose_data, widen_data),
+        *(assign_a_parameter, assign_a_strided_parameter, assign_a_misaligned_parameter, load_by_assignment),
+        *(load_by_copy, hook_that_watches, hook_that_changes, pre_hook_that_changes),
+        *(replace_a_method_of_an_instance, replace_a_method_of_a_cache, replace_a_module, wrap_a_module),
+        *(parametrize_a_weight, change_one_eps, change_every_eps, change_an_operation, change_one_operation),
+        *(take_a_layer, add_a_layer, use_a_layer_twice, take_all_layers, widen_one_mlp, prune_all_mlps),
+        *(enlarge_the_head, shrink_the_head, break_a_shape, renorm_the_embedding, unlike_the_others_uncached),
+        *(turn_by_other_angles, turn_by_float64, put_a_cache_of_ones),
+    )
+}
+
+
+def outcome(call: Callable[[], Tensor]) -> Tensor | type[BaseException]:
+    """Return the logits, or the class of what is raised."""
+    try:
+        return call()
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, NotImplementedError) as error:
+        return type(error)
+
+
+def check_alike(plain: Tensor | type[BaseException], fast: Tensor | type[BaseException], *, coarse: bool) -> None:
+    """Two models that went through the same gave this: the same refusal, or the same logits but for rounding.
+
+    Of the largest logit: float32 is 1e-5 away at most; 16 bits (`coarse`), and what they left in a cache, some percent.
+    What was computed from other weights, positions or operations is as far away as another text.
+    """
+    if not isinstance(plain, Tensor) or not isinstance(fast, Tensor):
+        assert plain is fast
+        return
+    assert (plain.shape, plain.dtype, plain.device) == (fast.shape, fast.dtype, fast.device)
+    if plain.device.type != "meta":
+        largest = float(plain.abs().max())
+        torch.testing.assert_close(fast, plain, rtol=0, atol=(0.1 if coarse else 1e-3) * largest, equal_nan=True)

@@ -1,0 +1,83 @@
+"""Models with native code and their plain twins, and where the code is compiled: once on a machine, for all tests."""
+
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from oracles import fp32_tolerance, tiny_args, tiny_model
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.decode import make_fast
+from llama.demo import cache_dir
+from llama.kernels import build
+from llama.model import Transformer
+from llama.native_step import NativeStep
+from llama.quantize import Int8Weight, quantize_layers
+
+needs_a_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"
+)
+FOLDER = cache_dir() / "native-tests"
+VOCAB = 101  # no multiple of anything
+ARGS = tiny_args(
+    dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
+)
+KINDS = ("fp32", "bf16", "int8", "int8 in bf16")
+
+
+def cpu_flags() -> set[str]:
+    """Return what the CPU can do, in Linux's words."""
+    file = Path("/proc/cpuinfo")
+    return set(file.read_text().split()) if platform.machine() == "x86_64" and file.exists() else set()
+
+
+@contextmanager
+def compiled_with(*flags: str) -> Iterator[None]:
+    """Let native code be compiled, and found, with these flags behind the usual ones: the last one counts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
+        yield
+
+
+def model_of(kind: str, args: ModelArgs = ARGS) -> Transformer:
+    model = tiny_model(args, dtype=torch.float32)
+    if "int8" in kind:
+        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        quantize_layers(model, torch.bfloat16 if "bf16" in kind else torch.float32)
+        for name, module in model.named_modules():
+            if isinstance(module, Int8Weight):
+                module.fill(0, weights[f"{name}"])
+    if "bf16" in kind:
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.bfloat16()
+    return model.requires_grad_(False)
+
+
+def twins(kind: str, args: ModelArgs = ARGS, *, folder: Path = FOLDER) -> tuple[Transformer, Transformer]:
+    """Return a plain model and its copy with native code."""
+    plain, fast = model_of(kind, args), model_of(kind, args)
+    make_fast(fast, folder)
+    assert isinstance(fast.step, NativeStep)
+    return plain, fast
+
+
+def served(model: Transformer) -> int:
+    assert isinstance(model.step, NativeStep)
+    return model.step.forwards
+
+
+def tolerance(kind: str, logits: Tensor) -> float:
+    """Return how far rounding alone may take the native logits from the plain ones.
+
+    In 16 bits the plain path also rounds between products, where the native one does not; and int8's activations are
+    rounded to 16 bits, 2^-16 of the largest of a row.
+    """
+    dtype = torch.bfloat16 if "bf16" in kind else torch.float32
+    allowed = fp32_tolerance(logits, ARGS, dtype)
+    return allowed / 16 if "bf16" in kind else allowed * (16 if "int8" in kind else 1)
