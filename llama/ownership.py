@@ -1,12 +1,15 @@
 """Who may use a model, whose cache holds one text: a generation at a time, and of it the one call that it makes.
 
-Knows threads and calls; does not know what a model or a cache is.
+Knows threads, calls and processes; does not know what a model or a cache is.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
+
+import torch
 
 
 class Ownership:
@@ -18,6 +21,7 @@ class Ownership:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._process = os.getpid()  # the one that made the model
         self._generating = False
         self._acting: threading.Thread | None = None  # the thread that acts for the generation now
         self._calling = False
@@ -71,6 +75,7 @@ class Ownership:
     def call(self, *, shared: Callable[[], bool], begins: bool) -> Iterator[None]:
         """Hold it for one call. `shared()`: the call touches no cache; `begins`: it begins a text in the cache."""
         held = shares = False
+        self._check_process()
         try:
             with self._lock:
                 if not self._generating and not self._calling and shared():
@@ -99,6 +104,15 @@ class Ownership:
             raise RuntimeError(
                 "this model is in the middle of another call, which needs its cache and its switch as they are; "
                 "wait for it, or give each thread a model of its own"
+            )
+
+    def _check_process(self) -> None:
+        """Refuse what would hang: threads of a computation do not live on in a forked process."""
+        if self._process != os.getpid() and torch.get_num_threads() > 1:
+            raise RuntimeError(
+                "this process was forked from the one that made the model, and a fork does not copy PyTorch's threads: "
+                "computing would wait for them for ever; call torch.set_num_threads(1) here first, or start processes "
+                "by spawn"
             )
 
     def _note_text(self, begins: bool) -> None:

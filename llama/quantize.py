@@ -8,7 +8,7 @@ by what float16 rounds off. Nothing is kept in a wider dtype; the layers widen s
 Knows torch only. `llama/kernels/native/products.h` reads the same bytes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +71,16 @@ class Int8Weight(nn.Module):
         wide = torch.addcmul(zeros, codes.float(), scales).flatten(0, 1).flatten(1)
         return wide[start - first * LANES : stop - first * LANES].to(dtype)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Int8Weight":
+        """Move, but keep the dtypes: a cast of the model is one of its activations."""
+
+        def moved(part: Tensor) -> Tensor:
+            there = fn(part)
+            return there if there.dtype == part.dtype else part.to(there.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of some outputs at a time, each start a multiple of 16."""
         return ((start, min(start + _ROWS, self.shape[0])) for start in range(0, self.shape[0], _ROWS))
@@ -94,6 +104,11 @@ class Int8Embedding(nn.Module):
     def __init__(self, weight: Int8Weight, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight, self.dtype = weight, dtype
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Int8Embedding":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        return self
 
     def forward(self, input: Tensor) -> Tensor:
         panels, lanes = input // LANES, input % LANES

@@ -17,6 +17,13 @@ settings.load_profile("fixed")
 LONG = ("test_ranks.py", "test_native.py", "test_demo_model.py", "test_bench_presets.py", "test_exact.py")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-build", action="store_true", help="compile native code under the flags of many CPUs")
+    parser.addoption(
+        "--long", action="store_true", help="draw as many examples as the figures on record were drawn from"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that two processes end at about the same time."""
     items.sort(key=lambda item: item.path.name not in LONG)

@@ -13,16 +13,27 @@ from fakes import NATIVE_SIZES, Bytes, write_checkpoint
 from oracles import tiny_args, tiny_model
 
 from llama import costs
-from llama.bench import engines, memory, worker
+from llama.bench import engines, memory, probe, worker
 from llama.bench.cell import Cell, read_engine
 from llama.bench.engines import DeviceClock, LlamaEngine, Run
-from llama.bench.gather import first_divergence, gathered
+from llama.bench.gather import compare_modes, comparison_words, first_divergence, gathered
 from llama.bench.grids import label, stands_apart
+from llama.bench.ledger import make_ledger, predict
 from llama.bench.measure import make_prompts, measure
 from llama.bench.models import find_model, make_cell, random_model
 from llama.bench.probe import cache_sizes, crossover, grid, step_times
 from llama.bench.reading import fit, fit_words, fits, growth, read
-from llama.bench.record import Ceilings, CellRecord, Fit, Sample, StepTimes, new_record, new_report
+from llama.bench.record import (
+    Ceilings,
+    CellRecord,
+    Comparison,
+    Divergence,
+    Fit,
+    Sample,
+    StepTimes,
+    new_record,
+    new_report,
+)
 from llama.bench.spread import bound_by, limits_of, spread, summarise
 from llama.bench.validity import notes, violated
 from llama.graph_step import GraphStep
@@ -76,6 +87,13 @@ def test_a_cell_in_exact_mode_says_so_and_stands_apart(tmp_path: Path) -> None:
     assert violated(record["points"]) == []
     assert record["ledger"] is not None
     assert any("exact mode pads and copies" in line["note"] for line in record["ledger"]["lines"])
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_what_exact_mode_costs_is_timed_in_a_traced_run_alone(tmp_path: Path, trace: bool) -> None:
+    cell = Cell(model=str(write_checkpoint(tmp_path / "tiny")), input_len=5, output_len=3, exact=True)
+    notes = worker.run_cell(cell, trace=trace)["record"]["notes"]
+    assert any("times as long as without it" in note for note in notes) == trace
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +322,35 @@ def test_the_predicted_peak_is_that_of_cuda(kv_caching: bool, logits: Literal["l
     assert ledger["measured_peak"] == pytest.approx(ledger["predicted_peak"], rel=0.02)
 
 
+@MODES
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_predicted_peak_is_that_of_the_allocator_where_the_head_makes_it(kv_caching: bool, dtype: str) -> None:
+    """To 2 %, and by a model that is mostly head: its norm's output is still there when the scores stay as they are."""
+    cell = Cell(batch_size=16, input_len=100, output_len=3, kv_caching=kv_caching, logits="all", dtype=dtype)
+    sizes = {"dim": 64, "n_heads": 1, "n_kv_heads": 1, "head_dim": 16, "ffn_dim": 16, "vocab_size": 160}
+    args = tiny_args(**sizes, max_seq_len=128)
+    assert predict(args, cell).at_head
+    ledger = measured(cell, **sizes, max_seq_len=128)["ledger"]
+    assert ledger is not None
+    assert ledger["measured_peak"] == pytest.approx(ledger["predicted_peak"], rel=0.02)
+    assert ledger["moment"] == f"at the head of the {'prefill' if kv_caching else 'step'}"
+
+
+def test_without_a_trace_a_cell_is_run_once_behind_its_warm_up_and_has_no_ledger() -> None:
+    runs: list[int | None] = []
+
+    def count(**options: Any) -> dict[str, Any]:
+        runs.append(options["steps"])
+        return options
+
+    record = measure(CELL, Faulty(count), device=CPU, trace=False)
+    assert runs == [2, None]
+    assert record["samples"][0]["peak_allocated_bytes"] is None
+    assert record["ledger"] is None
+    measure(CELL, Faulty(count), device=CPU, trace=True)
+    assert runs[2:] == [2, None, 2]
+
+
 class Faulty(LlamaEngine):
     """An engine with something wrong: `change(self, prompts, options)` may alter what is run."""
 
@@ -426,12 +473,20 @@ def test_a_cell_past_the_models_limit_or_the_memory_is_refused_in_words() -> Non
         {"quantize": "int8", "engine": "transformers"},
         {"quantize": "int2", "engine": "llama.cpp"},
         {"fast": True, "engine": "llama.cpp"},
+        {"exact": True, "engine": "transformers"},
+        {"logits": "all", "engine": "transformers"},
     ],
     ids=str,
 )
 def test_a_cell_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(wrong)))):
         Cell(**wrong)
+
+
+def test_another_engine_is_measured_in_one_process() -> None:
+    assert Cell(ranks=2).name == "batch 1, cache on, 2 ranks"
+    with pytest.raises(ValueError, match="transformers is measured in one process; start it without torchrun"):
+        Cell(ranks=2, engine="transformers")
 
 
 def test_ways_that_cannot_be_had_together_are_refused_before_anything_runs() -> None:
@@ -536,6 +591,43 @@ def test_the_first_divergence_is_the_earliest_token_of_any_row() -> None:
     assert found == {"row": 1, "token": 1, "cached_id": 5, "uncached_id": 8, "margin": None}
 
 
+def test_a_comparison_is_told_with_the_place_where_the_modes_part() -> None:
+    same: Comparison = {"engine": "llama", "path": "plain", "batch_size": 2, "tokens": 6, "equal": True}
+    same["divergence"] = None
+    assert comparison_words(same) == "cache on and off made the same 6 tokens"
+    parting: Divergence = {"row": 1, "token": 2, "cached_id": 5, "uncached_id": 8, "margin": None}
+    words = "cache on and off part at token 2 of row 1 (5 with it, 8 without)"
+    assert comparison_words({**same, "equal": False, "divergence": parting}) == words
+    parting["margin"] = 0.00125
+    said = comparison_words({**same, "equal": False, "divergence": parting})
+    assert said == f"{words}, where the two largest logits are 0.0013 apart"
+
+
+def test_the_ids_of_another_engine_are_compared_without_its_logits() -> None:
+    on = new_record(Cell(engine="transformers", batch_size=2, output_len=2))
+    off = new_record(Cell(engine="transformers", batch_size=2, output_len=2, kv_caching=False))
+    on["ids"], off["ids"] = [[1, 2], [3, 4]], [[1, 2], [3, 5]]
+    found = compare_modes(on, off)
+    assert (found["engine"], found["batch_size"], found["tokens"], found["equal"]) == ("transformers", 2, 4, False)
+    assert found["divergence"] == {"row": 1, "token": 1, "cached_id": 4, "uncached_id": 5, "margin": None}
+    assert compare_modes(on, on)["equal"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({}, ""),
+        ({"kv_cache": "concat"}, "predicted for a static cache; this one is concat"),
+        ({"kv_cache": "concat", "kv_caching": False}, ""),
+    ],
+    ids=str,
+)
+def test_a_ledger_says_where_its_cache_is_not_the_one_that_was_predicted(changes: dict[str, Any], note: str) -> None:
+    cell = CELL.but(**changes)
+    ledger = make_ledger(tiny_args(), cell, predict(tiny_args(), cell))
+    assert next(line["note"] for line in ledger["lines"] if line["name"] == "KV cache") == note
+
+
 def test_notes_say_what_a_reader_should_know_and_no_more() -> None:
     plain = Cell(text="a text")
     assert notes(plain, other_load=0.1, weights="checkpoint") == []
@@ -567,6 +659,14 @@ def test_step_times_leave_the_model_as_it_was() -> None:
         assert all(t["seconds"]["n"] >= 3 for t in times)
     assert model.kv_caching
     assert model.caches[0].nbytes == 0
+
+
+def test_a_step_is_timed_a_few_times_at_least_and_a_quick_one_until_it_took_long_enough_or_often_enough() -> None:
+    slow, quick = probe.ENOUGH, probe.ENOUGH / 1e6
+    model = tiny_model()
+    assert [probe._more([slow] * n, model) for n in range(probe.LEAST + 2)] == [True] * probe.LEAST + [False] * 2
+    assert probe._more([quick] * (probe.MOST - 1), model)
+    assert not probe._more([quick] * probe.MOST, model)
 
 
 def test_cache_sizes_are_as_predicted() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def test_facts_of_the_environment_are_json_and_name_what_a_number_needs() -> Non
     assert facts["cpu"]
     assert facts["cores"] >= 1
     assert facts["gpu"] is None
+
+
+def test_versions_are_those_of_the_packages_that_are_installed() -> None:
+    peers = environment(CPU, threads=1)["peers"]
+    assert peers["transformers"] == metadata.version("transformers")
+    assert None not in peers.values()
+    assert machine._version("a-package-that-nobody-has-installed") is None
 
 
 def test_looking_up_the_environment_imports_no_peer() -> None:
@@ -134,6 +142,20 @@ def test_other_load_leaves_our_own_work_out() -> None:
     seen = load.stop()
     assert seen is not None
     assert seen + own < cores + 0.3  # ticks of 10 ms on every core, over 0.6 s
+
+
+def test_other_load_is_not_told_where_the_kernel_does_not_count_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_text_of", lambda path: None)
+    load = OtherLoad()
+    load.start()
+    assert load.stop() is None
+
+
+def test_busy_seconds_are_all_but_idle_and_waiting_and_count_guests_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # proc(5): user, nice, system, idle, iowait, irq, softirq, steal, and guests, which are in user and nice already
+    stat = "cpu  1 20 300 4000 50000 600000 7000000 80000000 900000000 1000000000\ncpu0 9 9 9 9 9 9 9 9 9 9\n"
+    monkeypatch.setattr(machine, "_text_of", lambda path: stat)
+    assert machine._busy_seconds() == (1 + 20 + 300 + 600000 + 7000000 + 80000000) / os.sysconf("SC_CLK_TCK")
 
 
 def test_available_memory_is_some_of_what_the_machine_has() -> None:

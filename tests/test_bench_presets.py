@@ -114,6 +114,24 @@ def test_only_a_run_of_the_same_cells_is_resumed(base: Cell, tmp_path: Path) -> 
     assert resumed_book(tmp_path, new_report("table", table_cells(base, []))).report["preset"] == "table"
 
 
+def test_a_run_that_is_half_written_or_of_another_schema_is_passed_over(base: Cell, tmp_path: Path) -> None:
+    plan = new_report("table", table_cells(base, []))
+    book, *others = (new_book(tmp_path, plan) for _ in range(5))
+    kept = json.dumps(plan)
+    contents = [kept[: len(kept) // 2], "[]", "null", json.dumps({**plan, "schema": "of next year"})]
+    for other, content in zip(others, contents, strict=True):
+        (other.folder / "results.json").write_text(content)
+    assert resumed_book(tmp_path, plan).folder == book.folder
+
+
+def test_a_file_in_the_place_of_the_folder_of_results_is_an_error_and_not_a_name_that_is_taken(
+    base: Cell, tmp_path: Path
+) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises((FileExistsError, NotADirectoryError)):
+        new_book(tmp_path / "out", new_report("table", [base]))
+
+
 def test_runs_of_one_day_do_not_overwrite_each_other(base: Cell, tmp_path: Path) -> None:
     first, second = (new_book(tmp_path, new_report("table", [base])) for _ in range(2))
     assert first.folder != second.folder
@@ -307,6 +325,17 @@ def test_the_function_measures_in_a_process_of_its_own_and_compares(base: Cell, 
     assert all(point["status"] == "ok" for point in record["points"]), record["points"]
     assert record["notes"][-1] == "cache on and off made the same 8 tokens"
     assert record["limits"] is not None
+
+
+def test_unless_more_is_asked_for_one_mode_is_measured_once(base: Cell, here: Here) -> None:
+    record = benchmark_inference(2, 6, 4, ckpt_dir=base.model, threads=1, device="cpu")
+    assert here.done == ["machine", "batch 2, cache on"]
+    assert len(record["samples"]) == 1
+    assert record["notes"][-1] == "cache on and off: not compared"
+    again = benchmark_inference(2, 6, 4, ckpt_dir=base.model, threads=1, device="cpu", repeats=3)
+    assert [sample["peak_allocated_bytes"] is not None for sample in again["samples"]] == [True, False, False]
+    with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
+        benchmark_inference(2, 6, 4, ckpt_dir=base.model, device="cpu", repeats=0)
 
 
 def test_a_job_that_refuses_says_why_and_one_that_dies_how(base: Cell) -> None:

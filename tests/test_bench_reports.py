@@ -17,6 +17,7 @@ from bench_reports import (
     SENTENCES,
     cell_record,
     comparison,
+    crossover,
     dead_record,
     sweep_report,
     table_report,
@@ -376,6 +377,62 @@ def test_pictures_do_without_figures_that_were_not_measured() -> None:
     drawn = figures(table_report([with_nothing_told(), cell_record(batch_size=8)], crossovers=[]))
     assert list(drawn) == ["time", "memory"]
     assert all(as_png(figure) for figure in drawn.values())
+
+
+@pytest.mark.parametrize("report", [table_report(), sweep_report()])
+def test_every_picture_says_which_colour_is_which(report: Report) -> None:
+    for name, figure in figures(report).items():
+        legends = [*figure.legends, *(ax.get_legend() for ax in figure.axes if ax.get_legend() is not None)]
+        words = [text.get_text() for legend in legends for text in legend.get_texts()]
+        if name == "memory":
+            assert {"weights", "KV cache"} <= set(words)
+        elif name == "cache":
+            assert any("predicted" in text for text in words)
+        else:
+            assert {"with the cache", "without"} <= set(words), name
+
+
+def test_a_sweep_draws_the_curves_that_it_has() -> None:
+    whole = sweep_report()
+    assert whole["sweep"] is not None
+    curves = dict(zip(SWEEP_PLOTS, ("growth", "cache", "contexts", "batches"), strict=True))
+    for left_out in (SWEEP_PLOTS[::2], SWEEP_PLOTS[1::2]):
+        without: Any = {**whole["sweep"], **{curves[name]: [] for name in left_out}}
+        assert figures({**whole, "sweep": without}).keys() == set(SWEEP_PLOTS) - set(left_out)
+    one_mode: Any = {**whole["sweep"], "contexts": [one for one in whole["sweep"]["contexts"] if one["kv_caching"]]}
+    assert as_png(figures({**whole, "sweep": one_mode})["context"])
+
+
+def test_a_cache_that_never_pays_is_said_over_its_picture_and_in_the_panel() -> None:
+    never, both = (table_report(crossovers=[crossover(1, context=None), crossover(8, context=at)]) for at in (None, 4))
+    drawn = [figures(report)["crossover"] for report in (never, both)]
+    titles = [figure.texts[0].get_text().replace("\n", " ") for figure in drawn]
+    assert titles == [
+        "The cache does not pay at any context that was tried",
+        "The cache pays from a context of 4 tokens on, not at batch 1",
+    ]
+    assert [ax.get_title() for ax in drawn[1].axes] == ["batch 1", "batch 8"]
+    shown = [[text.get_text() for text in ax.texts] for ax in drawn[1].axes]
+    assert [any("no crossover" in text for text in panel) for panel in shown] == [True, False]
+    assert [any("pays from" in text for text in panel) for panel in shown] == [False, True]
+    assert "nowhere up to 1024 at batch 1, from a context of 4 at batch 8" in "\n".join(read(both))
+
+
+def test_logits_of_all_positions_are_named_where_they_make_the_peak() -> None:
+    for logits in ("last", "all"):
+        report = table_report([cell_record(kv_caching=on, logits=logits) for on in (True, False)])
+        said = "what makes the difference is not the cache but the logits of all positions, 0.2 MB" in " ".join(
+            read(report)
+        )
+        assert said == (logits == "all")
+
+
+def test_what_cannot_be_set_off_against_another_is_not_measured() -> None:
+    on, off = (cell_record(kv_caching=kv_caching, n=1, output_len=1) for kv_caching in (True, False))
+    on["work"] = None
+    (row,) = rows_of(table_markdown(table_report([on, off])), "What the cache saves")
+    assert row[1] == row[3] == "not measured"
+    assert row[2].endswith("x")
 
 
 def test_a_name_with_dollar_signs_is_no_formula() -> None:

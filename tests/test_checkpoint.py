@@ -192,6 +192,14 @@ def test_numbers_are_rounded_once(tmp_path: Path, stored: torch.dtype, wanted: t
         assert all(torch.equal(state[name], weight.to(wanted)) for name, weight in weights.items()), kind
 
 
+@pytest.mark.parametrize("wanted", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_folder_in_float64_is_read_as_it_is_and_rounded_once(tmp_path: Path, wanted: torch.dtype) -> None:
+    theirs = random_model(config_of(num_hidden_layers=1), dtype=torch.float64)
+    state = load(write_huggingface(tmp_path, theirs), wanted).state_dict()
+    for name, weight in meta_weights(theirs).items():
+        assert torch.equal(state[name], weight.to(wanted)), name
+
+
 def test_weights_are_copies_that_outlive_their_files(tmp_path: Path) -> None:
     theirs = random_model(config_of())
     for path in write_all(tmp_path, theirs).values():
@@ -201,6 +209,33 @@ def test_weights_are_copies_that_outlive_their_files(tmp_path: Path) -> None:
             if file.suffix in (".gguf", ".pth", ".safetensors"):
                 file.write_bytes(bytes(file.stat().st_size))
         assert_same_bits(model, meta_weights(theirs))
+
+
+def test_an_edit_of_what_was_read_never_reaches_the_file(tmp_path: Path) -> None:
+    for path in write_all(tmp_path, random_model(config_of())).values():
+        files = {file: file.read_bytes() for file in ([path] if path.is_file() else path.iterdir())}
+        checkpoint = open_checkpoint(path)
+        for weight in checkpoint.tensors.values():
+            weight.rows(0, weight.shape[0]).zero_()
+        for file, content in files.items():
+            assert file.read_bytes() == content, file
+
+
+def test_any_rows_of_a_weight_and_any_ranks_part_are_cut_from_the_whole(tmp_path: Path) -> None:
+    """A block of rows, and of a vector some of its numbers, also where shards or ranks hold a whole each."""
+    theirs = random_model(config_of(hidden_size=64, num_attention_heads=8, num_key_value_heads=2))
+    expected = meta_weights(theirs)
+    paths = write_all(tmp_path, theirs, shards=4)
+    for path in paths.values():
+        for name, weight in open_checkpoint(path).tensors.items():
+            whole, middle = expected[name], weight.shape[0] // 2
+            for start, stop in ((0, middle), (middle - 1, middle + 1), (middle + 1, weight.shape[0])):
+                assert torch.equal(weight.rows(start, stop), whole[start:stop]), name
+            shape = (*weight.shape[:-1], weight.shape[-1] // (2 if whole.ndim > 1 else 1))
+            for rank, columns in enumerate(whole.chunk(2, dim=1) if whole.ndim > 1 else (whole, whole)):
+                part = weight.part(shape, rank, 2)
+                assert part.shape == shape
+                assert torch.equal(part.rows(1, middle), columns[1:middle]), name
 
 
 def test_progress_counts_the_models_bytes(tmp_path: Path) -> None:
@@ -298,6 +333,19 @@ def test_a_bare_use_scaled_rope_is_completed_and_said_in_the_log(
     with caplog.at_level(logging.INFO, "llama.checkpoint"), pytest.raises(CheckpointError, match="missing: "):
         open_checkpoint(tmp_path)
     assert f"factor {factor} taken" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stated", "scaling", "max_seq_len"),
+    [({}, None, 8192), ({"use_scaled_rope": False}, None, 8192), ({"use_scaled_rope": True}, RopeScaling(8.0), 131072)],
+    ids=str,
+)
+def test_angles_are_scaled_and_texts_are_long_only_where_params_say_so(
+    tmp_path: Path, stated: dict[str, bool], scaling: RopeScaling | None, max_seq_len: int
+) -> None:
+    theirs = random_model(config_of(num_hidden_layers=1))
+    args = open_checkpoint(write_meta(tmp_path, meta_weights(theirs), meta_params(theirs.config) | stated)).args
+    assert (args.rope_scaling, args.max_seq_len) == (scaling, max_seq_len)
 
 
 def test_transformers_4_and_5_configs_mean_the_same(tmp_path: Path) -> None:

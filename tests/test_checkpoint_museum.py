@@ -271,8 +271,20 @@ def test_tensors_missing_unexpected_and_misshapen_are_all_named(huggingface: Pat
     assert "missing: model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight" in message
     assert "unexpected: model.layers.0.self_attn.q_proj.bias, model.layers.1.self_attn.q_proj.bias" in message
     assert "wrong shape: model.norm.weight is (31,) and must be (32,)" in message
-    save_file(tensors | {"model.norm.weight": torch.ones(32, dtype=torch.float64)}, huggingface / "model.safetensors")
-    assert "model.norm.weight is F64; F32, F16, BF16 are read" in refusal(huggingface)
+    save_file(tensors | {"model.norm.weight": torch.ones(32, dtype=torch.int32)}, huggingface / "model.safetensors")
+    assert "model.norm.weight is I32; F64, F32, F16, BF16 are read" in refusal(huggingface)
+
+
+def test_an_index_without_a_map_of_weights(huggingface: Path) -> None:
+    for content in ({}, {"weight_map": {}}, {"weight_map": ["model.safetensors"]}):
+        (huggingface / "model.safetensors.index.json").write_text(json.dumps(content))
+        assert "lacks weight_map" in refusal(huggingface)
+
+
+def test_a_config_must_count_its_words(huggingface: Path) -> None:
+    path = huggingface / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": -1}))
+    assert "vocab_size=-1 must be a whole number of at least 1" in refusal(huggingface)
 
 
 def test_files_of_transformers_before_safetensors(huggingface: Path) -> None:
@@ -368,6 +380,31 @@ def test_zip_archives_that_claim_more_than_they_hold(meta: Path) -> None:
     assert "repeats a name" in refusal(meta)
 
 
+def test_records_of_another_size_than_their_tensors(meta: Path) -> None:
+    path = meta / "consolidated.00.pth"
+
+    def add(info: zipfile.ZipInfo, data: bytes) -> Iterator[tuple[zipfile.ZipInfo, bytes]]:
+        yield info, data
+        if info.filename.endswith("data/3"):
+            yield zipfile.ZipInfo(info.filename.replace("data/3", "data/999")), b"unused"
+
+    recompressed(path, add)
+    assert "do not have the sizes of the records" in refusal(meta)
+
+
+def test_shards_that_do_not_hold_the_same_names_or_shapes_or_dtypes(tmp_path: Path) -> None:
+    write_meta(tmp_path, WEIGHTS, meta_params(MODEL.config), shards=2)
+    path = tmp_path / "consolidated.01.pth"
+    shard = torch.load(path, weights_only=True)
+    name = "layers.1.feed_forward.w1.weight"
+    torch.save({**shard, name: shard[name].bfloat16()}, path)
+    assert f"the shards hold {name} in different dtypes or shapes" in refusal(tmp_path)
+    torch.save({**shard, name: shard[name][1:].clone()}, path)
+    assert f"the shards hold {name} in different dtypes or shapes" in refusal(tmp_path)
+    torch.save({other: tensor for other, tensor in shard.items() if other != name}, path)
+    assert f"consolidated.00.pth and consolidated.01.pth do not both hold {name}" in refusal(tmp_path)
+
+
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 U8, U32, STRING, ARRAY = 0, 4, 8, 9
@@ -457,6 +494,14 @@ BAD_METADATA: list[tuple[str, str, Any]] = [
     ("llama.rope.dimension_count", "uint32", 4),
     ("llama.attention.value_length", "uint32", 16),
     ("llama.attention.sliding_window", "uint32", 4096),
+    ("llama.attention.causal", "bool", False),
+    ("llama.attention.scale", "float32", 0.5),
+    ("llama.attention.clamp_kqv", "float32", 8.0),
+    ("llama.attention.max_alibi_bias", "float32", 8.0),
+    ("llama.embedding_scale", "float32", 12.0),
+    ("llama.residual_scale", "float32", 0.5),
+    ("llama.logit_scale", "float32", 0.5),
+    ("llama.rope.scale_linear", "float32", 2.0),
     ("llama.block_count", "uint32", 1 << 31),
     ("llama.embedding_length", "string", "32"),
     ("llama.rope.freq_base", "float32", float("nan")),
@@ -477,6 +522,38 @@ def test_gguf_metadata_of_another_model(tmp_path: Path, key: str, kind: str, val
     finish(writer)
     message = refusal(path)
     assert "missing: " not in message  # refused before the tensors are even looked at
+
+
+PLAIN_METADATA: list[tuple[str, str, Any]] = [
+    ("split.count", "uint16", 0),
+    ("split.count", "uint16", 1),
+    ("llama.expert_count", "uint32", 0),
+    ("llama.rope.scaling.type", "string", "none"),
+    ("llama.rope.scaling.factor", "float32", 0.0),
+    ("llama.rope.scaling.factor", "float32", 1.0),
+    ("llama.rope.scale_linear", "float32", 0.0),
+    ("llama.rope.scale_linear", "float32", 1.0),
+    ("llama.attention.sliding_window", "uint32", 0),
+    ("llama.attention.causal", "bool", True),
+    ("llama.attention.scale", "float32", 0.0),
+    ("llama.attention.clamp_kqv", "float32", 0.0),
+    ("llama.attention.max_alibi_bias", "float32", 0.0),
+    ("llama.embedding_scale", "float32", 0.0),
+    ("llama.embedding_scale", "float32", 1.0),
+    ("llama.residual_scale", "float32", 1.0),
+    ("llama.logit_scale", "float32", 1.0),
+]
+
+
+@pytest.mark.parametrize(("key", "kind", "value"), PLAIN_METADATA, ids=str)
+def test_gguf_metadata_that_says_what_is_so_anyway_is_let_pass(
+    tmp_path: Path, key: str, kind: str, value: object
+) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf_writer(path, MODEL.config)
+    getattr(writer, f"add_{kind}")(key, value)
+    finish(writer)
+    assert "missing: " in refusal(path)  # the metadata is behind us: it is the tensors that this file lacks
 
 
 @settings(max_examples=300, deadline=None)

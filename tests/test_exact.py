@@ -1,7 +1,7 @@
 """Exact mode: a token's logits have the same bits with the cache on or off, however fed, alone or in any batch."""
 
 import random
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -17,11 +17,11 @@ from llama.exact import (
     exact_linear,
     exact_product,
     exact_silu,
-    first_difference,
     slowdown,
 )
 from llama.model import Transformer
 from llama.ops import PLAIN
+from llama.self_comparison import first_difference
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES: list[dict[str, Any]] = [
@@ -116,7 +116,7 @@ def test_a_model_that_differs_from_itself_is_refused_and_stays_plain(monkeypatch
     """The probe is not trusted: the whole model is compared."""
     model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
     monkeypatch.setattr(exact, "exact_silu", lambda x: torch.nn.functional.silu(x) + x.shape[1] * 1e-6)
-    with pytest.raises(ValueError, match="the first 1 tokens are not what they are among 150"):
+    with pytest.raises(ValueError, match="the first 21 tokens, in row 1, are not what they are alone"):
         model.exact = True
     assert not model.exact
 
@@ -126,7 +126,7 @@ def test_moving_to_another_dtype_shows_it_anew(monkeypatch: pytest.MonkeyPatch) 
     model = exact_model(torch.float32)
     silu = exact.exact_silu
     monkeypatch.setattr(exact, "exact_silu", lambda x: silu(x) + (x.dtype == torch.float64) * x.shape[1] * 1e-6)
-    with pytest.raises(ValueError, match="the first 1 tokens"):
+    with pytest.raises(ValueError, match="the first 21 tokens"):
         model.to(torch.float64)
     assert not model.exact
 
@@ -136,6 +136,17 @@ def test_moving_leaves_operations_of_ones_own() -> None:
     model.use(PLAIN._replace(name="mine"))
     model.exact = False
     assert model.double().ops.name == "mine"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_features", [16, 48, 576])
+def test_another_order_of_summing_shows_in_most_numbers(dtype: torch.dtype, in_features: int) -> None:
+    """So a probe needs few of them: of these sums nothing but the errors of rounding remains."""
+    x, weight = exact._sensitive(8, torch.empty(32, in_features, dtype=dtype))
+    wide = torch.promote_types(dtype, torch.float32)
+    terms = (x[:, None].to(wide) * weight.to(wide)).unbind(-1)  # in_features times (8, 32)
+    one, other = (reduce(torch.add, some).to(dtype) for some in (terms, terms[::2] + terms[1::2]))
+    assert (one != other).float().mean() > 0.5
 
 
 def test_the_probe_finds_how_many_rows_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,3 +263,92 @@ def test_a_product_has_the_bits_of_its_pieces(dtype: torch.dtype) -> None:
     x, weight = torch.randn(37, 48, generator=stream).to(dtype), torch.randn(96, 48, generator=stream).to(dtype)
     pieces = torch.cat([exact_product(x, rows) for rows in weight.chunk(4)], dim=-1)
     assert torch.equal(exact_linear(x, weight, 4), pieces)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_outputs_are_multiplied_a_part_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head has more than a product may have; with a limit of 32, so has every matrix here, some with a rest."""
+    monkeypatch.setattr(exact, "OUTPUTS", 32)
+    stream = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(37, 48, generator=stream).to(dtype), torch.randn(144, 48, generator=stream).to(dtype)
+    whole = exact_linear(x, weight, 1)
+    assert torch.equal(exact_linear(x[5:6], weight, 1), whole[5:6])
+    torch.testing.assert_close(whole.float(), x.float() @ weight.float().T, rtol=0.02, atol=0.1)
+    by_rank = torch.cat([exact_linear(x, rows, 2) for rows in weight.chunk(2)], dim=-1)  # which hold two pieces each
+    assert torch.equal(exact_linear(x, weight, 4), by_rank)
+    assert first_difference(exact_model(dtype, dim=48, n_heads=6, vocab_size=131), length=150) is None
+
+
+# ---- what it takes to be granted: counted, because seconds depend on the machine -------------------------------------
+
+DEMO = [(576, 576), (192, 576), (64, 576), (576, 192), (1536, 576), (512, 576), (576, 512), (8192, 576)]
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, multiplied: list[int]) -> None:
+    """Write down what is multiplied, in products of one number by one weight, and return zeros in no time."""
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        assert len(x) <= exact.ROWS
+        assert len(weight) <= exact.OUTPUTS
+        multiplied.append(len(x) * weight.numel())
+        return x.new_zeros(len(x), len(weight))
+
+    monkeypatch.setattr(exact, "linear", linear)
+    monkeypatch.setattr(exact, "_FOUND", {})
+    monkeypatch.setattr(exact, "_WHOLE", {})
+
+
+def test_probing_costs_what_forty_tokens_of_the_demo_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have 10 GFLOP/s: 9 GFLOP are a second there. Every part of a head is one shape."""
+    multiplied: list[int] = []
+    counting(monkeypatch, multiplied)
+    head = torch.empty(49152, 576)
+    exact_linear(head[:1], head, 3)
+    for out_features, in_features in DEMO:
+        block_for(torch.empty(out_features, in_features))
+    assert len(exact._FOUND) == len(DEMO)
+    assert sum(multiplied) < 40 * 135e6
+
+
+def test_the_last_resort_costs_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails does so at its first products."""
+    multiplied: list[int] = []
+    counting(monkeypatch, multiplied)
+    counted, calls = exact.linear, iter(range(10**6))
+    monkeypatch.setattr(exact, "linear", lambda x, w: counted(x, w) + (len(x) > 1) * next(calls))
+    for out_features, in_features in DEMO:
+        assert block_for(torch.empty(out_features, in_features)) == Block(1, in_one=False)
+    assert sum(multiplied) < 80 * 135e6
+
+
+def test_granting_multiplies_the_model_by_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison feeds and fills up, beside the probes."""
+    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    model.exact = True  # whatever is probed has been
+    plain, multiplied = exact.linear, []
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        multiplied.append(len(x) * weight.numel())
+        return plain(x, weight)
+
+    monkeypatch.setattr(exact, "linear", counted)
+    model.exact = False
+    model.exact = True
+    matrices = sum(layer.weight.numel() for layer in model.modules() if hasattr(layer, "pieces"))
+    most = max(block.rows for block in exact._FOUND.values())  # a step is filled up to these
+    assert sum(multiplied) < (300 + 20 * most) * matrices
+
+
+def test_attention_that_differs_over_a_longer_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compared by itself, to more positions than a whole model is."""
+    model = tiny_model(tiny_args(max_seq_len=400), dtype=torch.float32).requires_grad_(False)
+    plain = exact._attend_in_step
+
+    def longer(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int) -> Tensor:
+        return plain(xq, keys, values, start_pos) + (start_pos > 100) * 1e-6
+
+    monkeypatch.setattr(exact, "_attend_in_step", longer)
+    monkeypatch.setattr(exact, "_ATTENDS", set())
+    with pytest.raises(ValueError, match=r"attention to \d+ positions"):
+        model.exact = True
+    assert not model.exact

@@ -16,6 +16,7 @@ from llama.args import ModelArgs, RopeScaling
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.checkpoint.export import huggingface_tensors, save_gguf, save_huggingface
 from llama.model import Transformer
+from llama.ranks import Ranks, cut_for
 
 SCALINGS: dict[str, Any] = {
     "plain": None,
@@ -125,6 +126,17 @@ def test_only_the_permuted_weights_are_copies() -> None:
     copies = {name for name, tensor in huggingface_tensors(model).items() if tensor.data_ptr() not in own}
     projections = ("q_proj", "k_proj")
     assert copies == {f"model.layers.{i}.self_attn.{name}.weight" for i in range(2) for name in projections}
+
+
+@pytest.mark.parametrize("kind", ["gguf", "huggingface"])
+def test_a_rank_does_not_write_its_slice_as_if_it_were_the_model(tmp_path: Path, kind: str) -> None:
+    two = Ranks()
+    two.size = 2
+    with cut_for(two):
+        model = Transformer(args_of())
+    with pytest.raises(ValueError, match="holds 1 of 2 slices of the model; load it in one to write it"):
+        export(kind, model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_exporting_changes_nothing_in_the_model(tmp_path: Path) -> None:

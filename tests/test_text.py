@@ -255,6 +255,11 @@ def test_an_empty_text_is_a_bos_alone_or_an_error() -> None:
         fed([[1], []])
 
 
+def test_bytes_are_no_prompt() -> None:
+    with pytest.raises(ValueError, match=r"not bytes: b'hello'; decode it first"):
+        saying("x").generate(Bytes(), [b"hello"], 4, **GREEDY)  # type: ignore[list-item]
+
+
 def test_no_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="no prompts were given"):
         saying().generate(Bytes(), [], 3)

@@ -190,6 +190,25 @@ def test_all_ends_named_beside_tokenizer_json_are_stop_tokens(tmp_path: Path) ->
     assert Tokenizer.from_huggingface(tmp_path).chat_template == "a newer one"
 
 
+def test_a_template_in_a_sequence_of_processors_says_how_a_text_opens(tmp_path: Path) -> None:
+    """As in Llama 3's own tokenizer.json, where a step that counts offsets stands before it."""
+    from tokenizers import processors
+
+    tokenizer = trained("llama3")
+    opening = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), opening])
+    assert Tokenizer.from_huggingface(saved(tmp_path, tokenizer)).adds_bos
+
+
+def test_of_several_chat_templates_the_default_one_is_taken(tmp_path: Path) -> None:
+    templates = [{"name": "tools", "template": "with tools"}, {"name": "default", "template": "plain"}]
+    assert (
+        Tokenizer.from_huggingface(saved(tmp_path, trained("gpt2"), chat_template=templates)).chat_template == "plain"
+    )
+    saved(tmp_path, trained("gpt2"), chat_template=templates[:1])
+    assert Tokenizer.from_huggingface(tmp_path).chat_template is None
+
+
 def every_way(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
     """List all merges that make each token, as Llama 3's tokenizer.json does: 280,147 for 128,000 tokens."""
     spell = speller()
@@ -552,11 +571,47 @@ def test_a_small_gguf_vocabulary_is_read_as_it_says() -> None:
         plain(ours, "<|im_end|>")
 
 
+def test_a_text_is_not_begun_or_ended_by_a_token_that_the_file_does_not_have() -> None:
+    ours = Tokenizer.from_gguf(small_gguf(bos_token_id=None, eos_token_id=None))
+    assert (ours.bos_id, ours.eos_id, ours.stop_tokens) == (None, None, [7])
+    for asked, name in (({"bos": True, "eos": False}, "BOS"), ({"bos": False, "eos": True}, "EOS")):
+        with pytest.raises(ValueError, match=f"this tokenizer has no {name} token"):
+            ours.encode("a", **asked)
+
+
+def test_only_the_same_tokens_ends_and_template_have_the_same_fingerprint() -> None:
+    facts = small_gguf()
+    tokens, types = (list(facts[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type"))
+    others = [
+        facts,
+        small_gguf(tokens=[*tokens, "d"], token_type=[*types, 1]),
+        small_gguf(tokens=[*tokens[:-1], "[END]"]),
+        small_gguf(token_type=[*types[:-1], 4]),
+        small_gguf(eos_token_id=0),
+        small_gguf(add_bos_token=True),
+        facts | {"tokenizer.chat_template": "a template"},
+    ]
+    prints = [Tokenizer.from_gguf(other).fingerprint() for other in others]
+    assert len(set(prints)) == len(others)
+    assert Tokenizer.from_gguf(small_gguf()).fingerprint() == prints[0]
+
+
 def test_an_end_that_a_gguf_file_calls_a_users_token_still_cannot_be_written() -> None:
     ours = Tokenizer.from_gguf(small_gguf(eos_token_id=8))
     assert "hello there" in ours.special_tokens
     with pytest.raises(ValueError, match="cannot represent"):
         plain(ours, "hello there")
+
+
+@pytest.mark.parametrize("kind", [3, 4], ids=["special", "user's"])
+@pytest.mark.parametrize("texts", [("<x>", "<x><y>"), ("<x><y>", "<x>")], ids=["shorter first", "longer first"])
+def test_of_two_added_tokens_that_begin_alike_the_longer_is_taken(texts: tuple[str, str], kind: int) -> None:
+    ours = Tokenizer.from_gguf(
+        small_gguf(tokens=["a", *texts], token_type=[1, kind, kind], merges=[], eos_token_id=0, bos_token_id=None)
+    )
+    ids = {text: 1 + i for i, text in enumerate(texts)}
+    encoded = ours.encode("a<x>a<x><y>a<x><x><y>", bos=False, eos=False, allowed_special="all")
+    assert encoded == [0, ids["<x>"], 0, ids["<x><y>"], 0, ids["<x>"], ids["<x><y>"]]
 
 
 def test_rank_order_need_not_be_id_order() -> None:

@@ -1,8 +1,10 @@
 """The command: runs add up in a file, the last sentence says what they come to, and every error is one line."""
 
+import io
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -269,6 +271,39 @@ def test_other_weights_are_another_model() -> None:
     with torch.no_grad():
         same.layers[1].attention.wo.weight[0, 0] += 1e-6  # type: ignore[union-attr, index]
     assert verify.weights_id(model) != verify.weights_id(same)
+
+
+# ---- while it runs ---------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_bar_says_what_is_being_done(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert command("--exact", "--runs=2")[0] == 0
+    shown = terminal.getvalue()
+    done = ["exact mode: probing products, 1 of ", "exact mode: comparing the model with itself: 100%"]
+    done += ["timing what exact mode costs: ", "a copy in float64: ", "run 1 of 2: free cached: "]
+    done += ["run 1 of 2: float64 pieces: ", "run 2 of 2: free uncached: "]
+    places = [shown.find(words) for words in done]
+    assert places == sorted(places)
+    assert -1 not in places
+    assert "forward 3" in shown
+    assert f"{2 + 2 * parity.PARTS}/{2 + 2 * parity.PARTS} " not in shown, "it is away when all is done"
+
+
+def test_the_bar_counts_the_parts_that_there_are(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, parts = parity.measure, []
+
+    def listening(*given: Any, on_part: Any, **options: Any) -> Figures:
+        return real(*given, on_part=lambda part: (parts.append(part), on_part(part)), **options)
+
+    monkeypatch.setattr(parity, "measure", listening)
+    command()
+    assert len(parts) == len(set(parts)) == parity.PARTS
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

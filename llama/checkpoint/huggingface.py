@@ -42,7 +42,7 @@ NAMES = {
 }
 HALF_SPLIT = (".self_attn.q_proj.weight", ".self_attn.k_proj.weight")
 _DROPPED = ".rotary_emb.inv_freq"  # a table that old files carry; ours is made from rope_theta
-_DTYPES = ("F32", "F16", "BF16")
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 # Keys that change what a model computes, with the values under which it is the model that we build. Others pass.
 _MUST_BE: dict[str, tuple[object, ...]] = {
