@@ -6,10 +6,11 @@ The only file that knows both text and where models come from.
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from tqdm import tqdm
@@ -21,6 +22,7 @@ from llama.demo import cache_dir, demo_model_path
 from llama.generation import Stream
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_rank, world_size
+from llama.self_comparison import tokens_fed
 from llama.text import encode_prompt
 from llama.tokenizer import Tokenizer
 
@@ -81,12 +83,37 @@ def load(
         model = load_weights(
             checkpoint, args, dtype=kind, device=on, ranks=ranks, int8=quantize == "int8", progress=progress
         )
-    model.exact = exact
+    with _bar_of_exact_mode(model) if exact is True else nullcontext():
+        model.exact = exact
     if fast:
         make_fast(model, cache_dir() / "native")
     elif quantize is not None:
         logger.info("int8 without the fast step widens every weight at every step, which is slow; ask for fast, too")
     return model.eval(), checkpoint.tokenizer
+
+
+@contextmanager
+def _bar_of_exact_mode(model: Transformer) -> Iterator[None]:
+    """Show, on a terminal, which product is being probed, and how much of the comparison has been fed."""
+    products = [module for module in model.modules() if hasattr(module, "pieces")]
+    left = dict.fromkeys(module.weight.shape for module in products)  # each is probed when it is first used
+    kinds = len(left)
+    with ExitStack() as stack:
+        bar = stack.enter_context(tqdm(total=tokens_fed(model), unit="token", disable=None, leave=False))
+
+        def probes(module: torch.nn.Module, _: Any) -> None:
+            if module.weight.shape in left:
+                del left[module.weight.shape]
+                bar.set_description(f"exact mode: probing products, {kinds - len(left)} of {kinds}")
+
+        def compares(_: torch.nn.Module, given: tuple[Any, ...], __: Any) -> None:
+            bar.update(given[0].numel())
+            bar.set_description("exact mode: comparing the model with itself")
+
+        stack.callback(model.register_forward_hook(compares).remove)
+        for module in products:
+            stack.callback(module.register_forward_pre_hook(probes).remove)
+        yield
 
 
 def check_modes(device: torch.device, dtype: torch.dtype, *, fast: bool, quantize: str | None, exact: bool) -> None:

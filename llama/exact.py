@@ -22,7 +22,7 @@ from llama.linear import linear
 from llama.ops import PLAIN, Ops, rms_norm
 from llama.ranks import Ranks
 from llama.self_comparison import LanguageModel, cuts
-from llama.self_comparison import first_difference as first_difference  # for whoever asks for exact mode
+from llama.self_comparison import first_difference as first_difference  # its place before
 
 QUERIES, KEYS = 16, 64  # in a piece of attention
 TILES = 256  # such pieces at a time, and so scores of 256 x 16 queries at once in memory
@@ -162,7 +162,7 @@ def _compare_attention(xq: Tensor, keys: Tensor, length: int = 5 * KEYS) -> None
     for start, end in cuts(length):
         if not torch.equal(_attend_in_step(q[:, start:end], k, v, start), whole[:, start:end]):
             raise ValueError(
-                f"exact mode is not to be had here: attention of positions {start} to {end - 1} differs alone"
+                f"exact mode is not to be had here: attention to {end} positions, asked from {start} on, differs"
             )
     _ATTENDS.add(key)
 
@@ -192,7 +192,7 @@ def exact_product(x: Tensor, weight: Tensor) -> Tensor:
         )
     if len(weight) <= OUTPUTS:
         return _product(x, weight, block_for(weight))
-    return torch.cat([_product(x, some, block_for(some)) for some in weight.split(OUTPUTS)], dim=-1)
+    return torch.cat([_product(x, some, block_for(some)) for some in torch.split(weight, OUTPUTS)], dim=-1)
 
 
 def _product(x: Tensor, weight: Tensor, block: Block) -> Tensor:
@@ -311,8 +311,8 @@ class ExactModel(LanguageModel, Protocol):
 def slowdown(model: ExactModel, *, prompt: int = 64, repeats: int = 5, patience: float = 3.0) -> tuple[float, float]:
     """Return how many times as long one row takes in exact mode: to prefill `prompt` tokens, and a cached step.
 
-    The ratios of the median seconds, both ways timed in turns, `repeats` times after one that warms up, or until
-    `patience` seconds have passed, which after a first turn make up for what is cold in it. The model needs room for one position more.
+    The ratios of the median seconds, both ways timed in turns, `repeats` times after one that warms up; or fewer, and
+    at worst in that one alone, where `patience` seconds have passed. The model needs room for one position more.
     """
     prompt = min(prompt, model.args.max_seq_len - 1)
     tokens = torch.zeros(1, prompt, dtype=torch.int64, device=model.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs, RopeScaling
-from llama.exact import exact_ops, first_difference
+from llama.exact import exact_ops
 from llama.generation import Chosen, Generation
 from llama.kv_cache import KVCache, check_positions
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -26,6 +26,7 @@ from llama.ranks import current_ranks
 from llama.request import Request
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
 from llama.sampling import Sampler
+from llama.self_comparison import first_difference
 
 __all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
 

@@ -39,6 +39,7 @@ from llama.ways import (
 
 WAYS = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE)  # each is compared with U, bit by bit
 WIDE = (WIDE_STEPS, WIDE_PIECES)  # these, in float64, may differ from R by FLOAT64_TOLERANCE alone
+PARTS = 1 + len(WAYS) + len(WIDE)  # that `measure` tells of: U, and each of these
 
 # A place's bound is SLACK (by the bytes of a number) times the error of U there, or times the median over the run's
 # places where that is more: an error may be small by chance. A multiple of the largest would be steadier but weak: in

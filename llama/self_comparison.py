@@ -73,9 +73,9 @@ def _sizes(model: LanguageModel, rows: int, length: int) -> tuple[int, int]:
 
 
 def cuts(length: int) -> Iterator[tuple[int, int]]:
-    """Cut a text into pieces of many lengths, single tokens among them, as (start, end)."""
+    """Cut a text into pieces of many lengths, as (start, end); single tokens among them, one of them past 64 others."""
     start = 0
-    for size in cycle((5, 1, 1, 1, 17, 1, 2, 33, 1, 1, 60)):
+    for size in cycle((5, 1, 1, 1, 17, 1, 2, 33, 1, 1, 3, 1, 60)):
         end = min(start + size, length)
         yield start, end
         if end == length:

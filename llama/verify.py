@@ -9,10 +9,11 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypedDict
@@ -186,17 +187,20 @@ def draw_prompts(seed: int, rows: int, longest: int, vocab_size: int, bos: int |
 
 def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]) -> Iterator[Run]:
     """Make the runs of `seeds`, each when it is asked for."""
-    cost = dict(zip(("prefill", "step"), slowdown(model), strict=True)) if config["exact"] else None
-    machine = environment(model.device, torch.get_num_threads())
-    reference = reference_of(model)
-    bos = tokenizer.bos_id if tokenizer.adds_bos else None
-    with tqdm(seeds, desc="runs", disable=None, leave=False) as bar:  # disable=None: only on a terminal
-        for seed in bar:
+    with progress(model, config["exact"] + 1 + parity.PARTS * len(seeds)) as begin:
+        cost = None
+        if config["exact"]:
+            begin("timing what exact mode costs")
+            cost = dict(zip(("prefill", "step"), slowdown(model), strict=True))
+        machine = environment(model.device, torch.get_num_threads())
+        begin("a copy in float64")
+        reference = reference_of(model)
+        bos = tokenizer.bos_id if tokenizer.adds_bos else None
+        for number, seed in enumerate(seeds, 1):
             prompts = draw_prompts(seed, config["batch_size"], config["prompt_len"], model.args.vocab_size, bos)
             started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-            figures = parity.measure(
-                model, reference, prompts, config["tokens"], seed=seed, on_part=bar.set_postfix_str
-            )
+            of_this = partial(begin, number=f"run {number} of {len(seeds)}: ")
+            figures = parity.measure(model, reference, prompts, config["tokens"], seed=seed, on_part=of_this)
             yield {
                 "config": config,
                 "seed": seed,
@@ -206,6 +210,34 @@ def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], 
                 "exact_cost": cost,
                 "figures": asdict(figures),
             }
+
+
+@contextmanager
+def progress(model: Transformer, parts: int) -> Iterator[Callable[..., None]]:
+    """Show, on a terminal, which of how many parts is being made, and how many forwards the model has run for it.
+
+    What it gives is called with the name of each part when it begins.
+    """
+    with tqdm(total=parts, unit="part", disable=None, leave=False) as bar:
+        begun = forwards = 0
+
+        def begin(part: str, *, number: str = "") -> None:
+            nonlocal begun, forwards
+            begun, forwards = begun + 1, 0
+            bar.update(int(begun > 1))  # the part before is made
+            bar.set_postfix_str("", refresh=False)
+            bar.set_description(number + part)
+
+        def count_forward(*_: Any) -> None:
+            nonlocal forwards
+            forwards += 1
+            bar.set_postfix_str(f"forward {forwards}")
+
+        hook = model.register_forward_hook(count_forward)  # which the copy in float64 will have, too
+        try:
+            yield begin
+        finally:
+            hook.remove()
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

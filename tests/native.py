@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles import fp32_tolerance, tiny_args, tiny_model
+from oracles import bits, fp32_tolerance, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.args import ModelArgs
@@ -81,3 +81,30 @@ def tolerance(kind: str, logits: Tensor) -> float:
     dtype = torch.bfloat16 if "bf16" in kind else torch.float32
     allowed = fp32_tolerance(logits, ARGS, dtype)
     return allowed / 16 if "bf16" in kind else allowed * (16 if "int8" in kind else 1)
+
+
+def check_bits(kind: str) -> None:
+    """Native logits have the same bits however a text is cut, whatever stands beside it, by any number of threads."""
+    _, fast = twins(kind)
+    tokens = some_tokens(5, 130, vocab_size=VOCAB)
+    fast.kv_caching = False
+    whole = fast(tokens)
+    fast.kv_caching = True
+    for cuts in ([130], [1, 129], [64, 1, 1, 64], [70, *[1] * 60]):
+        fast.free_cache()
+        done, parts = 0, []
+        for width in cuts:
+            parts.append(fast(tokens[:, done : done + width], done))
+            done += width
+        assert torch.equal(bits(torch.cat(parts, 1)), bits(whole))
+    fast.free_cache()
+    assert torch.equal(bits(fast(tokens[3:4])), bits(whole[3:4]))
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            fast.free_cache()
+            assert torch.equal(bits(fast(tokens)), bits(whole))
+            assert torch.equal(bits(fast(tokens[:, 5:6], 5)), bits(whole[:, 5:6]))
+        finally:
+            torch.set_num_threads(before)

@@ -144,6 +144,18 @@ def test_other_load_leaves_our_own_work_out() -> None:
     assert seen + own < cores + 0.3  # ticks of 10 ms on every core, over 0.6 s
 
 
+@pytest.mark.parametrize(("everyone", "expected"), [(108.0, 1.5), (102.0, 0.0), (101.0, 0.0)])
+def test_other_load_is_a_mean_of_cores_and_never_below_none(
+    monkeypatch: pytest.MonkeyPatch, everyone: float, expected: float
+) -> None:
+    """Over four seconds, two of them our own; what is counted in ticks may fall short of our own by some of them."""
+    clocks = iter([(10.0, 1.0, 100.0), (14.0, 3.0, everyone)])
+    monkeypatch.setattr(OtherLoad, "_clocks", lambda self: next(clocks))
+    load = OtherLoad()
+    load.start()
+    assert load.stop() == expected
+
+
 def test_other_load_is_not_told_where_the_kernel_does_not_count_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_text_of", lambda path: None)
     load = OtherLoad()

@@ -1,7 +1,9 @@
 """A preset measures every cell, in turn, as often as its budget allows, and loses nothing that is finished."""
 
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -354,6 +356,41 @@ def test_a_process_ends_with_the_one_that_waits_for_it(base: Cell, tmp_path: Pat
     process.stdin.close()
     assert process.wait(timeout=60) == 1
     assert not (tmp_path / "result.json").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_tells_what_is_left_and_a_late_piece_pushes_back_what_comes_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal, now = Terminal(), 1000.0
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def left() -> str:
+        progress.tick()
+        return re.findall(r"about (\S+) left", terminal.getvalue())[-1]
+
+    progress = Progress()
+    progress.plan(200)
+    progress.begin("the first piece", 60)
+    assert "the first piece" in terminal.getvalue()
+    assert left() == "3:20"
+    now += 60
+    assert left() == "2:20"
+    now += 30  # the piece should have ended half a minute ago
+    assert [left(), left()] == ["2:20", "2:20"]
+    progress.begin("the second piece", 10)
+    now += 10
+    assert left() == "2:10"
+    progress.plan(5)
+    assert left() == "0:05"
+    progress.close()
+    last = terminal.getvalue().removesuffix("\r").rpartition("\r")[2]
+    assert (len(last) > 30, last.strip()) == (True, "")  # blanks over the bar: nothing of it stays on the screen
 
 
 def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:

@@ -485,6 +485,36 @@ def test_the_museums_plain_gguf_file_is_read(tmp_path: Path) -> None:
     assert "general.architecture=None is not supported" in refusal(path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("uint8", 200),
+        ("int8", -100),
+        ("uint16", 60_000),
+        ("int16", -30_000),
+        ("uint32", 4_000_000_000),
+        ("int32", -2_000_000_000),
+        ("float32", -0.15625),
+        ("bool", True),
+        ("string", "naïve"),
+        ("uint64", 1 << 63),
+        ("int64", -(1 << 62)),
+        ("float64", 0.1),
+        ("array", [-1, 0, 1]),
+        ("array", ["a", "", "naïve"]),
+    ],
+    ids=str,
+)
+def test_metadata_of_every_type_is_read_as_it_was_written(tmp_path: Path, kind: str, value: object) -> None:
+    writer = gguf_writer(tmp_path / "model.gguf", MODEL.config)
+    getattr(writer, f"add_{kind}")("a.key", value)
+    finish(writer)
+    found = read_header(tmp_path / "model.gguf").metadata
+    assert found["a.key"] == value
+    assert type(found["a.key"]) is type(value)
+    assert found["llama.block_count"] == MODEL.config.num_hidden_layers  # and so is what stands around it
+
+
 BAD_METADATA: list[tuple[str, str, Any]] = [
     ("general.architecture", "string", "qwen2"),
     ("split.count", "uint16", 3),

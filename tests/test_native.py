@@ -22,6 +22,7 @@ from native import (
     FOLDER,
     KINDS,
     VOCAB,
+    check_bits,
     compiled_with,
     cpu_flags,
     model_of,
@@ -72,28 +73,7 @@ def test_native_logits_are_the_plain_ones(kind: str) -> None:
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_bits_depend_on_nothing_but_the_text(kind: str) -> None:
-    _, fast = twins(kind)
-    tokens = some_tokens(5, 130, vocab_size=VOCAB)
-    fast.kv_caching = False
-    whole = fast(tokens)
-    fast.kv_caching = True
-    for cuts in ([130], [1, 129], [64, 1, 1, 64], [70, *[1] * 60]):
-        fast.free_cache()
-        done, parts = 0, []
-        for width in cuts:
-            parts.append(fast(tokens[:, done : done + width], done))
-            done += width
-        assert torch.equal(bits(torch.cat(parts, 1)), bits(whole))
-    fast.free_cache()
-    assert torch.equal(bits(fast(tokens[3:4])), bits(whole[3:4]))
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
-        try:
-            fast.free_cache()
-            assert torch.equal(bits(fast(tokens)), bits(whole))
-            assert torch.equal(bits(fast(tokens[:, 5:6], 5)), bits(whole[:, 5:6]))
-        finally:
-            torch.set_num_threads(1)
+    check_bits(kind)
 
 
 @settings(max_examples=25)

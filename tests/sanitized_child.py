@@ -1,0 +1,73 @@
+"""Run native code, compiled to watch its own memory and arithmetic, over the edges of everything: see the test."""
+
+import itertools
+import random
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from native import ARGS, KINDS, compiled_with, served, twins
+
+from llama import native_step
+from llama.model import Transformer
+
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror")
+# At and beside every number of tokens, keys, queries or rows that the code takes at a time.
+LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 97, 130)
+SHAPES = (
+    ARGS,
+    replace(ARGS, dim=32, n_heads=1, n_kv_heads=1, head_dim=64, ffn_dim=32, vocab_size=1, tied_head=True),
+    replace(ARGS, dim=64, n_heads=50, n_kv_heads=1, head_dim=32, ffn_dim=96, vocab_size=17),
+    replace(ARGS, dim=160, n_heads=4, n_kv_heads=4, head_dim=96, ffn_dim=224, vocab_size=33, n_layers=1),
+)
+
+
+def feed(model: Transformer, lengths: list[int], threads: int, *, caching: bool) -> None:
+    """Feed rows of these lengths, as one prompt and then a step, into a cache of just that room."""
+    torch.set_num_threads(threads)
+    model.kv_caching = caching
+    tokens = torch.randint(model.args.vocab_size, (len(lengths), max(lengths)))
+    if caching:
+        model.reserve_cache(len(lengths), max(lengths) + 1)
+    model(tokens, logits="last", lengths=lengths)
+    model(tokens)
+    if caching:
+        model(tokens[:, :1], lengths)
+        model.free_cache()
+
+
+def shorten_the_logits() -> None:
+    """Let the code believe that the head has more columns than there is room for."""
+    whole = native_step.NativeStep._forward
+
+    def forward(self: native_step.NativeStep, described: native_step.NativeModel, *given: Any, **how: Any) -> Any:
+        columns = described.sizes.output.columns
+        empty = torch.empty
+        with pytest.MonkeyPatch.context() as patch:
+            cut = lambda shape, **kind: empty((*shape[:-1], columns - 1) if isinstance(shape, tuple) else shape, **kind)  # noqa: E731
+            patch.setattr(torch, "empty", cut)
+            return whole(self, described, *given, **how)
+
+    native_step.NativeStep._forward = forward  # type: ignore[method-assign]
+
+
+def main(*words: str) -> None:
+    dice = random.Random(0)
+    if "--logits-too-short" in words:
+        shorten_the_logits()
+    with compiled_with(*SANITIZED):
+        for kind, args in itertools.product(KINDS, SHAPES):
+            _, model = twins(kind, args)
+            some = LENGTHS if "--all" in words else dice.sample(LENGTHS, 4)
+            for length, caching in itertools.product(some, (False, True)):
+                lengths = [length, *(dice.choice(LENGTHS) for _ in range(dice.choice((0, 0, 1, 2))))]
+                feed(model, lengths, dice.choice((1, 2, 3)), caching=caching)
+            assert served(model) == len(some) * 5
+    print("clean")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main(*sys.argv[1:])
