@@ -95,13 +95,13 @@ def check_moment() -> None:
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
-# Attributes of modules that are no facts: PyTorch's own, what a cache was asked to reserve, and those of the model that
-# lead back to whoever holds its facts.
-_NO_FACTS = {*vars(nn.Module()), "reserved", "step", "ownership"}
+# Attributes of modules that are no facts: PyTorch's own; the switch, which a step reads by itself, and what a cache was
+# asked to reserve; those of the model that lead back to whoever holds its facts.
+_NO_FACTS = {*vars(nn.Module()), "kv_caching", "reserved", "step", "ownership"}
 
 
 class TensorFacts:
-    """Where tensors lie, and how, without holding them."""
+    """Where tensors lie, and how, without holding them; no tensor twice."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
@@ -136,16 +136,28 @@ class Fingerprint:
         self._hooked = any(self._hooks)  # which hooks there are makes no difference: with any, no step is fast
         self._own = _own_facts(model)
         held = [
-            (module._parameters, name)
+            (module._parameters, name, weight)
             for module in (model, *self._modules)
             for name, weight in module._parameters.items()
             if weight is not None
         ]
-        self._holders, self._weights = [holder for holder, _ in held], [name for _, name in held]
-        self._tensors = TensorFacts(self._tensors_now())
+        places = {weight: place for place, (_, _, weight) in reversed(list(enumerate(held)))}  # the first of each
+        self._holders, self._weights = [holder for holder, _, _ in held], [name for _, name, _ in held]
+        self._first = [places[weight] for _, _, weight in held]  # of two ends of a tied head
+        self._once = sorted(places.values())
+        tensors = self._tensors_now()
+        self._tensors = TensorFacts([tensors[place] for place in self._once])
 
     def _tensors_now(self) -> list[Any]:
         return list(map(dict.get, self._holders, self._weights))
+
+    def _tensors_hold(self) -> bool:
+        now = self._tensors_now()
+        if len(self._once) < len(now):
+            if not all(map(is_, now, map(now.__getitem__, self._first))):
+                return False
+            now = list(map(now.__getitem__, self._once))
+        return self._tensors.hold(now)
 
     def holds(self, model: Transformer) -> bool:
         """Tell whether the model is still what it was."""
@@ -155,7 +167,7 @@ class Fingerprint:
             and any(self._hooks) == self._hooked
             and all(map(is_, map(dict.get, self._owners, self._names), self._values))
             and _own_facts(model) == self._own
-            and self._tensors.hold(self._tensors_now())
+            and self._tensors_hold()
         )
 
 

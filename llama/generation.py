@@ -117,10 +117,10 @@ class Generation:
     def run_ahead(
         self, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
     ) -> "Iterator[Chosen] | None":
-        """Return what all further steps choose, made several at a time without the loop; None: step by step.
+        """Return what further steps choose, made several at a time without the loop; None: step by step.
 
         `tokens` are the rows' texts, (bsz, longest), and row b's newest token, not fed yet, is the one before
-        cur_pos[b]. Nobody iterates further than the longest row grows.
+        cur_pos[b]. Nobody iterates further than the longest row grows; where it ends before, the loop goes on itself.
         """
         return None
 
@@ -286,8 +286,16 @@ def _steps(
         cur_pos = [min(pos + 1, request.longest) for pos in cur_pos]
         ahead = model.run_ahead(request, sampler, tokens, cur_pos) if step == 0 else None
         if ahead is not None:
-            yield from ahead
-            return
+            made = []
+            for found in ahead:
+                yield found
+                made.append(found.ids)
+            # Still asked for more: the model is not what ran ahead any more, and the loop goes on from there.
+            for ids in made:
+                chosen = torch.tensor(ids).to(tokens.device)
+                sampler.note(chosen)
+                _append(tokens, cur_pos, chosen)
+                cur_pos = [min(pos + 1, request.longest) for pos in cur_pos]
         logits = _decode(model, request, rows, tokens, cur_pos)
 
 

@@ -8,15 +8,16 @@ path. On a CPU the same steps run unrecorded, which is how they are tested witho
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from llama.fingerprint import Described
 from llama.generation import Chosen
-from llama.known import NotServed, Warnings, check_modules
+from llama.known import NotServed, Warnings, caching_of, check_modules
 from llama.kv_cache import StaticCache
 from llama.model import Transformer, TransformerBlock
 from llama.quantize import int8_weights
@@ -100,7 +101,8 @@ class GraphStep:
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self._lane: Lane | None = None
-        self._weights: list[object] = []  # what the lane's graphs read, and where
+        self._described = Described(_describe)
+        self._of: object = None  # the model, as it was described when the lane was made
         self._warn = Warnings(logger)
 
     def __reduce__(self) -> tuple[type["GraphStep"], tuple[Any, ...]]:
@@ -108,7 +110,7 @@ class GraphStep:
 
     def check(self, model: Transformer) -> None:
         """Raise NotServed where steps would pass by what the model is, or where the kernels do not give its logits."""
-        _check(model)
+        self._described.of(model)
         if self.ops != PLAIN and (difference := self._difference(model)):
             raise NotServed(difference)
 
@@ -123,18 +125,17 @@ class GraphStep:
     ) -> Tensor | None:
         """Leave single forwards to the plain path; but lend a generation's caches the buffers that graphs know."""
         if model.kv_caching and model.first_attention.cache.nbytes == 0:
-            self._lend(model)
+            with suppress(NotServed):  # `run_ahead` says it, where there is one
+                self._lend(model)
         return None
 
     def run_ahead(
         self, model: Transformer, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
     ) -> Iterator[Chosen] | None:
         """Return what all further steps choose; see Generation.run_ahead."""
-        watched = bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
-        if request.on_step is not None or watched:
+        if request.on_step is not None or self._watched(model):
             return None  # who wants to see every step has the loop take it
         try:
-            _check(model)
             lane = self._lane_of(model, *tokens.shape)
         except NotServed as why:
             self._warn(why)
@@ -157,9 +158,25 @@ class GraphStep:
         while left > 0 or waiting is not None:
             count = min(left, AHEAD)
             launched = self._launch(model, lane, request, sampler, end=end, count=count) if count else None
-            if waiting is not None:
-                yield from waiting.read()
+            for step, chosen in enumerate([] if waiting is None else waiting.read(), start=1):
+                yield chosen
+                if waiting is not None and not self._is_still(model):  # whoever took it may have changed the model
+                    sampler.put_back([*waiting.draws[step:], *([] if launched is None else launched.draws)])
+                    return
             waiting, left, end = launched, left - count, end + count
+
+    def _watched(self, model: Transformer) -> bool:
+        return bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
+
+    def _is_still(self, model: Transformer) -> bool:
+        """Tell whether the model is still the one that the lane is of; say where it is not, once."""
+        try:
+            if self._described.of(model) is not self._of or self._watched(model):
+                raise NotServed("the model was changed in the middle of a text")
+        except NotServed as why:
+            self._warn(why)
+            return False
+        return True
 
     def _launch(
         self, model: Transformer, lane: Lane, request: Request, sampler: Sampler, *, end: int, count: int
@@ -170,6 +187,7 @@ class GraphStep:
             draws = sampler.draw()
             if draws is not None:
                 lane.draws.copy_(draws, non_blocking=True)
+                block.draws.append(draws)
             longest = min(end + step, request.longest)
             prefix = None if model.kv_caching else rounded_up(longest)
             replay = self._recorded(model, lane, Kind(request.sampling, request.logprobs, prefix))
@@ -282,16 +300,17 @@ class GraphStep:
             self._lane.graphs = {kind: graph for kind, graph in self._lane.graphs.items() if kind.prefix is not None}
 
     def _fitting(self, model: Transformer, rows: int, length: int) -> Lane:
-        """Return the lane that is there, if it has these rows, about this room, and these weights; else a new one."""
-        weights: list[object] = [(weight.data_ptr(), weight.dtype, weight.shape) for weight in model.parameters()]
+        """Return the lane that is there, if it has these rows, about this room, and this model; else a new one."""
+        described = self._described.of(model)
+        caching_of([block.attention for block in model.blocks])
         slots, lane = rounded_up(length + 1), self._lane
-        if lane is None or lane.rows != rows or not slots <= lane.slots <= 2 * slots or self._weights != weights:
+        if lane is None or lane.rows != rows or not slots <= lane.slots <= 2 * slots or self._of is not described:
             lane = self._lane = None  # before another takes memory
             with self._in_words(rows, slots):
                 lane = new_lane(model, rows, slots)
         if lane.last is not None:  # what an abandoned stream left under way, perhaps on another stream of the device
             torch.cuda.current_stream(model.device).wait_event(lane.last)
-        self._lane, self._weights = lane, weights
+        self._lane, self._of = lane, described
         return lane
 
     def _difference(self, model: Transformer) -> str | None:
@@ -324,6 +343,7 @@ class Block:
         self._sources = [lane.chosen, lane.logprobs] if logprobs else [lane.chosen]
         self._noted = [source.new_empty((count, lane.rows)) for source in self._sources]
         self._sent: list[Tensor] = []
+        self.draws: list[Tensor] = []  # what its steps used up of chance
         self.event: torch.cuda.Event | None = None  # when all of it was on the host
 
     def note(self, step: int) -> None:
@@ -347,10 +367,12 @@ class Block:
             yield Chosen(row, logprobs[0][step] if logprobs else [None] * len(row))
 
 
-def _check(model: Transformer) -> None:
+def _describe(model: Transformer) -> object:
+    """Return something new for every model that is another than before. Raises NotServed."""
     check_modules(model)
     if int8_weights(model):
         raise NotServed("int8 weights are for a CPU so far")
+    return object()
 
 
 def cached(model: Transformer, lane: Lane, ops: StepOps) -> Tensor:

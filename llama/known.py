@@ -1,6 +1,8 @@
 """Whether a model is what the fast steps compute: they work from its weights, past its modules. Knows the modules."""
 
+from collections.abc import Sequence
 from logging import Logger
+from operator import attrgetter
 
 from torch import nn
 
@@ -55,5 +57,13 @@ def check_modules(model: Transformer) -> None:
         len(list(block.modules())) for block in blocks
     ):
         raise NotServed("some layers share modules")
-    if len({block.attention.kv_caching for block in blocks}) != 1:
-        raise NotServed("there are no layers, or the cache is on in some and off in others")
+    if not blocks:
+        raise NotServed("the model has no layers")
+
+
+def caching_of(attentions: Sequence[Attention]) -> bool:
+    """Return whether the cache is on. Raises NotServed where it is on in some layers and off in others."""
+    settings = set(map(attrgetter("kv_caching"), attentions))
+    if len(settings) > 1:
+        raise NotServed("the cache is on in some layers and off in others")
+    return True in settings

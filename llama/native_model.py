@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from llama.kernels.forward import Layer, Matrix, Model
 from llama.known import NotServed, check_modules
 from llama.kv_cache import StaticCache
-from llama.model import Transformer, TransformerBlock
+from llama.model import Attention, Transformer, TransformerBlock
 from llama.quantize import GROUP, LANES, Int8Embedding, Int8Weight
 
 _MULTIPLE = 32  # of numbers that the native code takes at a time
@@ -25,14 +25,14 @@ class NativeModel:
     """What the native code computes. It holds no weight: whoever calls makes sure that they are still where they were.
 
     dtype: of norms, cache, and plain matrices. vocab_size: how many ids the embedding knows. trainable: whether some
-    weight may want a gradient. caches: every layer's.
+    weight may want a gradient. attentions, caches: every layer's.
     """
 
     sizes: Model
     dtype: torch.dtype
     vocab_size: int
-    caching: bool
     trainable: bool
+    attentions: list[Attention]
     caches: list[StaticCache]
 
     @property
@@ -43,7 +43,7 @@ class NativeModel:
 def describe(model: Transformer) -> NativeModel:
     """Return what native code has to know of the model. Raises NotServed."""
     check_modules(model)
-    dtype, first = model.norm.weight.dtype, model.blocks[0]
+    dtype = model.norm.weight.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise NotServed(f"there is native code for float32 and bfloat16, not for {dtype}")
     sizes = _sizes(model)
@@ -55,8 +55,8 @@ def describe(model: Transformer) -> NativeModel:
         sizes=sizes,
         dtype=dtype,
         vocab_size=sizes.embedding.columns,
-        caching=first.attention.kv_caching,
         trainable=any(weight.requires_grad for weight in model.parameters()),
+        attentions=[block.attention for block in model.blocks],
         caches=[cast(StaticCache, block.attention.cache) for block in model.blocks],  # `check_modules` has looked
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from llama.fingerprint import Described, TensorFacts
 from llama.generation import Chosen
 from llama.kernels.forward import Batch, NativeForward
-from llama.known import NotServed, Warnings
+from llama.known import NotServed, Warnings, caching_of
 from llama.model import Transformer
 from llama.native_model import NativeModel, check_tensor, describe
 from llama.request import Request
@@ -61,7 +61,9 @@ class NativeStep:
                 return None  # whoever records gradients needs the modules
             ids = _ids(tokens, described)
             cos_sin = _rotations(model, end, described)
-            slots = self._take_cache(described, model.norm.weight, bsz, end) if described.caching else 0
+            slots = None
+            if caching_of(described.attentions):
+                slots = self._take_cache(described, model.norm.weight, bsz, end)
         except NotServed as why:
             self._warn(why)
             return None
@@ -104,7 +106,7 @@ class NativeStep:
         starts: list[int],
         lengths: Sequence[int],
         cos_sin: tuple[Tensor, Tensor],
-        slots: int,
+        slots: int | None,
         *,
         all: bool,
     ) -> Tensor:
@@ -121,8 +123,8 @@ class NativeStep:
             all=all,
             cos=cos_sin[0].data_ptr(),
             sin=cos_sin[1].data_ptr(),
-            cached=described.caching,
-            slots=slots,
+            cached=slots is not None,
+            slots=slots or 0,
             logits=scores.data_ptr(),
             threads=torch.get_num_threads(),
         )

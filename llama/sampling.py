@@ -61,6 +61,7 @@ class Sampler:
     ) -> None:
         self.sampling = sampling
         self.streams = row_streams(seed, len(prompts))
+        self._spared: list[Tensor] = []  # drawn, and then not used
         self.seen: Tensor | None = None  # (bsz, vocab) bool
         if sampling.repetition_penalty != 1:
             seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
@@ -76,7 +77,18 @@ class Sampler:
         """Return one number in [0, 1) per row, (bsz,) float64 on the CPU; None where nothing is left to chance."""
         if self.sampling.temperature == 0:
             return None
+        if self._spared:
+            return self._spared.pop(0)
         return torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in self.streams])
+
+    def put_back(self, draws: Sequence[Tensor]) -> None:
+        """Let numbers that were drawn for steps that nobody took be drawn again, the first of them first."""
+        self._spared[:0] = draws
+
+    def note(self, chosen: Tensor) -> None:
+        """Mark tokens, (bsz,), that were chosen elsewhere."""
+        if self.seen is not None:
+            self.seen.scatter_(1, chosen[:, None], True)
 
 
 def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, draws: Tensor | None) -> Tensor:

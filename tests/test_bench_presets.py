@@ -334,6 +334,7 @@ def test_unless_more_is_asked_for_one_mode_is_measured_once(base: Cell, here: He
     assert here.done == ["machine", "batch 2, cache on"]
     assert len(record["samples"]) == 1
     assert record["notes"][-1] == "cache on and off: not compared"
+    assert single.measure_cell(base)["comparisons"] == []
     again = benchmark_inference(2, 6, 4, ckpt_dir=base.model, threads=1, device="cpu", repeats=3)
     assert [sample["peak_allocated_bytes"] is not None for sample in again["samples"]] == [True, False, False]
     with pytest.raises(ValueError, match="repeats=0 must be at least 1"):

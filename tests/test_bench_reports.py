@@ -23,6 +23,7 @@ from bench_reports import (
     table_report,
 )
 
+from llama.bench import plots
 from llama.bench.files import check_writable
 from llama.bench.page import page
 from llama.bench.plots import as_png, as_svg, figures
@@ -416,6 +417,13 @@ def test_a_cache_that_never_pays_is_said_over_its_picture_and_in_the_panel() -> 
     assert [any("no crossover" in text for text in panel) for panel in shown] == [True, False]
     assert [any("pays from" in text for text in panel) for panel in shown] == [False, True]
     assert "nowhere up to 1024 at batch 1, from a context of 4 at batch 8" in "\n".join(read(both))
+
+
+def test_panels_stand_three_in_a_row_and_each_further_row_makes_a_picture_higher() -> None:
+    made = [plots._figure("a heading", "small words", panels=count) for count in (1, 3, 4, 6, 7)]
+    assert [len(axes) for _, axes in made] == [1, 3, 4, 6, 7]
+    heights = [figure.get_size_inches()[1] for figure, _ in made]
+    assert [round(height - heights[0], 2) for height in heights] == [0, 0, 2.2, 2.2, 5.3]  # 4.0, then 3.1 for each row
 
 
 def test_logits_of_all_positions_are_named_where_they_make_the_peak() -> None:

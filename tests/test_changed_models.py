@@ -9,13 +9,14 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from changes import CHANGES, check_alike, outcome
-from native import VOCAB, needs_a_compiler, served, twins
+from native import ARGS, KINDS, VOCAB, needs_a_compiler, served, twins
 from oracles import some_tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,7 @@ import llama.rope
 from llama.kv_cache import StaticCache
 from llama.layers import RowParallelLinear
 from llama.model import Attention, RMSNorm, Transformer
+from llama.native_step import NativeStep
 
 pytestmark = needs_a_compiler
 TOKENS = some_tokens(2, 50, vocab_size=VOCAB)
@@ -88,6 +90,28 @@ def test_what_was_undone_is_fast_again() -> None:
     for hook in hooks:
         hook.remove()
     assert go_on(plain, fast, TOKENS[:, 5:6], 5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_nobody_changed_is_described_once(kind: str, tied: bool) -> None:
+    _, fast = twins(kind, replace(ARGS, tied_head=tied))
+    assert isinstance(fast.step, NativeStep)
+    with torch.inference_mode():
+        described = fast.step.describe(fast)
+        fast.generate_tokens([[1, 2], [3]], 5)
+        fast(TOKENS)
+        fast.kv_caching = False
+        fast(TOKENS)
+        assert fast.step.describe(fast) is described
+
+
+def test_a_head_that_was_tied_and_is_not_any_more_is_seen() -> None:
+    plain, fast = twins("fp32", replace(ARGS, tied_head=True))
+    assert go_on(plain, fast, TOKENS[:, :30], 0)
+    for model in (plain, fast):
+        model.output.weight = nn.Parameter(model.output.weight.detach().flip(0), requires_grad=False)
+    assert go_on(plain, fast, TOKENS[:, 30:31], 30)
 
 
 # ---- the moment ------------------------------------------------------------------------------------------------------
@@ -328,7 +352,7 @@ def test_what_is_declined_is_said_in_one_line_and_once(caplog: pytest.LogCapture
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 fast(TOKENS)
             fast(TOKENS)
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert said == ["fast: autocast is on; the plain path runs instead"]
 
 

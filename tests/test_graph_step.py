@@ -28,7 +28,7 @@ from llama.decode import make_fast
 from llama.generation import NonFiniteLogits
 from llama.graph_step import AHEAD, KEPT, SLOTS, GraphStep, find_ops
 from llama.known import NotServed
-from llama.kv_cache import ConcatCache, StaticCache
+from llama.kv_cache import ConcatCache
 from llama.model import Transformer
 from llama.quantize import quantize_layers
 from llama.request import Options
@@ -308,7 +308,7 @@ def change_the_cache(model: Transformer) -> None:
     [
         (change_a_module, "Silent is not one of the modules"),
         (change_an_operation, "the model's operations are mine"),
-        (watch_a_layer, "somebody watches TransformerBlock"),
+        (watch_a_layer, "a hook watches TransformerBlock"),
         (change_the_cache, "ConcatCache is not one of the modules"),
     ],
 )
@@ -380,16 +380,16 @@ def test_a_graph_that_does_not_fit_is_an_error_in_words_and_the_model_goes_on(mo
 
 def test_a_cache_that_does_not_fit_is_an_error_in_words_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fast = twins()
-    room, calls = StaticCache.room, []
+    empty, calls = torch.empty, []
 
-    def full(self: StaticCache, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-        calls.append(rows)
+    def full(*shape: Any, **kind: Any) -> Tensor:
+        calls.append(shape)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return room(self, rows, length, like=like)
+        return empty(*shape, **kind)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StaticCache, "room", full)
+        patch.setattr(torch, "empty", full)
         with pytest.raises(MemoryError, match="3 rows of 32 positions"):
             fast.generate_tokens(PROMPTS, 9, **GREEDY)
     assert all(cache.nbytes == 0 for cache in fast.caches)

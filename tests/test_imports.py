@@ -65,7 +65,10 @@ MAY_IMPORT = {
     "llama/native_model.py": ("kernels known kv_cache model quantize", "torch"),
     "llama/native_trust.py": ("args known model native_step quantize self_comparison", "torch"),
     "llama/native_step.py": ("fingerprint generation kernels known model native_model request rope sampling", "torch"),
-    "llama/graph_step.py": ("generation kernels known kv_cache model quantize request sampling step_ops", "torch"),
+    "llama/graph_step.py": (
+        "fingerprint generation kernels known kv_cache model quantize request sampling step_ops",
+        "torch",
+    ),
     "llama/decode.py": ("graph_step kernels known model native_step native_trust step_ops", ""),
     "llama/board.py": ("", "torch"),
     "llama/parallel.py": ("board ranks", "torch fairscale"),
