@@ -419,6 +419,12 @@ def test_a_cache_that_never_pays_is_said_over_its_picture_and_in_the_panel() -> 
     assert "nowhere up to 1024 at batch 1, from a context of 4 at batch 8" in "\n".join(read(both))
 
 
+def test_bars_reach_from_p10_to_p90_and_never_past_the_median() -> None:
+    one, single = {"n": 5, "median": 4.0, "p10": 3.5, "p90": 6.0}, {"n": 1, "median": 2.0, "p10": 2.0, "p90": 2.0}
+    odd = {"n": 2, "median": 1.0, "p10": 1.25, "p90": 0.75}  # of figures that were rounded apart
+    assert plots._bars([one, single, odd]) == [[0.5, 0.0, 0.0], [2.0, 0.0, 0.0]]  # type: ignore[list-item]
+
+
 def test_panels_stand_three_in_a_row_and_each_further_row_makes_a_picture_higher() -> None:
     made = [plots._figure("a heading", "small words", panels=count) for count in (1, 3, 4, 6, 7)]
     assert [len(axes) for _, axes in made] == [1, 3, 4, 6, 7]
