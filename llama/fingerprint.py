@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from llama import attend, kv_cache, layers, linear, model, ops, quantize, rope
-from llama.known import NotServed
+from llama.known import PATH, NotServed
 from llama.model import Transformer
 
 Description = TypeVar("Description")
@@ -32,13 +32,6 @@ Description = TypeVar("Description")
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
 _FILES = (attend, kv_cache, layers, linear, model, ops, quantize, rope)
-# What the plain path runs in them: functions, methods, and the names under which it reaches PyTorch.
-_PATH = {
-    *("forward", "_plain", "_last", "rms_norm", "whole_linear", "sum_linear", "linear", "_onednn_serves"),
-    *("attend", "_attend_in_step", "_mask", "apply_rotary_emb", "_rotate", "_cos_sin", "at", "up_to"),
-    *("update", "check", "check_positions", "key_positions", "room", "_grow", "_allocate", "_write", "rows"),
-    *("torch", "nn", "F"),
-}
 _TORCH = (
     (nn.Module, ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")),
     (nn.Embedding, ("forward",)),
@@ -51,7 +44,7 @@ def _code() -> Iterator[tuple[Any, str, object]]:
     for file in _FILES:
         classes = (one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__)
         for owner in (file, *(one for one in classes if issubclass(one, nn.Module | rope.RopeTable))):
-            yield from ((owner, name, getattr(owner, name)) for name in sorted(_PATH & vars(owner).keys()))
+            yield from ((owner, name, getattr(owner, name)) for name in sorted(PATH & vars(owner).keys()))
     yield from ((owner, name, getattr(owner, name)) for owner, names in _TORCH for name in names)
 
 
@@ -184,18 +177,33 @@ class Described(Generic[Description]):
         self._known: tuple[Fingerprint, Description | NotServed] | None = None
 
     def of(self, model: Transformer) -> Description:
-        """Return the description that holds now. Raises NotServed where a fast step cannot compute this model."""
-        check_moment()
+        """Return the description that holds now. Raises NotServed where a fast step cannot compute this model.
+
+        Between two steps of a generation in which nobody else's code ran, the one of the step before holds.
+        """
         known = self._known
+        if known is not None and model.ownership.undisturbed and not _hooked(model):
+            return _description(known[1])
+        check_moment()
         if known is None or not known[0].holds(model):
             self._known = None  # not to hold the modules of before while others are described
             known = self._known = Fingerprint(model), self._verdict(model)
-        if isinstance(known[1], NotServed):
-            raise NotServed(*known[1].args)
-        return known[1]
+        return _description(known[1])
 
     def _verdict(self, model: Transformer) -> Description | NotServed:
         try:
             return self._describe(model)
         except NotServed as why:
             return why.with_traceback(None)
+
+
+def _description(verdict: Description | NotServed) -> Description:
+    if isinstance(verdict, NotServed):
+        raise NotServed(*verdict.args)
+    return verdict
+
+
+def _hooked(model: Transformer) -> bool:
+    """Whether a hook runs between two steps; one with an attribute `only_looks` says that it changes nothing."""
+    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
+    return not all(getattr(hook, "only_looks", False) for hook in hooks)

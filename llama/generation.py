@@ -162,7 +162,7 @@ class Generation:
         Raises ValueError on bad input, and NonFiniteLogits.
         """
         stream = _stream(self, tokenizer, prompts, max_gen_len, stop, options)
-        for _ in stream:
+        while stream.advance() is not None:
             pass
         return stream.results
 
@@ -199,6 +199,14 @@ class Stream(Iterator[tuple[int, str]]):
                 result["logprobs"] = []
 
     def __next__(self) -> tuple[int, str]:
+        piece = self.advance()
+        if piece is None:
+            raise StopIteration
+        self._rows.disturbed = True  # the caller may do to the model what he likes
+        return piece
+
+    def advance(self) -> tuple[int, str] | None:
+        """Return the next piece, None at the end, to a caller who leaves the model as it is."""
         for row, text, token in self._pieces:
             result = self.results[row]
             result["generation"] += text
@@ -210,7 +218,7 @@ class Stream(Iterator[tuple[int, str]]):
                 result["finish_reason"] = "stop" if row in self._rows.stopped else "length"
             if text:
                 return row, text
-        raise StopIteration
+        return None
 
     def close(self) -> None:
         """End the generation here, give the model back, and let what was held back of the texts into `results`."""
@@ -233,6 +241,7 @@ class Rows:
     def __init__(self, request: Request) -> None:
         self.live = {row for row, tokens in enumerate(request.room) if tokens > 0}
         self.stopped: set[int] = set()  # those that ended by a stop token or a stop string
+        self.disturbed = True  # whether code of the caller's may have run since the last forward
 
     def stop(self, row: int) -> None:
         self.live.discard(row)
@@ -338,7 +347,9 @@ def _feed(
     if request.on_step is not None:
         ids = [row[:length] for row, length in zip(fed.tolist(), lengths, strict=True)]
         request.on_step(Step(prev_pos, cur_pos, ids, frozenset(rows.live)))
-    with model.ownership.acting():
+        rows.disturbed = True
+    with model.ownership.acting(undisturbed=not rows.disturbed):
+        rows.disturbed = False
         return model(fed, prev_pos, logits=logits, lengths=lengths)
 
 

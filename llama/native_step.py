@@ -86,7 +86,7 @@ class NativeStep:
         """Make room in every layer's cache, and return for how many positions there is."""
         held = [cache._buffers[name] for cache in described.caches for name in ("keys", "values")]
         told, facts = self._caches
-        if told is not described or facts is None or not facts.hold(held) or not _has_room(held[0], rows, length):
+        if told is not described or facts is None or not _has_room(held[0], rows, length) or not facts.hold(held):
             self._caches = None, None
             rooms = [cache.room(rows, length, like=like) for cache in described.caches]
             buffers = [buffer for room in rooms for buffer in room]

@@ -24,6 +24,7 @@ class Ownership:
         self._process = os.getpid()  # the one that made the model
         self._generating = False
         self._acting: threading.Thread | None = None  # the thread that acts for the generation now
+        self.undisturbed = False  # whether, since the call before, no code ran but that of the generation
         self._calling = False
         self._sharing = 0  # how many calls that share nothing but weights
         self._began: threading.Thread | None = None  # the thread whose text the cache holds, where calls made it
@@ -56,13 +57,16 @@ class Ownership:
                 self._generating = False
 
     @contextmanager
-    def acting(self) -> Iterator[None]:
-        """Let this thread act for the generation: change what it needs, or make one call."""
-        self._acting = threading.current_thread()
+    def acting(self, *, undisturbed: bool = False) -> Iterator[None]:
+        """Let this thread act for the generation: change what it needs, or make one call.
+
+        `undisturbed` says that no code but the generation's ran since its last call.
+        """
+        self._acting, self.undisturbed = threading.current_thread(), undisturbed
         try:
             yield
         finally:
-            self._acting = None
+            self._acting, self.undisturbed = None, False
 
     @contextmanager
     def changing(self) -> Iterator[None]:

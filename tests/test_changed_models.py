@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama.model
 import llama.rope
+from llama.fingerprint import Fingerprint
 from llama.kv_cache import StaticCache
 from llama.layers import RowParallelLinear
 from llama.model import Attention, RMSNorm, Transformer
@@ -371,3 +372,55 @@ def test_every_step_of_a_generation_looks_again() -> None:
         texts.append(stream.results[0]["ids"])
     assert texts[0] == texts[1]
     assert 9 <= served(fast) < 20
+
+
+def test_within_a_generation_a_model_is_looked_at_only_where_other_code_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = twins("fp32")
+    looks: list[int] = []
+    holds = Fingerprint.holds
+    monkeypatch.setattr(Fingerprint, "holds", lambda *given: looks.append(1) or holds(*given))  # type: ignore[func-returns-value]
+
+    def looks_of(act: Callable[[], Any]) -> int:
+        looks.clear()
+        act()
+        return len(looks)
+
+    prompts, how = [[1, 2, 3], [4, 5]], {"temperature": 0.0}
+    fast.generate_tokens(prompts, 10, **how)  # type: ignore[arg-type]
+    assert looks_of(lambda: fast.generate_tokens(prompts, 10, **how)) == 1  # type: ignore[arg-type]
+    assert looks_of(lambda: fast.generate(Ids(), prompts, 10, **how)) == 1  # type: ignore[arg-type]
+    assert looks_of(lambda: list(fast.stream(Ids(), prompts, 10, **how))) == 10  # type: ignore[arg-type]
+    assert looks_of(lambda: fast.generate_tokens(prompts, 10, on_step=lambda step: None, **how)) == 10  # type: ignore[arg-type]
+    hook = fast.register_forward_hook(lambda *_: None)
+    assert looks_of(lambda: fast.generate_tokens(prompts, 10, **how)) == 10  # type: ignore[arg-type]
+    hook.remove()
+    assert looks_of(lambda: [fast(TOKENS[:, pos : pos + 1], pos) for pos in range(5)]) >= 5
+
+
+@pytest.mark.parametrize("way", ["on_step", "hook", "stream"])
+def test_code_that_runs_within_a_generation_may_change_the_model(way: str) -> None:
+    texts = []
+    plain, fast = twins("fp32")
+    for model in (plain, fast):
+        steps: list[int] = []
+
+        def change(*_: object, model: Transformer = model, steps: list[int] = steps) -> None:
+            steps.append(1)
+            if len(steps) == 4:
+                model.blocks[0].attention.wo.weight.data = -model.blocks[0].attention.wo.weight.data
+            if len(steps) == 7:
+                model.blocks[0].ffn_norm.eps = 10.0
+
+        if way == "on_step":
+            texts.append(model.generate_tokens([[1, 2, 3]], 12, temperature=0.0, on_step=change)[0])
+        elif way == "hook":
+            with hook_for_all(model.register_forward_pre_hook, change):
+                texts.append(model.generate_tokens([[1, 2, 3]], 12, temperature=0.0)[0])
+        else:
+            stream = model.stream(Ids(), [[1, 2, 3]], 12, temperature=0.0)  # type: ignore[arg-type]
+            for _ in stream:
+                change()
+            texts.append([stream.results[0]["ids"]])
+        assert len(steps) == 12
+    assert texts[0] == texts[1]
+    assert 0 < served(fast) < 12

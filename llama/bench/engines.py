@@ -167,6 +167,7 @@ class LlamaEngine:
                 times.append(time.perf_counter())
             free_cache()
 
+        before.only_looks = after.only_looks = True  # type: ignore[attr-defined]
         hooks = [
             self.model.register_forward_pre_hook(before, with_kwargs=True),
             self.model.register_forward_hook(after),
