@@ -176,13 +176,13 @@ class Described(Generic[Description]):
         self._describe = describe
         self._known: tuple[Fingerprint, Description | NotServed] | None = None
 
-    def of(self, model: Transformer) -> Description:
+    def of(self, model: Transformer, *, look: bool = True) -> Description:
         """Return the description that holds now. Raises NotServed where a fast step cannot compute this model.
 
-        Between two steps of a generation in which nobody else's code ran, the one of the step before holds.
+        Without a `look`, for which `must_look` has to allow it, the description of the call before holds.
         """
         known = self._known
-        if known is not None and model.ownership.undisturbed and not _hooked(model):
+        if known is not None and not look:
             return _description(known[1])
         check_moment()
         if known is None or not known[0].holds(model):
@@ -203,7 +203,10 @@ def _description(verdict: Description | NotServed) -> Description:
     return verdict
 
 
-def _hooked(model: Transformer) -> bool:
-    """Whether a hook runs between two steps; one with an attribute `only_looks` says that it changes nothing."""
+def must_look(model: Transformer) -> bool:
+    """Whether anything but the generation that calls may have changed the model since its last call.
+
+    A hook may, unless an attribute `only_looks` says that it does not.
+    """
     hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
-    return not all(getattr(hook, "only_looks", False) for hook in hooks)
+    return not model.ownership.undisturbed or not all(getattr(hook, "only_looks", False) for hook in hooks)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from llama.fingerprint import Described, TensorFacts
+from llama.fingerprint import Described, TensorFacts, must_look
 from llama.generation import Chosen
 from llama.kernels.forward import Batch, NativeForward
 from llama.known import NotServed, Warnings, caching_of
@@ -55,15 +55,16 @@ class NativeStep:
         if logits == "all" or lengths is None:
             lengths = [seqlen] * bsz
         end = max(map(sum, zip(starts, lengths, strict=True)))
+        look = must_look(model)
         try:
-            described = self.describe(model)
+            described = self._described.of(model, look=look)
             if described.trainable and torch.is_grad_enabled():
                 return None  # whoever records gradients needs the modules
             ids = _ids(tokens, described)
             cos_sin = _rotations(model, end, described)
             slots = None
-            if caching_of(described.attentions):
-                slots = self._take_cache(described, model.norm.weight, bsz, end)
+            if caching_of(described.attentions if look else described.attentions[:1]):
+                slots = self._take_cache(described, model.norm.weight, bsz, end, look=look)
         except NotServed as why:
             self._warn(why)
             return None
@@ -82,11 +83,15 @@ class NativeStep:
         """Return what the native code is told of the model now. Raises NotServed."""
         return self._described.of(model)
 
-    def _take_cache(self, described: NativeModel, like: Tensor, rows: int, length: int) -> int:
+    def _take_cache(self, described: NativeModel, like: Tensor, rows: int, length: int, *, look: bool) -> int:
         """Make room in every layer's cache, and return for how many positions there is."""
-        held = [cache._buffers[name] for cache in described.caches for name in ("keys", "values")]
         told, facts = self._caches
-        if told is not described or facts is None or not _has_room(held[0], rows, length) or not facts.hold(held):
+        first = described.caches[0]._buffers["keys"]
+        holds = told is described and facts is not None and _has_room(first, rows, length)
+        if holds and look:
+            assert facts is not None
+            holds = facts.hold([cache._buffers[name] for cache in described.caches for name in ("keys", "values")])
+        if not holds:
             self._caches = None, None
             rooms = [cache.room(rows, length, like=like) for cache in described.caches]
             buffers = [buffer for room in rooms for buffer in room]
@@ -95,9 +100,9 @@ class NativeStep:
                 layer.keys = check_tensor(keys, shape, described.dtype)
                 layer.values = check_tensor(values, shape, described.dtype)
             self._caches = described, TensorFacts(buffers)
-            return buffers[0].shape[1]
-        assert held[0] is not None
-        return held[0].shape[1]
+            first = buffers[0]
+        assert first is not None
+        return first.shape[1]
 
     def _forward(
         self,
