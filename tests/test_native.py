@@ -143,6 +143,18 @@ def test_what_was_never_written_is_never_read(kind: str) -> None:
     assert torch.equal(bits(fast(tokens[:, :1], [80, 20, 33])), bits(expected))
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e-30, 1e-37])
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_tiny_activations_keep_their_digits(kind: str, size: float) -> None:
+    plain, fast = twins(kind)
+    for model in (plain, fast):
+        model.norm.weight.mul_(size)
+    tokens = some_tokens(2, 9, vocab_size=VOCAB)
+    theirs = plain(tokens)
+    assert 0 < theirs.abs().max() < 100 * size
+    torch.testing.assert_close(fast(tokens), theirs, rtol=0, atol=1e-3 * float(theirs.abs().max()))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_number_that_is_none_is_noticed(kind: str, bad: float) -> None:

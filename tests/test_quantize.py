@@ -81,6 +81,24 @@ def test_layers_multiply_and_look_up_what_the_weight_holds() -> None:
     assert Int8Embedding(weight, torch.bfloat16)(ids).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_changes_activations_and_leaves_the_weights_as_they_are(dtype: torch.dtype) -> None:
+    model = Transformer(tiny_args(tied_head=True)).requires_grad_(False)
+    quantize_layers(model, torch.float32)
+    for name, weight in int8_weights(model).items():
+        weight.fill(0, torch.randn(*weight.shape, generator=torch.Generator().manual_seed(len(name))))
+    before = {name: weight.rows(0, weight.shape[0]) for name, weight in int8_weights(model).items()}
+    logits = model(some_tokens(1, 5))
+    model.free_cache()
+    model.to(dtype)
+    for name, weight in int8_weights(model).items():
+        assert torch.equal(weight.rows(0, weight.shape[0]), before[name])
+    assert model.norm.weight.dtype == dtype
+    assert model.tok_embeddings(torch.tensor([[1]])).dtype == dtype
+    off = (model(some_tokens(1, 5)) - logits).abs().max()
+    assert off < 0.1 * logits.abs().max()
+
+
 def test_widening_never_makes_a_second_copy_of_a_large_matrix() -> None:
     weight = int8_of(torch.randn(40_000, GROUP))
     x = torch.randn(1, GROUP)
