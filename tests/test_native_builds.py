@@ -139,4 +139,4 @@ def test_native_code_stays_within_its_buffers_and_within_arithmetic(request: pyt
 def test_the_sanitizers_would_notice() -> None:
     done = sanitized("--logits-too-short")
     assert done.returncode != 0
-    assert "heap-buffer-overflow" in done.stderr
+    assert "ERROR: AddressSanitizer" in done.stderr
