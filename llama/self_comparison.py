@@ -35,7 +35,8 @@ def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 85) -
     One row is fed to `length`, in one pass and through the cache; with others beside it, all to FEW, which is cheaper.
     """
     rows, length = _sizes(model, rows, length)
-    tokens = torch.randint(model.args.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    stream = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randint(model.args.vocab_size, (rows, length), generator=stream, device="cpu")
     tokens = tokens.to(model.device)
     last, few = tokens[-1:], tokens[:, :FEW]  # the last row stands elsewhere when it is alone
     with model.switched(kv_caching=False):

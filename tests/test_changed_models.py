@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from changes import CHANGES, check_alike, outcome
-from native import ARGS, KINDS, VOCAB, needs_a_compiler, served, twins
+from native import ARGS, FOLDER, KINDS, VOCAB, model_of, needs_a_compiler, served, twins
 from oracles import some_tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama.model
 import llama.rope
+from llama import fingerprint
+from llama.decode import make_fast
 from llama.fingerprint import Fingerprint
 from llama.kv_cache import StaticCache
 from llama.layers import RowParallelLinear
@@ -248,6 +250,25 @@ def test_a_class_patched_before_the_fast_step_is_imported_is_seen(tmp_path: Any)
         "sys.exit(2)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_pytorch_that_cannot_tell_a_changed_model_has_no_fast_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fingerprint, "_MISSING", ImportError("cannot import name 'TensorGuards'"))
+    model = model_of("fp32")
+    with caplog.at_level(logging.WARNING, "llama"):
+        make_fast(model, FOLDER)
+    assert model.step is None
+    assert "lacks what tells a changed model (cannot import name 'TensorGuards')" in caplog.text
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_a_fast_model_may_be_made_under_any_default_device_and_dtype(default: str) -> None:
+    plain, fast = model_of("fp32"), model_of("fp32")
+    with default_device(default), default_dtype(torch.float64):
+        make_fast(fast, FOLDER)
+    assert go_on(plain, fast, TOKENS, 0)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
