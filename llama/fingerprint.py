@@ -16,23 +16,16 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards  # dynamo's own check of many tensors at a time
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from llama import attend, kv_cache, layers, linear, model, ops, quantize, rope
 from llama.known import PATH, NotServed
 from llama.model import Transformer
-
-# Names of PyTorch's own, which another version may not have: then nothing is fast, and the rest of the library runs.
-try:
-    from torch._C._dynamo.guards import TensorGuards  # dynamo's check of many tensors at a time
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    _MISSING: ImportError | None = None
-except ImportError as error:
-    _MISSING = error
 
 Description = TypeVar("Description")
 
@@ -73,8 +66,6 @@ _REPLACED = _replaced_before()
 
 def check_moment() -> None:
     """Raise NotServed where PyTorch is in a mode, or code was replaced, that may change what the modules compute."""
-    if _MISSING is not None:
-        raise NotServed(f"this PyTorch, {torch.__version__}, lacks what tells a changed model ({_MISSING})")
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
     for mode in modes:
         if type(mode) is not DeviceContext:  # a default device: every buffer of a fast step names its own

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama.model
 import llama.rope
-from llama import fingerprint
 from llama.decode import make_fast
 from llama.fingerprint import Fingerprint
 from llama.kv_cache import StaticCache
@@ -250,17 +249,6 @@ def test_a_class_patched_before_the_fast_step_is_imported_is_seen(tmp_path: Any)
         "sys.exit(2)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
-def test_a_pytorch_that_cannot_tell_a_changed_model_has_no_fast_step(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(fingerprint, "_MISSING", ImportError("cannot import name 'TensorGuards'"))
-    model = model_of("fp32")
-    with caplog.at_level(logging.WARNING, "llama"):
-        make_fast(model, FOLDER)
-    assert model.step is None
-    assert "lacks what tells a changed model (cannot import name 'TensorGuards')" in caplog.text
 
 
 @pytest.mark.parametrize("default", ["meta", "cpu"])
