@@ -80,10 +80,10 @@ def check_moment() -> None:
         raise NotServed("a hook watches all modules")
     if _REPLACED is not None:
         raise NotServed(f"{_REPLACED} was replaced")
-    if not all(map(is_, map(getattr, _OWNERS, _NAMES), _CODE)):
-        now = map(getattr, _OWNERS, _NAMES)
-        owner, name = next(code[:2] for code in zip(_OWNERS, _NAMES, _CODE, now, strict=True) if code[2] is not code[3])
-        raise NotServed(f"{owner.__name__}.{name} was replaced")
+    unchanged = list(map(is_, map(getattr, _OWNERS, _NAMES), _CODE))
+    if not all(unchanged):
+        place = unchanged.index(False)
+        raise NotServed(f"{_OWNERS[place].__name__}.{_NAMES[place]} was replaced")
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ class Stream(Iterator[tuple[int, str]]):
         piece = self.advance()
         if piece is None:
             raise StopIteration
-        self._rows.disturbed = True  # the caller may do to the model what he likes
+        self._rows.disturbed = True  # until the next piece is asked for, the caller may change the model
         return piece
 
     def advance(self) -> tuple[int, str] | None:
