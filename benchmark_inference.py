@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from llama import cli
 from llama.bench.cell import Cell, Modes, read_engine
+from llama.bench.run.validity import violated
 from llama.bench.single import benchmark_inference, measure_cell
-from llama.bench.validity import violated
 
 if TYPE_CHECKING:
-    from llama.bench.record import Report
+    from llama.bench.schema import Report
 
 __all__ = ["benchmark_inference"]
 
@@ -96,9 +96,9 @@ def main(
     check_flags(preset, batch_size, kv_caching, repeats, compare, engine, budget, resume)
 
     os.environ["LLAMA_TIMEOUT"] = str(timeout)  # for the processes that measure
-    from llama.bench.jobs import followers
-    from llama.bench.models import make_cell
-    from llama.bench.peers import GPT2, check_engine
+    from llama.bench.run.jobs import followers
+    from llama.bench.run.models import make_cell
+    from llama.bench.run.peers import GPT2, check_engine
     from llama.parallel import world_rank
 
     own: Modes = {"engine": "llama", "fast": fast, "quantize": quantize}
@@ -182,11 +182,11 @@ def check_flags(
 
 def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: float) -> "Report":
     """Return the report of a preset with all its cells, none of them measured; refuse what cannot be, at once."""
-    from llama.bench.ledger import check_length
-    from llama.bench.models import check_cell, find_model
-    from llama.bench.peers import GPT2
     from llama.bench.presets import sweep_cells, table_cells
-    from llama.bench.record import new_report
+    from llama.bench.run.memory_ledger import check_length
+    from llama.bench.run.models import check_cell, find_model
+    from llama.bench.run.peers import GPT2
+    from llama.bench.schema import new_report
 
     cells = table_cells(cell, engines) if preset == "table" else sweep_cells(cell)
     for each in cells:
@@ -200,10 +200,10 @@ def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: f
 
 def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path: Path | None) -> int:
     """Measure one cell and print it."""
-    from llama.bench.files import check_writable
-    from llama.bench.progress import Progress
-    from llama.bench.report import write_json
-    from llama.bench.tables import cell_text
+    from llama.bench.report.files import write_json
+    from llama.bench.report.text import cell_text
+    from llama.bench.run.progress import Progress
+    from llama.files import check_writable
 
     if json_path is not None:
         check_writable(json_path)
@@ -221,12 +221,12 @@ def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path
 
 def run_preset(report: "Report", *, out: Path, budget: float, resume: bool, json_path: Path | None) -> int:
     """Measure a preset, print its table, and write its report; what is finished stands there whatever ends the run."""
-    from llama.bench.book import new_book, resumed_book
-    from llama.bench.files import check_writable
     from llama.bench.presets import Session, run_sweep, run_table
-    from llama.bench.progress import Progress
-    from llama.bench.report import write_json, write_report
-    from llama.bench.tables import alarms_text, table_markdown
+    from llama.bench.report.files import write_json, write_report
+    from llama.bench.report.text import alarms_text, table_markdown
+    from llama.bench.run.directory import new_book, resumed_book
+    from llama.bench.run.progress import Progress
+    from llama.files import check_writable
 
     if json_path is not None:
         check_writable(json_path)

@@ -179,7 +179,7 @@ def check_without_a_model(
 
 def as_messages(texts: list[str], tokenizer: "Tokenizer") -> list[list[int]]:
     """Return the ids of dialogs in which a user has said each text and is to be answered."""
-    from llama.chat import ChatFormat
+    from llama.tokenizer.chat import ChatFormat
 
     format = ChatFormat(tokenizer)
     return [format.encode_dialog_prompt([{"role": "user", "content": text}]) for text in texts]

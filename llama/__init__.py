@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llama.api import Llama, load
     from llama.args import ModelArgs, RopeScaling
-    from llama.chat import Dialog
     from llama.model import Transformer
     from llama.tokenizer import Tokenizer
+    from llama.tokenizer.chat import Dialog
 
 __all__ = ["Dialog", "Llama", "ModelArgs", "RopeScaling", "Tokenizer", "Transformer", "load"]
 
 _HOMES = {
-    "Dialog": "chat",
+    "Dialog": "tokenizer.chat",
     "Llama": "api",
     "ModelArgs": "args",
     "RopeScaling": "args",

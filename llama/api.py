@@ -15,16 +15,16 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from tqdm import tqdm
 
-from llama.chat import ChatFormat, Dialog, Message
 from llama.checkpoint import load_weights, open_checkpoint
-from llama.decode import make_fast
 from llama.demo import cache_dir, demo_model_path
+from llama.fast.choose import make_fast
 from llama.generation import Stream
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_rank, world_size
 from llama.self_comparison import tokens_fed
-from llama.text import encode_prompt
+from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
+from llama.tokenizer.chat import ChatFormat, Dialog, Message
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,20 @@ positions a row, `itemsize` the bytes of a number.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from llama.args import ModelArgs
 
 MB = 2**20
+
+
+class Ceilings(TypedDict):
+    """What a machine can do at best: bytes read, and FLOPs of a matrix product in `dtype`, a second."""
+
+    read_bytes_per_second: float
+    flops_per_second: float
+    dtype: str
+
 
 # Meta's params.json of the released models (https://github.com/meta-llama/llama-models), with the head tied where the
 # released weights have none of its own.

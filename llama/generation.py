@@ -22,7 +22,7 @@ from llama.ownership import Ownership
 from llama.ranks import ALONE, Ranks
 from llama.request import Limits, Options, Request, Step, make_request
 from llama.sampling import Sampler
-from llama.text import RowText, TextCodec, encode_prompt
+from llama.streaming import RowText, TextCodec, encode_prompt
 
 __all__ = [
     "Chosen",

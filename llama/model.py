@@ -110,7 +110,7 @@ class TransformerBlock(nn.Module):
 
 
 class Step(Protocol):
-    """A faster way to run forwards; see `llama.decode`.
+    """A faster way to run forwards; see `llama.fast.choose`.
 
     forwards: how many it has run. takes_prompts: whether prompts are among them. watch: called right before each
     forward of `run_ahead`, which passes the model's hooks by, with the rows and how many tokens each is fed.

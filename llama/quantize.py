@@ -5,7 +5,7 @@ codes from 0 to 255: 1.125 bytes a weight. A group takes whichever loses less: 2
 largest, or 127 steps to either side of 0. The first is exact for weights that come from a file with 4 bits a weight in
 such groups (240 is 16 times 15), the second for one with 8; others are off by 1/480 of their group's span at most, and
 by what float16 rounds off. Nothing is kept in a wider dtype; the layers widen some outputs at a time as they multiply.
-Knows torch only. `llama/kernels/native/products.h` reads the same bytes.
+Knows torch only. `llama/fast/native/products.h` reads the same bytes.
 """
 
 from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from llama import Tokenizer, Transformer, cli, load
 from llama.costs import table
-from llama.text import encode_prompt
+from llama.streaming import encode_prompt
 
 PROMPTS = (
     "The history of the Roman Empire",

@@ -14,7 +14,7 @@ import time
 import torch
 
 from llama.args import ModelArgs
-from llama.bench.models import random_model
+from llama.bench.run.models import random_model
 from llama.parallel import join
 
 ARGS = ModelArgs(

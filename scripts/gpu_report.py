@@ -26,14 +26,14 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, whether or not it is installed
 
-from llama.bench.files import check_writable, replace_file
 from llama.bench.gpu.checks import checks
 from llama.bench.gpu.others import eager, gpt_fast, starts, static
 from llama.bench.gpu.page import as_markdown, plot
 from llama.bench.gpu.rows import NotHere, Report
 from llama.bench.gpu.run import MODELS, WORDS, Options, Run, dtype_of, in_one_line, settle
 from llama.bench.gpu.times import bandwidth, jobs, profiled, steps
-from llama.bench.machine import environment
+from llama.files import check_writable, replace_file
+from llama.machine import environment
 
 logger = logging.getLogger("llama.gpu_report")
 

@@ -1,4 +1,4 @@
-"""Records the ids that llama.cpp gives to nasty texts with the demo model's vocabulary, for tests/test_tokenizer.py.
+"""Records the ids that llama.cpp gives to nasty texts, for tests/tokenizer/test_tokenizer.py.
 
     pip install llama-cpp-python && python scripts/record_llama_cpp_ids.py
 

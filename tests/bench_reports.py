@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.record import (
+from llama.bench.schema import (
     CellRecord,
     Comparison,
     Crossover,

@@ -12,11 +12,11 @@ from oracles import bits, fp32_tolerance, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.decode import make_fast
 from llama.demo import cache_dir
-from llama.kernels import build
+from llama.fast import native_build
+from llama.fast.choose import make_fast
+from llama.fast.native_runner import NativeStep
 from llama.model import Transformer
-from llama.native_step import NativeStep
 from llama.quantize import Int8Weight, quantize_layers
 
 needs_a_compiler = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def cpu_flags() -> set[str]:
 def compiled_with(*flags: str) -> Iterator[None]:
     """Let native code be compiled, and found, with these flags behind the usual ones: the last one counts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
+        patch.setattr(native_build, "FLAGS", (*native_build.FLAGS, *flags))
         yield
 
 

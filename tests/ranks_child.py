@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llama.bench.probe import cache_sizes, step_times
+from llama.bench.run.step_times import cache_sizes, step_times
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.checkpoint.base import Weight
 from llama.checkpoint.export import save_huggingface

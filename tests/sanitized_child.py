@@ -10,7 +10,7 @@ import pytest
 import torch
 from native import ARGS, KINDS, compiled_with, served, twins
 
-from llama import native_step
+from llama.fast import native_runner
 from llama.model import Transformer
 
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror")
@@ -40,9 +40,9 @@ def feed(model: Transformer, lengths: list[int], threads: int, *, caching: bool)
 
 def shorten_the_logits() -> None:
     """Let the code believe that the head has more columns than there is room for."""
-    whole = native_step.NativeStep._forward
+    whole = native_runner.NativeStep._forward
 
-    def forward(self: native_step.NativeStep, described: native_step.NativeModel, *given: Any, **how: Any) -> Any:
+    def forward(self: native_runner.NativeStep, described: native_runner.NativeModel, *given: Any, **how: Any) -> Any:
         columns = described.sizes.output.columns
         empty = torch.empty
         with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def shorten_the_logits() -> None:
             patch.setattr(torch, "empty", cut)
             return whole(self, described, *given, **how)
 
-    native_step.NativeStep._forward = forward  # type: ignore[method-assign]
+    native_runner.NativeStep._forward = forward  # type: ignore[method-assign]
 
 
 def main(*words: str) -> None:

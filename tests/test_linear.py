@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llama.layers import ColumnParallelLinear as Linear
+from llama.layers import ColumnParallelLinear
 from llama.linear import linear
 
 # Two kernels may sum the K products of a dot product in any order: each sum is off by at most K * eps of the sum of
@@ -61,7 +61,7 @@ def test_other_dtypes_are_left_to_pytorch(dtype: torch.dtype) -> None:
 
 
 def test_product_may_be_made_in_inference_mode_and_a_layer_has_no_bias() -> None:
-    layer = Linear(4, 6)
+    layer = ColumnParallelLinear(4, 6)
     assert [name for name, _ in layer.named_parameters()] == ["weight"]
     with torch.inference_mode():
         torch.testing.assert_close(layer(torch.eye(4)), layer.weight.T)

@@ -232,7 +232,7 @@ def test_a_call_that_is_broken_off_leaves_a_usable_model(
 FORKS = """
 import os, torch
 from llama.args import ModelArgs
-from llama.decode import make_fast
+from llama.fast.choose import make_fast
 from llama.demo import cache_dir
 from llama.model import Transformer
 model = Transformer(ModelArgs(dim=64, n_layers=2, n_heads=2, multiple_of=32, vocab_size=64)).requires_grad_(False)

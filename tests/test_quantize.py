@@ -13,7 +13,7 @@ from oracles import some_tokens, tiny_args
 from torch import Tensor
 
 from llama import load
-from llama.bench.memory import tensor_peak
+from llama.bench.run.memory import tensor_peak
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.model import Transformer
 from llama.quantize import GROUP, Int8Embedding, Int8Linear, Int8Weight, int8_weights, quantize_layers

@@ -10,17 +10,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama.bench.book import Book
 from llama.bench.cell import Cell, read_engine
-from llama.bench.gather import check_machine, compare_modes, comparison_words, first_divergence, gathered, with_figures
-from llama.bench.grids import pairs, stands_apart
-from llama.bench.jobs import JobDied, run_job
-from llama.bench.peers import GPT2
-from llama.bench.probe import crossover, grid
-from llama.bench.progress import Progress
-from llama.bench.reading import fits, growth, read
-from llama.bench.record import Ceilings, CellRecord, Report, Sweep
-from llama.costs import forwards
+from llama.bench.report.findings import fits, growth, read
+from llama.bench.report.tables import pairs, stands_apart
+from llama.bench.run.aggregate import (
+    check_machine,
+    compare_modes,
+    comparison_words,
+    first_divergence,
+    gathered,
+    with_figures,
+)
+from llama.bench.run.directory import Book
+from llama.bench.run.jobs import JobDied, run_job
+from llama.bench.run.peers import GPT2
+from llama.bench.run.progress import Progress
+from llama.bench.run.step_times import crossover, grid
+from llama.bench.schema import CellRecord, Report, Sweep
+from llama.costs import Ceilings, forwards
 
 REPETITIONS = 5
 BATCHES = (1, 8, 16)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.gather import check_machine, compare_modes, comparison_words, gathered, with_figures
-from llama.bench.jobs import JobDied, run_job
-from llama.bench.record import CellRecord, Report, new_report
-from llama.bench.validity import worse
+from llama.bench.run.aggregate import check_machine, compare_modes, comparison_words, gathered, with_figures
+from llama.bench.run.jobs import JobDied, run_job
+from llama.bench.run.validity import worse
+from llama.bench.schema import CellRecord, Report, new_report
 
 
 def benchmark_inference(
@@ -27,13 +27,13 @@ def benchmark_inference(
     compare: bool = False,
     **rest: Any,
 ) -> CellRecord:
-    """Measure one cell, each repetition in a process of its own, and return its record (llama/bench/record.py).
+    """Measure one cell, each repetition in a process of its own, and return its record (llama/bench/schema.py).
 
     `model` and `ckpt_dir` as in benchmark_inference.py. `compare` also runs the other mode once and compares the
     tokens. `rest` are other fields of `llama.bench.cell.Cell`: threads, kv_cache, logits, text, seed, engine, fast,
     quantize. Raises ValueError for what cannot be measured; a process that died stands in the record's `error`.
     """
-    from llama.bench.models import make_cell
+    from llama.bench.run.models import make_cell
 
     sizes = {"batch_size": batch_size, "input_len": input_len, "output_len": output_len, "kv_caching": kv_caching}
     cell = make_cell(model=model, ckpt_dir=ckpt_dir, device=device, dtype=dtype, **sizes, **rest)

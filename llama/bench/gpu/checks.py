@@ -24,9 +24,9 @@ from llama.bench.gpu.run import (
 )
 from llama.bench.gpu.times import filled_lane, one_step
 from llama.exact import slowdown
-from llama.graph_step import GraphStep
+from llama.fast.graph_ops import PLAIN, StepOps
+from llama.fast.graph_runner import GraphStep
 from llama.model import Transformer
-from llama.step_ops import PLAIN, StepOps
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from llama.bench.gpu.run import (
     random_model,
 )
 from llama.bench.gpu.times import continued, measured
-from llama.graph_step import find_ops
+from llama.fast.graph_runner import find_ops
 
 COMPILING = 45.0  # seconds without which no compilation is begun
 LATE = "out of time"
@@ -74,7 +74,7 @@ def child(code: str, task: dict[str, Any], *, cwd: Path, seconds: float) -> tupl
 def twin_of(run: Run) -> Any:
     """Return transformers' Llama on the same weights."""
     try:
-        from llama.bench.peers import TransformersEngine, check_engine
+        from llama.bench.run.peers import TransformersEngine, check_engine
     except ModuleNotFoundError as absent:
         raise NotHere(f"not installed: {absent.name}") from None
     try:

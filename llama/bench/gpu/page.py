@@ -4,8 +4,8 @@ import io
 from collections.abc import Sequence
 
 from llama.bench.gpu.rows import NotHere, Report, StepRow
-from llama.bench.grids import NOT_MEASURED, on_or_off
-from llama.bench.record import Spread
+from llama.bench.report.tables import NOT_MEASURED, on_or_off
+from llama.bench.schema import Spread
 from llama.costs import table
 
 # sections that measure engines, and how their rows are called

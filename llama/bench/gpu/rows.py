@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama.bench.record import Line, Spread
+from llama.bench.schema import Line, Spread
 
 
 class NotHere(Exception):

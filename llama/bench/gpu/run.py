@@ -12,12 +12,12 @@ import torch
 
 from llama.args import ModelArgs
 from llama.bench.gpu.rows import Report
-from llama.bench.record import Spread
-from llama.bench.spread import spread
+from llama.bench.schema import Spread
+from llama.bench.statistics import spread
 from llama.costs import RELEASED
-from llama.graph_step import GraphStep, find_ops
+from llama.fast.graph_ops import PLAIN, StepOps
+from llama.fast.graph_runner import GraphStep, find_ops
 from llama.model import Transformer
-from llama.step_ops import PLAIN, StepOps
 
 SMALL: dict[str, Any] = {"n_layers": 2, "max_seq_len": 2048, "tied_head": True}  # what small models have in common
 TINY = ModelArgs(dim=64, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=32, **SMALL)
@@ -74,14 +74,14 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def fast_step(ops: StepOps, device: torch.device) -> GraphStep:
-    """Return the step that `llama.decode` gives a model on a GPU; on a CPU the same steps, unrecorded."""
+    """Return the step that `llama.fast.choose` gives a model on a GPU; on a CPU the same steps, unrecorded."""
     return GraphStep(ops, backend="inductor" if device.type == "cuda" else None)
 
 
 def random_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Transformer:
     """Return a model whose norms matter and whose logits are about 1 in size.
 
-    That of `llama.bench.models` needs more packages.
+    That of `llama.bench.run.models` needs more packages.
     """
     with torch.device("meta"):
         model = Transformer(args).to(dtype)

@@ -30,14 +30,14 @@ from llama.bench.gpu.run import (
     wait,
     workspace_bytes,
 )
-from llama.bench.ledger import make_ledger, predict, workspace
-from llama.bench.memory import Peak, tensor_peak
-from llama.bench.record import Line
-from llama.bench.spread import spread
+from llama.bench.run.memory import Peak, tensor_peak
+from llama.bench.run.memory_ledger import make_ledger, predict, workspace
+from llama.bench.schema import Line
+from llama.bench.statistics import spread
 from llama.costs import cache_bytes, peak_memory, step_bytes
-from llama.graph_step import GraphStep, Lane, Replay, cached, new_lane, record, rounded_up, take_likeliest
+from llama.fast.graph_ops import PLAIN, StepOps
+from llama.fast.graph_runner import GraphStep, Lane, Replay, cached, new_lane, record, rounded_up, take_likeliest
 from llama.model import Transformer
-from llama.step_ops import PLAIN, StepOps
 
 REPLAYED = 3  # replays under the profiler, of which the last is read
 

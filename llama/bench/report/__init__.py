@@ -1,0 +1,1 @@
+"""What shows: a report as tables, sentences, pictures, a page and files."""

@@ -1,0 +1,38 @@
+"""A report as files in a folder: for people, for spreadsheets and for programs.
+
+Knows nothing of what stands in them.
+"""
+
+import json
+from pathlib import Path
+
+from llama.bench.report.page import page
+from llama.bench.report.plots import as_png, figures
+from llama.bench.report.text import report_csv, report_markdown
+from llama.bench.schema import Report
+from llama.files import replace_file
+
+
+def write_report(report: Report, folder: Path) -> list[Path]:
+    """Write report.md, table.csv, results.json, page.html and plots/*.png, and return their paths.
+
+    Each file is replaced as a whole: a reader, or an interruption, never meets half of one. Raises ValueError, before
+    anything is written, where a figure is not a number, and OSError where the folder cannot be written.
+    """
+    files = {
+        "results.json": _json(report),
+        "report.md": report_markdown(report).encode(),
+        "table.csv": report_csv(report).encode(),
+        "page.html": page(report).encode(),
+    }
+    files |= {f"plots/{name}.png": as_png(figure) for name, figure in figures(report).items()}
+    return [replace_file(folder / name, content) for name, content in files.items()]
+
+
+def write_json(report: Report, path: Path) -> Path:
+    """Write the report alone, as JSON, replacing the file as a whole. Raises like `write_report`."""
+    return replace_file(path, _json(report))
+
+
+def _json(report: Report) -> bytes:
+    return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode()

@@ -1,0 +1,577 @@
+"""A report as pictures. The only file that knows matplotlib; it keeps no state there, and opens no window.
+
+Blue is with the cache and vermilion without, everywhere: two colours of Okabe and Ito's palette, which stay apart for
+colour-blind eyes (https://jfly.uni-koeln.de/color/).
+"""
+
+import io
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from llama.bench.report.tables import fit_name, groups, on_or_off, pairs, slope_words, stands_apart
+from llama.bench.schema import CellRecord, Crossover, Fit, Report, Spread, StepTimes, Sweep
+from llama.costs import MB, size
+
+COLORS = {True: "#0072B2", False: "#D55E00"}
+MODES = {True: "with the cache", False: "without"}
+_LEDGER = ["#AEB6C2", "#009E73", "#F0E442", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#4D4D4D"]
+_REST = "#ECEFF3"
+_REST_NAME = "beyond the ledger"
+_INK, _FAINT, _GRID = "#1F2933", "#5B6875", "#E3E7EC"
+_WIDTH = 9.0  # inches; at 100 dots an inch what a page of 900 px shows
+_LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 10, "color": _INK}
+_CAPS: dict[str, Any] = {"capsize": 4, "ecolor": _INK, "error_kw": {"lw": 1.2}}
+_EDGE: dict[str, Any] = {"edgecolor": "#5B6875", "lw": 0.6}
+
+
+def figures(report: Report) -> dict[str, Figure]:
+    """Return the pictures that the report has figures for, by name, in reading order."""
+    sweep = report["sweep"]
+    if sweep is not None:
+        drawn = {name: draw(sweep) for name, draw in _SWEEP.items()}
+    else:
+        drawn = {name: draw(report) for name, draw in _TABLE.items()}
+    return {name: _settled(figure) for name, figure in drawn.items() if figure is not None}
+
+
+def _settled(figure: Figure) -> Figure:
+    """Return the figure with everything put in its place for good.
+
+    Laid out anew, drawings would differ a little, and the solver's last digits differ from run to run: they are cut.
+    """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for ax in figure.axes:
+        left, bottom, width, height = (round(value, 4) for value in ax.get_position().bounds)
+        ax.set_position((left, bottom, width, height))
+    return figure
+
+
+def as_svg(figure: Figure) -> str:
+    """Return the picture as SVG; the same picture gives the same text."""
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "llama", "svg.fonttype": "path"}):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def as_png(figure: Figure) -> bytes:
+    """Return the picture as PNG, 1350 px wide; the same picture gives the same bytes."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=150, metadata={"Software": None})
+    return out.getvalue()
+
+
+def _time(report: Report) -> Figure | None:
+    """Draw the time of the whole job, the modes side by side, and over each pair how many times less it takes."""
+    grouped = groups(report)
+    if not grouped:
+        return None
+    crowded, upright = len(grouped) > 5, len(grouped) > 9  # upright: words that would run into each other
+    figure, (ax,) = _figure(_time_title(report), _job(report), below_axis=2.0 if upright else 0.0)
+    for place, group in enumerate(grouped):
+        for record, side in zip(group, _sides(len(group)), strict=True):
+            _draw_bar(ax, place + side, record, fontsize=8 if crowded else 10, upright=upright)
+        factors = [_median(off) / _median(on) for on, off in pairs(report) if on in group and off in group]
+        if len(factors) == 1 and not upright:
+            top = max(_seconds(record)["p90"] for record in group)
+            factor = _LABEL | {"fontsize": 10 if crowded else 13, "weight": "bold"}
+            ax.annotate(f"{factors[0]:.1f}x", (place, top), (0, 22), **factor)
+    ax.set_yscale("log")
+    _log_axis(ax.yaxis)
+    spreads = [_seconds(record) for group in grouped for record in group]
+    lowest, highest = min(one["p10"] for one in spreads) / 2, max(one["p90"] for one in spreads)
+    ax.set_ylim(lowest, highest * (highest / lowest) ** 0.3)
+    ax.set_xlim(-0.7, len(grouped) - 0.3)
+    names = [_group_name(group[0], grouped) for group in grouped]
+    if upright:
+        ax.set_xticks(range(len(grouped)), [name.replace("\n", ", ") for name in names], rotation=90, fontsize=9)
+    else:
+        ax.set_xticks(range(len(grouped)), names)
+    ax.set(ylabel="time of the whole job, seconds (log scale)")
+    _mode_legend(ax, loc="upper left", ncols=2)
+    return figure
+
+
+def _time_title(report: Report) -> str:
+    plain = [pair for pair in pairs(report) if pair[0]["cell"]["engine"] == "llama" and not stands_apart(pair[0])]
+    factors = [_median(off) / _median(on) for on, off in plain or pairs(report)]
+    if not factors:
+        return "Time of the whole job"
+    low, high = f"{min(factors):.1f}", f"{max(factors):.1f}"
+    if min(factors) < 1:
+        return f"With the cache the same job is {low if low == high else f'{low} to {high}'} times as fast"
+    return f"With the cache the same job takes {low if low == high else f'{low} to {high}'} times less time"
+
+
+def _sides(count: int) -> list[float]:
+    """Return where so many bars of a group stand around its middle."""
+    return [0.4 * (i - (count - 1) / 2) for i in range(count)]
+
+
+def _draw_bar(ax: Axes, place: float, record: CellRecord, *, fontsize: float, upright: bool) -> None:
+    seconds = _seconds(record)
+    ax.bar(place, seconds["median"], 0.36, color=COLORS[record["cell"]["kv_caching"]], yerr=_bars([seconds]), **_CAPS)
+    look = _LABEL | {"fontsize": fontsize, "rotation": 90 if upright else 0}
+    ax.annotate(f"{seconds['median']:.3g} s", (place, seconds["p90"]), (0, 4), **look)
+
+
+def _group_name(record: CellRecord, grouped: Sequence[Sequence[CellRecord]]) -> str:
+    """Return the words under a group of cells; the engine only where there is more than one."""
+    engines = {group[0]["cell"]["engine"] for group in grouped}
+    cell = record["cell"]
+    below = [cell["engine"]] if len(engines) > 1 else []
+    below += [record["path"].partition(", ")[0]] if stands_apart(record) else []
+    below += [f"{cell['quantize']}"] if cell["quantize"] else []
+    below += ["all logits"] if record["cell"]["logits"] == "all" else []
+    return "\n".join([f"batch {record['cell']['batch_size']}", *map(_literal, below)])
+
+
+def _memory(report: Report) -> Figure | None:
+    """Draw each cell's peak as a bar of the ledger's lines, and of what they leave unexplained."""
+    grouped = [kept for group in groups(report) if (kept := [one for one in group if one["ledger"] is not None])]
+    if not grouped:
+        return None
+    places = [2.5 * place + 2.5 * side for place, group in enumerate(grouped) for side in _sides(len(group))]
+    records = [record for group in grouped for record in group]
+    figure, (ax,) = _figure(_memory_title(records), _job(report))
+    tops = _draw_stacks(ax, places, records)
+    for place, record, top in zip(places, records, tops, strict=True):
+        peak = _peak(record)
+        words = f"{top:,.0f}\npredicted" if peak is None else f"{peak / MB:,.0f}"
+        ax.annotate(words, (place, top), (0, 4), **_LABEL)
+    ax.set_xticks(places, [on_or_off(record["cell"]["kv_caching"]) for record in records])
+    for tick, record in zip(ax.get_xticklabels(), records, strict=True):
+        tick.set(color=COLORS[record["cell"]["kv_caching"]], weight="bold")
+    names = ax.secondary_xaxis(-0.06)
+    names.set_xticks([2.5 * place for place in range(len(grouped))], [_group_name(one[0], grouped) for one in grouped])
+    names.tick_params(length=0, labelsize=9 if len(grouped) > 6 else 10, colors=_INK)
+    names.spines["bottom"].set_visible(False)
+    ax.set_ylim(0, max(tops) * 1.1)
+    ax.yaxis.set_major_formatter(FuncFormatter(_plain))
+    ax.set(ylabel="peak memory, MB (2^20 bytes)")
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=10)
+    return figure
+
+
+def _draw_stacks(ax: Axes, places: Sequence[float], records: Sequence[CellRecord]) -> list[float]:
+    """Draw a bar per cell, each line of the ledger in its colour, and return the heights in MB."""
+    stacks = [_parts(record) for record in records]
+    names = list(dict.fromkeys(name for stack in stacks for name in stack))
+    named = [name for name in names if name != _REST_NAME]
+    colors = dict(zip(named, _LEDGER * len(named), strict=False))
+    tops = [0.0] * len(records)
+    for name in [*named, *(name for name in names if name not in named)]:
+        heights = [stack.get(name, 0.0) / MB for stack in stacks]
+        ax.bar(places, heights, 0.86, tops, color=colors.get(name, _REST), label=_literal(name), **_EDGE)
+        tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    return tops
+
+
+def _parts(record: CellRecord) -> dict[str, float]:
+    """Return the bytes of each line that is there at the peak, measured where they were, and of the rest."""
+    ledger = record["ledger"]
+    assert ledger is not None
+    parts: dict[str, float] = {}
+    for line in ledger["lines"]:
+        nbytes = line["predicted"] if line["measured"] is None else line["measured"]
+        if line["counts"] and nbytes > 0:
+            name = "activations" if line["name"].endswith(" activations") else line["name"]  # of whichever step
+            parts[name] = parts.get(name, 0.0) + nbytes
+    rest = (_peak(record) or 0.0) - sum(parts.values())
+    return parts | ({_REST_NAME: rest} if rest > 0 else {})
+
+
+def _peak(record: CellRecord) -> float | None:
+    summary = record["summary"]
+    return None if summary is None or summary["peak_bytes"] is None else summary["peak_bytes"]["median"]
+
+
+def _memory_title(records: Sequence[CellRecord]) -> str:
+    caches = [(record["cache_bytes"], _peak(record)) for record in records if record["cell"]["kv_caching"]]
+    shares = [held / peak for held, peak in caches if held is not None and peak]
+    if not shares:
+        return "What the memory is made of at its peak"
+    low, high = (f"{share:.0%}" if share >= 0.01 else f"{share:.2%}" for share in (min(shares), max(shares)))
+    return f"The KV cache takes {low if low == high else f'{low} to {high}'} of the peak memory"
+
+
+def _steps(report: Report) -> Figure | None:
+    """Draw the time of every step along the generation, a panel per pair of cells."""
+    both = [pair for pair in pairs(report) if all(_step_medians(record) for record in pair)]
+    if not both:
+        return None
+    on, off = (_range([_growth(_step_medians(pair[side])) for pair in both]) for side in (0, 1))
+    heading = f"Without the cache a step grows {off} along the generation, with it {on}"
+    below = f"{_job(report)}; growth: last quarter over first"
+    figure, axes = _figure(
+        heading, below.replace("bars from p10 to p90", "faint: each run"), panels=len(both), share=True
+    )
+    for ax, pair in zip(axes, both, strict=True):
+        for record in pair:
+            _draw_steps(ax, record)
+        ax.set_yscale("log")
+        ax.set_title(_group_name(pair[0], both).replace("\n", ", "), fontsize=11, color=_INK)
+        ax.set(xlabel="output token")
+    _name_log_y(axes, "time of the step, ms (log scale)")
+    _mode_legend(figure, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _draw_steps(ax: Axes, record: CellRecord) -> None:
+    color = COLORS[record["cell"]["kv_caching"]]
+    middle = _step_medians(record)
+    tokens = range(2, len(middle) + 2)  # the first token is the prefill's
+    for sample in record["samples"]:
+        times = [1e3 * seconds for seconds in sample["step_seconds"]]
+        ax.plot(range(2, len(times) + 2), times, color=color, lw=0.8, alpha=0.3)
+    ax.plot(tokens, [1e3 * s for s in middle], color=color, lw=2.2, label=MODES[record["cell"]["kv_caching"]])
+
+
+def _step_medians(record: CellRecord) -> list[float]:
+    steps = [sample["step_seconds"] for sample in record["samples"]]
+    return [statistics.median(times) for times in zip(*steps, strict=False)]
+
+
+def _growth(times: Sequence[float]) -> float:
+    """Return how the last quarter of the steps compares with the first."""
+    quarter = max(1, len(times) // 4)
+    return statistics.median(times[-quarter:]) / statistics.median(times[:quarter])
+
+
+def _range(factors: Sequence[float]) -> str:
+    low, high = f"{min(factors):.2f}x", f"{max(factors):.2f}x"
+    return low if low == high else f"{low} to {high}"
+
+
+def _crossover(report: Report) -> Figure | None:
+    """Draw the time of a step against the context in both modes, a panel per batch size, and where they cross."""
+    crossovers = [one for one in report["crossovers"] if one["steps"]]
+    if not crossovers:
+        return None
+    counted = _counted(step["seconds"] for one in crossovers for step in one["steps"])
+    below = f"{_job(report, lengths=False)}; {counted}"
+    figure, axes = _figure(_crossover_title(crossovers), below, panels=len(crossovers), share=True)
+    for ax, one in zip(axes, crossovers, strict=True):
+        _draw_contexts(ax, one["steps"])
+        _mark_crossover(ax, one)
+        ax.set_title(f"batch {one['batch_size']}", fontsize=11, color=_INK)
+        ax.set(xlabel="context, tokens (log scale)")
+    _name_log_y(axes, "time of a step, ms (log scale)")
+    _mode_legend(figure, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _crossover_title(crossovers: Sequence[Crossover]) -> str:
+    found = [one["context"] for one in crossovers if one["context"] is not None]
+    if not found:
+        return "The cache does not pay at any context that was tried"
+    said = f"{min(found)}" if min(found) == max(found) else f"{min(found)} to {max(found)}"
+    never = [str(one["batch_size"]) for one in crossovers if one["context"] is None]
+    return f"The cache pays from a context of {said} tokens on" + (
+        f", not at batch {', '.join(never)}" if never else ""
+    )
+
+
+def _mark_crossover(ax: Axes, crossover: Crossover) -> None:
+    if crossover["context"] is None:
+        ax.text(0.03, 0.97, "no crossover", transform=ax.transAxes, va="top", color=_FAINT, fontsize=10)
+        return
+    ax.axvline(crossover["context"], color=_INK, lw=1.2, ls=(0, (4, 3)))
+    contexts = [step["context"] for step in crossover["steps"]]
+    right = crossover["context"] ** 2 > min(contexts) * max(contexts)  # of the middle of the axis
+    aside: dict[str, Any] = {"ha": "right" if right else "left", "va": "top", "xycoords": ("data", "axes fraction")}
+    words = f"pays from\n{crossover['context']} tokens"
+    ax.annotate(words, (crossover["context"], 0.98), (-5 if right else 5, 0), **_LABEL | aside)
+
+
+def _draw_contexts(ax: Axes, steps: Sequence[StepTimes]) -> None:
+    """Draw step times against the context, both axes in logarithms; the bars reach from p10 to p90."""
+    for kv_caching in (True, False):
+        own = sorted((one for one in steps if one["kv_caching"] == kv_caching), key=lambda one: one["context"])
+        spreads = [_scaled(one["seconds"], 1e3) for one in own]
+        _line(ax, [one["context"] for one in own], spreads, kv_caching)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    _ticks_at(ax, sorted({one["context"] for one in steps}), apart=2.0)
+
+
+def _speedup(sweep: Sweep) -> Figure | None:
+    """Draw times of both modes, and their ratio, against the number of generated tokens."""
+    growth = sorted(sweep["growth"], key=lambda one: one["generated"])
+    if not growth:
+        return None
+    first, last = growth[0], growth[-1]
+    heading = f"The cache saves {first['speedup']:.1f}x at {first['generated']} generated tokens"
+    heading += f", {last['speedup']:.1f}x at {last['generated']}" if len(growth) > 1 else ""
+    figure, (left, right) = _figure(heading, _counted(one["cached_seconds"] for one in growth), panels=2)
+    lengths = [one["generated"] for one in growth]
+    _line(left, lengths, [one["cached_seconds"] for one in growth], True)
+    _line(left, lengths, [one["uncached_seconds"] for one in growth], False)
+    left.set(yscale="log", ylabel="time of the whole job, s (log scale)")
+    _log_axis(left.yaxis)
+    right.plot(lengths, [one["speedup"] for one in growth], color=_INK, marker="o", lw=2)
+    for one in growth:
+        place = (one["generated"], one["speedup"])
+        right.annotate(f"{one['speedup']:.1f}x", place, (-5, 4), **_LABEL | {"ha": "right"})
+    right.set_ylim(0, 1.15 * max(1.0, *(one["speedup"] for one in growth)))
+    right.margins(x=0.2)
+    right.axhline(1, color=_FAINT, lw=1, ls=(0, (4, 3)))
+    right.set(ylabel="times faster with the cache")
+    for ax in (left, right):
+        ax.set_xscale("log")
+        _ticks_at(ax, lengths)
+        ax.set(xlabel="generated tokens (log scale)")
+    _legend(left, loc="upper left")
+    return figure
+
+
+def _cache(sweep: Sweep) -> Figure | None:
+    """Draw the bytes of the cache against its length: the prediction as a line, the measured sizes as points."""
+    sizes = sorted(sweep["cache"], key=lambda one: one["length"])
+    if not sizes:
+        return None
+    apart = max(abs(one["measured"] - one["predicted"]) / max(one["predicted"], 1) for one in sizes)
+    held = "as predicted, to the byte" if apart == 0 else f"within {apart:.1%} of the prediction"
+    each = sizes[-1]["measured"] / sizes[-1]["length"]
+    heading = f"Every token takes {each / 1024:.1f} KB of the KV cache, {held}"
+    figure, (ax,) = _figure(heading, "one row of tokens; KB is 2^10 bytes, MB 2^20")
+    lengths = [one["length"] for one in sizes]
+    ax.plot(lengths, [one["predicted"] for one in sizes], color=_FAINT, lw=2, label="predicted from the model's sizes")
+    measured = [one["measured"] for one in sizes]
+    ax.plot(lengths, measured, "o", color=COLORS[True], ms=8, label="measured, bytes of the tensors")
+    for one in sizes:
+        place = (one["length"], one["measured"])
+        ax.annotate(size(one["measured"]), place, (9, -4), **_LABEL | {"ha": "left", "va": "top"})
+    ax.set(xlabel="length, tokens (log scale)", ylabel="bytes of the KV cache (log scale)")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.8)
+    ax.set_ylim(measured[0] / 1.8, measured[-1] * 1.5)
+    _ticks_at(ax, lengths)
+    ax.yaxis.set_major_locator(LogLocator(base=4))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(int(value))))
+    _legend(ax, loc="upper left")
+    return figure
+
+
+def _context(sweep: Sweep) -> Figure | None:
+    """Draw the time per token against the context in both modes, with the fitted lines."""
+    steps = sweep["contexts"]
+    if not steps:
+        return None
+    fits = [fit for fit in sweep["fits"] if fit["of"] == "token"]  # those of whole texts: in the table
+    grown = [f"context^{fit['exponent']:.2f} {MODES[fit['kv_caching']]}" for fit in fits]
+    heading = "Time per token grows as " + ", ".join(grown) if grown else "Time per token as the context grows"
+    figure, (ax,) = _figure(heading, _counted(one["seconds"] for one in steps) + "; exponents of the longer half")
+    _draw_contexts(ax, steps)
+    for fit in fits:
+        _draw_fit(ax, fit, sorted({one["context"] for one in steps}))
+    ax.set(xlabel="context, tokens (log scale)", ylabel="time per token, ms (log scale)")
+    _log_axis(ax.yaxis)
+    _legend(ax, loc="upper left")
+    return figure
+
+
+def _draw_fit(ax: Axes, fit: Fit, contexts: Sequence[int]) -> None:
+    times = [(context, 1e3 * (fit["base"] + fit["slope"] * context)) for context in contexts]
+    shown = [(context, time) for context, time in times if time > 0]  # a logarithm has no place for the others
+    words = (
+        f"{fit['base'] * 1e3:.3g} ms + {slope_words(fit['slope'])} us per 1000 tokens; exponent {fit['exponent']:.2f}"
+    )
+    label = _literal(f"{fit_name(fit)}: {words}")
+    places, heights = [context for context, _ in shown], [time for _, time in shown]
+    ax.plot(places, heights, color=COLORS[fit["kv_caching"]], lw=1.4, ls=(0, (2, 2)), label=label)
+
+
+def _batch(sweep: Sweep) -> Figure | None:
+    """Draw the tokens a second that all rows make together against the batch size, in both modes."""
+    steps = sorted(sweep["batches"], key=lambda one: one["batch_size"])
+    if not steps:
+        return None
+    figure, (ax,) = _figure(_batch_title(steps), _counted(one["seconds"] for one in steps))
+    for kv_caching in (True, False):
+        own = [one for one in steps if one["kv_caching"] == kv_caching]
+        spreads = [_per_second(one) for one in own]
+        _line(ax, [one["batch_size"] for one in own], spreads, kv_caching)
+        for one, figures in zip(own, spreads, strict=True):
+            ax.annotate(f"{figures['median']:.3g}", (one["batch_size"], figures["median"]), (0, 8), **_LABEL)
+    ax.set(xlabel="batch size (log scale)", ylabel="decode tokens/s, all rows (log scale)")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.margins(y=0.15)
+    _ticks_at(ax, sorted({one["batch_size"] for one in steps}))
+    _log_axis(ax.yaxis)
+    _legend(ax, loc="best")
+    return figure
+
+
+def _batch_title(steps: Sequence[StepTimes]) -> str:
+    said = []
+    for kv_caching in (True, False):
+        own = [one for one in steps if one["kv_caching"] == kv_caching]
+        if own:
+            gain = _per_second(own[-1])["median"] / _per_second(own[0])["median"]
+            said.append(f"{gain:.1f}x {MODES[kv_caching]}")
+    return f"From batch {steps[0]['batch_size']} to {steps[-1]['batch_size']} the tokens/s grow {', '.join(said)}"
+
+
+def _per_second(step: StepTimes) -> Spread:
+    seconds, rows = step["seconds"], step["batch_size"]
+    median, p10, p90 = (rows / seconds[key] for key in ("median", "p90", "p10"))
+    return {"n": seconds["n"], "median": median, "p10": p10, "p90": p90}
+
+
+def _figure(
+    heading: str, below: str, *, panels: int = 1, share: bool = False, below_axis: float = 0.0
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with its heading and empty panels, up to three in a row; `share` gives them one y axis.
+
+    `below_axis` are inches for long words there.
+    """
+    count = len(textwrap.wrap(heading, 74))
+    lines = textwrap.wrap(heading, min(74, -(-len(heading) // count) + 8))  # of about one length
+    columns = min(panels, 3)
+    rows = -(-panels // columns)
+    head = 0.32 + 0.25 * len(lines)  # inches
+    height = head + (4.0 if rows == 1 else 3.1 * rows) + below_axis
+    figure = Figure(figsize=(_WIDTH, height), facecolor="white")
+    figure.set_layout_engine("constrained", rect=(0.005, 0.01, 0.99, 1 - (head + 0.12) / height), w_pad=0.06)
+    figure.text(
+        0.012, 1 - 0.1 / height, _literal("\n".join(lines)), fontsize=14, weight="bold", va="top", color=_INK,
+        linespacing=1.2,
+    )  # fmt: skip
+    figure.text(0.012, 1 - (head + 0.02) / height, _literal(below), fontsize=10, va="bottom", color=_FAINT)
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=share)
+    axes = list(grid.flat)
+    for ax in axes[panels:]:
+        ax.remove()
+    for ax in axes[:panels]:
+        _dress(ax)
+    return figure, axes[:panels]
+
+
+def _dress(ax: Axes) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(_FAINT)
+    ax.tick_params(colors=_INK, labelsize=10)
+    ax.xaxis.label.set(fontsize=11, color=_INK)
+    ax.yaxis.label.set(fontsize=11, color=_INK)
+    ax.grid(axis="y", which="major", color=_GRID, lw=0.8)
+    ax.set_axisbelow(True)
+
+
+def _line(ax: Axes, places: Sequence[float], spreads: Sequence[Spread], kv_caching: bool) -> None:
+    """Draw medians as a line with points, with bars from p10 to p90."""
+    if not places:
+        return
+    medians = [one["median"] for one in spreads]
+    color = COLORS[kv_caching]
+    ax.errorbar(places, medians, yerr=_bars(spreads), color=color, ecolor=color, marker="o", ms=5.5, lw=2, capsize=3,
+                label=MODES[kv_caching])  # fmt: skip
+
+
+def _bars(spreads: Sequence[Spread]) -> list[list[float]]:
+    """Return how far down to p10 and up to p90, as matplotlib wants its bars."""
+    down = [max(0.0, one["median"] - one["p10"]) for one in spreads]
+    return [down, [max(0.0, one["p90"] - one["median"]) for one in spreads]]
+
+
+def _scaled(figure: Spread, scale: float) -> Spread:
+    median, p10, p90 = (figure[key] * scale for key in ("median", "p10", "p90"))
+    return {"n": figure["n"], "median": median, "p10": p10, "p90": p90}
+
+
+def _seconds(record: CellRecord) -> Spread:
+    assert record["summary"] is not None
+    return record["summary"]["seconds"]
+
+
+def _median(record: CellRecord) -> float:
+    return _seconds(record)["median"]
+
+
+def _job(report: Report, *, lengths: bool = True) -> str:
+    """Return the small words under a heading: model, lengths, precision and device, and the count."""
+    records = [record for group in groups(report) for record in group]
+    cells = [record["cell"] for record in records]
+    words = [report["model"]["name"]] if report["model"] is not None else []
+    if not cells:
+        return ", ".join(words)
+    if lengths:
+        words += sorted({f"{cell['input_len']} tokens in, {cell['output_len']} out" for cell in cells})
+    words += sorted({f"{cell['dtype']} on {cell['device']}" for cell in cells})
+    return ", ".join(words) + (f"; {_counted(map(_seconds, records))}" if lengths else "")
+
+
+def _counted(spreads: Iterable[Spread]) -> str:
+    counts = sorted({one["n"] for one in spreads})
+    count = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"n = {count}" if counts[-1] == 1 else f"medians, bars from p10 to p90, n = {count}"
+
+
+def _literal(text: str) -> str:
+    """Return the text such that no dollar sign in it begins a formula."""
+    return text.replace("$", r"\$")
+
+
+def _plain(value: float, _: object = None) -> str:
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:g}"
+
+
+def _log_axis(axis: Axis) -> None:
+    """Name 1, 2 and 5 of each decade, in plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
+    axis.set_major_formatter(FuncFormatter(_plain))
+    axis.set_minor_locator(NullLocator())
+
+
+def _ticks_at(ax: Axes, values: Sequence[int], *, apart: float = 1.0) -> None:
+    """Put ticks at values, leaving out those that are not `apart` times the one before: labels need room."""
+    kept: list[int] = []
+    for value in values:
+        if not kept or value >= apart * kept[-1]:
+            kept.append(value)
+    ax.xaxis.set_major_locator(FixedLocator(kept))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+
+
+def _name_log_y(axes: Sequence[Axes], label: str) -> None:
+    """Name the axis that all panels share once in a row."""
+    _log_axis(axes[0].yaxis)
+    for ax in axes[::3]:
+        ax.set_ylabel(label)
+
+
+def _legend(ax: Axes | Figure, **where: Any) -> None:
+    ax.legend(**where, frameon=True, facecolor="white", edgecolor="none", framealpha=0.9, fontsize=10)
+
+
+def _mode_legend(ax: Axes | Figure, **where: Any) -> None:
+    _legend(ax, handles=[Patch(color=COLORS[mode], label=MODES[mode]) for mode in (True, False)], **where)
+
+
+_TABLE: dict[str, Callable[[Report], Figure | None]] = {
+    "time": _time,
+    "memory": _memory,
+    "steps": _steps,
+    "crossover": _crossover,
+}
+_SWEEP: dict[str, Callable[[Sweep], Figure | None]] = {
+    "speedup": _speedup,
+    "cache": _cache,
+    "context": _context,
+    "batch": _batch,
+}

@@ -1,0 +1,279 @@
+"""A report as text: a cell for the terminal, tables in Markdown, figures in CSV.
+
+Knows nothing of how they were measured.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from llama.bench.report.tables import (
+    DEFINITIONS,
+    NOT_MEASURED,
+    NOT_OBSERVED,
+    Grid,
+    byline,
+    comparison_line,
+    crossover_grids,
+    deaths,
+    environment_grid,
+    fate,
+    fit_name,
+    label,
+    ledger_grid,
+    megabytes,
+    on_cuda,
+    on_or_off,
+    point_mark,
+    point_words,
+    rate,
+    remarks,
+    sweep_grids,
+    table_grids,
+    title,
+    validity_grid,
+    violations,
+    work_lines,
+)
+from llama.bench.schema import CellRecord, Point, Report, Spread, StepTimes, Summary, Sweep
+from llama.costs import table
+
+_RED, _PLAIN = "\033[31m", "\033[0m"
+
+
+def cell_text(record: CellRecord, *, color: bool) -> str:
+    """Return one cell for the terminal: what was asked for and came of it, memory, work and validity.
+
+    `color` prints a violated point in red (ANSI).
+    """
+    summary = record["summary"]
+    blocks = [_asked(record)]
+    if summary is None:
+        blocks = [[*_asked(record), f"This cell: {fate(record)}"]]
+    else:
+        blocks = [[*_asked(record), *_first_figures(record, summary)], _sample(record), _more_figures(record, summary)]
+        ledger = ledger_grid(record)
+        blocks += [[f"Memory ledger: {NOT_MEASURED}"] if ledger is None else _aligned(ledger), work_lines(record)]
+    points = [_point_line(point, color=color) for point in record["points"]]
+    blocks += [["Validity", *points]] if points else []
+    blocks += [["Notes", *(f"  {note}" for note in record["notes"])]] if record["notes"] else []
+    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+
+
+def _asked(record: CellRecord) -> list[str]:
+    cell = record["cell"]
+    return [
+        f"Batch size: {cell['batch_size']}",
+        f"Input length: {cell['input_len']} tokens",
+        f"Output length: {cell['output_len']} tokens",
+    ]
+
+
+def _first_figures(record: CellRecord, summary: Summary) -> list[str]:
+    peak = summary["peak_bytes"]
+    return [
+        f"Inference time: {summary['seconds']['median']:.2f} seconds",
+        f"Tokens per second: {summary['tokens_per_second']:.2f}",
+        f"Model weights memory usage: {megabytes(record['weights_bytes'])}",
+        f"Peak memory usage: {megabytes(None if peak is None else peak['median'])}",
+    ]
+
+
+def _sample(record: CellRecord) -> list[str]:
+    """Return the text of the first row; what could steer a terminal is shown as an escape instead."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in record["text"])
+    return ["=== Sample Output ===", shown]
+
+
+def _more_figures(record: CellRecord, summary: Summary) -> list[str]:
+    cell, count = record["cell"], summary["seconds"]["n"]
+    kind = cell["kv_cache"] if cell["engine"] == "llama" else "its own"
+    kind = f"on ({kind})" if cell["kv_caching"] else "off"
+    return [
+        *_peak_lines(record),
+        f"KV cache: {kind}, {megabytes(record['cache_bytes'], 'bytes ' + NOT_OBSERVED)}",
+        f"Engine: {cell['engine']} ({record['path']}), {cell['model']} in {cell['dtype']} on {cell['device']}",
+        f"Repetitions: {count} ({'times are medians' if count > 1 else 'a single one: no spread'})",
+        f"Inference time: {_timed(summary['seconds'], 1, 2, 'seconds')}",
+        f"Time to first token: {_timed(summary['first_token_seconds'], 1, 3, 'seconds')}",
+        f"Time per output token: {_timed(summary['step_seconds'], 1e3, 2, 'ms')}",
+        f"Prefill: {rate(summary['prefill_tokens_per_second'])} tokens/s "
+        "(batch size x input length / median time to first token)",
+        f"Decode: {rate(summary['decode_tokens_per_second'])} tokens/s "
+        "(batch size x (output length - 1) / median time after the first token)",
+    ]
+
+
+def _timed(figure: Spread | None, scale: float, digits: int, unit: str) -> str:
+    if figure is None:
+        return NOT_MEASURED
+    median, low, high = (f"{figure[key] * scale:.{digits}f}" for key in ("median", "p10", "p90"))
+    between = f"p10 {low}, p90 {high}, " if figure["n"] > 1 else ""
+    return f"{median} {unit} ({between}n = {figure['n']})"
+
+
+def _peak_lines(record: CellRecord) -> list[str]:
+    samples, summary = record["samples"], record["summary"]
+    resident = None if summary is None or summary["resident_bytes"] is None else summary["resident_bytes"]["median"]
+    lines = ["Peak memory: the bytes in tensors", f"Peak resident memory of the process: {megabytes(resident)}"]
+    if not on_cuda(record):
+        return lines
+    reserved = [one["peak_reserved_bytes"] for one in samples if one["peak_reserved_bytes"] is not None]
+    device = [one["device_bytes"] for one in samples if one["device_bytes"] is not None]
+    return [
+        *lines,
+        f"Peak memory reserved by the allocator: {megabytes(max(reserved, default=None))}",
+        f"Taken of the device since before the model: {megabytes(max(device, default=None))}",
+    ]
+
+
+def _point_line(point: Point, *, color: bool) -> str:
+    line = f"  {point_mark(point):<{len(NOT_OBSERVED)}}  {point_words(point)}"
+    return f"{_RED}{line}{_PLAIN}" if color and point["status"] == "violated" else line
+
+
+def _aligned(grid: Grid) -> list[str]:
+    lines = [list(grid.heads), *map(list, grid.rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    return [grid.title, *(f"  {line.rstrip()}" for line in shown), *(f"  {note}" for note in grid.notes)]
+
+
+def table_markdown(report: Report) -> str:
+    """Return the with/without table, the faster paths in tables of their own, and what cache and paths save."""
+    return "\n".join(_markdown(grid) for grid in table_grids(report))
+
+
+def report_markdown(report: Report) -> str:
+    """Return the whole report, what follows from the figures first."""
+    parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report))), *_alarms(report)]
+    parts += [_safe(sentence) for sentence in report["reading"]]
+    parts += [table_markdown(report).rstrip("\n")] if report["cells"] else []
+    for name, lines in _sections(report).items():
+        parts += [f"## {name}", *lines] if lines else []
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def alarms_text(report: Report, *, color: bool) -> list[str]:
+    """Return what a reader must not miss, for the terminal: violations, in red, and what has no figures."""
+    red, plain = (_RED, _PLAIN) if color else ("", "")
+    return [f"{red}VIOLATED {line}{plain}" for line in violations(report)] + deaths(report)
+
+
+def _alarms(report: Report) -> list[str]:
+    return [f"**VIOLATED** {_safe(line)}" for line in violations(report)] + [f"**{_safe(x)}**" for x in deaths(report)]
+
+
+def _sections(report: Report) -> dict[str, list[str]]:
+    sweep, validity = report["sweep"], validity_grid(report)
+    return {
+        "Crossover": [_markdown(grid) for grid in crossover_grids(report)],
+        "Sweep": [_markdown(grid) for grid in sweep_grids(sweep)] if sweep is not None else [],
+        "Memory, work and limits of each cell": [part for record in report["cells"] for part in _cell_parts(record)],
+        "Are the texts the same?": _listed([comparison_line(one) for one in report["comparisons"]]),
+        "Validity": ([_markdown(validity)] if validity else []) + _listed(remarks(report)),
+        "Environment": [_markdown(environment_grid(report))],
+        "How it was measured": _listed([f"{name}: {meaning}" for name, meaning in DEFINITIONS]),
+        "Command": [_indented(report["command"])],
+    }
+
+
+def _cell_parts(record: CellRecord) -> list[str]:
+    ledger = ledger_grid(record)
+    if record["summary"] is None and ledger is None:
+        return []
+    shown = [_markdown(ledger)] if ledger else [f"Memory ledger: {NOT_MEASURED}"]
+    return [f"### {_safe(label(record))}", *shown, *_listed(work_lines(record))]
+
+
+def _markdown(grid: Grid) -> str:
+    rows = [[_safe(text) for text in row] for row in grid.rows]
+    drawn = table(f"**{_safe(grid.title)}**", [_safe(head) for head in grid.heads], rows)
+    return "\n".join([drawn, *_listed(grid.notes)])
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    return ["\n".join(f"- {_safe(line)}" for line in lines) + "\n"] if lines else []
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _safe(text: str) -> str:
+    """Return a text that can neither end a cell of a table nor begin a tag."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def report_csv(report: Report) -> str:
+    """Return the figures as CSV: a row per cell, per step time and per part of a sweep, told apart by `figures`.
+
+    A figure that was not measured is an empty field.
+    """
+    rows = [_cell_row(record) for record in report["cells"]]
+    rows += [_step_row("crossover", step) for one in report["crossovers"] for step in one["steps"]]
+    rows += _sweep_rows(report["sweep"]) if report["sweep"] is not None else []
+    columns = list(dict.fromkeys(["figures", *(name for row in rows for name in row)]))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _cell_row(record: CellRecord) -> dict[str, Any]:
+    cell, summary, work, ledger = record["cell"], record["summary"], record["work"], record["ledger"]
+    asked = ("batch_size", "input_len", "output_len", "engine", "fast", "quantize", "model", "kv_cache", "logits")
+    row: dict[str, Any] = {"figures": "cell", "kv_caching": on_or_off(cell["kv_caching"]), "path": record["path"]}
+    row |= {key: cell[key] for key in (*asked, "device", "dtype", "threads")}
+    if summary is not None:
+        row |= _spread_row("time", "s", summary["seconds"])
+        row |= _spread_row("first_token", "s", summary["first_token_seconds"])
+        row |= _spread_row("step", "s", summary["step_seconds"])
+        row |= _spread_row("tensor_peak", "bytes", summary["peak_bytes"])
+        row |= _spread_row("resident_peak", "bytes", summary["resident_bytes"])
+        rates = ("tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second")
+        row |= {key: summary[key] for key in rates}  # type: ignore[literal-required]
+    row |= {"weights_bytes": record["weights_bytes"], "cache_bytes": record["cache_bytes"]}
+    row["predicted_tensor_peak_bytes"] = None if ledger is None else ledger["predicted_peak"]
+    row |= {} if work is None else {"token_forwards": work["token_forwards"], "flops": work["flops"]}
+    row["violated_points"] = sum(point["status"] == "violated" for point in record["points"])
+    return row | {"error": record["error"]}
+
+
+def _spread_row(name: str, unit: str, figure: Spread | None) -> dict[str, Any]:
+    if figure is None:
+        return {}
+    values = {f"{name}_{key}_{unit}": figure[key] for key in ("median", "p10", "p90")}
+    return {f"{name}_n": figure["n"], **values}
+
+
+def _step_row(figures: str, step: StepTimes) -> dict[str, Any]:
+    row = {"figures": figures, "kv_caching": on_or_off(step["kv_caching"]), "batch_size": step["batch_size"]}
+    return row | {"context_tokens": step["context"]} | _spread_row("step", "s", step["seconds"])
+
+
+def _sweep_rows(sweep: Sweep) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for one in sweep["growth"]:
+        for mode, seconds in (("on", one["cached_seconds"]), ("off", one["uncached_seconds"])):
+            row = {"figures": "generation length", "kv_caching": mode, "generated_tokens": one["generated"]}
+            rows.append(row | _spread_row("time", "s", seconds) | {"speedup": one["speedup"]})
+    for length in sweep["cache"]:
+        sizes = {"cache_bytes": length["measured"], "predicted_cache_bytes": length["predicted"]}
+        rows.append({"figures": "cache size", "length_tokens": length["length"], **sizes})
+    rows += [_step_row("context", step) for step in sweep["contexts"]]
+    rows += [_step_row("batch", step) for step in sweep["batches"]]
+    for fit in sweep["fits"]:
+        line: dict[str, float | None] = {
+            "base_s": fit["base"],
+            "slope_s_per_token": fit["slope"],
+            "exponent": fit["exponent"],
+        }
+        line |= {"predicted_slope_s_per_token": fit["predicted_slope"], "r_squared": fit["r_squared"]}
+        rows.append({"figures": f"fit: {fit_name(fit)}", **line})
+    return rows

@@ -1,0 +1,85 @@
+"""A report that is being written: the cells that are planned, those that are finished, and the folder that keeps them.
+
+Everything is saved as soon as it is measured, so an interrupted run loses at most the repetition it was in.
+"""
+
+import json
+import os
+import re
+from datetime import date
+from pathlib import Path
+
+from llama.bench.cell import Cell
+from llama.bench.report.files import write_json
+from llama.bench.schema import SCHEMA, CellRecord, Report
+
+RESULTS = "results.json"
+
+
+class Book:
+    """A report and its folder. Its cells are the plan: those without samples or error are still to be measured."""
+
+    def __init__(self, folder: Path, report: Report) -> None:
+        self.folder, self.report = folder, report
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(**record["cell"]) for record in self.report["cells"]]
+
+    def save(self) -> None:
+        write_json(self.report, self.folder / RESULTS)
+
+    def put(self, place: int, record: CellRecord) -> None:
+        """Keep a cell's new record, on disk too."""
+        self.report["cells"][place] = record
+        self.save()
+
+
+def new_book(out: Path, report: Report) -> Book:
+    """Make a folder for a report, named with date, model and preset, and numbered where that name is taken."""
+    stem = f"{date.today().isoformat()}-{_kind(report)}"
+    for number in range(1, 1000):
+        folder = out / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not folder.parent.is_dir():
+                raise
+            continue
+        book = Book(folder, report)
+        book.save()
+        return book
+    raise ValueError(f"{out} holds a thousand runs of today; give another --out")
+
+
+def resumed_book(out: Path, report: Report) -> Book:
+    """Return the newest book under `out` with this plan. Raises ValueError where there is none."""
+    wanted = [record["cell"] for record in report["cells"]]
+    found = sorted(out.glob(f"*-{_kind(report)}*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(found):
+        kept = _read(path)
+        if kept is not None and [record["cell"] for record in kept["cells"]] == wanted:
+            kept["failures"] = []
+            for record in kept["cells"]:
+                record["error"] = None  # what died may live now
+            return Book(path.parent, kept)
+    raise ValueError(
+        f"nothing to resume: {out} holds no run of this preset with these cells "
+        f"({len(found)} of this model were found); run it without --resume"
+    )
+
+
+def _read(path: Path) -> Report | None:
+    """Return the report in a file, or None where there is none of this version."""
+    try:
+        report: Report = json.loads(path.read_text("utf-8"))
+        return report if report["schema"] == SCHEMA and report["cells"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _kind(report: Report) -> str:
+    """Return the model's and the preset's name, fit for a folder."""
+    model = str(report["cells"][0]["cell"]["model"])
+    name = Path(model).resolve().name if os.sep in model else model
+    return f"{re.sub(r'[^A-Za-z0-9.-]', '-', name.removesuffix('.gguf'))}-{report['preset']}"

@@ -1,0 +1,221 @@
+"""What a benchmark needs of an engine, and our own engine behind it.
+
+An engine runs prompts greedily to a fixed length and tells what it was seen doing.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from llama.args import ModelArgs
+from llama.model import Transformer
+from llama.request import Options
+from llama.streaming import TextCodec, encode_prompt
+
+GREEDY: Options = {"temperature": 0.0}
+
+
+@dataclass
+class Run:
+    """One run, as it was seen from outside. Times are those of `time.perf_counter`.
+
+    started: when the engine was called. token_times: when each token of all rows was on the host, or, where a GPU runs
+    ahead of it, on the device.
+    fed: (rows, tokens a row) of every forward. cache_bytes, cache_length: what the cache held at the last forward, and
+    for how many positions there was room. logits_bytes: the most that a forward returned. greedy: whether every token
+    that was fed back was the most likely one, which only warm-ups look at. path: what executed the forwards;
+    fast_forwards: how many of them the fast step did, and fast_wanted: how many it should have. None: the engine does
+    not show it.
+    """
+
+    started: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    fed: list[tuple[int, int]] | None = None
+    cache_bytes: int | None = None
+    cache_length: int | None = None
+    logits_bytes: int | None = None
+    greedy: bool | None = None
+    path: str | None = None
+    fast_forwards: int | None = None
+    fast_wanted: int | None = None
+
+
+class Engine(Protocol):
+    """What is measured. `args` and `weights_bytes` are None where the engine does not tell.
+
+    `path` names what executes a forward, where a run does not show it.
+    """
+
+    path: str
+    args: ModelArgs | None
+    vocab_size: int
+    max_seq_len: int
+    weights_bytes: int | None
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
+    ) -> Run:
+        """Continue every prompt by `output_len` tokens, the most likely ones, without looking at any end-of-text.
+
+        With `steps`, stop after so many forwards, with room taken for all: what a warm-up needs.
+        """
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's weights; two that share their memory count once."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return sum(storages.values())
+
+
+class LlamaEngine:
+    """This library. `logits="all"` makes every forward compute the logits of all positions, as published code does."""
+
+    def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
+        self.model, self.tokenizer, self.logits = model, tokenizer, logits
+        self.path = self._path(fast=0, all=0)
+        self.args: ModelArgs | None = model.args
+        self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
+        self.weights_bytes: int | None = weights_bytes(model)
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
+    ) -> Run:
+        run = Run(fed=[], logits_bytes=0)
+        times: list[float] = []  # when each forward began, and when the last token was there
+        with self._watched(run, times, output_len=output_len, steps=steps):
+            run.started = time.perf_counter()
+            options: Options = {**GREEDY, "kv_caching": kv_caching}
+            forwards_before = self._fast_forwards()
+            with suppress(_EnoughError):
+                run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
+        run.token_times = times[1:]
+        run.fast_forwards = self._fast_forwards() - forwards_before
+        left = 0 if self.model.step is None or self.model.step.takes_prompts else 1  # the prompt
+        run.fast_wanted = len(run.fed or ()) - left
+        run.path = self._path(fast=run.fast_forwards, all=run.fast_wanted)
+        return run
+
+    def _fast_forwards(self) -> int:
+        return 0 if self.model.step is None else self.model.step.forwards
+
+    def _path(self, *, fast: int, all: int) -> str:
+        """Return what executed so many forwards, of which the fast step did some: by what it counted, not by intent."""
+        plain, step = self.model.ops.name, self.model.step
+        names = [step.name] if step is not None and fast else []
+        names += [plain] if fast < all or not names else []
+        return self.model.on_its_weights(" and ".join(names))
+
+    def encode(self, text: str) -> list[int]:
+        return encode_prompt(self.tokenizer, text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids))
+
+    @contextmanager
+    def _watched(self, run: Run, times: list[float], *, output_len: int, steps: int | None) -> Iterator[None]:
+        """Note when a forward begins, what it is fed and returns; ask the caches once, at the last; stop after `steps`.
+
+        A forward begins once the tokens of the step before are on the host, and the loop gives the cache back once the
+        last ones are.
+        """
+        last = steps or output_len
+        likeliest: list[Tensor] = []
+        free_cache, step = self.model.free_cache, self.model.step
+        clock = DeviceClock(self.model.device, times)
+
+        def before(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            times.append(time.perf_counter())
+            if len(times) - 1 == steps:
+                raise _EnoughError
+            return given, {**named, "logits": self.logits}
+
+        def after(_: object, given: tuple[Any, ...], logits: Tensor) -> Tensor:
+            assert run.fed is not None
+            rows, width = given[0].shape
+            run.fed.append((rows, width))
+            run.logits_bytes = max(run.logits_bytes or 0, logits.untyped_storage().nbytes())
+            if len(run.fed) == last:
+                self._ask_caches(run)
+            if steps is not None:  # only in a warm-up: it takes time
+                if likeliest:
+                    same = torch.equal(likeliest.pop(), given[0][:, -1])
+                    run.greedy = same and run.greedy is not False
+                likeliest.append(logits[:, -1].argmax(-1))
+            return logits[:, -1:]  # a view: all of them live until the next step's are there
+
+        def ahead(rows: int, width: int) -> None:
+            clock.note()
+            if len(times) - 1 == steps:
+                raise _EnoughError
+            assert run.fed is not None
+            run.fed.append((rows, width))
+            if len(run.fed) == last:
+                self._ask_caches(run)
+
+        def done() -> None:
+            if len(times) == last:
+                times.append(time.perf_counter())
+            free_cache()
+
+        before.only_looks = after.only_looks = True  # type: ignore[attr-defined]
+        hooks = [
+            self.model.register_forward_pre_hook(before, with_kwargs=True),
+            self.model.register_forward_hook(after),
+        ]
+        self.model.free_cache = done  # type: ignore[method-assign]
+        if step is not None and self.logits == "last":  # who wants all logits has to have the loop ask for them
+            step.watch = ahead
+        try:
+            yield
+            clock.settle()
+        finally:
+            if step is not None:
+                step.watch = None
+            del self.model.free_cache
+            for hook in hooks:
+                hook.remove()
+
+    def _ask_caches(self, run: Run) -> None:
+        caches = self.model.caches
+        run.cache_bytes = sum(cache.nbytes for cache in caches)
+        if caches[0].keys is not None and caches[0].key_positions() is None:  # else no slot belongs to a position
+            run.cache_length = caches[0].keys.shape[1]
+
+
+class DeviceClock:
+    """When a device that runs ahead of the host came to each of some points: noted there, read once all is done."""
+
+    def __init__(self, device: torch.device, times: list[float]) -> None:
+        self._device, self._times = device, times
+        self._first = 0  # the index of the first time that was noted here
+        self._events: list[torch.cuda.Event] = []
+
+    def note(self) -> None:
+        """Append the time at which the device comes here, for now that of the host."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._first = self._first if self._events else len(self._times)
+            self._events.append(event)
+        self._times.append(time.perf_counter())
+
+    def settle(self) -> None:
+        """Put the device's times in their places. It had nothing to do at the first of them, so there both agree."""
+        if self._events:
+            torch.cuda.synchronize(self._device)
+        for index, event in enumerate(self._events):
+            self._times[self._first + index] = self._times[self._first] + self._events[0].elapsed_time(event) / 1e3
+
+
+class _EnoughError(Exception):
+    """Ends a generation from inside."""

@@ -1,0 +1,137 @@
+"""The memory ledger: what a cell's memory is predicted to hold at its peak, line by line, beside what was measured.
+
+The predictions are `llama.costs`' and come from ModelArgs alone; what would not fit is refused by them. Knows nothing
+of how anything was measured.
+"""
+
+import torch
+
+from llama.args import ModelArgs
+from llama.bench.cell import Cell
+from llama.bench.schema import Ledger, Line
+from llama.costs import PeakMemory, head_bytes, peak_memory, size
+from llama.machine import available_memory
+from llama.parallel import local_size
+
+CUBLAS_WORKSPACE = 8_519_680  # torch's default configuration, :4096:2:16:8, in bytes
+CUBLAS_WORKSPACE_HOPPER = 32 * 2**20  # and the one it takes from compute capability 9.0 on
+
+
+def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
+    """Return the predicted peak of a cell."""
+    return peak_memory(
+        args,
+        rows=cell.batch_size,
+        input_len=cell.input_len,
+        output_len=cell.output_len,
+        kv_caching=cell.kv_caching,
+        itemsize=cell.itemsize,
+        all_logits=cell.logits == "all",
+        workspace=workspace,
+        ranks=cell.ranks,
+        int8=cell.int8,
+    )
+
+
+def make_ledger(
+    args: ModelArgs,
+    cell: Cell,
+    predicted: PeakMemory,
+    *,
+    weights: int | None = None,
+    head: int | None = None,
+    cache: int | None = None,
+    logits: int | None = None,
+    peak: int | None = None,
+    measured_by: str = "not measured",
+) -> Ledger:
+    """Return the ledger of the tensors; the resident memory of the process is for the caller to add.
+
+    `weights`, of which `head` are those of a head of its own, `cache`, `logits` and `peak` are measured bytes, None
+    where nobody could look.
+    """
+    own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, int8=cell.int8)
+    untied = 0 if args.tied_head else own_head
+    at_head = predicted.at_head
+    lines = [
+        _line("weights", predicted.weights - untied, None if weights is None else weights - (head or 0)),
+        _line("tied head" if args.tied_head else "head", untied, head),
+        _line("KV cache", predicted.cache, cache),
+        _line("logits", predicted.logits, logits, counts=at_head),
+    ]
+    if args.tied_head:
+        lines[1]["note"] = f"is the embedding; on its own it would take {size(own_head)}"
+    if cell.kv_cache != "static" and cell.kv_caching:
+        lines[2]["note"] = f"predicted for a static cache; this one is {cell.kv_cache}"
+    if predicted.narrow_logits:
+        lines.append(_line("logits in 16 bits", predicted.narrow_logits, None, counts=at_head))
+    if predicted.previous_logits:
+        lines.append(_line("logits of the step before", predicted.previous_logits, None))
+    doing = predicted.head_activations if at_head else predicted.activations
+    moment = "prefill" if predicted.forward == 0 else "step"
+    known = [line["predicted"] if line["measured"] is None else line["measured"] for line in lines if line["counts"]]
+    rest = None if peak is None else peak - sum(known) - predicted.workspace
+    lines.append(_line(f"{moment} activations", doing, rest))
+    lines.append(_line("workspace", predicted.workspace, None))
+    lines[-2]["note"] = _of_activations(cell, measured=rest is not None)
+    return {
+        "moment": f"{'at the head' if at_head else 'in a layer'} of the {moment}",
+        "lines": lines,
+        "predicted_peak": predicted.total,
+        "measured_peak": peak,
+        "measured_by": measured_by,
+        "residual": None if peak is None else peak - predicted.total,
+        "resident_before_model": None,
+        "resident_peak": None,
+        "resident_residual": None,
+    }
+
+
+def _of_activations(cell: Cell, *, measured: bool) -> str:
+    if cell.exact:
+        return "predicted for the plain path; exact mode pads and copies"
+    if cell.fast:
+        return "predicted for the plain path; the fast step takes a workspace, or on a GPU a pool"
+    if cell.int8:
+        return "predicted for weights as they are; int8 layers widen some outputs at a time"
+    return "measured is what the other lines leave of the measured peak" if measured else ""
+
+
+def _line(name: str, predicted: int, measured: int | None, *, counts: bool = True) -> Line:
+    return {"name": name, "predicted": predicted, "measured": measured, "counts": counts, "note": ""}
+
+
+def ledger_words(ledger: Ledger) -> str:
+    """Return the predicted lines in one sentence, for a refusal."""
+    parts = [f"{line['name']} {size(line['predicted'])}" for line in ledger["lines"] if line["counts"]]
+    return f"{', '.join(parts)}: {size(ledger['predicted_peak'])} at the peak"
+
+
+def check_length(cell: Cell, max_seq_len: int) -> None:
+    """Refuse what passes the model's limit."""
+    if cell.total_len > max_seq_len:
+        raise ValueError(
+            f"input_len={cell.input_len} + output_len={cell.output_len} = {cell.total_len} passes the model's "
+            f"max_seq_len={max_seq_len}; shorten one of the two"
+        )
+
+
+def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, held: int) -> None:
+    """Refuse what is predicted to pass the memory that is free; `held` bytes of the prediction are taken already."""
+    predicted = predict(args, cell, workspace=workspace(device))
+    free = available_memory(device)
+    if free is not None and device.type != "cuda":
+        free //= local_size()  # the other ranks of this host take as much
+    if free is not None and predicted.total - held > free:
+        raise ValueError(
+            f"{cell.name} does not fit: {ledger_words(make_ledger(args, cell, predicted))}, and {size(free)} are free "
+            f"on {device}; make batch_size, input_len or output_len smaller"
+        )
+
+
+def workspace(device: torch.device) -> int:
+    """Return what the device's libraries take through PyTorch's allocator: cuBLAS its workspace, a CPU nothing."""
+    if device.type != "cuda":
+        return 0
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    return CUBLAS_WORKSPACE_HOPPER if hopper else CUBLAS_WORKSPACE

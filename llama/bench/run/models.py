@@ -1,0 +1,174 @@
+"""The models that a benchmark can measure: a checkpoint, the demo model, or a released shape with random weights.
+
+Meta's weights are gated, and no time or size depends on their values; the tokenizer is Meta's real one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama.api import check_modes, pick_device, pick_dtype
+from llama.args import ModelArgs
+from llama.bench.cell import Cell
+from llama.bench.run.memory_ledger import check_length, check_memory
+from llama.bench.run.peers import GPT2
+from llama.checkpoint import load_weights, materialise, open_checkpoint
+from llama.checkpoint.base import Weight, needed_shapes
+from llama.costs import RELEASED
+from llama.demo import cache_dir, demo_model_path, meta_tokenizer_path
+from llama.fast.choose import make_fast
+from llama.kv_cache import KVCache
+from llama.model import Transformer
+from llama.parallel import join, own_device, world_size
+from llama.quantize import Int8Weight, quantize_layers, weights_of
+from llama.ranks import cut_for
+from llama.streaming import encode_prompt
+from llama.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that is not in memory yet: its sizes, its tokenizer, and how to build it on a device."""
+
+    args: ModelArgs
+    tokenizer: Tokenizer
+    weights: str
+    device: torch.device
+    dtype: torch.dtype
+    build: Callable[[], Transformer]
+
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_cell(
+    *, model: str | None = None, ckpt_dir: str | None = None, device: str = "auto", dtype: str = "auto", **rest: Any
+) -> Cell:
+    """Return a cell with everything settled that was left open; refuse what cannot be measured, before anything runs.
+
+    The model is the demo on a CPU and llama-3.2-1b on a GPU, where none is named. `rest` are fields of Cell.
+    """
+    if model is not None and ckpt_dir is not None:
+        raise ValueError("model and ckpt_dir both name a model; give one of them")
+    if model is not None and model not in ("demo", *RELEASED, *GPT2):
+        known = ", ".join(["demo", *RELEASED, *GPT2])
+        raise ValueError(f"model={model} is not known; known are {known}; ckpt_dir takes a path")
+    on = pick_device(device)
+    name = ckpt_dir or model or ("llama-3.2-1b" if on.type == "cuda" else "demo")
+    kind = pick_dtype(dtype, on)
+    known_as = next(n for n, known in DTYPES.items() if known == kind)
+    cell = Cell(model=name, device=str(on), dtype=known_as, ranks=world_size(), **rest)
+    check_cell(cell)
+    KVCache.of(ModelArgs(kv_cache=cache_kind(cell.kv_cache)))
+    if name in GPT2:
+        return cell
+    source = find_model(cell)
+    cell = settled(cell, lambda text: encode_prompt(source.tokenizer, text))
+    check_length(cell, source.args.max_seq_len)
+    check_memory(cell, source.args, source.device, held=0)
+    return cell
+
+
+def check_cell(cell: Cell) -> None:
+    """Raise ValueError for ways to compute that our own engine cannot have together, or not on this device."""
+    if cell.engine == "llama":
+        device, dtype = pick_device(cell.device), DTYPES[cell.dtype]
+        check_modes(device, dtype, fast=cell.fast, quantize=cell.quantize, exact=cell.exact)
+
+
+def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
+    """Return the cell with the count of its text's tokens, where it has one."""
+    return cell if cell.text is None else cell.but(input_len=len(encode(cell.text)))
+
+
+def cache_kind(name: str) -> str:
+    """Return the name of a kind of cache; of "file.py:kind", after running the file, which defines it."""
+    path, _, kind = name.rpartition(":")
+    if not path.endswith(".py"):
+        return name
+    if kind not in KVCache.kinds:
+        spec = spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(module_from_spec(spec))
+    return kind
+
+
+def find_model(cell: Cell) -> Source:
+    """Return what `cell.model` names, fetched if need be and read as far as its sizes.
+
+    Raises ValueError, and DemoUnavailable.
+    """
+    device = own_device(pick_device(cell.device))
+    dtype = pick_dtype(DTYPES[cell.dtype], device)
+    if cell.model in RELEASED:
+        args = replace(RELEASED[cell.model], kv_cache=cache_kind(cell.kv_cache))
+        tokenizer = Tokenizer(cell.tokenizer_path or meta_tokenizer_path())
+        made = lambda: _in_mode(cell, random_model(args, dtype=dtype, device=device, int8=cell.int8))  # noqa: E731
+        return Source(args, tokenizer, "random", device, dtype, made)
+    path = demo_model_path() if cell.model == "demo" else cell.model
+    checkpoint = open_checkpoint(path, tokenizer_path=cell.tokenizer_path)
+    args = replace(checkpoint.args, kv_cache=cache_kind(cell.kv_cache))
+    build = lambda: _in_mode(  # noqa: E731
+        cell,
+        load_weights(checkpoint, args, dtype=dtype, device=device, ranks=join(device), int8=cell.int8).eval(),
+    )
+    return Source(args, checkpoint.tokenizer, "checkpoint", device, dtype, build)
+
+
+def _in_mode(cell: Cell, model: Transformer) -> Transformer:
+    model.exact = cell.exact
+    if cell.fast:  # which compiles here, if at all, before anything is timed
+        make_fast(model, cache_dir() / "native")
+    return model
+
+
+def random_model(
+    args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0, int8: bool = False
+) -> Transformer:
+    """Return a model of these sizes, or this rank's slice of it, whose numbers are random and always the same.
+
+    With `int8` they are those numbers rounded, and no matrix is ever there in a wider dtype as a whole.
+    """
+    ranks = join(device)
+    ranks.agree(
+        lambda: {
+            "configuration": args,
+            "dtype": dtype,
+            "device": device.type,
+            "versions": torch.__version__,
+            "seed": seed,
+        }
+    )
+    with torch.device("meta"), cut_for(ranks):
+        model = Transformer(args)
+        if int8:
+            quantize_layers(model, dtype)
+    whole = needed_shapes(args)
+    materialise(model, dtype=dtype, device=device)
+    stream = torch.Generator(device).manual_seed(seed)
+    for name, parameter in weights_of(model.requires_grad_(False)).items():
+        if isinstance(parameter, Int8Weight):
+            _draw_int8(parameter, stream, dtype)
+            continue
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)  # the norms
+            continue
+        bound = whole[name][-1] ** -0.5
+        drawn = parameter if ranks.size == 1 else parameter.new_empty(whole[name])
+        drawn.uniform_(-bound, bound, generator=stream)
+        if ranks.size > 1:
+            Weight.of(drawn).part(tuple(parameter.shape), ranks.rank, ranks.size).copy_to(parameter)
+    return model.eval()
+
+
+def _draw_int8(weight: Int8Weight, stream: torch.Generator, dtype: torch.dtype) -> None:
+    """Draw the numbers of a matrix row after row, in which a whole one is drawn too, and round them."""
+    bound = weight.shape[1] ** -0.5
+    for start, stop in weight.blocks():
+        drawn = torch.empty((stop - start, weight.shape[1]), dtype=dtype, device=weight.device)
+        weight.fill(start, drawn.uniform_(-bound, bound, generator=stream))

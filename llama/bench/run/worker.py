@@ -1,0 +1,189 @@
+"""A process that measures one thing and ends: python -m llama.bench.run.worker JOB RESULT, both files of JSON.
+
+Nothing of one measurement can reach the next: no memory, no cache, no warmth. What a job cannot do for a reason that a
+user can mend comes back as words; anything else ends the process, and `llama.bench.run.jobs` tells of it.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama.bench.cell import Cell
+from llama.bench.run.engines import Engine, LlamaEngine
+from llama.bench.run.measure import make_prompts, measure
+from llama.bench.run.memory import device_bytes_used, resident_bytes
+from llama.bench.run.memory_ledger import check_length, check_memory
+from llama.bench.run.models import DTYPES, find_model
+from llama.bench.run.step_times import cache_sizes, step_times
+from llama.bench.schema import ModelFacts, StepTimes
+from llama.costs import cache_bytes, parameters
+from llama.exact import slowdown_words
+from llama.machine import ceilings, environment
+
+
+def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
+    """Return what a cell runs on, what it is, and the resident memory before there was a model."""
+    from llama.bench.run.peers import GPT2, TransformersEngine, open_peer
+
+    if cell.model in GPT2:
+        before = resident_bytes()
+        gpt2 = TransformersEngine.gpt2(cell.model, seed=0, device=torch.device(cell.device), dtype=DTYPES[cell.dtype])
+        return gpt2, {"name": cell.model, "weights": gpt2.weights, "parameters": None, "sizes": None}, before
+    source = find_model(cell)
+    check_length(cell, source.args.max_seq_len)
+    check_memory(cell, source.args, source.device, held=0)
+    before = resident_bytes()
+    model = source.build()
+    facts: ModelFacts = {
+        "name": cell.model,
+        "weights": source.weights,
+        "parameters": parameters(source.args),
+        "sizes": _plain(source.args),
+    }
+    if cell.engine == "llama":
+        return LlamaEngine(model, source.tokenizer, logits=cell.logits), facts, before
+    threads = torch.get_num_threads()
+    return open_peer(cell.engine, model, source.tokenizer, threads=threads, quantize=cell.quantize), facts, before
+
+
+def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
+    """Measure a cell once."""
+    device = torch.device(cell.device)
+    device_before = device_bytes_used(device)
+    with _heard() as warnings:
+        engine, facts, before = open_engine(cell)
+        record = measure(
+            cell,
+            engine,
+            device=device,
+            weights=facts["weights"],
+            resident_before_model=before,
+            device_bytes_before=device_before,
+            trace=trace,
+        )
+    record["notes"] += warnings
+    if cell.exact and trace and isinstance(engine, LlamaEngine):
+        record["notes"].append(slowdown_words(engine.model))
+    return {"record": record, "model": facts, "environment": environment(device, torch.get_num_threads())}
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """Keep what the library warns of meanwhile, such as why the fast step does not serve."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("llama")
+    logger.addHandler(handler)
+    try:
+        yield warnings
+    finally:
+        logger.removeHandler(handler)
+
+
+def describe(cell: Cell) -> dict[str, Any]:
+    """Return what machine this is and can do, with no model in memory."""
+    device = torch.device(cell.device)
+    return {
+        "environment": environment(device, torch.get_num_threads()),
+        "ceilings": ceilings(device, DTYPES[cell.dtype]),
+    }
+
+
+def calibrate(cell: Cell) -> dict[str, Any]:
+    """Time the pieces that a prediction of all cells is made of."""
+    started = time.perf_counter()
+    engine, facts, _ = open_engine(cell)
+    loaded = time.perf_counter() - started
+    prompts = make_prompts(cell.but(batch_size=1), engine)
+    engine.run(prompts, 2, kv_caching=True)
+    run = engine.run(prompts, 2, kv_caching=True)
+    return {
+        "model": facts,
+        "input_len": len(prompts[0]),
+        "max_seq_len": engine.max_seq_len,
+        "load_seconds": loaded,
+        "prefill_seconds": run.token_times[0] - run.started,
+        "step_seconds": run.token_times[1] - run.token_times[0],
+    }
+
+
+def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
+    """Time a step of the cell's batch at each context, with the cache and without.
+
+    Beside it stands what a cached step reads for each position: the bytes of its keys and values.
+    """
+    source = find_model(cell)
+    longest = cell.but(input_len=max(contexts), output_len=1)
+    for kv_caching in (True, False):
+        check_memory(longest.but(kv_caching=kv_caching), source.args, source.device, held=0)
+    model = source.build()
+    steps: list[StepTimes] = []
+    for kv_caching in (True, False):
+        steps += step_times(model, cell.batch_size, contexts, kv_caching=kv_caching, logits=cell.logits)
+    position = cache_bytes(source.args, rows=cell.batch_size, length=1, itemsize=cell.cache_itemsize)
+    return {"steps": steps, "position_bytes": position}
+
+
+def size_caches(cell: Cell, *, lengths: list[int]) -> dict[str, Any]:
+    """Take caches of these lengths."""
+    return {"sizes": cache_sizes(find_model(cell).build(), lengths)}
+
+
+def margin(cell: Cell, *, row: int, ids: list[int]) -> dict[str, Any]:
+    """Return the gap between the two largest logits that follow a row's prompt and these new ids, without a cache."""
+    source = find_model(cell)
+    engine = LlamaEngine(source.build(), source.tokenizer)
+    prompts = make_prompts(cell, engine)
+    with torch.inference_mode():
+        engine.model.kv_caching = False
+        tokens = torch.tensor([prompts[row] + ids], device=engine.model.device)
+        first, second = engine.model(tokens, 0, logits="last")[0, -1].topk(2).values.tolist()
+    return {"margin": first - second}
+
+
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {
+    "machine": describe,
+    "cell": run_cell,
+    "calibrate": calibrate,
+    "steps": time_steps,
+    "caches": size_caches,
+    "margin": margin,
+}
+
+
+def _plain(args: object) -> dict[str, Any]:
+    sizes: dict[str, Any] = json.loads(json.dumps(vars(args), default=vars))
+    return sizes
+
+
+def main(job_path: str, result_path: str) -> None:
+    """Do the job that stands in one file and write what came of it into another."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    job = json.loads(Path(job_path).read_text("utf-8"))
+    cell = Cell(**job.pop("cell"))
+    torch.set_num_threads(cell.threads or torch.get_num_threads())
+    try:
+        result: dict[str, Any] = {"done": JOBS[job.pop("kind")](cell, **job)}
+    except ValueError as error:
+        result = {"refused": str(error)}
+    Path(result_path).write_text(json.dumps(result), "utf-8")
+
+
+def _end_with_parent() -> None:
+    """Nobody waits for the result any more once the pipe from the parent is closed."""
+    os.read(0, 1)  # not sys.stdin, whose lock nobody may hold when Python ends
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

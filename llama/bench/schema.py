@@ -1,0 +1,273 @@
+"""What a benchmark writes down, from one repetition to a whole report: the shape of its JSON, and the blank forms.
+
+docs/benchmark_json.md describes it field by field. Times are seconds, sizes bytes, shares 0 to 1; None stands where a
+machine or an engine does not tell.
+"""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Literal, TypedDict
+
+from llama.bench.cell import Cell
+from llama.costs import Ceilings
+
+SCHEMA = "llama-kv/benchmark/1"
+
+Status = Literal["ok", "violated", "not observed"]
+
+
+class Spread(TypedDict):
+    """A figure with its count: `n` values, and the values under which 10 %, half and 90 % of them lie."""
+
+    n: int
+    median: float
+    p10: float
+    p90: float
+
+
+class Sample(TypedDict):
+    """One repetition: the whole job, the time to its first token, and the time of every later one.
+
+    Allocated are the bytes in tensors: on CUDA by the allocator's own count, on a CPU by a trace of a second, untimed
+    run, which only the first repetition has.
+    """
+
+    seconds: float
+    first_token_seconds: float
+    step_seconds: list[float]
+    peak_resident_bytes: int | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    device_bytes: int | None
+    other_load_cores: float | None
+
+
+class Point(TypedDict):
+    """One point of the validity block; `detail` says in words what was seen."""
+
+    name: str
+    status: Status
+    detail: str
+
+
+class Line(TypedDict):
+    """One line of the memory ledger; `counts` tells whether it is there at the moment of the peak."""
+
+    name: str
+    predicted: int
+    measured: int | None
+    counts: bool
+    note: str
+
+
+class Ledger(TypedDict):
+    """Predicted against measured. `measured_by` names where `measured_peak` comes from; resident is the process."""
+
+    moment: str
+    lines: list[Line]
+    predicted_peak: int
+    measured_peak: int | None
+    measured_by: str
+    residual: int | None
+    resident_before_model: int | None
+    resident_peak: int | None
+    resident_residual: int | None
+
+
+class Work(TypedDict):
+    """What the job asks of any machine, over all rows; the step is the middle one."""
+
+    token_forwards: int
+    flops: int
+    bytes: int
+    prefill_flops: int
+    step_flops: int
+    step_bytes: int
+
+
+class Limits(TypedDict):
+    """Which shares of the measured ceilings prefill and the middle step reach, and what holds the step back."""
+
+    prefill_flops_share: float
+    step_flops_share: float
+    step_bandwidth_share: float
+    bound_by: str
+
+
+class Summary(TypedDict):
+    """A cell's figures over all its repetitions; tokens per second are those of the medians."""
+
+    seconds: Spread
+    first_token_seconds: Spread
+    step_seconds: Spread | None
+    peak_bytes: Spread | None
+    resident_bytes: Spread | None
+    tokens_per_second: float
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float | None
+
+
+class CellRecord(TypedDict):
+    """One cell: what was asked for, each repetition, and what follows; `error` where it died before its first."""
+
+    cell: dict[str, Any]
+    path: str
+    samples: list[Sample]
+    summary: Summary | None
+    weights_bytes: int | None
+    cache_bytes: int | None
+    ids: list[list[int]]
+    text: str
+    points: list[Point]
+    notes: list[str]
+    ledger: Ledger | None
+    work: Work | None
+    limits: Limits | None
+    error: str | None
+
+
+class Divergence(TypedDict):
+    """Where two texts part: `margin` is the gap between the two largest logits there, without the cache."""
+
+    row: int
+    token: int
+    cached_id: int
+    uncached_id: int
+    margin: float | None
+
+
+class Comparison(TypedDict):
+    """The ids with the cache on against those with it off, over `tokens` tokens."""
+
+    engine: str
+    path: str
+    batch_size: int
+    tokens: int
+    equal: bool
+    divergence: Divergence | None
+
+
+class StepTimes(TypedDict):
+    """How long a step takes that makes one token per row at a context length, in one mode."""
+
+    batch_size: int
+    context: int
+    kv_caching: bool
+    seconds: Spread
+
+
+class Crossover(TypedDict):
+    """From which context on a cached step is the faster one; None where it was at none that was tried."""
+
+    batch_size: int
+    context: int | None
+    steps: list[StepTimes]
+
+
+class Growth(TypedDict):
+    """How much the cache speeds up a whole generation of so many tokens."""
+
+    generated: int
+    cached_seconds: Spread
+    uncached_seconds: Spread
+    speedup: float
+
+
+class CacheSize(TypedDict):
+    length: int
+    predicted: int
+    measured: int
+
+
+class Fit(TypedDict):
+    """seconds = base + slope x context, and the exponent p of seconds ~ context^p over the longer half of them.
+
+    `of` one token, or a whole text of that length made token by token; over so many `lengths`. `r_squared` is the share
+    of the times' variance that the line explains. `predicted_slope` is, of a token with a static cache, what reading
+    the keys and values of one more position takes at the measured bandwidth.
+    """
+
+    of: Literal["token", "text"]
+    kv_caching: bool
+    base: float
+    slope: float
+    exponent: float
+    lengths: int
+    r_squared: float
+    predicted_slope: float | None
+
+
+class Sweep(TypedDict):
+    growth: list[Growth]
+    cache: list[CacheSize]
+    contexts: list[StepTimes]
+    batches: list[StepTimes]
+    fits: list[Fit]
+
+
+class ModelFacts(TypedDict):
+    """`parameters` and `sizes` are None for an engine that does not tell."""
+
+    name: str
+    weights: str
+    parameters: int | None
+    sizes: dict[str, Any] | None
+
+
+class Report(TypedDict):
+    """A whole run of the benchmark. `reading`: what follows from its numbers. `failures`: what was not measured."""
+
+    schema: str
+    preset: str
+    command: str
+    started: str
+    budget_minutes: float | None
+    model: ModelFacts | None
+    environment: dict[str, Any]
+    ceilings: Ceilings | None
+    cells: list[CellRecord]
+    comparisons: list[Comparison]
+    crossovers: list[Crossover]
+    sweep: Sweep | None
+    reading: list[str]
+    failures: list[str]
+
+
+def new_record(cell: Cell) -> CellRecord:
+    """Return the record of a cell that nothing is known of yet."""
+    return {
+        "cell": cell.as_json(),
+        "path": "plain",
+        "samples": [],
+        "summary": None,
+        "weights_bytes": None,
+        "cache_bytes": None,
+        "ids": [],
+        "text": "",
+        "points": [],
+        "notes": [],
+        "ledger": None,
+        "work": None,
+        "limits": None,
+        "error": None,
+    }
+
+
+def new_report(preset: str, cells: Sequence[Cell], *, command: str = "", budget_minutes: float | None = None) -> Report:
+    """Return a report, begun now, in which nothing has been measured yet."""
+    return {
+        "schema": SCHEMA,
+        "preset": preset,
+        "command": command,
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "budget_minutes": budget_minutes,
+        "model": None,
+        "environment": {},
+        "ceilings": None,
+        "cells": [new_record(cell) for cell in cells],
+        "comparisons": [],
+        "crossovers": [],
+        "sweep": None,
+        "reading": [],
+        "failures": [],
+    }

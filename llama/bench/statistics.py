@@ -1,0 +1,69 @@
+"""Many values of one figure as a spread, and the figures of a cell out of its repetitions."""
+
+import statistics
+from collections.abc import Sequence
+
+from llama.bench.cell import Cell
+from llama.bench.schema import Limits, Sample, Spread, Summary, Work
+from llama.costs import Ceilings
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return the median and the 10th and 90th percentile, interpolated between values."""
+    ordered = sorted(values)
+    return {
+        "n": len(ordered),
+        "median": statistics.median(ordered),
+        "p10": _percentile(ordered, 0.1),
+        "p90": _percentile(ordered, 0.9),
+    }
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def summarise(cell: Cell, samples: Sequence[Sample]) -> Summary:
+    """Return a cell's figures. Steps are pooled over all repetitions; rates are those of the medians."""
+    seconds = spread([sample["seconds"] for sample in samples])
+    first = spread([sample["first_token_seconds"] for sample in samples])
+    steps = [step for sample in samples for step in sample["step_seconds"]]
+    step = spread(steps) if steps else None
+    after = statistics.median(sum(sample["step_seconds"]) for sample in samples)
+    peaks = [peak for sample in samples if (peak := sample["peak_allocated_bytes"]) is not None]
+    resident = [peak for sample in samples if (peak := sample["peak_resident_bytes"]) is not None]
+    rows = cell.batch_size
+    return {
+        "seconds": seconds,
+        "first_token_seconds": first,
+        "step_seconds": step,
+        "peak_bytes": spread(peaks) if peaks else None,
+        "resident_bytes": spread(resident) if resident else None,
+        "tokens_per_second": rows * cell.output_len / seconds["median"],
+        "prefill_tokens_per_second": rows * cell.input_len / first["median"],
+        "decode_tokens_per_second": rows * (cell.output_len - 1) / after if steps else None,
+    }
+
+
+def limits_of(work: Work, summary: Summary, ceilings: Ceilings) -> Limits:
+    """Return how much of the machine's ceilings a cell used, and what held its middle step back."""
+    prefill = summary["first_token_seconds"]["median"]
+    step = summary["step_seconds"]["median"] if summary["step_seconds"] else prefill
+    flops_share = work["step_flops"] / step / ceilings["flops_per_second"]
+    bytes_share = work["step_bytes"] / step / ceilings["read_bytes_per_second"]
+    return {
+        "prefill_flops_share": work["prefill_flops"] / prefill / ceilings["flops_per_second"],
+        "step_flops_share": flops_share,
+        "step_bandwidth_share": bytes_share,
+        "bound_by": bound_by(flops_share=flops_share, bytes_share=bytes_share),
+    }
+
+
+def bound_by(*, flops_share: float, bytes_share: float) -> str:
+    """Name the ceiling that a step uses at least half of, or neither: then small operations or slow kernels cost."""
+    if max(flops_share, bytes_share) < 0.5:
+        return "neither ceiling"
+    return "arithmetic" if flops_share > bytes_share else "memory bandwidth"

@@ -1,0 +1,62 @@
+"""Whether the native code that was compiled here is to be trusted: tried on a tiny model before it serves a real one.
+
+What a compiler makes of the code is known on the machine where it was made, and nowhere else.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from llama.args import ModelArgs
+from llama.fast.native_runner import NativeStep
+from llama.fast.supported import NotServed
+from llama.model import Transformer
+from llama.quantize import Int8Weight, quantize_layers, weights_of
+from llama.self_comparison import first_difference
+
+# Sizes that leave no loop out: heads of a whole and of half a block of vectors, a head that ends with part of a panel.
+_ARGS = ModelArgs(
+    dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=96, ffn_dim=160, vocab_size=101, max_seq_len=160
+)
+# How far native logits may be from the modules', of the largest: they are added up in another order, and in bfloat16
+# the modules round between products.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2}
+
+
+@cache
+def check_library(folder: Path, dtype: torch.dtype, *, int8: bool) -> None:
+    """Raise NotServed where the code in `folder` does not give the plain path's logits, or not the same bits each time.
+
+    Compares for one kind of weights; once in a process.
+    """
+    model = _tiny_model(dtype, int8=int8)
+    tokens = torch.arange(90, device="cpu").view(3, 30)
+    with torch.inference_mode():
+        plain = model(tokens)
+        model.step = NativeStep(folder)
+        native = model(tokens)
+    assert model.step.forwards == 1
+    kind = f"{'int8 weights in ' if int8 else ''}{str(dtype).removeprefix('torch.')}"
+    off = float((native - plain).abs().max() / plain.abs().max())
+    if not off <= _TOLERANCE[dtype]:
+        raise NotServed(f"the native code compiled here is wrong for {kind}: off by {off:.2g} of the largest logit")
+    difference = first_difference(model, rows=3, length=150)  # more than two chunks of keys
+    if difference is not None:
+        raise NotServed(f"the native code compiled here rounds {kind} differently from call to call: {difference}")
+
+
+def _tiny_model(dtype: torch.dtype, *, int8: bool) -> Transformer:
+    stream = torch.Generator("cpu").manual_seed(0)
+    with torch.device("meta"):  # so that nothing is drawn from the user's own stream of random numbers
+        model = Transformer(_ARGS)
+        if int8:
+            quantize_layers(model, dtype)
+    model.requires_grad_(False).to_empty(device="cpu")
+    for weight in weights_of(model).values():
+        drawn = torch.randn(tuple(weight.shape), generator=stream, dtype=torch.float32, device="cpu")
+        if isinstance(weight, Int8Weight):
+            weight.fill(0, drawn / 10)
+        else:
+            weight.data = (1 + drawn / 10 if weight.ndim == 1 else drawn / 10).to(dtype)
+    return model.eval()

@@ -1,0 +1,141 @@
+"""A model as the native code is told of it: sizes, and where its weights lie; or why it is not told.
+
+Nothing reaches native code unchecked: the sizes are those of the tensors, not what a configuration says of them, and
+every tensor is of the dtype, shape, device and layout that the code reads. Knows the modules of model.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from llama.fast.native_library import Layer, Matrix, Model
+from llama.fast.supported import NotServed, check_modules
+from llama.kv_cache import StaticCache
+from llama.model import Attention, Transformer, TransformerBlock
+from llama.quantize import GROUP, LANES, Int8Embedding, Int8Weight
+
+_MULTIPLE = 32  # of numbers that the native code takes at a time
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """What the native code computes. It holds no weight: whoever calls makes sure that they are still where they were.
+
+    dtype: of norms, cache, and plain matrices. vocab_size: how many ids the embedding knows. trainable: whether some
+    weight may want a gradient. attentions, caches: every layer's.
+    """
+
+    sizes: Model
+    dtype: torch.dtype
+    vocab_size: int
+    trainable: bool
+    attentions: list[Attention]
+    caches: list[StaticCache]
+
+    @property
+    def layers(self) -> list[Layer]:
+        return list(self.sizes.layers[: self.sizes.layer_count])
+
+
+def describe(model: Transformer) -> NativeModel:
+    """Return what native code has to know of the model. Raises NotServed."""
+    check_modules(model)
+    dtype = model.norm.weight.dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise NotServed(f"there is native code for float32 and bfloat16, not for {dtype}")
+    sizes = _sizes(model)
+    sizes.norm = check_tensor(model.norm.weight, (sizes.dim,), dtype)
+    sizes.embedding = _matrix(model.tok_embeddings.weight, model.tok_embeddings.weight.shape[0], sizes.dim, sizes)
+    sizes.output = _matrix(model.output.weight, model.output.weight.shape[0], sizes.dim, sizes)
+    sizes.layers = (Layer * sizes.layer_count)(*(_layer(block, sizes, dtype) for block in model.blocks))
+    return NativeModel(
+        sizes=sizes,
+        dtype=dtype,
+        vocab_size=sizes.embedding.columns,
+        trainable=any(weight.requires_grad for weight in model.parameters()),
+        attentions=[block.attention for block in model.blocks],
+        caches=[cast(StaticCache, block.attention.cache) for block in model.blocks],  # `check_modules` has looked
+    )
+
+
+def check_tensor(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return where a tensor lies. Raises NotServed where the native code would read it for something else."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        kind = f"{type(tensor).__name__} on {tensor.device}"
+        raise NotServed(f"there is native code for plain tensors on a CPU alone, not for a {kind}")
+    if tensor.dtype != dtype:
+        raise NotServed(f"a tensor is {tensor.dtype} where the others ask for {dtype}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise NotServed(f"a tensor is {tuple(tensor.shape)} where the others ask for {tuple(shape)}")
+    if not tensor.is_contiguous() or tensor.is_neg() or tensor.data_ptr() % tensor.element_size():
+        raise NotServed("a tensor is not contiguous, not aligned, or a view that negates")
+    return tensor.data_ptr()
+
+
+def _sizes(model: Transformer) -> Model:
+    """Return the sizes, without addresses; refuse what the native code computes otherwise than the modules, or not."""
+    attention, embedding = model.blocks[0].attention, model.tok_embeddings.weight
+    if any(len(weight.shape) != 2 for weight in (embedding, attention.wq.weight, attention.wk.weight)):
+        raise NotServed("a matrix has not two dimensions")
+    head_dim = attention.head_dim
+    sizes = Model(
+        bfloat16=model.norm.weight.dtype == torch.bfloat16,
+        int8=isinstance(embedding, Int8Weight),
+        dim=embedding.shape[1],
+        heads=attention.wq.weight.shape[0] // head_dim,
+        kv_heads=attention.wk.weight.shape[0] // head_dim,
+        head_dim=head_dim,
+        hidden=model.blocks[0].feed_forward.w1.weight.shape[0],
+        layer_count=len(model.blocks),
+        eps=float(model.norm.eps),
+    )
+    for name, size in {"dim": sizes.dim, "head_dim": head_dim, "ffn_dim": sizes.hidden}.items():
+        if size % _MULTIPLE:
+            raise NotServed(f"{name} of the model, {size}, is no multiple of {_MULTIPLE}")
+    if not sizes.kv_heads or sizes.heads % sizes.kv_heads:
+        raise NotServed(f"{sizes.heads} heads cannot share {sizes.kv_heads} KV heads")
+    if isinstance(model.tok_embeddings, Int8Embedding) and model.tok_embeddings.dtype != model.norm.weight.dtype:
+        raise NotServed("activations are of another dtype than norms")
+    for block in model.blocks:
+        if block.attention_norm.eps != model.norm.eps or block.ffn_norm.eps != model.norm.eps:
+            raise NotServed("norms differ in their eps")
+        held = block.attention.cache.args
+        if (held.n_kv_heads, held.head_dim, block.attention.head_dim) != (sizes.kv_heads, head_dim, head_dim):
+            raise NotServed("layers, or their caches, differ in their heads")
+    return sizes
+
+
+def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
+    attention, mlp = block.attention, block.feed_forward
+    queries, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    return Layer(
+        attention_norm=check_tensor(block.attention_norm.weight, (sizes.dim,), dtype),
+        ffn_norm=check_tensor(block.ffn_norm.weight, (sizes.dim,), dtype),
+        wq=_matrix(attention.wq.weight, queries, sizes.dim, sizes),
+        wk=_matrix(attention.wk.weight, kv, sizes.dim, sizes),
+        wv=_matrix(attention.wv.weight, kv, sizes.dim, sizes),
+        wo=_matrix(attention.wo.weight, sizes.dim, queries, sizes),
+        w1=_matrix(mlp.w1.weight, sizes.hidden, sizes.dim, sizes),
+        w2=_matrix(mlp.w2.weight, sizes.dim, sizes.hidden, sizes),
+        w3=_matrix(mlp.w3.weight, sizes.hidden, sizes.dim, sizes),
+    )
+
+
+def _matrix(weight: Tensor | Int8Weight, rows: int, columns: int, sizes: Model) -> Matrix:
+    """Return a weight (rows, columns) as the native code is told of it, whose columns are our rows."""
+    if isinstance(weight, Int8Weight) != bool(sizes.int8):
+        raise NotServed("some matrices are int8 and some are not")
+    if isinstance(weight, Tensor):
+        dtype = torch.bfloat16 if sizes.bfloat16 else torch.float32
+        return Matrix(check_tensor(weight, (rows, columns), dtype), None, None, rows, columns)
+    if tuple(weight.shape) != (rows, columns):
+        raise NotServed(f"a matrix is {tuple(weight.shape)} where the others ask for {(rows, columns)}")
+    panels, groups = -(-rows // LANES), columns // GROUP
+    codes = check_tensor(weight.codes, (panels, groups, GROUP // 4, LANES, 4), torch.uint8)
+    scales, zeros = (
+        check_tensor(part, (panels, groups, LANES), torch.float16) for part in (weight.scales, weight.zeros)
+    )
+    return Matrix(codes, scales, zeros, rows, columns)

@@ -1,0 +1,84 @@
+"""The native forward, and the structs by which it is told of a model; `native/` declares the same in this order.
+
+Its plain twin is `Transformer.forward`. Knows no modules: addresses and sizes only.
+"""
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_float, c_int64, c_void_p
+from pathlib import Path
+
+from llama.fast.native_build import load_library
+
+SOURCE = Path(__file__).with_name("native") / "forward.cpp"
+
+
+class Matrix(ctypes.Structure):
+    """A weight (columns, length); scales and zeros are null but for int8."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("columns", c_int64),
+        ("length", c_int64),
+    )
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("ffn_norm", c_void_p),
+        *((name, Matrix) for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        ("bfloat16", c_int64),  # whether norms, cache and plain matrices are bfloat16, not float32
+        ("int8", c_int64),  # whether the matrices are int8
+        *((name, c_int64) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden", "layer_count")),
+        ("eps", c_float),
+        ("embedding", Matrix),
+        ("output", Matrix),
+        ("norm", c_void_p),
+        ("layers", POINTER(Layer)),
+    )
+
+
+class Batch(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("tokens", c_void_p),
+        ("starts", c_void_p),
+        ("lengths", c_void_p),
+        ("all", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("cached", c_int64),
+        ("slots", c_int64),
+        ("logits", c_void_p),
+        ("threads", c_int64),
+        ("workspace", c_void_p),
+    )
+
+
+class NativeForward:
+    """The library's functions, and the CPU's instructions that they were compiled for."""
+
+    def __init__(self, folder: Path) -> None:
+        library = load_library(SOURCE, folder)
+        self._run, self._size = library.forward, library.workspace_size
+        self._run.restype, self._size.restype = None, c_int64
+        library.instructions.restype = c_char_p
+        self.instructions: str = library.instructions().decode()
+
+    def workspace_size(self, model: Model, batch: Batch) -> int:
+        """Return the bytes that `batch.workspace` must have for a call."""
+        size: int = self._size(byref(model), byref(batch))
+        return size
+
+    def __call__(self, model: Model, batch: Batch) -> None:
+        self._run(byref(model), byref(batch))

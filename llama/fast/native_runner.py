@@ -1,0 +1,169 @@
+"""The fast step of a CPU: a whole forward, prompts too, as one native function over the model's weights and cache."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import addressof, c_int64
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from llama.fast.fingerprint import Described, TensorFacts, must_look
+from llama.fast.native_description import NativeModel, check_tensor, describe
+from llama.fast.native_library import Batch, NativeForward
+from llama.fast.supported import NotServed, Warnings, caching_of
+from llama.generation import Chosen
+from llama.model import Transformer
+from llama.request import Request
+from llama.rope import RopeTable
+from llama.sampling import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+class NativeStep:
+    """Runs a forward as one native function, over the model's own weights and cache. `forwards` counts them."""
+
+    name, takes_prompts = "native", True
+    watch: Callable[[int, int], None] | None = None  # told nothing: whoever watches the model sees every forward
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._native = folder, NativeForward(folder)
+        self.instructions = self._native.instructions
+        self.forwards = 0
+        self._warn = Warnings(logger)
+        self._described = Described(describe)
+        # Of which model the layers were told the addresses of their caches, and of which buffers.
+        self._caches: tuple[NativeModel, TensorFacts] | tuple[None, None] = (None, None)
+
+    def __reduce__(self) -> tuple[type["NativeStep"], tuple[Path]]:
+        return NativeStep, (self._folder,)  # the copy of a model has weights of its own
+
+    def __call__(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        start_pos: int | Sequence[int],
+        *,
+        logits: Literal["all", "last"],
+        lengths: Sequence[int] | None,
+    ) -> Tensor | None:
+        """Return what `model(...)` returns, or None where the plain path has to do it, which is said once."""
+        bsz, seqlen = tokens.shape
+        starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
+        if logits == "all" or lengths is None:
+            lengths = [seqlen] * bsz
+        end = max(map(sum, zip(starts, lengths, strict=True)))
+        look = must_look(model)
+        try:
+            described = self._described.of(model, look=look)
+            if described.trainable and torch.is_grad_enabled():
+                return None  # whoever records gradients needs the modules
+            ids = _ids(tokens, described)
+            cos_sin = _rotations(model, end, described)
+            slots = None
+            if caching_of(described.attentions if look else described.attentions[:1]):
+                slots = self._take_cache(described, model.norm.weight, bsz, end, look=look)
+        except NotServed as why:
+            self._warn(why)
+            return None
+        return self._forward(described, ids, starts, lengths, cos_sin, slots, all=logits == "all")
+
+    def run_ahead(
+        self, model: Transformer, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
+    ) -> Iterator[Chosen] | None:
+        """Leave the loop to the host, which is here the same CPU."""
+        return None
+
+    def free_cache(self) -> None:
+        """Nothing to do: no cache is held here but the model's own."""
+
+    def describe(self, model: Transformer) -> NativeModel:
+        """Return what the native code is told of the model now. Raises NotServed."""
+        return self._described.of(model)
+
+    def _take_cache(self, described: NativeModel, like: Tensor, rows: int, length: int, *, look: bool) -> int:
+        """Make room in every layer's cache, and return for how many positions there is."""
+        told, facts = self._caches
+        first = described.caches[0]._buffers["keys"]
+        holds = told is described and facts is not None and _has_room(first, rows, length)
+        if holds and look:
+            assert facts is not None
+            holds = facts.hold([cache._buffers[name] for cache in described.caches for name in ("keys", "values")])
+        if not holds:
+            self._caches = None, None
+            rooms = [cache.room(rows, length, like=like) for cache in described.caches]
+            buffers = [buffer for room in rooms for buffer in room]
+            shape = (*rooms[0][0].shape[:2], described.sizes.kv_heads, described.sizes.head_dim)
+            for layer, (keys, values) in zip(described.layers, rooms, strict=True):
+                layer.keys = check_tensor(keys, shape, described.dtype)
+                layer.values = check_tensor(values, shape, described.dtype)
+            self._caches = described, TensorFacts(buffers)
+            first = buffers[0]
+        assert first is not None
+        return first.shape[1]
+
+    def _forward(
+        self,
+        described: NativeModel,
+        ids: Tensor,
+        starts: list[int],
+        lengths: Sequence[int],
+        cos_sin: tuple[Tensor, Tensor],
+        slots: int | None,
+        *,
+        all: bool,
+    ) -> Tensor:
+        bsz, seqlen = ids.shape
+        vocab = described.sizes.output.columns
+        scores = torch.empty((bsz, seqlen if all else 1, vocab), dtype=torch.float32, device="cpu")
+        first, count = (c_int64 * bsz)(*starts), (c_int64 * bsz)(*lengths)
+        batch = Batch(
+            rows=bsz,
+            width=seqlen,
+            tokens=ids.data_ptr(),
+            starts=addressof(first),
+            lengths=addressof(count),
+            all=all,
+            cos=cos_sin[0].data_ptr(),
+            sin=cos_sin[1].data_ptr(),
+            cached=slots is not None,
+            slots=slots or 0,
+            logits=scores.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        size = self._native.workspace_size(described.sizes, batch)
+        workspace = torch.empty(size, dtype=torch.uint8, device="cpu")
+        batch.workspace = workspace.data_ptr()
+        self._native(described.sizes, batch)
+        self.forwards += 1
+        return scores
+
+
+def _ids(tokens: Tensor, described: NativeModel) -> Tensor:
+    """Return the token ids as the native code reads them."""
+    if type(tokens) is not Tensor or tokens.dtype not in (torch.int64, torch.int32) or tokens.device.type != "cpu":
+        raise NotServed(f"tokens are {tokens.dtype} on {tokens.device}, in a {type(tokens).__name__}")
+    low, high = tokens.aminmax()
+    if not 0 <= int(low) <= int(high) < described.vocab_size:
+        raise IndexError("a token id is outside of the vocabulary")
+    ids = tokens.to(torch.int64).contiguous()
+    if ids.is_neg() or ids.data_ptr() % ids.element_size():
+        ids = ids.clone()
+    check_tensor(ids, tokens.shape, torch.int64)
+    return ids
+
+
+def _rotations(model: Transformer, end: int, described: NativeModel) -> tuple[Tensor, Tensor]:
+    """Return the cos and sin of the positions 0 to end - 1, and perhaps of more."""
+    if type(model.rope) is not RopeTable:
+        raise NotServed(f"{type(model.rope).__name__} is not the RopeTable that the fast step knows")
+    cos, sin = model.rope.up_to(end, torch.device("cpu"))
+    for part in (cos, sin):
+        check_tensor(part, (max(end, len(cos)), 1, described.sizes.head_dim), torch.float32)
+    return cos, sin
+
+
+def _has_room(buffer: Tensor | None, rows: int, length: int) -> bool:
+    return buffer is not None and buffer.shape[0] >= rows and buffer.shape[1] >= length

@@ -1,0 +1,399 @@
+"""One run of the certificate: a model with its KV cache on and off, and both against the same model in float64.
+
+What counts as rounding is decided without looking at the cached run, so that a large error cannot absolve itself: the
+bound is a multiple of the error that the uncached path makes against float64. What the cache computes beyond it, and a
+choice that it cannot excuse, is a violation. Knows tensors and the sizes of the model, which `passes` feeds. Reads no
+files, prints nothing, and does not know where a model or its prompts come from.
+
+The texts are what the cached greedy run wrote, and a place is a position of one of them, counted through all. U is the
+uncached model over all texts in one pass, C the cached model fed as generation feeds it, R the float64 model, uncached.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from llama.model import Transformer
+from llama.verify.passes import (
+    ALONE,
+    FREE_CACHED,
+    FREE_UNCACHED,
+    PIECES,
+    STEPS,
+    UNCACHED,
+    WIDE_PIECES,
+    WIDE_STEPS,
+    FreeRun,
+    Part,
+    Texts,
+    at_steps,
+    in_one_pass,
+    run_free,
+    ways,
+)
+
+WAYS = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE)  # each is compared with U, bit by bit
+WIDE = (WIDE_STEPS, WIDE_PIECES)  # these, in float64, may differ from R by FLOAT64_TOLERANCE alone
+PARTS = 1 + len(WAYS) + len(WIDE)  # that `measure` tells of: U, and each of these
+
+# A place's bound is SLACK (by the bytes of a number) times the error of U there, or times the median over the run's
+# places where that is more: an error may be small by chance. A multiple of the largest would be steadier but weak: in
+# bf16 the demo's first token, whose activations are huge, is off by 5 times what is usual, and would excuse all others.
+# The largest error of any way in these units (docs/log.md): in fp32 7.5 among 250 tiny models and 2.4 on the demo, in
+# bf16 2.2 and 1.9, in fp16 3.5 and 2.5. Stale, shifted, dropped or misplaced keys make a million in fp32, 66 in bf16.
+SLACK = {8: 32.0, 4: 32.0, 2: 8.0}
+# What the error of U itself may be, whatever the cached run does: in eps x sqrt(widest layer) x layers x largest logit,
+# where 1.4 is the most that was seen. In 16 bits that limits nothing: a token on whose activations much depends may be
+# off by ten times the spread of its logits over the vocabulary. The median of a run was 0.15 of the spread at most.
+CEILING, SPREAD = 32.0, 0.5
+FLOAT64_TOLERANCE = 1e-9  # for cached against uncached in float64; at most 6e-13 was seen
+BINS_PER_OCTAVE = 16
+
+_CHUNK = 2**21  # logits that are looked at together: 16 MiB in float64
+_LEAST, _MOST = -1075 * BINS_PER_OCTAVE, 1025 * BINS_PER_OCTAVE  # the bins of every float64 above zero
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where the free runs of a row part: the tokens of the cached and of the uncached one, and top1 - top2 of U, C, R.
+
+    Explained: that of R is within twice the bound. A margin that is not finite is None.
+    """
+
+    row: int
+    step: int
+    position: int
+    tokens: list[int]
+    margins: list[float | None]
+    explained: bool
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one run measured. Runs add up: counts by sum, sizes by maximum.
+
+    tokens: those of the cached greedy run. alike: those that the uncached one made too, each row up to its divergence.
+    places: how many there are. undecided: those where top1 - top2 of R is at most 2 x the bound. bound: the largest.
+    strain: the largest error in units of its bound; above 1 is a violation. errors: the largest distance to R, by way.
+    compared, equal: at how many places a way's logits were compared with U's, and were all bit-equal.
+    deltas: a histogram of |C - U| over all logits, see `quantile`. kl: KL(U || C) at a place, in nats.
+    top1: at how many places two of them choose alike. violations: in words; none where all is well.
+    """
+
+    tokens: int = 0
+    alike: int = 0
+    places: int = 0
+    undecided: int = 0
+    bound: float = 0.0
+    strain: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    compared: dict[str, int] = field(default_factory=dict)
+    equal: dict[str, int] = field(default_factory=dict)
+    max_delta: float = 0.0
+    deltas: dict[str, int] = field(default_factory=dict)
+    kl_sum: float = 0.0
+    kl_max: float = 0.0
+    top1: dict[str, int] = field(default_factory=dict)
+    divergences: list[Divergence] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+
+def bytes_needed(model: Transformer, *, rows: int, length: int, tokens: int) -> int:
+    """Return what `reference_of` and `measure` take at most beside the model, activations apart."""
+    args, itemsize = model.args, max(4, model.norm.weight.itemsize)
+    logits = rows * args.vocab_size * (length * (itemsize + 8) + 2 * tokens * itemsize)  # U, R, and both free runs
+    logits += 8 * rows * args.vocab_size * length  # a large piece, in float64
+    cache = 2 * 8 * args.n_layers * rows * length * args.n_kv_heads * args.head_dim
+    return 8 * sum(weight.numel() for weight in model.parameters()) + logits + cache + 64 * _CHUNK
+
+
+@torch.inference_mode()
+def measure(
+    model: Transformer,
+    reference: Transformer,
+    prompts: Texts,
+    tokens: int,
+    *,
+    seed: int,
+    on_part: Callable[[str], None] = lambda part: None,
+) -> Figures:
+    """Continue every prompt by `tokens` ids, cached and uncached, and judge the two by `reference_of(model)`.
+
+    `seed` draws where PIECES cuts the texts, and `on_part` hears what comes next. Where `model.exact` is set, every
+    bitwise difference is a violation. Raises ValueError on what generation refuses, and for fewer than 2 tokens.
+    """
+    if tokens < 2:
+        raise ValueError(f"tokens={tokens} must be at least 2: the cache is first read for the second token")
+    on_part(FREE_CACHED)
+    cached = run_free(model, prompts, tokens, kv_caching=True)
+    if cached.failure:
+        return Figures(violations=[cached.failure])
+    texts = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, cached.ids, strict=True)]
+    on_part(UNCACHED)
+    u = [logits.to(reference.device) for _, _, logits in in_one_pass(model, texts)]
+    truth = Truth(u, [logits for _, _, logits in in_one_pass(reference, texts)])
+
+    difference = Difference()
+    seen = {UNCACHED: truth.look((row, 0, logits) for row, logits in enumerate(u))}
+    for name, parts in ways(model, reference, texts, tokens, seed).items():
+        on_part(name)
+        seen[name] = truth.look(parts, difference if name == STEPS else None)
+    on_part(FREE_UNCACHED)
+    uncached = run_free(model, prompts, tokens, kv_caching=False)
+    for run, steps in ((cached, [tokens] * len(texts)), (uncached, _comparable(cached, uncached))):
+        seen[run.name] = truth.look(at_steps(prompts, run, steps))
+    return _judge(model, prompts, cached, uncached, truth, seen, difference)
+
+
+def quantile(deltas: dict[str, int], share: float) -> float:
+    """Return a number that `share` of the differences do not pass: at most 4.5 % above the smallest such number.
+
+    Bin b counts those from 2^(b/16) up to 2^((b+1)/16), "zero" the zeros; what is returned is where a bin ends.
+    """
+    ends = {bin: 0.0 if bin == "zero" else 2.0 ** ((int(bin) + 1) / BINS_PER_OCTAVE) for bin in deltas}
+    left = share * sum(deltas.values())
+    for bin in sorted(deltas, key=ends.__getitem__):
+        left -= deltas[bin]
+        if left <= 0:
+            return ends[bin]
+    return 0.0
+
+
+# ---- what is seen of the logits --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A way's logits beside U and R, at places in ascending order; each tensor is (n,), on the CPU.
+
+    error: the largest distance to R, inf or nan where anything is not finite. margin: top1 - top2.
+    """
+
+    place: Tensor
+    equal: Tensor
+    error: Tensor
+    choice: Tensor
+    margin: Tensor
+
+
+class Truth:
+    """U and R of every text, each (positions, vocab)."""
+
+    def __init__(self, u: list[Tensor], r: list[Tensor]) -> None:
+        self.u, self.r = u, r
+        self.starts = [0, *accumulate(map(len, r))]  # the place of each text's first position
+
+    def look(self, parts: Iterable[Part], difference: "Difference | None" = None) -> Seen:
+        """Compare logits with U and R, few at a time; add them to `difference`."""
+        found = []
+        for row, first, logits in parts:
+            step = max(1, _CHUNK // logits.shape[-1])
+            for start in range(first, first + len(logits), step):
+                made = logits[start - first : start - first + step].to(self.r[row].device)
+                u, r = (truth[row][start : start + len(made)] for truth in (self.u, self.r))
+                found.append((self.starts[row] + start + torch.arange(len(made)), *_compare(made, u, r)))
+                if difference is not None:
+                    difference.add(made, u)
+        columns = [torch.cat(column) for column in zip(*found, strict=True)] or [torch.zeros(0, dtype=torch.int64)] * 5
+        order = columns[0].argsort()
+        return Seen(*(column[order] for column in columns))
+
+    def where(self, place: int) -> tuple[int, int]:
+        """Return the row and the position in it."""
+        row = bisect_right(self.starts, place) - 1
+        return row, place - self.starts[row]
+
+
+def _compare(made: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (equal, error, choice, margin) of logits, (n, vocab)."""
+    bits = {4: torch.int32, 8: torch.int64}[made.itemsize]
+    equal = (made.view(bits) == u.to(made.dtype).view(bits)).all(-1)
+    error = (made.double() - r).abs().amax(-1)
+    top = made.topk(min(2, made.shape[-1])).values.double()
+    return equal.cpu(), error.cpu(), made.argmax(-1).cpu(), (top[:, 0] - top[:, -1]).cpu()
+
+
+class Difference:
+    """What |C - U| and KL(U || C) come to."""
+
+    def __init__(self) -> None:
+        self.largest = self.kl_sum = self.kl_max = 0.0
+        self.zeros, self.bins = 0, torch.zeros(_MOST - _LEAST, dtype=torch.int64)
+
+    def add(self, c: Tensor, u: Tensor) -> None:
+        """Add logits (n, vocab), but for positions that are not finite, which are violations by themselves."""
+        finite = (c - u).sum(-1).isfinite()
+        if not finite.any():
+            return
+        c, u = c[finite].double(), u[finite].double()
+        delta = (c - u).abs()
+        self.largest = max(self.largest, float(delta.max()))
+        some = delta[delta > 0]
+        self.zeros += delta.numel() - some.numel()
+        bins = (some.log2() * BINS_PER_OCTAVE).floor().long() - _LEAST
+        self.bins += bins.bincount(minlength=len(self.bins)).cpu()
+        log_c, log_u = c.log_softmax(-1), u.log_softmax(-1)
+        kl = (log_u.exp() * (log_u - log_c)).sum(-1).clamp(min=0)  # below zero by rounding alone
+        self.kl_sum += float(kl.sum())
+        self.kl_max = max(self.kl_max, float(kl.max()))
+
+    def histogram(self) -> dict[str, int]:
+        counts = {str(bin + _LEAST): int(self.bins[bin]) for bin in self.bins.nonzero()[:, 0].tolist()}
+        return {"zero": self.zeros, **counts}
+
+
+# ---- the judgement ---------------------------------------------------------------------------------------------------
+
+
+def _judge(
+    model: Transformer,
+    prompts: Texts,
+    cached: FreeRun,
+    uncached: FreeRun,
+    truth: Truth,
+    seen: dict[str, Seen],
+    difference: Difference,
+) -> Figures:
+    r = truth.look((row, 0, logits) for row, logits in enumerate(truth.r))
+    u, c = seen[UNCACHED], seen[STEPS]
+    bound = _bound(u.error, SLACK[model.norm.weight.itemsize])
+    divergences = list(_divergences(prompts, (cached, uncached), truth.starts, (u, c, r), bound))
+    violations = list(_uncached_errors(model, u, truth))
+    violations += [
+        text
+        for name, way in seen.items()
+        for text in _errors_of(name, way, r, bound[way.place], truth, bits=model.exact and name in WAYS)
+    ]
+    violations += [text for run in (cached, uncached) for text in _slips_of(run, prompts, truth, seen[run.name])]
+    violations += [
+        f"free runs: row {d.row}, position {d.position}: cached takes token {d.tokens[0]}, uncached {d.tokens[1]}, "
+        f"and float64 prefers its own by {d.margins[-1]}, which rounding cannot make up"
+        for d in divergences
+        if not d.explained
+    ]
+    return Figures(
+        tokens=sum(map(len, cached.ids)),
+        alike=sum(_comparable(cached, uncached)) - len(divergences),
+        places=len(r.place),
+        undecided=int((r.margin <= 2 * bound).sum()),
+        bound=float(bound.max()),
+        strain=max(_largest(way.error / bound[way.place]) for name, way in seen.items() if name not in WIDE),
+        errors={name: _largest(way.error) for name, way in seen.items()},
+        compared={name: len(seen[name].place) for name in WAYS},
+        equal={name: int(seen[name].equal.sum()) for name in WAYS},
+        max_delta=difference.largest,
+        deltas=difference.histogram(),
+        kl_sum=difference.kl_sum,
+        kl_max=difference.kl_max,
+        top1={
+            name: int((one.choice == other.choice).sum())
+            for name, one, other in (("C and U", c, u), ("C and R", c, r), ("U and R", u, r))
+        },
+        divergences=divergences,
+        violations=violations,
+    )
+
+
+def _comparable(cached: FreeRun, uncached: FreeRun) -> list[int]:
+    """Return how many steps of each row had the same text before them: up to its divergence, and that one too."""
+    pairs = [list(zip(*ids, strict=False)) for ids in zip(cached.ids, uncached.ids, strict=True)]
+    return [next((step + 1 for step, (c, u) in enumerate(row) if c != u), len(row)) for row in pairs]
+
+
+def _bound(errors: Tensor, slack: float) -> Tensor:
+    """Return what rounding may do to the logits at each place, (places,), from the errors of U."""
+    finite = errors.isfinite()
+    usual = errors[finite].median().nan_to_num()
+    return (slack * errors.where(finite, usual).clamp(min=usual)).clamp(min=FLOAT64_TOLERANCE)
+
+
+def _uncached_errors(model: Transformer, u: Seen, truth: Truth) -> Iterator[str]:
+    """Say where the uncached path is farther from float64 than rounding takes it: its error excuses all others."""
+    args, dtype = model.args, model.norm.weight.dtype
+    widest = max(args.dim, args.n_heads * args.head_dim, args.ffn_dim)
+    largest = max(float(r.abs().max()) for r in truth.r)
+    ceiling = CEILING * torch.finfo(dtype).eps * math.sqrt(widest) * args.n_layers * largest
+    where = (u.error > ceiling).nonzero()[:, 0].tolist()
+    if where:
+        row, position = truth.where(int(u.place[where[0]]))
+        yield (
+            f"{UNCACHED}: row {row}, position {position}: the logits are {u.error[where[0]]:.3g} off those of float64, "
+            f"more than rounding in {str(dtype).removeprefix('torch.')} ever was, {ceiling:.3g}; "
+            f"so at {len(where)} of {len(u.error)} positions"
+        )
+    usual, spread = u.error.median(), torch.cat([r.std(-1, correction=0) for r in truth.r]).median()
+    if usual > SPREAD * spread.cpu():
+        yield f"{UNCACHED}: the median error is {usual:.3g}, more than half the spread of the logits, {spread:.3g}"
+
+
+def _largest(errors: Tensor) -> float:
+    return max(errors[errors.isfinite()].tolist(), default=0.0)
+
+
+def _errors_of(name: str, way: Seen, r: Seen, bound: Tensor, truth: Truth, *, bits: bool) -> Iterator[str]:
+    """Say where a way, with its places' bounds, went wrong first, by each rule, and how often."""
+    prefers, margin, finite = r.choice[way.place], r.margin[way.place], way.error.isfinite()
+    allowed = torch.full_like(bound, FLOAT64_TOLERANCE) if name in WIDE else bound
+    rules: list[tuple[Tensor, Callable[[int], str]]] = [
+        (~finite, lambda i: "the logits are not finite"),
+        (
+            finite & (way.error > allowed),
+            lambda i: f"the logits are {way.error[i]:.3g} off those of float64, and rounding explains {allowed[i]:.3g}",
+        ),
+        (
+            finite & (margin > 2 * allowed) & (way.choice != prefers),
+            lambda i: f"token {way.choice[i]} is preferred, and {prefers[i]} in float64, by {margin[i]:.3g}",
+        ),
+        (~way.equal & bits, lambda i: "the bits are not those of the uncached pass, in exact mode"),
+    ]
+    for wrong, say in rules:
+        where = wrong.nonzero()[:, 0].tolist()
+        if where:
+            row, position = truth.where(int(way.place[where[0]]))
+            count = f"so at {len(where)} of {len(wrong)} positions"
+            yield f"{name}: row {row}, position {position}: {say(where[0])}; {count}"
+
+
+def _slips_of(run: FreeRun, prompts: Texts, truth: Truth, way: Seen) -> Iterator[str]:
+    """Say where the loop did not feed what its mode feeds, or did not take what its own logits prefer."""
+    if run.failure:
+        yield run.failure
+        return
+    longest, tokens = max(map(len, prompts)), len(run.ids[0])
+    widths = [1 if step and run.name == FREE_CACHED else longest + step for step in range(tokens)]
+    if run.widths != widths:
+        yield f"{run.name}: the steps fed {run.widths} tokens a row, not {widths}"
+    for place, choice in zip(way.place.tolist(), way.choice.tolist(), strict=True):
+        row, position = truth.where(place)
+        id = run.ids[row][position + 1 - len(prompts[row])]
+        if id != choice:
+            yield f"{run.name}: row {row}, position {position}: token {id} was taken, and its logits prefer {choice}"
+            return
+
+
+def _divergences(
+    prompts: Texts,
+    runs: tuple[FreeRun, FreeRun],
+    starts: Sequence[int],
+    ways: tuple[Seen, Seen, Seen],
+    bound: Tensor,
+) -> Iterator[Divergence]:
+    for row, steps in enumerate(_comparable(*runs)):
+        step, position = steps - 1, len(prompts[row]) + steps - 2
+        if not steps or runs[0].ids[row][step] == runs[1].ids[row][step]:
+            continue
+        place = starts[row] + position
+        margins = [float(way.margin[place]) for way in ways]
+        yield Divergence(
+            row,
+            step,
+            position,
+            tokens=[run.ids[row][step] for run in runs],
+            margins=[margin if math.isfinite(margin) else None for margin in margins],
+            explained=margins[-1] <= 2 * float(bound[place]),
+        )

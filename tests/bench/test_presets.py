@@ -1,0 +1,512 @@
+"""A preset measures every cell, in turn, as often as its budget allows, and loses nothing that is finished."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import NATIVE_SIZES, write_checkpoint
+
+import benchmark_inference as script
+from llama import cli
+from llama.bench import presets, single
+from llama.bench.cell import Cell
+from llama.bench.presets import Session, run_sweep, run_table, sweep_cells, table_cells
+from llama.bench.run import aggregate, jobs, worker
+from llama.bench.run.directory import Book, new_book, resumed_book
+from llama.bench.run.jobs import JobDied, run_job
+from llama.bench.run.progress import Progress
+from llama.bench.schema import new_record, new_report
+from llama.bench.single import benchmark_inference
+
+REPETITIONS = 2  # as many as the claims need
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", max_seq_len=256)
+    return Cell(input_len=6, output_len=4, model=str(folder), threads=1)
+
+
+class Here:
+    """Does jobs in this process, which takes milliseconds, and keeps a list of them. `fail` may raise before one."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def fail(self, kind: str, cell: Cell) -> None: ...
+
+    def __call__(self, kind: str, cell: Cell, *, waiting: Any = None, **job: Any) -> dict[str, Any]:
+        self.fail(kind, cell)
+        self.done.append(cell.name if kind == "cell" else kind)
+        return json.loads(json.dumps(worker.JOBS[kind](cell, **job)))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    jobs_done_here = Here()
+    for module in (presets, aggregate, single):
+        monkeypatch.setattr(module, "run_job", jobs_done_here)
+    monkeypatch.setattr(
+        worker, "ceilings", lambda *_: {"read_bytes_per_second": 1e9, "flops_per_second": 1e9, "dtype": "fp32"}
+    )
+    monkeypatch.setattr(presets, "BATCHES", (1, 2))
+    monkeypatch.setattr(presets, "REPETITIONS", REPETITIONS)
+    monkeypatch.setattr(presets, "SWEEP_BATCHES", [1, 2])
+    monkeypatch.setattr(presets, "CONTEXTS", [4, 8, 16, 32])
+    monkeypatch.setattr(presets, "GENERATED", (2, 5))
+    return jobs_done_here
+
+
+def table(base: Cell, out: Path, *, minutes: float, resume: bool = False) -> Book:
+    report = new_report("table", table_cells(base, []), budget_minutes=minutes)
+    book = resumed_book(out, report) if resume else new_book(out, report)
+    run_table(Session(book, time.monotonic() + 60 * minutes, Progress()))
+    return book
+
+
+def test_a_table_repeats_every_cell_in_turn_where_that_fits(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = table(base, tmp_path, minutes=60).report
+    four = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]
+    assert [job for job in here.done if job.startswith("batch")] == four * REPETITIONS
+    assert here.done[:2] == ["machine", "calibrate"]
+    assert all(record["summary"] and record["summary"]["seconds"]["n"] == REPETITIONS for record in report["cells"])
+    assert [one["batch_size"] for one in report["crossovers"]] == [1, 2]
+    assert [one["equal"] for one in report["comparisons"]] == [True, True]
+    assert all(any("the same" in note for note in record["notes"]) for record in report["cells"])
+    assert len(report["reading"]) >= 3
+
+
+def test_without_a_budget_every_cell_is_measured_once(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = table(base, tmp_path, minutes=0).report
+    assert [len(record["samples"]) for record in report["cells"]] == [1, 1, 1, 1]
+    assert report["crossovers"] == []
+
+
+def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here, tmp_path: Path) -> None:
+    def interrupt(kind: str, cell: Cell) -> None:
+        if len(here.done) == 4:  # two jobs to begin with, and two cells
+            raise KeyboardInterrupt
+
+    here.fail = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        table(base, tmp_path, minutes=0)
+    (kept,) = tmp_path.glob("*/results.json")
+    before = json.loads(kept.read_text())
+    assert [len(record["samples"]) for record in before["cells"]] == [1, 1, 0, 0]
+
+    here.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    book = table(base, tmp_path, minutes=0, resume=True)
+    assert book.folder == kept.parent
+    assert [len(record["samples"]) for record in book.report["cells"]] == [1, 1, 1, 1]
+    assert [record["samples"] for record in book.report["cells"][:2]] == [r["samples"] for r in before["cells"][:2]]
+
+
+def test_only_a_run_of_the_same_cells_is_resumed(base: Cell, tmp_path: Path) -> None:
+    new_book(tmp_path, new_report("table", table_cells(base, [])))
+    other = new_report("table", table_cells(base.but(output_len=5), []))
+    with pytest.raises(ValueError, match="nothing to resume"):
+        resumed_book(tmp_path, other)
+    assert resumed_book(tmp_path, new_report("table", table_cells(base, []))).report["preset"] == "table"
+
+
+def test_a_run_that_is_half_written_or_of_another_schema_is_passed_over(base: Cell, tmp_path: Path) -> None:
+    plan = new_report("table", table_cells(base, []))
+    book, *others = (new_book(tmp_path, plan) for _ in range(5))
+    kept = json.dumps(plan)
+    contents = [kept[: len(kept) // 2], "[]", "null", json.dumps({**plan, "schema": "of next year"})]
+    for other, content in zip(others, contents, strict=True):
+        (other.folder / "results.json").write_text(content)
+    assert resumed_book(tmp_path, plan).folder == book.folder
+
+
+def test_a_file_in_the_place_of_the_folder_of_results_is_an_error_and_not_a_name_that_is_taken(
+    base: Cell, tmp_path: Path
+) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises((FileExistsError, NotADirectoryError)):
+        new_book(tmp_path / "out", new_report("table", [base]))
+
+
+def test_runs_of_one_day_do_not_overwrite_each_other(base: Cell, tmp_path: Path) -> None:
+    first, second = (new_book(tmp_path, new_report("table", [base])) for _ in range(2))
+    assert first.folder != second.folder
+    assert first.folder.name.endswith("-tiny-table")
+    assert second.folder.name == f"{first.folder.name}-2"
+
+
+def test_a_cell_whose_process_dies_says_so_and_the_others_stand(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die(kind: str, cell: Cell) -> None:
+        if kind == "cell" and cell.batch_size == 2 and not cell.kv_caching:
+            raise JobDied("its process was ended by SIGKILL")
+
+    here.fail = die  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=60).report
+    errors = [record["error"] for record in report["cells"]]
+    assert errors == [None, None, None, "died: its process was ended by SIGKILL"]
+    assert [len(record["samples"]) for record in report["cells"]] == [2, 2, 2, 0]
+    assert script.exit_code(report) == script.DIED
+
+
+def test_what_died_is_tried_again_when_the_run_is_resumed(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die(kind: str, cell: Cell) -> None:
+        if kind == "cell" and cell.batch_size == 2:
+            raise JobDied("gone")
+
+    here.fail = die  # type: ignore[method-assign]
+    assert [record["error"] for record in table(base, tmp_path, minutes=0).report["cells"]][2:] == ["died: gone"] * 2
+    here.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=0, resume=True).report
+    assert [(record["error"], len(record["samples"])) for record in report["cells"]] == [(None, 1)] * 4
+
+
+def test_repetitions_of_another_machine_or_commit_are_not_put_into_one_table(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(base, tmp_path, minutes=0)
+    whole = worker.environment
+    monkeypatch.setattr(worker, "environment", lambda *args: {**whole(*args), "commit": "another"})
+    with pytest.raises(ValueError, match=r"commit was .* and is 'another'"):
+        table(base, tmp_path, minutes=0, resume=True)
+
+
+def test_a_curve_that_fails_is_said_and_the_cells_stand(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die(kind: str, cell: Cell) -> None:
+        if kind == "steps" and cell.batch_size == 2:
+            raise JobDied("gone")
+
+    here.fail = die  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=60).report
+    assert report["failures"] == ["steps at batch 2: gone"]
+    assert [entry["batch_size"] for entry in report["crossovers"]] == [1]
+    assert all(len(record["samples"]) == REPETITIONS for record in report["cells"])
+
+
+@pytest.mark.parametrize("preset", ["table", "sweep"])
+def test_a_cache_of_ones_own_is_measured_by_its_name(
+    base: Cell, here: Here, tmp_path: Path, preset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from llama.kv_cache import StaticCache\n\n\nclass Mine(StaticCache, kind='mine'):\n    made = 0\n")
+    words = ["--preset", preset, "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--device", "cpu"]
+    for kind in ("concat", f"{file}:mine"):
+        assert run(*words, "--out", str(tmp_path / kind[-4:]), "--budget", "0", "--kv_cache", kind) == 0
+        (path,) = (tmp_path / kind[-4:]).glob("*/results.json")
+        report = json.loads(path.read_text())
+        assert all(point["status"] == "ok" for record in report["cells"] for point in record["points"])
+        assert report["cells"][0]["cell"]["kv_cache"] == kind
+        assert not report["sweep"] or all(e["measured"] == e["predicted"] for e in report["sweep"]["cache"])
+    assert "VIOLATED" not in capsys.readouterr().out
+
+
+def test_an_interruption_ends_with_exit_code_130_and_a_report(base: Cell, here: Here, tmp_path: Path) -> None:
+    def interrupt(kind: str, cell: Cell) -> None:
+        if not cell.kv_caching:
+            raise KeyboardInterrupt
+
+    here.fail = interrupt  # type: ignore[method-assign]
+    words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    assert run(*words, "--out", str(tmp_path), "--budget", "0") == 130
+    assert len(list(tmp_path.glob("*/page.html"))) == 1
+
+
+def test_a_violation_in_the_mode_that_is_compared_with_counts(base: Cell, here: Here) -> None:
+    whole = here.__call__
+
+    def broken(kind: str, cell: Cell, **job: Any) -> dict[str, Any]:
+        done = whole(kind, cell, **job)
+        if kind == "cell" and not cell.kv_caching:
+            done["record"]["points"][0] = {"name": "cache", "status": "violated", "detail": "it was on"}
+        return done
+
+    single.run_job = broken  # type: ignore[assignment]  # the fixture takes it back
+    report = single.measure_cell(base, compare=True)
+    assert report["cells"][0]["points"][0]["detail"] == "it was on"
+    assert script.exit_code(report) == script.VIOLATED
+
+
+def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die_the_second_time(kind: str, cell: Cell) -> None:
+        if kind == "cell" and cell.name == "batch 1, cache on" and cell.name in here.done:
+            raise JobDied("gone")
+
+    here.fail = die_the_second_time  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=60).report
+    assert any("a repetition failed: gone" in note for record in report["cells"] for note in record["notes"])
+    assert all(record["error"] is None for record in report["cells"])
+
+
+def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = new_report("sweep", sweep_cells(base))
+    run_sweep(Session(new_book(tmp_path, report), time.monotonic(), Progress()))
+    sweep = report["sweep"]
+    assert sweep is not None
+    assert [entry["generated"] for entry in sweep["growth"]] == [2, 5]
+    assert [entry["length"] for entry in sweep["cache"]] == [128, 256]  # the model's limit
+    assert all(entry["measured"] == entry["predicted"] for entry in sweep["cache"])
+    assert {(step["context"], step["kv_caching"]) for step in sweep["contexts"]} == {
+        (n, mode) for n in (4, 8, 16, 32) for mode in (True, False)
+    }
+    assert {step["batch_size"] for step in sweep["batches"]} == {1, 2}
+    assert len(sweep["fits"]) == 4
+
+
+def test_a_sweep_fits_its_steps_beside_what_the_bytes_predict(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = new_report("sweep", sweep_cells(base))
+    run_sweep(Session(new_book(tmp_path, report), time.monotonic(), Progress()))
+    assert report["sweep"] is not None
+    cached = report["sweep"]["fits"][0]
+    position = report["sweep"]["cache"][0]["predicted"] / 128  # bytes of one
+    assert cached["predicted_slope"] == position / 1e9
+    assert [fit["predicted_slope"] for fit in report["sweep"]["fits"][1:]] == [None] * 3
+    assert any(sentence.startswith("A token with the cache takes") for sentence in report["reading"])
+
+
+def test_a_sweep_of_too_few_contexts_says_that_nothing_was_fitted(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presets, "CONTEXTS", [4, 8])
+    report = new_report("sweep", sweep_cells(base))
+    run_sweep(Session(new_book(tmp_path, report), time.monotonic(), Progress()))
+    assert report["sweep"] is not None
+    assert report["sweep"]["fits"] == []
+    assert "How the time grows was not fitted: a line takes 3 contexts, and there are 2." in report["reading"]
+
+
+ENGINES = ["transformers", "llama.cpp", "llama.cpp:int8", "llama.cpp:int4", "llama:fast", "llama:fast:int8"]
+
+
+def test_one_table_holds_every_engine_in_every_mode_that_it_has(
+    here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llama_cpp")
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
+        pytest.skip("needs a C++ compiler")
+    folder = write_checkpoint(tmp_path / "tiny", max_seq_len=256, **NATIVE_SIZES)
+    words = ["--preset", "table", "--ckpt_dir", str(folder), "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    words += [word for engine in ENGINES for word in ("--engine", engine)]
+    assert run(*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--budget", "0") == 0
+    (path,) = (tmp_path / "out").glob("*/results.json")
+    report = json.loads(path.read_text())
+    first = [record for record in report["cells"] if record["cell"]["batch_size"] == 1]
+    ran = {(record["cell"]["kv_caching"], record["path"].replace("eager, ", "")) for record in first}
+    assert {path for on, path in ran if on and not path.startswith(("transformers", "llama.cpp"))} == {
+        *("plain", "native", "native, int8 weights")
+    }
+    assert sum(path.startswith("llama.cpp") for on, path in ran) == 3  # with the cache alone
+    assert len(first) == 4 * 2 + 3
+    assert {(one["engine"], one["path"]) for one in report["comparisons"] if one["engine"] == "llama"} == {
+        *(("llama", path) for path in ("plain", "native", "native, int8 weights"))
+    }
+    notes = {record["path"]: record["notes"] for record in first if record["cell"]["engine"] == "llama.cpp"}
+    assert [any("tokens" in n and "we did" in n for n in note) for note in notes.values()] == [True, False, False]
+    shown = capsys.readouterr().out
+    assert "How many times faster ours is, by path" in shown
+    assert "VIOLATED" not in shown
+
+
+def test_the_table_puts_peers_beside_every_cell_that_they_can_run() -> None:
+    names = [cell.name for cell in table_cells(Cell(), ["transformers", "llama.cpp"])]
+    assert len(names) == 15  # three batches of ours and transformers' in two modes, llama.cpp's in one
+    assert "llama.cpp, batch 8, cache on" in names
+    assert "llama.cpp, batch 8, cache off" not in names
+    assert "transformers, batch 8, cache off" in names
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_the_function_measures_in_a_process_of_its_own_and_compares(base: Cell, kv_caching: bool) -> None:
+    record = benchmark_inference(2, 6, 4, kv_caching, compare=True, ckpt_dir=base.model, threads=1, device="cpu")
+    assert record["summary"] is not None
+    assert record["summary"]["seconds"]["n"] == 1
+    assert all(point["status"] == "ok" for point in record["points"]), record["points"]
+    assert record["notes"][-1] == "cache on and off made the same 8 tokens"
+    assert record["limits"] is not None
+
+
+def test_unless_more_is_asked_for_one_mode_is_measured_once(base: Cell, here: Here) -> None:
+    record = benchmark_inference(2, 6, 4, ckpt_dir=base.model, threads=1, device="cpu")
+    assert here.done == ["machine", "batch 2, cache on"]
+    assert len(record["samples"]) == 1
+    assert record["notes"][-1] == "cache on and off: not compared"
+    assert single.measure_cell(base)["comparisons"] == []
+    again = benchmark_inference(2, 6, 4, ckpt_dir=base.model, threads=1, device="cpu", repeats=3)
+    assert [sample["peak_allocated_bytes"] is not None for sample in again["samples"]] == [True, False, False]
+    with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
+        benchmark_inference(2, 6, 4, ckpt_dir=base.model, device="cpu", repeats=0)
+
+
+def test_a_job_that_refuses_says_why_and_one_that_dies_how(base: Cell) -> None:
+    with pytest.raises(ValueError, match="passes the model's max_seq_len=256"):
+        run_job("cell", base.but(input_len=300), trace=False)
+    with pytest.raises(JobDied, match="exit code 1: KeyError: 'nothing'"):
+        run_job("nothing", base)
+    assert "SIGKILL, as a machine does that runs out of memory" in jobs._how_it_died(-9, "")
+
+
+def test_a_process_ends_with_the_one_that_waits_for_it(base: Cell, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"kind": "cell", "cell": base.as_json(), "trace": False}))
+    words = [sys.executable, "-m", "llama.bench.run.worker", str(tmp_path / "job.json"), str(tmp_path / "result.json")]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=jobs._environment(tmp_path, "0"))
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=60) == 1
+    assert not (tmp_path / "result.json").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_tells_what_is_left_and_a_late_piece_pushes_back_what_comes_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal, now = Terminal(), 1000.0
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def left() -> str:
+        progress.tick()
+        return re.findall(r"about (\S+) left", terminal.getvalue())[-1]
+
+    progress = Progress()
+    progress.plan(200)
+    progress.begin("the first piece", 60)
+    assert "the first piece" in terminal.getvalue()
+    assert left() == "3:20"
+    now += 60
+    assert left() == "2:20"
+    now += 30  # the piece should have ended half a minute ago
+    assert [left(), left()] == ["2:20", "2:20"]
+    progress.begin("the second piece", 10)
+    now += 10
+    assert left() == "2:10"
+    progress.plan(5)
+    assert left() == "0:05"
+    progress.close()
+    last = terminal.getvalue().removesuffix("\r").rpartition("\r")[2]
+    assert (len(last) > 30, last.strip()) == (True, "")  # blanks over the bar: nothing of it stays on the screen
+
+
+def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
+    found = worker.margin(base.but(kv_caching=False), row=0, ids=[1, 2])
+    assert found["margin"] >= 0
+
+
+def run(*words: str) -> int:
+    return cli.run(script.main, list(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--preset", "tables"], "--preset=tables is not known; choose table or sweep"),
+        (["--model", "llama-9"], "known are demo, llama-3-8b"),
+        (["--model", "demo", "--ckpt_dir", "x"], "give one of them"),
+        (["--batch_size", "0"], "--batch_size=0 must be at least 1"),
+        (["--input_len", "-1"], "input_len=-1"),
+        (["--output_len", "0"], "output_len=0"),
+        (["--input_len", "8190"], "passes the model's max_seq_len=8192"),
+        (["--batch_size", "1000000"], "does not fit: weights"),
+        (["--text", "a", "--input_len", "3"], "leave out --input_len"),
+        (["--engine", "vllm"], "engine='vllm' is not known"),
+        (["--model", "gpt2"], "--engine transformers"),
+        (["--kv_cache", "paged"], "is not a known kind of cache"),
+        (["--logits", "some"], "must be last or all"),
+        (["--repeats", "0"], "repeats=0"),
+        (["--budget", "-1", "--preset", "table"], "--budget=-1.0"),
+        (["--budget", "inf", "--preset", "table"], "--budget=inf"),
+        (["--preset", "table", "--batch_size", "4", "--compare"], "--batch_size, --compare: a preset decides this"),
+        (["--preset", "sweep", "--engine", "transformers"], "the sweep measures this library alone"),
+        (["--preset", "sweep", "--input_len", "8100"], "passes the model's max_seq_len=8192"),
+        (["--preset", "table", "--model", "llama-3.1-405b"], "does not fit: weights"),
+        (["--resume"], "name it with --preset"),
+        (["--quantize", "int4"], "quantize='int4': the engine llama has weights in int8"),
+        (["--quantize", "int8", "--exact"], "choose one of exact and quantize"),
+        (["--fast", "--exact"], "choose one of exact and fast"),
+        (["--quantize", "int8", "--dtype", "fp16"], "not in torch.float16"),
+        (["--engine", "transformers", "--quantize", "int8"], "transformers is measured with the weights as they are"),
+        (["--engine", "transformers:int8"], "transformers is measured with the weights as they are"),
+        (["--engine", "transformers", "--fast"], "the fast step is ours alone"),
+        (["--engine", "llama.cpp:int2"], "'int2' is no mode; known are fast, int8 and int4"),
+        (["--engine", "llama:int8", "--quantize", "int4"], "says its modes itself"),
+        (["--engine", "vllm:int8"], "engine='vllm' is not known"),
+        (["--preset", "table", "--engine", "llama:fast", "--engine", "llama:fast"], "would stand in the table twice"),
+        (["--preset", "table", "--engine", "llama"], "would stand in the table twice"),
+        (["--preset", "table", "--exact", "--engine", "llama:fast"], "choose one of exact and fast"),
+        (["--preset", "sweep", "--engine", "llama:fast"], "the sweep measures this library alone"),
+        (["--model", "gpt2", "--engine", "transformers", "--fast"], "as that comes"),
+        (["--logits", "all", "--engine", "transformers"], "logits=all is ours alone"),
+        (["--exact", "--engine", "transformers"], "exact mode is ours alone"),
+        (["--json", "/proc/nothing/x.json"], "/proc/nothing"),
+        (["--out", "/proc/nothing", "--preset", "table"], "/proc/nothing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words, "--device", "cpu") == 2
+    printed = capsys.readouterr()
+    assert error in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_violated_point_ends_with_exit_code_3_and_stands_in_the_json(
+    monkeypatch: pytest.MonkeyPatch, base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_its_first_point(*args: Any, **named: Any) -> Any:
+        report = single.measure_cell(*args, **named)
+        report["cells"][0]["points"][0]["status"] = "violated"
+        return report
+
+    file = tmp_path / "cell.json"
+    words = ["--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1", "--json", str(file)]
+    assert run(*words) == 0
+    assert "VIOLATED" not in capsys.readouterr().out
+    monkeypatch.setattr(script, "measure_cell", without_its_first_point)
+    assert run(*words) == script.VIOLATED
+    assert "VIOLATED" in capsys.readouterr().out
+    assert json.loads(file.read_text())["cells"][0]["points"][0]["status"] == "violated"
+
+
+def test_the_script_prints_the_familiar_lines_first(base: Cell, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run("--ckpt_dir", base.model, "--batch_size", "2", "--input_len", "6", "--output_len", "4", "--kv_caching") == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["Batch size: 2", "Input length: 6 tokens", "Output length: 4 tokens"]
+    assert [line.split(":")[0] for line in lines[3:7]] == [
+        "Inference time",
+        "Tokens per second",
+        "Model weights memory usage",
+        "Peak memory usage",
+    ]
+    assert "=== Sample Output ===" in lines
+
+
+def test_the_script_writes_a_preset_into_a_folder(
+    base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    assert run(*words, "--out", str(tmp_path), "--budget", "0") == 0
+    printed = capsys.readouterr()
+    assert "4 cells and 2 curves, each repetition in a process of its own: about" in printed.err
+    (folder,) = tmp_path.iterdir()
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {"results.json", "report.md", "table.csv", "page.html", "plots/time.png", "plots/memory.png"} <= names
+    assert str(folder / "page.html") in printed.out
+    assert run(*words, "--out", str(tmp_path), "--budget", "0", "--resume") == 0
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_blank_forms_are_ready_for_json(base: Cell) -> None:
+    assert json.loads(json.dumps(new_report("cell", [base])))["cells"] == [new_record(base)]

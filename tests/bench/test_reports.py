@@ -1,0 +1,514 @@
+"""What a benchmark's report looks like: every figure with its count, nothing hidden, nothing from outside."""
+
+import csv
+import html
+import io
+import json
+import re
+import shutil
+import struct
+import subprocess
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_reports import (
+    SENTENCES,
+    cell_record,
+    comparison,
+    crossover,
+    dead_record,
+    sweep_report,
+    table_report,
+)
+
+from llama.bench.report import plots
+from llama.bench.report.files import write_json, write_report
+from llama.bench.report.findings import read
+from llama.bench.report.page import page
+from llama.bench.report.plots import as_png, as_svg, figures
+from llama.bench.report.text import cell_text, report_csv, report_markdown, table_markdown
+from llama.bench.schema import CellRecord, Report
+from llama.files import check_writable
+
+RED = "\033[31m"
+TABLE_PLOTS = ["time", "memory", "steps", "crossover"]
+SWEEP_PLOTS = ["speedup", "cache", "context", "batch"]
+VIOLATION = "8 x 263 in, 8 x 32 out, 2352 fed of 2296 worked out"
+EVIL = "<script>alert(1)</script> | </pre><img src=http://example.org/x.png> \x1b[2J"
+
+
+def with_violation() -> CellRecord:
+    record = cell_record(batch_size=8)
+    record["points"][1] = {"name": "tokens", "status": "violated", "detail": VIOLATION}
+    return record
+
+
+def with_nothing_told() -> CellRecord:
+    """A cell of an engine that hides whatever an engine can hide."""
+    record = cell_record(engine="llama.cpp", path="llama.cpp 0.3.36")
+    record |= {"weights_bytes": None, "cache_bytes": None, "ledger": None, "work": None, "limits": None}
+    assert record["summary"] is not None
+    record["summary"] |= {
+        "step_seconds": None,
+        "decode_tokens_per_second": None,
+        "peak_bytes": None,
+        "resident_bytes": None,
+    }
+    for sample in record["samples"]:
+        sample |= {"step_seconds": [], "peak_resident_bytes": None, "peak_allocated_bytes": None}
+    record["points"] = [{"name": "cache", "status": "not observed", "detail": "the engine does not tell"}]
+    return record
+
+
+def rows_of(markdown: str, title: str) -> list[list[str]]:
+    """Return the cells of the table under a title."""
+    lines = markdown.partition(f"**{title}**")[2].strip().splitlines()
+    table = takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in [*table][2:]]
+
+
+def csv_rows(report: Report, figures: str = "cell") -> list[dict[str, str]]:
+    return [row for row in csv.DictReader(io.StringIO(report_csv(report))) if row["figures"] == figures]
+
+
+def width_and_height(png: bytes) -> tuple[int, int]:
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", png[16:24])
+
+
+def test_a_cell_begins_with_the_lines_that_its_users_know() -> None:
+    record = cell_record(batch_size=8)
+    assert record["summary"] is not None
+    record["summary"] |= {"tokens_per_second": 126.733, "seconds": {"n": 3, "median": 2.02, "p10": 2.0, "p90": 2.1}}
+    record["summary"]["peak_bytes"] = {"n": 3, "median": 2561.4 * 2**20, "p10": 0.0, "p90": 0.0}
+    record |= {"weights_bytes": int(2357.13 * 2**20), "text": "Once upon a time"}
+    assert cell_text(record, color=False).startswith(
+        "Batch size: 8\n"
+        "Input length: 256 tokens\n"
+        "Output length: 32 tokens\n"
+        "Inference time: 2.02 seconds\n"
+        "Tokens per second: 126.73\n"
+        "Model weights memory usage: 2357.13 MB\n"
+        "Peak memory usage: 2561.40 MB\n"
+        "\n"
+        "=== Sample Output ===\n"
+        "Once upon a time\n"
+        "\n"
+    )
+
+
+def test_a_cell_tells_mode_spread_count_ledger_and_validity() -> None:
+    text = cell_text(cell_record(batch_size=8), color=False)
+    assert "KV cache: on (static), 101.25 MB" in text
+    assert re.search(r"Time per output token: [\d.]+ ms \(p10 [\d.]+, p90 [\d.]+, n = 93\)", text)
+    assert re.search(r"Prefill: [\d.]+ tokens/s \(batch size x input length / median time to first token\)", text)
+    assert "Peak memory: the bytes in tensors" in text
+    assert re.search(r"Peak resident memory of the process: [\d.]+ MB", text)
+    assert re.search(r"^  weights +513\.13 +513\.13 +0\.00 +yes$", text, re.MULTILINE)
+    assert "  ok            no overflow: 287 positions fed" in text
+    assert "  not observed  statistics reset: " in text
+
+
+def test_a_peak_on_cuda_is_named_beside_what_is_reserved_and_in_use() -> None:
+    record = cell_record(device="cuda")
+    for place, sample in enumerate(record["samples"]):
+        sample |= {"peak_reserved_bytes": (600 + place) * 2**20, "device_bytes": None}
+    text = cell_text(record, color=False)
+    assert "Peak memory: the bytes in tensors" in text
+    assert "Peak memory reserved by the allocator: 602.00 MB" in text
+    assert "Taken of the device since before the model: not measured" in text
+
+
+def test_a_violated_point_shows_everywhere_and_is_red_where_there_is_colour() -> None:
+    record = with_violation()
+    report = table_report([record])
+    (line,) = [line for line in cell_text(record, color=True).splitlines() if RED in line]
+    assert line == f"{RED}  VIOLATED      tokens: {VIOLATION}\033[0m"
+    assert f"  VIOLATED      tokens: {VIOLATION}" in cell_text(record, color=False)
+    assert f"**VIOLATED** batch 8, cache on: tokens: {VIOLATION}" in report_markdown(report)
+    shown = page(report)
+    assert shown.index("VIOLATED") < shown.index(html.escape(SENTENCES[0]))
+    assert csv_rows(report)[0]["violated_points"] == "1"
+
+
+def test_colour_is_for_violations_alone() -> None:
+    assert cell_text(cell_record(), color=True) == cell_text(cell_record(), color=False)
+    assert "\033" not in cell_text(with_violation(), color=False)
+
+
+def test_what_was_not_measured_is_never_a_zero() -> None:
+    record = with_nothing_told()
+    text = cell_text(record, color=False)
+    assert "Model weights memory usage: not measured" in text
+    assert "Peak memory usage: not measured" in text
+    assert "KV cache: on (its own), bytes not observed" in text
+    assert "Time per output token: not measured" in text
+    assert "Decode: not measured" in text
+    assert "Memory ledger: not measured" in text
+    assert not re.search(r"\b0\.00? (MB|ms)", text)
+    (row,) = rows_of(table_markdown(table_report([record])), "Every cell")
+    unknown = ["not measured", "not measured", "not measured", "not observed", "not measured"]
+    assert row[4:] == ["not measured", row[5], *unknown, "3"]
+    (fields,) = csv_rows(table_report([record]))
+    assert fields["cache_bytes"] == fields["weights_bytes"] == fields["predicted_tensor_peak_bytes"] == ""
+
+
+def test_the_table_has_a_row_for_each_cell_with_its_count() -> None:
+    report = table_report()
+    rows = rows_of(table_markdown(report), "Every cell")
+    squares = [[str(batch), mode] for batch in (1, 8, 16) for mode in ("on", "off")]
+    assert [row[:2] for row in rows] == squares
+    assert [row[-1] for row in rows] == ["3 (93 steps)", "2 (62 steps)"] * 3
+    saved = rows_of(table_markdown(report), "What the cache saves")
+    assert [row[0] for row in saved] == ["batch 1", "batch 8", "batch 16"]
+    assert {row[1] for row in saved} == {"30.3x"}  # the sum of 256 to 287, over 287
+    assert {row[-1] for row in saved} == {"3 on, 2 off"}
+
+
+def test_a_single_repetition_shows_no_spread() -> None:
+    report = table_report([cell_record(n=1)])
+    (row,) = rows_of(table_markdown(report), "Every cell")
+    assert "(" not in row[2]
+    assert row[-1] == "1 (31 steps)"
+
+
+def test_a_dead_cell_says_so_and_the_others_stand() -> None:
+    dead = dead_record(batch_size=16, kv_caching=False)
+    report = table_report([cell_record(batch_size=16), dead])
+    alive, died = rows_of(table_markdown(report), "Every cell")
+    assert alive[-1] == "3 (93 steps)"
+    assert died[2:] == ["died", *["not measured"] * 8, "0"]
+    for shown in (table_markdown(report), report_markdown(report), page(report)):
+        assert "batch 16, cache off died: its process was killed (signal 9)" in shown
+    assert "This cell: died: its process was killed" in cell_text(dead, color=False)
+    assert list(figures(report)) == TABLE_PLOTS[:2] + TABLE_PLOTS[3:]  # steps need both modes
+    assert csv_rows(report)[1]["error"] == dead["error"]
+
+
+def test_a_cell_whose_turn_has_not_come_did_not_die() -> None:
+    waiting = dead_record() | {"error": None}
+    report = table_report(
+        [waiting], crossovers=[], comparisons=[], reading=[], model=None, ceilings=None, environment={}
+    )  # type: ignore[list-item]
+    for shown in (table_markdown(report), report_markdown(report), page(report), cell_text(waiting, color=False)):  # type: ignore[arg-type]
+        assert "not measured" in shown
+        assert "died" not in shown
+    assert figures(report) == {}
+
+
+def test_faster_paths_stand_apart_by_name() -> None:
+    shown = table_markdown(table_report([cell_record(), cell_record(path="fast"), cell_record(kv_caching=False)]))
+    assert len(rows_of(shown, "Every cell")) == 2
+    assert len(rows_of(shown, "On the fast path, apart from the plain one")) == 1
+    assert [row[0] for row in rows_of(shown, "What the cache saves")] == ["batch 1"]
+
+
+def test_other_engines_are_held_against_ours_and_above_one_means_ours_is_faster() -> None:
+    ours, theirs = cell_record(), cell_record(engine="transformers", path="transformers 5.23.0 eager")
+    for record, seconds in ((ours, 1.0), (theirs, 2.5)):
+        assert record["summary"] is not None
+        record["summary"]["tokens_per_second"] = 32 / seconds
+    rows = rows_of(table_markdown(table_report([theirs, ours, with_nothing_told()])), "Every cell")
+    assert [(row[2], row[-2]) for row in rows[::2]] == [("llama", "ours"), ("transformers", "2.50x")]
+
+
+def quick(record: CellRecord, tokens_per_second: float) -> CellRecord:
+    assert record["summary"] is not None
+    record["summary"]["tokens_per_second"] = tokens_per_second
+    return record
+
+
+def test_each_way_of_ours_has_a_table_of_its_own_and_stands_against_every_peer() -> None:
+    llama_cpp = "llama.cpp (llama-cpp-python 0.3.36)"
+    report = table_report(
+        [
+            quick(cell_record(), 10),
+            quick(cell_record(fast=True, path="native"), 30),
+            quick(cell_record(fast=True, quantize="int8", path="native, int8 weights"), 60),
+            quick(cell_record(engine="llama.cpp", path=llama_cpp), 20),
+            quick(cell_record(engine="llama.cpp", quantize="int8", path=f"{llama_cpp}, Q8_0 weights"), 40),
+        ]
+    )
+    shown = table_markdown(report)
+    every = rows_of(shown, "Every cell")
+    assert [(row[2], row[3], row[-2]) for row in every] == [
+        ("llama", "none", "ours"),
+        ("llama.cpp", "none", "0.50x"),
+        ("llama.cpp", "int8", "not the same weights"),
+    ]
+    assert len(rows_of(shown, "On the native path, apart from the plain one")) == 1
+    assert len(rows_of(shown, "On the native path with int8 weights, apart from the plain one")) == 1
+    assert rows_of(shown, "How many times faster ours is, by path") == [
+        ["llama.cpp, batch 1, cache on", "0.50x", "1.50x", "3.00x"],
+        ["llama.cpp, batch 1, cache on, int8 weights", "0.25x", "0.75x", "1.50x"],
+    ]
+    assert {(row["fast"], row["quantize"]) for row in csv_rows(report)} == {
+        ("False", ""),
+        ("True", ""),
+        ("True", "int8"),
+        ("False", "int8"),
+    }
+    assert list(figures(report)) == TABLE_PLOTS[:2] + TABLE_PLOTS[3:]
+
+
+def test_a_table_of_many_ways_is_drawn_at_its_width_and_higher() -> None:
+    ways: list[dict[str, Any]] = [{"engine": "transformers"}, {"engine": "llama.cpp"}, {"fast": True, "path": "native"}]
+    cells = [cell_record(batch_size=rows, **way) for rows in (1, 8, 16) for way in [{}, *ways]]
+    sizes = [width_and_height(as_png(figures(table_report(shown))["time"])) for shown in (cells[:9], cells)]
+    assert sizes[1] == (1350, sizes[0][1] + 300)  # two inches
+
+
+def test_modes_are_paired_on_one_path_and_each_path_has_its_sentences() -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"fast": True, "path": "native"},
+        {"fast": True, "quantize": "int8", "path": "native, int8 weights"},
+    ]
+    report = table_report([cell_record(kv_caching=on, **way) for on in (True, False) for way in ways])
+    report["comparisons"] = [comparison(path=way.get("path", "plain")) for way in ways]
+    report["comparisons"][1] |= {"equal": False}
+    saved = rows_of(table_markdown(report), "What the cache saves")
+    assert [row[0] for row in saved] == [
+        "batch 1",
+        "batch 1, fast, native path",
+        "batch 1, fast, int8 weights, native path",
+    ]
+    sentences = "\n".join(read(report))
+    for words in (
+        "At batch 1 the cache turns",
+        "At batch 1, on the native path, the cache turns",
+        "At batch 1, on the native path with int8 weights, the cache turns",
+        "Both modes made the same tokens, all 32 of them.",
+        "The two modes made different tokens on the native path at batch 1;",
+        "Both modes made the same tokens on the native path with int8 weights, all 32 of them.",
+    ):
+        assert words in sentences
+    assert "llama, batch 1, native path: ids differ over 32 tokens" in report_markdown(report)
+
+
+def test_curves_on_another_path_say_so() -> None:
+    fast = table_report([cell_record(fast=True, path="native")])
+    assert "**Where the cache begins to pay, on the native path**" in report_markdown(fast)
+    assert "**Where the cache begins to pay**" in report_markdown(table_report())
+
+
+def test_texts_that_differ_are_told_with_place_and_margin() -> None:
+    parting = {"row": 3, "token": 17, "cached_id": 28, "uncached_id": 198, "margin": 2.1e-4}
+    differ = comparison(batch_size=8, tokens=256, equal=False, divergence=parting)
+    shown = report_markdown(table_report(comparisons=[differ]))
+    assert "differ first in row 3 at token 17 of 256: 28 with the cache, 198 without" in shown
+    assert "largest logits there: 0.00021" in shown
+
+
+def test_the_csv_reads_back_as_the_very_figures() -> None:
+    report = table_report()
+    rows = csv_rows(report)
+    assert len(rows) == 6
+    for row, record in zip(rows, report["cells"], strict=True):
+        summary = record["summary"]
+        assert summary is not None
+        assert summary["step_seconds"] is not None
+        assert (int(row["batch_size"]), row["kv_caching"] == "on") == (
+            record["cell"]["batch_size"],
+            record["cell"]["kv_caching"],
+        )
+        assert float(row["time_median_s"]) == summary["seconds"]["median"]
+        assert float(row["step_p90_s"]) == summary["step_seconds"]["p90"]
+        assert int(row["step_n"]) == summary["step_seconds"]["n"]
+        assert float(row["tokens_per_second"]) == summary["tokens_per_second"]
+        assert row["cache_bytes"] == str(record["cache_bytes"])
+    assert len(csv_rows(report, "crossover")) == 3 * 2 * 6
+
+
+def test_a_sweep_is_told_in_full() -> None:
+    report = sweep_report()
+    shown = report_markdown(report)
+    assert [row[0] for row in rows_of(shown, "Speed-up against generation length")] == ["10", "20", "50", "100", "200"]
+    assert len(rows_of(shown, "Bytes of the KV cache against length")) == 7
+    fitted = rows_of(shown, "How time grows with the context")
+    assert [row[-1] for row in fitted] == ["0.02", "1.01", "1.06", "2.02"]
+    assert fitted[0] == ["a token with the cache", "25.10", "620", "1,770", "0.35x", "0.997", "8", "0.02"]
+    assert fitted[2][1:5] == ["10.20", "880,000", "", ""]
+    assert {row["figures"] for row in csv.DictReader(io.StringIO(report_csv(report)))} == {
+        *("cell", "generation length", "cache size", "context", "batch"),
+        *(f"fit: a {what} {mode}" for what in ("token", "text") for mode in ("with the cache", "without the cache")),
+    }
+
+
+@pytest.mark.parametrize(("report", "names"), [(table_report(), TABLE_PLOTS), (sweep_report(), SWEEP_PLOTS)])
+def test_the_page_is_complete_in_itself(report: Report, names: list[str]) -> None:
+    shown = page(report)
+    assert list(figures(report)) == names
+    assert re.findall(r"\b(?:src|href|srcset|action)=.{6}", shown) == ['src="data:'] * len(names)
+    assert not re.search(r"https?:|<script|<link|@import|url\(", shown)
+    for sentence in [*report["reading"], report["command"]]:
+        assert html.escape(sentence) in shown
+
+
+def test_texts_of_others_stay_texts() -> None:
+    report = table_report([cell_record() | {"text": EVIL, "notes": [EVIL]}, dead_record() | {"error": f"died: {EVIL}"}])  # type: ignore[list-item]
+    report |= {"command": EVIL, "reading": [EVIL]}
+    for shown in (page(report), report_markdown(report).partition("## Command")[0]):
+        assert "<script" not in shown
+        assert "<img src=http" not in shown
+    died = [row for row in rows_of(report_markdown(report), "Every cell") if row[2] == "died"]
+    assert len(died[0]) == 12
+    assert "\x1b" not in cell_text(report["cells"][0], color=False).partition("Notes")[0]
+
+
+@pytest.mark.parametrize("report", [table_report(), sweep_report()])
+def test_pictures_are_drawn_at_their_size_and_alike_each_time(report: Report) -> None:
+    again = figures(report)
+    for name, figure in figures(report).items():
+        png = as_png(figure)
+        width, height = width_and_height(png)
+        assert width == 1350
+        assert 500 < height < 1400
+        svg = as_svg(figure)
+        assert svg.startswith("<?xml")
+        assert (as_png(again[name]), as_svg(again[name])) == (png, svg)
+    assert page(report) == page(report)
+
+
+def test_pictures_do_without_figures_that_were_not_measured() -> None:
+    report = table_report([cell_record(n=1, output_len=1), cell_record(n=1, output_len=1, kv_caching=False)])
+    assert "steps" not in figures(report)
+    drawn = figures(table_report([with_nothing_told(), cell_record(batch_size=8)], crossovers=[]))
+    assert list(drawn) == ["time", "memory"]
+    assert all(as_png(figure) for figure in drawn.values())
+
+
+@pytest.mark.parametrize("report", [table_report(), sweep_report()])
+def test_every_picture_says_which_colour_is_which(report: Report) -> None:
+    for name, figure in figures(report).items():
+        legends = [*figure.legends, *(ax.get_legend() for ax in figure.axes if ax.get_legend() is not None)]
+        words = [text.get_text() for legend in legends for text in legend.get_texts()]
+        if name == "memory":
+            assert {"weights", "KV cache"} <= set(words)
+        elif name == "cache":
+            assert any("predicted" in text for text in words)
+        else:
+            assert {"with the cache", "without"} <= set(words), name
+
+
+def test_a_sweep_draws_the_curves_that_it_has() -> None:
+    whole = sweep_report()
+    assert whole["sweep"] is not None
+    curves = dict(zip(SWEEP_PLOTS, ("growth", "cache", "contexts", "batches"), strict=True))
+    for left_out in (SWEEP_PLOTS[::2], SWEEP_PLOTS[1::2]):
+        without: Any = {**whole["sweep"], **{curves[name]: [] for name in left_out}}
+        assert figures({**whole, "sweep": without}).keys() == set(SWEEP_PLOTS) - set(left_out)
+    one_mode: Any = {**whole["sweep"], "contexts": [one for one in whole["sweep"]["contexts"] if one["kv_caching"]]}
+    assert as_png(figures({**whole, "sweep": one_mode})["context"])
+
+
+def test_a_cache_that_never_pays_is_said_over_its_picture_and_in_the_panel() -> None:
+    never, both = (table_report(crossovers=[crossover(1, context=None), crossover(8, context=at)]) for at in (None, 4))
+    drawn = [figures(report)["crossover"] for report in (never, both)]
+    titles = [figure.texts[0].get_text().replace("\n", " ") for figure in drawn]
+    assert titles == [
+        "The cache does not pay at any context that was tried",
+        "The cache pays from a context of 4 tokens on, not at batch 1",
+    ]
+    assert [ax.get_title() for ax in drawn[1].axes] == ["batch 1", "batch 8"]
+    shown = [[text.get_text() for text in ax.texts] for ax in drawn[1].axes]
+    assert [any("no crossover" in text for text in panel) for panel in shown] == [True, False]
+    assert [any("pays from" in text for text in panel) for panel in shown] == [False, True]
+    assert "nowhere up to 1024 at batch 1, from a context of 4 at batch 8" in "\n".join(read(both))
+
+
+def test_bars_reach_from_p10_to_p90_and_never_past_the_median() -> None:
+    one, single = {"n": 5, "median": 4.0, "p10": 3.5, "p90": 6.0}, {"n": 1, "median": 2.0, "p10": 2.0, "p90": 2.0}
+    odd = {"n": 2, "median": 1.0, "p10": 1.25, "p90": 0.75}  # of figures that were rounded apart
+    assert plots._bars([one, single, odd]) == [[0.5, 0.0, 0.0], [2.0, 0.0, 0.0]]  # type: ignore[list-item]
+
+
+def test_panels_stand_three_in_a_row_and_each_further_row_makes_a_picture_higher() -> None:
+    made = [plots._figure("a heading", "small words", panels=count) for count in (1, 3, 4, 6, 7)]
+    assert [len(axes) for _, axes in made] == [1, 3, 4, 6, 7]
+    heights = [figure.get_size_inches()[1] for figure, _ in made]
+    assert [round(height - heights[0], 2) for height in heights] == [0, 0, 2.2, 2.2, 5.3]  # 4.0, then 3.1 for each row
+
+
+def test_logits_of_all_positions_are_named_where_they_make_the_peak() -> None:
+    for logits in ("last", "all"):
+        report = table_report([cell_record(kv_caching=on, logits=logits) for on in (True, False)])
+        said = "what makes the difference is not the cache but the logits of all positions, 0.2 MB" in " ".join(
+            read(report)
+        )
+        assert said == (logits == "all")
+
+
+def test_what_cannot_be_set_off_against_another_is_not_measured() -> None:
+    on, off = (cell_record(kv_caching=kv_caching, n=1, output_len=1) for kv_caching in (True, False))
+    on["work"] = None
+    (row,) = rows_of(table_markdown(table_report([on, off])), "What the cache saves")
+    assert row[1] == row[3] == "not measured"
+    assert row[2].endswith("x")
+
+
+def test_a_name_with_dollar_signs_is_no_formula() -> None:
+    report = table_report(model={"name": r"$\frac$_{", "weights": "random", "parameters": None, "sizes": None})
+    assert as_svg(figures(report)["time"])
+
+
+def test_a_report_is_written_as_files_and_read_back_equal(tmp_path: Path) -> None:
+    report = table_report()
+    paths = write_report(report, tmp_path / "results" / "today")
+    names = ["results.json", "report.md", "table.csv", "page.html", *(f"plots/{name}.png" for name in TABLE_PLOTS)]
+    assert [path.relative_to(tmp_path / "results" / "today").as_posix() for path in paths] == names
+    assert json.loads(paths[0].read_text("utf-8")) == report
+    assert paths[3].read_text("utf-8") == page(report)
+    files = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
+    assert sorted(files) == sorted(paths)  # nothing half-written is left over
+
+
+def test_a_path_that_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "results.json")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").touch()
+    for bad in (tmp_path, tmp_path / "file" / "results.json"):
+        with pytest.raises(OSError, match=re.escape(str(bad if bad.exists() else bad.parent))):
+            check_writable(bad)
+
+
+def test_a_figure_that_is_no_number_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    write_report(table_report(), tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    report = table_report(budget_minutes=float("nan"), reading=[])
+    with pytest.raises(ValueError, match="nan"):
+        write_report(report, tmp_path)
+    with pytest.raises(ValueError, match="nan"):
+        write_json(report, tmp_path / "results.json")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+LOOK = """<script>
+addEventListener("load", () => { const seen = [...document.images].map(one => one.naturalWidth);
+document.body.dataset.seen = JSON.stringify([seen, document.documentElement.scrollWidth]); });
+</script>"""
+
+
+def looked_at(folder: Path, report: Report, width: int) -> Any:
+    """Open the page in a browser and return the pictures' widths and the page's own."""
+    file = folder / "page.html"
+    file.write_text(page(report) + LOOK, "utf-8")
+    program = "chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --virtual-time-budget=5000"
+    flags = [f"--window-size={width},900", f"--user-data-dir={folder / 'profile'}", "--dump-dom", file.as_uri()]
+    done = subprocess.run([*program.split(), *flags], capture_output=True, text=True, timeout=120, check=True)
+    (seen,) = re.findall(r'data-seen="([^"]*)"', done.stdout)
+    return json.loads(html.unescape(seen))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [1000, 500])
+@pytest.mark.parametrize("report", [table_report([with_violation(), dead_record()]), table_report(), sweep_report()])
+def test_a_browser_shows_every_picture_and_the_page_never_grows_wider_than_it(
+    tmp_path: Path, report: Report, width: int
+) -> None:
+    pictures, page_width = looked_at(tmp_path, report, width)
+    assert len(pictures) == len(figures(report))
+    assert min(pictures) > 600
+    assert page_width <= width

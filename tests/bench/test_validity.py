@@ -1,0 +1,161 @@
+"""Each point of the validity block is judged by all that was seen: one sign that is wrong is enough to violate it."""
+
+from typing import Any
+
+import pytest
+
+from llama.bench.cell import Cell
+from llama.bench.run.engines import Run
+from llama.bench.run.validity import judge
+from llama.bench.schema import Point
+from llama.costs import MB
+
+CELL = Cell(batch_size=3, input_len=7, output_len=3)
+CACHED, WHOLE = [(3, 7), (3, 1), (3, 1)], [(3, 7), (3, 8), (3, 9)]
+
+
+def good_run(**changes: Any) -> Run:
+    """Return a cached run of CELL as it should be seen."""
+    seen = {"fed": CACHED, "ids": [[1, 2, 3]] * 3, "cache_bytes": 100, "cache_length": 10, "token_times": [1.0] * 3}
+    return Run(**seen | changes)
+
+
+def good_warm_up(**changes: Any) -> Run:
+    return Run(**{"fed": CACHED[:2], "greedy": True, "token_times": [1.0, 2.0], **changes})
+
+
+def points(run: Run, warm_up: Run | None, cell: Cell = CELL, **changes: Any) -> dict[str, Point]:
+    given = {"max_seq_len": 64, "reset_seen": (5 * MB, 5 * MB), **changes}
+    return {point["name"]: point for point in judge(cell, run, warm_up, **given)}
+
+
+def status(run: Run, warm_up: Run | None, name: str, cell: Cell = CELL, **changes: Any) -> str:
+    return points(run, warm_up, cell, **changes)[name]["status"]
+
+
+def test_a_run_as_asked_for_is_fine_in_every_point() -> None:
+    found = points(good_run(), good_warm_up())
+    assert list(found) == [
+        "cache",
+        "tokens",
+        "no overflow",
+        "no early end",
+        "warm-up",
+        "statistics reset",
+        "same sampler",
+    ]
+    assert {point["status"] for point in found.values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("kv_caching", "fed", "held", "expected"),
+    [
+        (True, CACHED, 100, "ok"),
+        (True, CACHED, 0, "violated"),  # one token a step, as with a cache, and none is held
+        (True, WHOLE, 100, "violated"),  # a cache is held, and the whole text is fed all the same
+        (True, WHOLE, 0, "violated"),
+        (False, WHOLE, 0, "ok"),
+        (False, WHOLE, 100, "violated"),
+        (False, CACHED, 0, "violated"),
+        (True, None, 100, "ok"),
+        (True, None, 0, "violated"),
+        (False, None, 100, "violated"),
+        (True, CACHED, None, "ok"),
+        (True, WHOLE, None, "violated"),
+        (True, CACHED[:1], None, "not observed"),  # a prompt alone looks alike in both modes
+        (True, None, None, "not observed"),
+    ],
+)
+def test_a_cache_is_on_or_off_by_what_is_fed_and_by_what_is_held(
+    kv_caching: bool, fed: list[tuple[int, int]] | None, held: int | None, expected: str
+) -> None:
+    run = good_run(fed=fed, cache_bytes=held)
+    assert status(run, good_warm_up(), "cache", CELL.but(kv_caching=kv_caching)) == expected
+
+
+def test_a_measurement_without_a_warm_up_is_violated() -> None:
+    assert points(good_run(), None)["warm-up"] == {
+        "name": "warm-up",
+        "status": "violated",
+        "detail": "nothing was run before the clock was started",
+    }
+    assert status(good_run(), None, "same sampler") == "not observed"
+
+
+@pytest.mark.parametrize("fed", [[], CACHED[:1], WHOLE[:2], [(2, 7), (2, 1)], [(3, 6), (3, 1)]], ids=str)
+def test_a_warm_up_of_other_shapes_is_violated(fed: list[tuple[int, int]]) -> None:
+    assert status(good_run(), good_warm_up(fed=fed), "warm-up") == "violated"
+
+
+def test_an_engine_that_does_not_tell_what_it_was_fed_has_warmed_up_once_a_token_came() -> None:
+    assert status(good_run(), good_warm_up(fed=None), "warm-up") == "ok"
+    assert status(good_run(), good_warm_up(fed=None, token_times=[]), "warm-up") == "violated"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fed": [*CACHED, (3, 1)]},
+        {"fed": CACHED[:2]},
+        {"fed": [(3, 8), (3, 1), (3, 1)]},
+        {"ids": [[1, 2, 3]] * 2},
+        {"ids": [[1, 2, 3]] * 4},
+        {"ids": [[1, 2, 3], [1, 2, 3], [1, 2]]},
+        {"fed": None, "ids": [[1, 2, 3]] * 2},
+    ],
+    ids=str,
+)
+def test_tokens_fed_and_made_have_exactly_the_counts_asked_for(changes: dict[str, Any]) -> None:
+    assert status(good_run(**changes), good_warm_up(), "tokens") == "violated"
+    assert status(good_run(fed=None), good_warm_up(), "tokens") == "ok"
+
+
+def test_every_position_that_is_fed_has_room() -> None:
+    """Seven positions of a prompt and two of new tokens: the third of those is never fed."""
+    room = {held: status(good_run(cache_length=held), good_warm_up(), "no overflow") for held in (8, 9, 10, None)}
+    assert room == {8: "violated", 9: "ok", 10: "ok", None: "ok"}
+    limits = {n: status(good_run(), good_warm_up(), "no overflow", max_seq_len=n) for n in (9, 10)}
+    assert limits == {9: "violated", 10: "ok"}
+    off = CELL.but(kv_caching=False)
+    assert status(good_run(fed=WHOLE, cache_length=8), good_warm_up(), "no overflow", off) == "ok"
+
+
+def test_a_row_that_is_short_is_counted() -> None:
+    point = points(good_run(ids=[[1, 2, 3], [1, 2], [1]]), good_warm_up())["no early end"]
+    assert (point["status"], point["detail"]) == ("violated", "2 rows ended before 3 tokens")
+
+
+def test_a_peak_may_stand_a_little_above_what_is_there_at_the_start() -> None:
+    present = 1000 * MB
+    seen = {
+        peak: status(good_run(), good_warm_up(), "statistics reset", reset_seen=(peak, present))
+        for peak in (present, present + 24 * MB, present + 25 * MB)
+    }
+    assert list(seen.values()) == ["ok", "ok", "violated"]
+    assert status(good_run(), good_warm_up(), "statistics reset", reset_seen=None) == "not observed"
+
+
+@pytest.mark.parametrize(("greedy", "expected"), [(True, "ok"), (False, "violated"), (None, "not observed")])
+def test_the_sampler_is_judged_by_what_the_warm_up_fed_back(greedy: bool | None, expected: str) -> None:
+    assert status(good_run(), good_warm_up(greedy=greedy), "same sampler") == expected
+
+
+@pytest.mark.parametrize(
+    ("served", "wanted", "expected", "words"),
+    [
+        (3, 3, "ok", "asked for; 3 of 3 forwards ran by it"),
+        (2, 2, "ok", "asked for; 2 of 3 forwards ran by it, the prompt by the plain path"),
+        (1, 1, "ok", "asked for; 1 of 3 forwards ran by it, the prompt by the plain path"),
+        (2, 3, "violated", "asked for; 2 of 3 forwards ran by it, the others by the plain path"),
+        (0, 0, "violated", "asked for; 0 of 3 forwards ran by it, the others by the plain path"),
+        (None, 3, "not observed", "asked for; the engine does not tell"),
+        (3, None, "not observed", "asked for; the engine does not tell"),
+    ],
+)
+def test_a_fast_step_must_have_served_every_forward_that_was_its(
+    served: int | None, wanted: int | None, expected: str, words: str
+) -> None:
+    run = good_run(fast_forwards=served, fast_wanted=wanted)
+    point = points(run, good_warm_up(), CELL.but(fast=True))["fast step"]
+    assert (point["status"], point["detail"]) == (expected, words)
+    assert "fast step" not in points(run, good_warm_up())

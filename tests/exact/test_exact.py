@@ -1,0 +1,354 @@
+"""Exact mode: a token's logits have the same bits with the cache on or off, however fed, alone or in any batch."""
+
+import random
+from functools import partial, reduce
+from typing import Any
+
+import pytest
+import torch
+from oracles import tiny_args, tiny_model
+from torch import Tensor
+
+from llama.exact import (
+    Block,
+    block_for,
+    exact_attend,
+    exact_linear,
+    exact_product,
+    exact_silu,
+    operations,
+    slowdown,
+)
+from llama.model import Transformer
+from llama.ops import PLAIN
+from llama.self_comparison import first_difference
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"dim": 48, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 131, "tied_head": True},
+    {"dim": 80, "n_heads": 5, "n_kv_heads": 1, "vocab_size": 97, "multiple_of": 8},
+    {"dim": 64, "n_heads": 8, "n_kv_heads": 8, "vocab_size": 200, "n_layers": 3, "head_dim": 12},
+]
+
+
+def exact_model(dtype: torch.dtype, **sizes: Any) -> Transformer:
+    model = tiny_model(tiny_args(**{"max_seq_len": 160, **sizes}), dtype=dtype).requires_grad_(False)
+    model.exact = True
+    return model
+
+
+def fed_in_pieces(model: Transformer, tokens: Tensor, cuts: list[int]) -> Tensor:
+    model.free_cache()
+    ends = [*cuts, tokens.shape[1]]
+    pieces = [model(tokens[:, start:end], start) for start, end in zip([0, *cuts], ends, strict=True)]
+    return torch.cat(pieces, dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SHAPES, ids=["plain", "tied", "odd", "wide"])
+def test_logits_are_equal_to_the_bit_however_they_come_about(dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+    model = exact_model(dtype, **sizes)
+    draw = random.Random(str(dtype) + str(sizes))
+    with torch.inference_mode():
+        for rows in (1, 3, 16):
+            tokens = torch.randint(model.args.vocab_size, (rows, 150))
+            model.kv_caching = False
+            whole = model(tokens)
+            alone = draw.randrange(rows)
+            assert torch.equal(model(tokens[alone : alone + 1]), whole[alone : alone + 1])
+            model.kv_caching = True
+            for _ in range(3):
+                cuts = sorted(draw.sample(range(1, 150), draw.randrange(1, 12)))
+                assert torch.equal(fed_in_pieces(model, tokens, cuts), whole), cuts
+        assert torch.equal(fed_in_pieces(model, tokens[:1], list(range(1, 150))), whole[:1])
+
+
+def test_ragged_rows_have_the_bits_that_each_has_alone() -> None:
+    model = exact_model(torch.float32)
+    prompts = [[1, 2, 3], [4] * 40, [5, 6] * 9]
+    ids, logprobs = model.generate_tokens(prompts, 20, temperature=0, logprobs=True)
+    assert logprobs is not None
+    for kv_caching in (True, False):
+        for row, prompt in enumerate(prompts):
+            alone = model.generate_tokens([prompt], 20, temperature=0, logprobs=True, kv_caching=kv_caching)
+            assert alone == ([ids[row]], [logprobs[row]])
+
+
+def test_without_exact_mode_a_difference_shows() -> None:
+    """The comparison has power: the plain path does not pass it."""
+    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    assert first_difference(model) is not None
+    model.exact = True
+    assert first_difference(model) is None
+    model.exact = False
+    assert first_difference(model) is not None
+
+
+def test_exact_logits_are_the_plain_ones_to_rounding() -> None:
+    model = tiny_model(tiny_args(max_seq_len=160)).requires_grad_(False)
+    tokens = torch.randint(model.args.vocab_size, (2, 100))
+    plain = model(tokens)
+    model.exact = True
+    torch.testing.assert_close(model(tokens), plain, rtol=0, atol=1e-10)
+
+
+def test_switching_it_off_leaves_the_plain_model() -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    tokens = torch.randint(model.args.vocab_size, (2, 20))
+    plain = model(tokens)
+    model.exact = True
+    model.exact = False
+    assert torch.equal(model(tokens), plain)
+    assert not model.exact
+
+
+def test_a_machine_that_cannot_is_refused_and_the_model_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    monkeypatch.setattr(operations, "BLOCKS", ())
+    monkeypatch.setattr(operations, "_FOUND", {})
+    with pytest.raises(ValueError, match="round differently from call to call"):
+        model.exact = True
+    assert not model.exact
+
+
+def test_a_model_that_differs_from_itself_is_refused_and_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe is not trusted: the whole model is compared."""
+    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    monkeypatch.setattr(operations, "exact_silu", lambda x: torch.nn.functional.silu(x) + x.shape[1] * 1e-6)
+    with pytest.raises(ValueError, match="the first 21 tokens, in row 1, are not what they are alone"):
+        model.exact = True
+    assert not model.exact
+
+
+def test_moving_to_another_dtype_shows_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exact_model(torch.float32).to(torch.float64).exact
+    model = exact_model(torch.float32)
+    silu = operations.exact_silu
+    monkeypatch.setattr(operations, "exact_silu", lambda x: silu(x) + (x.dtype == torch.float64) * x.shape[1] * 1e-6)
+    with pytest.raises(ValueError, match="the first 21 tokens"):
+        model.to(torch.float64)
+    assert not model.exact
+
+
+def test_moving_leaves_operations_of_ones_own() -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32)
+    model.use(PLAIN._replace(name="mine"))
+    model.exact = False
+    assert model.double().ops.name == "mine"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_features", [16, 48, 576])
+def test_another_order_of_summing_shows_in_most_numbers(dtype: torch.dtype, in_features: int) -> None:
+    """So a probe needs few of them: of these sums nothing but the errors of rounding remains."""
+    x, weight = operations._sensitive(8, torch.empty(32, in_features, dtype=dtype))
+    wide = torch.promote_types(dtype, torch.float32)
+    terms = (x[:, None].to(wide) * weight.to(wide)).unbind(-1)  # in_features times (8, 32)
+    one, other = (reduce(torch.add, some).to(dtype) for some in (terms, terms[::2] + terms[1::2]))
+    assert (one != other).float().mean() > 0.5
+
+
+def test_the_probe_finds_how_many_rows_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that rounds the last rows of a product differently, unless they are a multiple of `n`."""
+    plain = operations.linear
+
+    def tails_differ(n: int, x: Tensor, weight: Tensor) -> Tensor:
+        out = plain(x, weight)
+        out[len(x) - len(x) % n :] += 1e-3
+        return out
+
+    def places_differ(x: Tensor, weight: Tensor) -> Tensor:
+        out = plain(x, weight)
+        out[1::2] += 1e-3
+        return out
+
+    for n in (1, 4, 32):
+        monkeypatch.setattr(operations, "linear", partial(tails_differ, n))
+        monkeypatch.setattr(operations, "_FOUND", {})
+        assert block_for(torch.ones(16, 32)).rows >= n
+        assert block_for(torch.ones(16, 32)) in [Block(n), Block(n * 2), Block(n * 4)]
+    monkeypatch.setattr(operations, "linear", places_differ)
+    monkeypatch.setattr(operations, "_FOUND", {})
+    assert block_for(torch.ones(16, 32)) == Block(1, in_one=False)
+
+
+def test_gradients_are_refused_in_words() -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32)
+    model.exact = True
+    with pytest.raises(ValueError, match="records no gradients"):
+        model(torch.tensor([[1, 2]]))
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]))
+
+
+def test_a_cache_with_places_of_its_own_is_refused() -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="choose kv_cache=static or concat"):
+        exact_attend(x, x, x, 0, torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_the_switch_takes_true_and_false_only(value: Any) -> None:
+    with pytest.raises(ValueError, match="must be True or False"):
+        tiny_model().exact = value
+
+
+def test_what_lies_past_a_position_is_never_read() -> None:
+    x, keys = torch.randn(2, 3, 4, 8), torch.randn(2, 20, 2, 8)
+    clean = exact_attend(x, keys, keys, 5)
+    poisoned = keys.clone()
+    poisoned[:, 8:] = torch.nan
+    assert torch.equal(exact_attend(x, poisoned, poisoned, 5), clean)
+
+
+def test_pieces_equal_their_plain_twins_to_rounding() -> None:
+    x, weight = torch.randn(5, 30, dtype=torch.float64), torch.randn(7, 30, dtype=torch.float64)
+    torch.testing.assert_close(exact_product(x, weight), x @ weight.T)
+    torch.testing.assert_close(exact_silu(x), torch.nn.functional.silu(x))
+    assert torch.equal(exact_silu(torch.tensor([-1e30, 1e30])), torch.tensor([-0.0, 1e30]))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_product_for_each_block_alone_serves_where_no_padding_does(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """The last resorts are exact, too: this test is what tries them, on machines where the others are enough."""
+    monkeypatch.setattr(operations, "BLOCKS", (Block(rows, in_one=False),))
+    monkeypatch.setattr(operations, "_FOUND", {})
+    model = exact_model(torch.float32)
+    assert first_difference(model, rows=3, length=150) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_keeps_its_bits_at_long_lengths(dtype: torch.dtype) -> None:
+    stream = torch.Generator().manual_seed(2)
+    xq, keys, values = (torch.randn(1, 1300, n, 24, generator=stream).to(dtype) for n in (4, 2, 2))
+    whole = exact_attend(xq, keys, values, 0)
+    for start, end in [
+        (0, 1),
+        (15, 17),
+        (63, 64),
+        (64, 65),
+        (193, 200),
+        (383, 384),
+        (575, 600),
+        (1023, 1025),
+        (1299, 1300),
+    ]:
+        assert torch.equal(exact_attend(xq[:, start:end], keys, values, start), whole[:, start:end]), (start, end)
+
+
+def test_what_it_costs_is_measured_and_leaves_the_model_as_it_was() -> None:
+    model = exact_model(torch.float32)
+    model.kv_caching = False
+    assert min(slowdown(model)) > 0
+    assert model.exact
+    assert not model.kv_caching
+
+
+def test_research_code_may_do_one_operation_its_own_way() -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    model.use(PLAIN._replace(name="linear units", silu=torch.relu))
+    changed = model(torch.tensor([[1, 2, 3]]))
+    model.use(PLAIN)
+    assert not torch.equal(model(torch.tensor([[1, 2, 3]])), changed)
+    assert not model.exact
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_has_the_bits_of_its_pieces(dtype: torch.dtype) -> None:
+    """So ranks that hold a piece each get the same; whichever of the two ways this machine takes."""
+    stream = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(37, 48, generator=stream).to(dtype), torch.randn(96, 48, generator=stream).to(dtype)
+    pieces = torch.cat([exact_product(x, rows) for rows in weight.chunk(4)], dim=-1)
+    assert torch.equal(exact_linear(x, weight, 4), pieces)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_outputs_are_multiplied_a_part_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head has more than a product may have; with a limit of 32, so has every matrix here, some with a rest."""
+    monkeypatch.setattr(operations, "OUTPUTS", 32)
+    stream = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(37, 48, generator=stream).to(dtype), torch.randn(144, 48, generator=stream).to(dtype)
+    whole = exact_linear(x, weight, 1)
+    assert torch.equal(exact_linear(x[5:6], weight, 1), whole[5:6])
+    torch.testing.assert_close(whole.float(), x.float() @ weight.float().T, rtol=0.02, atol=0.1)
+    by_rank = torch.cat([exact_linear(x, rows, 2) for rows in weight.chunk(2)], dim=-1)  # which hold two pieces each
+    assert torch.equal(exact_linear(x, weight, 4), by_rank)
+    assert first_difference(exact_model(dtype, dim=48, n_heads=6, vocab_size=131), length=150) is None
+
+
+# ---- what it takes to be granted: counted, because seconds depend on the machine -------------------------------------
+
+DEMO = [(576, 576), (192, 576), (64, 576), (576, 192), (1536, 576), (512, 576), (576, 512), (8192, 576)]
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, multiplied: list[int]) -> None:
+    """Write down what is multiplied, in products of one number by one weight, and return zeros in no time."""
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        assert len(x) <= operations.ROWS
+        assert len(weight) <= operations.OUTPUTS
+        multiplied.append(len(x) * weight.numel())
+        return x.new_zeros(len(x), len(weight))
+
+    monkeypatch.setattr(operations, "linear", linear)
+    monkeypatch.setattr(operations, "_FOUND", {})
+    monkeypatch.setattr(operations, "_WHOLE", {})
+
+
+def test_probing_costs_what_forty_tokens_of_the_demo_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have 10 GFLOP/s: 9 GFLOP are a second there. Every part of a head is one shape."""
+    multiplied: list[int] = []
+    counting(monkeypatch, multiplied)
+    head = torch.empty(49152, 576)
+    exact_linear(head[:1], head, 3)
+    for out_features, in_features in DEMO:
+        block_for(torch.empty(out_features, in_features))
+    assert len(operations._FOUND) == len(DEMO)
+    assert sum(multiplied) < 40 * 135e6
+
+
+def test_the_last_resort_costs_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails does so at its first products."""
+    multiplied: list[int] = []
+    counting(monkeypatch, multiplied)
+    counted, calls = operations.linear, iter(range(10**6))
+    monkeypatch.setattr(operations, "linear", lambda x, w: counted(x, w) + (len(x) > 1) * next(calls))
+    for out_features, in_features in DEMO:
+        assert block_for(torch.empty(out_features, in_features)) == Block(1, in_one=False)
+    assert sum(multiplied) < 80 * 135e6
+
+
+def test_granting_multiplies_the_model_by_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison feeds and fills up, beside the probes."""
+    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    model.exact = True  # whatever is probed has been
+    plain, multiplied = operations.linear, []
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        multiplied.append(len(x) * weight.numel())
+        return plain(x, weight)
+
+    monkeypatch.setattr(operations, "linear", counted)
+    model.exact = False
+    model.exact = True
+    matrices = sum(layer.weight.numel() for layer in model.modules() if hasattr(layer, "pieces"))
+    most = max(block.rows for block in operations._FOUND.values())  # a step is filled up to these
+    assert sum(multiplied) < (300 + 20 * most) * matrices
+
+
+def test_attention_that_differs_over_a_longer_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compared by itself, to more positions than a whole model is."""
+    model = tiny_model(tiny_args(max_seq_len=400), dtype=torch.float32).requires_grad_(False)
+    plain = operations._attend_in_step
+
+    def longer(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int) -> Tensor:
+        return plain(xq, keys, values, start_pos) + (start_pos > 100) * 1e-6
+
+    monkeypatch.setattr(operations, "_attend_in_step", longer)
+    monkeypatch.setattr(operations, "_ATTENDS", set())
+    with pytest.raises(ValueError, match=r"attention to \d+ positions"):
+        model.exact = True
+    assert not model.exact

@@ -1,0 +1,435 @@
+"""Whatever changes what the plain path computes, at any moment, the fast step computes too, or leaves it to the plain.
+
+Each case is done to a plain model and to its fast twin, in the middle of a text, and both go on.
+"""
+
+import copy
+import logging
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from changes import CHANGES, check_alike, outcome
+from native import ARGS, FOLDER, KINDS, VOCAB, model_of, needs_a_compiler, served, twins
+from oracles import some_tokens
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import llama.model
+import llama.rope
+from llama.fast.choose import make_fast
+from llama.fast.fingerprint import Fingerprint
+from llama.fast.native_runner import NativeStep
+from llama.kv_cache import StaticCache
+from llama.layers import RowParallelLinear
+from llama.model import Attention, RMSNorm, Transformer
+
+pytestmark = needs_a_compiler
+TOKENS = some_tokens(2, 50, vocab_size=VOCAB)
+
+
+def go_on(plain: Transformer, fast: Transformer, tokens: Tensor, start: int, *, coarse: bool = False) -> bool:
+    """Feed both, compare what comes of it, and tell whether the fast step served."""
+    before = served(fast)
+    theirs, ours = (outcome(lambda model=model: model(tokens, start)) for model in (plain, fast))  # type: ignore[misc]
+    check_alike(theirs, ours, coarse=coarse or plain.norm.weight.itemsize == 2)
+    return served(fast) > before
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8", "bf16"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_in_the_middle_of_a_text(change: str, kind: str) -> None:
+    plain, fast = twins(kind)
+    coarse = kind == "bf16"
+    assert go_on(plain, fast, TOKENS[:, :30], 0, coarse=coarse)
+    assert go_on(plain, fast, TOKENS[:, 30:31], 30)
+    for model in (plain, fast):
+        with suppress(RuntimeError, ValueError):  # the cache refuses some, as in the plain path
+            CHANGES[change](model)
+    for start, end in ((31, 32), (32, 33), (33, 40)):
+        go_on(plain, fast, TOKENS[:, start:end], start, coarse=coarse)
+    for model in (plain, fast):
+        model.free_cache()
+    go_on(plain, fast, TOKENS[:, :9], 0, coarse=coarse)
+    go_on(plain, fast, TOKENS[:, 9:10], 9, coarse=coarse)
+    if all(outcome(lambda model=model: setattr(model, "kv_caching", False)) is None for model in (plain, fast)):  # type: ignore[misc]
+        go_on(plain, fast, TOKENS[:, :9], 0, coarse=coarse)
+
+
+@pytest.mark.parametrize(
+    "change", ["edit_in_place", "point_data_elsewhere", "assign_a_parameter", "load_by_copy", "change_every_eps"]
+)
+def test_what_native_code_can_compute_stays_fast(change: str) -> None:
+    plain, fast = twins("fp32")
+    assert go_on(plain, fast, TOKENS[:, :30], 0)
+    for model in (plain, fast):
+        CHANGES[change](model)
+    assert go_on(plain, fast, TOKENS[:, 30:31], 30)
+
+
+@pytest.mark.parametrize(
+    "change", ["take_a_layer", "enlarge_the_head", "shrink_the_head", "prune_all_mlps", "to_float"]
+)
+def test_another_shape_of_model_is_fast_again_with_its_next_text(change: str) -> None:
+    plain, fast = twins("fp32")
+    for model in (plain, fast):
+        CHANGES[change](model)
+    assert go_on(plain, fast, TOKENS[:, :30], 0)
+    assert go_on(plain, fast, TOKENS[:, 30:31], 30)
+
+
+def test_what_was_undone_is_fast_again() -> None:
+    plain, fast = twins("fp32")
+    hooks = [model.blocks[0].feed_forward.register_forward_hook(lambda *_: None) for model in (plain, fast)]
+    assert not go_on(plain, fast, TOKENS[:, :5], 0)
+    for hook in hooks:
+        hook.remove()
+    assert go_on(plain, fast, TOKENS[:, 5:6], 5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_nobody_changed_is_described_once(kind: str, tied: bool) -> None:
+    _, fast = twins(kind, replace(ARGS, tied_head=tied))
+    assert isinstance(fast.step, NativeStep)
+    with torch.inference_mode():
+        described = fast.step.describe(fast)
+        fast.generate_tokens([[1, 2], [3]], 5)
+        fast(TOKENS)
+        fast.kv_caching = False
+        fast(TOKENS)
+        assert fast.step.describe(fast) is described
+
+
+def test_a_head_that_was_tied_and_is_not_any_more_is_seen() -> None:
+    plain, fast = twins("fp32", replace(ARGS, tied_head=True))
+    assert go_on(plain, fast, TOKENS[:, :30], 0)
+    for model in (plain, fast):
+        model.output.weight = nn.Parameter(model.output.weight.detach().flip(0), requires_grad=False)
+    assert go_on(plain, fast, TOKENS[:, 30:31], 30)
+
+
+# ---- the moment ------------------------------------------------------------------------------------------------------
+
+
+class Watcher(TorchFunctionMode):
+    """Makes every linear product twice as large, from outside of the model."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return 2 * out if func in (F.scaled_dot_product_attention,) else out
+
+
+class Counter(TorchDispatchMode):
+    """Sees every operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, replacement)
+        yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def hook_for_all(register: Callable[..., Any], hook: Callable[..., Any]) -> Iterator[None]:
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def twice(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **named: 2 * original(*given, **named)
+
+
+def louder(module: nn.Module, given: Any, out: Any) -> Any:
+    return 2 * out if isinstance(module, RowParallelLinear) else None
+
+
+def louder_keys(
+    cache: StaticCache, at: Any, xk: Tensor, xv: Tensor, update: Callable[..., Any] = StaticCache.update
+) -> Any:
+    return update(cache, at, 2 * xk, xv)
+
+
+MOMENTS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "default dtype float64": lambda: default_dtype(torch.float64),
+    "default device meta": lambda: default_device("meta"),
+    "default device cpu": lambda: default_device("cpu"),
+    "function mode": Watcher,
+    "dispatch mode": Counter,
+    "hook for all modules": lambda: hook_for_all(nn.modules.module.register_module_forward_hook, louder),
+    "pre-hook for all modules": lambda: hook_for_all(
+        nn.modules.module.register_module_forward_pre_hook, lambda module, given: None
+    ),
+    "class patched": lambda: patched(Attention, "forward", twice(Attention.forward)),
+    "norm patched": lambda: patched(RMSNorm, "forward", twice(RMSNorm.forward)),
+    "cache patched": lambda: patched(StaticCache, "update", louder_keys),
+    "torch.nn patched": lambda: patched(nn.Module, "__call__", twice(nn.Module.__call__)),
+    "attention of torch patched": lambda: patched(
+        F, "scaled_dot_product_attention", twice(F.scaled_dot_product_attention)
+    ),
+    "rotation patched": lambda: patched(llama.model, "apply_rotary_emb", lambda xq, xk, _: (xq, xk)),
+    "angles patched": lambda: patched(llama.rope, "_rotate", lambda x, cos, sin: x),
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "forward-mode derivatives": torch.autograd.forward_ad.dual_level,
+    "gradients wanted": torch.enable_grad,
+}
+SERVED = {
+    *("default dtype bfloat16", "default dtype float64", "default device meta", "default device cpu"),
+    *("inference mode", "no gradients", "gradients wanted"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_moment_in_the_middle_of_a_text(moment: str) -> None:
+    plain, fast = twins("fp32")
+    coarse = moment == "autocast"
+    assert go_on(plain, fast, TOKENS[:, :30], 0)
+    with MOMENTS[moment]():
+        assert go_on(plain, fast, TOKENS[:, 30:31], 30, coarse=coarse) == (moment in SERVED)
+        assert go_on(plain, fast, TOKENS[:, 31:40], 31, coarse=coarse) == (moment in SERVED)
+    assert go_on(plain, fast, TOKENS[:, 40:41], 40, coarse=coarse)
+    for model in (plain, fast):
+        model.kv_caching = False
+    with MOMENTS[moment]():
+        assert go_on(plain, fast, TOKENS[:, :9], 0, coarse=coarse) == (moment in SERVED)
+    assert go_on(plain, fast, TOKENS[:, :9], 0)
+
+
+def test_a_class_patched_before_the_fast_step_is_imported_is_seen(tmp_path: Any) -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import functools, sys\n"
+        "from llama.model import Attention\n"
+        "original = Attention.forward\n"
+        "@functools.wraps(original)\n"
+        "def forward(*given): return 2 * original(*given)\n"
+        "Attention.forward = forward\n"
+        "from llama.fast.fingerprint import check_moment\n"
+        "from llama.fast.supported import NotServed\n"
+        "try: check_moment()\n"
+        "except NotServed as why: sys.exit('Attention.forward was replaced' not in str(why))\n"
+        "sys.exit(2)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_a_fast_model_may_be_made_under_any_default_device_and_dtype(default: str) -> None:
+    plain, fast = model_of("fp32"), model_of("fp32")
+    with default_device(default), default_dtype(torch.float64):
+        make_fast(fast, FOLDER)
+    assert go_on(plain, fast, TOKENS, 0)
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def misaligned(tokens: Tensor) -> Tensor:
+    room = torch.zeros(tokens.nbytes + 1, dtype=torch.uint8)
+    moved = torch.frombuffer(room.numpy(), dtype=tokens.dtype, count=tokens.numel(), offset=1).view(tokens.shape)
+    return moved.copy_(tokens)
+
+
+TOKEN_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "int32": Tensor.int,
+    "int16": Tensor.short,
+    "uint8": Tensor.byte,
+    "float32": Tensor.float,
+    "bool": Tensor.bool,
+    "strided": lambda tokens: tokens.t().contiguous().t(),
+    "expanded": lambda tokens: tokens[:1].expand(2, -1),
+    "reversed by strides": lambda tokens: torch.stack([tokens, tokens], -1)[..., 0],
+    "misaligned": misaligned,
+    "negative view": lambda tokens: torch._neg_view(-tokens),
+    "parameter": lambda tokens: nn.Parameter(tokens, requires_grad=False),
+    "meta": lambda tokens: tokens.to("meta"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKEN_KINDS)
+def test_tokens_of_any_kind_give_what_they_give_without_the_fast_step(kind: str) -> None:
+    plain, fast = twins("fp32")
+    tokens = TOKEN_KINDS[kind](TOKENS)
+    go_on(plain, fast, tokens, 0)
+    plain.kv_caching = fast.kv_caching = False
+    go_on(plain, fast, tokens, 0)
+
+
+# ---- copies, memory, words -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_made_in_the_middle_of_a_stream_serves_its_owner(twin: Callable[[Transformer], Transformer]) -> None:
+    plain, fast = twins("fp32")
+    for model in (plain, fast):
+        with model.stream(Ids(), [[1, 2, 3]], 8, temperature=0.0) as stream:  # type: ignore[arg-type]
+            next(stream)
+            other = twin(model)
+            assert not other.generating
+            assert other.generate_tokens([[1, 2, 3]], 8, temperature=0.0)[0] == [expected(model)]
+        assert model.generate_tokens([[1, 2, 3]], 8, temperature=0.0)[0] == [expected(model)]
+
+
+def expected(model: Transformer) -> list[int]:
+    return twin_of(model).generate_tokens([[1, 2, 3]], 8, temperature=0.0)[0][0]
+
+
+def twin_of(model: Transformer) -> Transformer:
+    other = copy.deepcopy(model)
+    other.step = None
+    return other
+
+
+class Ids:
+    """A tokenizer whose text spells ids."""
+
+    bos_id, adds_bos, stop_tokens = None, False, ()
+
+    def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]:
+        return [int(word) for word in s.split()]
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(map(str, ids))
+
+    def stream(self) -> Any:
+        return self
+
+    def feed(self, id: int) -> str:
+        return f"{id} "
+
+    def flush(self) -> str:
+        return ""
+
+
+def test_replaced_weights_are_not_held() -> None:
+    _, fast = twins("fp32")
+    fast(TOKENS)
+    old = weakref.ref(fast.norm.weight.untyped_storage()), weakref.ref(fast.blocks[0].attention.wq.weight)
+    fast.load_state_dict({name: weight.clone() for name, weight in fast.state_dict().items()}, assign=True)
+    assert [ref() for ref in old] == [None, None]
+
+
+def test_a_model_that_is_dropped_is_gone_at_once() -> None:
+    _, fast = twins("fp32")
+    fast(TOKENS)
+    weights, model = weakref.ref(fast.norm.weight), weakref.ref(fast)
+    del fast
+    assert (weights(), model()) == (None, None)
+
+
+def test_what_is_declined_is_said_in_one_line_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    _, fast = twins("fp32")
+    with caplog.at_level(logging.WARNING, "llama"):
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                fast(TOKENS)
+            fast(TOKENS)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said == ["fast: autocast is on; the plain path runs instead"]
+
+
+def test_every_step_of_a_generation_looks_again() -> None:
+    """What a caller does to the model between two tokens counts from the next token on."""
+    plain, fast = twins("fp32")
+    texts = []
+    for model in (plain, fast):
+        with model.stream(Ids(), [[1, 2, 3]], 20, temperature=0.0) as stream, ExitStack() as stack:  # type: ignore[arg-type]
+            for made, _ in enumerate(stream):
+                if made == 5:
+                    model.norm.weight.data = model.norm.weight.data.flip(0)
+                if made == 9:
+                    hook = model.blocks[1].attention.register_forward_hook(lambda _, __, out: -out)
+                    stack.callback(hook.remove)
+        texts.append(stream.results[0]["ids"])
+    assert texts[0] == texts[1]
+    assert 9 <= served(fast) < 20
+
+
+def test_within_a_generation_a_model_is_looked_at_only_where_other_code_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = twins("fp32")
+    looks: list[int] = []
+    holds = Fingerprint.holds
+    monkeypatch.setattr(Fingerprint, "holds", lambda *given: looks.append(1) or holds(*given))  # type: ignore[func-returns-value]
+
+    def looks_of(act: Callable[[], Any]) -> int:
+        looks.clear()
+        act()
+        return len(looks)
+
+    prompts, how = [[1, 2, 3], [4, 5]], {"temperature": 0.0}
+    fast.generate_tokens(prompts, 10, **how)  # type: ignore[arg-type]
+    assert looks_of(lambda: fast.generate_tokens(prompts, 10, **how)) == 1  # type: ignore[arg-type]
+    assert looks_of(lambda: fast.generate(Ids(), prompts, 10, **how)) == 1  # type: ignore[arg-type]
+    assert looks_of(lambda: list(fast.stream(Ids(), prompts, 10, **how))) == 10  # type: ignore[arg-type]
+    assert looks_of(lambda: fast.generate_tokens(prompts, 10, on_step=lambda step: None, **how)) == 10  # type: ignore[arg-type]
+    hook = fast.register_forward_hook(lambda *_: None)
+    assert looks_of(lambda: fast.generate_tokens(prompts, 10, **how)) == 10  # type: ignore[arg-type]
+    hook.remove()
+    assert looks_of(lambda: [fast(TOKENS[:, pos : pos + 1], pos) for pos in range(5)]) >= 5
+
+
+@pytest.mark.parametrize("way", ["on_step", "hook", "stream"])
+def test_code_that_runs_within_a_generation_may_change_the_model(way: str) -> None:
+    texts = []
+    plain, fast = twins("fp32")
+    for model in (plain, fast):
+        steps: list[int] = []
+
+        def change(*_: object, model: Transformer = model, steps: list[int] = steps) -> None:
+            steps.append(1)
+            if len(steps) == 4:
+                model.blocks[0].attention.wo.weight.data = -model.blocks[0].attention.wo.weight.data
+            if len(steps) == 7:
+                model.blocks[0].ffn_norm.eps = 10.0
+
+        if way == "on_step":
+            texts.append(model.generate_tokens([[1, 2, 3]], 12, temperature=0.0, on_step=change)[0])
+        elif way == "hook":
+            with hook_for_all(model.register_forward_pre_hook, change):
+                texts.append(model.generate_tokens([[1, 2, 3]], 12, temperature=0.0)[0])
+        else:
+            stream = model.stream(Ids(), [[1, 2, 3]], 12, temperature=0.0)  # type: ignore[arg-type]
+            for _ in stream:
+                change()
+            texts.append([stream.results[0]["ids"]])
+        assert len(steps) == 12
+    assert texts[0] == texts[1]
+    assert 0 < served(fast) < 12

@@ -1,0 +1,534 @@
+"""A generation that the device runs by itself gives what the loop gives, step by step, or is left to the loop.
+
+Without a GPU the same steps run unrecorded: what they read and write, where, and how often they are recorded is tested
+here, in float64, so that no rounding decides a token. That a CUDA graph repeats them faithfully is not; the last test
+is for that.
+"""
+
+import copy
+import logging
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import tiny_args, tiny_model
+from torch import Tensor
+
+from llama import fast
+from llama.args import ModelArgs
+from llama.fast import choose, graph_ops, graph_runner
+from llama.fast.choose import make_fast
+from llama.fast.graph_runner import AHEAD, KEPT, SLOTS, GraphStep, find_ops
+from llama.fast.supported import NotServed
+from llama.generation import NonFiniteLogits
+from llama.kv_cache import ConcatCache
+from llama.model import Transformer
+from llama.quantize import quantize_layers
+from llama.request import Options
+
+VOCAB = 61
+ARGS = tiny_args(dim=24, n_layers=2, n_heads=6, n_kv_heads=2, vocab_size=VOCAB, max_seq_len=200)
+PROMPTS = [[5, 9, 2, 44], [7], [3, 3, 8, 1, 60, 12, 30]]
+GREEDY: Options = {"temperature": 0.0}
+
+
+def twins(args: ModelArgs = ARGS, dtype: torch.dtype = torch.float64) -> tuple[Transformer, Transformer]:
+    """Return a model whose loop is the host's, and its copy that runs ahead."""
+    plain, fast = (tiny_model(args, dtype=dtype).requires_grad_(False) for _ in range(2))
+    fast.step = GraphStep()
+    return plain, fast
+
+
+def ran(model: Transformer) -> int:
+    assert isinstance(model.step, GraphStep)
+    return model.step.forwards
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list that grows by one with each step that is recorded."""
+    made: list[object] = []
+
+    def record(step: Callable[[], None], device: torch.device, pool: object) -> Callable[[], object]:
+        made.append(step)
+        step()
+        return step
+
+    monkeypatch.setattr(graph_runner, "record", record)
+    return made
+
+
+Continued = tuple[list[list[int]], list[list[float | None]] | None]
+
+
+def assert_same(ours: Continued, theirs: Continued) -> None:
+    """The same ids, and log-probabilities that differ by a few float64 roundings."""
+    assert ours[0] == theirs[0]
+    assert (ours[1] is None) == (theirs[1] is None)
+    for one, other in zip(ours[1] or [], theirs[1] or [], strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+
+
+WAYS: dict[str, Options] = {
+    "greedy": GREEDY,
+    "greedy with log-probabilities": {**GREEDY, "logprobs": True},
+    "greedy with a penalty": {**GREEDY, "repetition_penalty": 1.7},
+    "sampled": {"temperature": 1.3, "top_p": 0.95, "seed": 11},
+    "sampled in every way": {
+        **{"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+        **{"seed": [4, 5, 6], "logprobs": True, "echo": True},
+    },
+}
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_generation_run_ahead_is_the_loops(way: str, kv_caching: bool) -> None:
+    plain, fast = twins()
+    for room in (1, 2, AHEAD, AHEAD + 1, 3 * AHEAD + 5):
+        before = ran(fast)
+        ours = fast.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way])
+        assert_same(ours, plain.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way]))
+        assert ran(fast) - before == room - 1  # the first token follows from the prompt
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_batch_with_any_room_and_any_stops_is_the_loops(data: st.DataObject) -> None:
+    ids = st.integers(0, VOCAB - 1)
+    prompts = data.draw(st.lists(st.lists(ids, min_size=1, max_size=40), min_size=1, max_size=4))
+    room = data.draw(st.lists(st.integers(0, 40), min_size=len(prompts), max_size=len(prompts)))
+    options: Options = data.draw(st.sampled_from([*WAYS.values()][:4]))
+    stops = data.draw(st.lists(ids, max_size=4))
+    plain, fast = _TWINS
+    kv_caching = data.draw(st.booleans())
+    theirs = plain.generate_tokens(prompts, room, stop_ids=stops, kv_caching=kv_caching, **options)
+    assert_same(fast.generate_tokens(prompts, room, stop_ids=stops, kv_caching=kv_caching, **options), theirs)
+
+
+_TWINS = twins()
+
+
+def test_steps_are_recorded_once_and_serve_texts_of_nearly_one_length(recordings: list[object]) -> None:
+    _, fast = twins()
+    for prompt, room in (([1, 2, 3], 20), ([4], 9), ([5] * 20, 3)):
+        fast.generate_tokens([prompt], room, **GREEDY)
+    assert ran(fast) == 19 + 8 + 2
+    assert len(recordings) == 1
+    fast.generate_tokens([[1]], 20, temperature=0.5)  # another way to choose
+    assert len(recordings) == 2
+    fast.generate_tokens([[1], [2]], 20, **GREEDY)  # another number of rows
+    assert len(recordings) == 3
+    fast.generate_tokens([[1], [2]], SLOTS + 5, **GREEDY)  # more room
+    assert len(recordings) == 4
+
+
+def test_without_a_cache_the_prefix_is_rounded_up_so_that_few_graphs_serve(recordings: list[object]) -> None:
+    _, fast = twins()
+    fast.generate_tokens([[1, 2, 3]], 2 * SLOTS, kv_caching=False, **GREEDY)
+    assert ran(fast) == 2 * SLOTS - 1
+    assert len(recordings) == 3  # of 1, 2 and 3 times SLOTS tokens
+
+
+def test_a_lane_keeps_few_graphs(recordings: list[object]) -> None:
+    plain, fast = twins()
+    for n in range(KEPT + 3):
+        options: Options = {"temperature": 1 + n / 10, "seed": 3}
+        assert fast.generate_tokens(PROMPTS, 5, **options) == plain.generate_tokens(PROMPTS, 5, **options)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is not None
+    assert len(fast.step._lane.graphs) == KEPT
+    assert len(recordings) == KEPT + 3
+
+
+def test_what_a_cache_held_before_does_not_show() -> None:
+    plain, fast = twins()
+    fast.generate_tokens(PROMPTS, 20, **GREEDY)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is not None
+    assert fast.step._lane.cache
+    for keys, values in fast.step._lane.cache:
+        keys.fill_(torch.nan)
+        values.fill_(torch.nan)
+    assert fast.generate_tokens(PROMPTS, 20, **GREEDY) == plain.generate_tokens(PROMPTS, 20, **GREEDY)
+
+
+def test_a_layer_is_compiled_once_for_all_layers_and_lengths() -> None:
+    made: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward
+
+    plain, fast = twins()
+    fast.step = GraphStep(backend=backend)
+    for prompts in (PROMPTS, PROMPTS[:2]):
+        ours = fast.generate_tokens(prompts, 2 * SLOTS, kv_caching=False, **GREEDY)
+        assert ours == plain.generate_tokens(prompts, 2 * SLOTS, kv_caching=False, **GREEDY)
+    assert ran(fast) == 2 * (2 * SLOTS - 1)
+    assert len(made) == 1
+
+
+def test_a_layer_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        raise RuntimeError("no such instruction")
+
+    plain, fast = twins()
+    fast.step = GraphStep(backend=backend)
+    with caplog.at_level(logging.WARNING, "llama"):
+        ours = fast.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
+    assert ours == plain.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
+    assert ran(fast) == 8
+    assert [words for words in caplog.messages if "torch.compile failed" in words] == caplog.messages
+
+
+def test_off_holds_no_cache() -> None:
+    _, fast = twins()
+    fast.generate_tokens(PROMPTS, 20, **GREEDY)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is not None
+    assert fast.step._lane.cache
+    held = weakref.ref(fast.step._lane.cache[0][0])
+    fast.kv_caching = False
+    assert held() is None
+    assert all(cache.nbytes == 0 for cache in fast.caches)
+
+
+def test_a_lane_is_no_longer_than_about_what_a_generation_needs() -> None:
+    _, fast = twins()
+    fast.generate_tokens(PROMPTS, 150, **GREEDY)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is not None
+    long = fast.step._lane.slots
+    fast.generate_tokens(PROMPTS, 4, **GREEDY)
+    assert fast.step._lane.slots == SLOTS < long
+
+
+def test_what_a_graph_reads_outlives_the_function_that_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds no tensor, only its address: the model's table of turns, say, which gives way to a longer one."""
+
+    def record(step: Callable[[], None], device: torch.device, pool: object) -> Callable[[], object]:
+        step()
+        return lambda: None
+
+    monkeypatch.setattr(graph_runner, "record", record)
+    _, fast = twins()
+    fast.generate_tokens(PROMPTS, 9, kv_caching=True, **GREEDY)
+    fast.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
+    tables = [weakref.ref(table) for table in fast.rope.up_to(9, fast.device)]
+    fast(torch.zeros((1, 150), dtype=torch.int64))
+    assert fast.rope.up_to(9, fast.device)[0] is not tables[0]()
+    assert all(table() is not None for table in tables)
+
+
+def test_replaced_weights_are_recorded_anew(recordings: list[object]) -> None:
+    plain, fast = twins()
+    fast.generate_tokens(PROMPTS, 12, **GREEDY)
+    for model in (plain, fast):
+        torch.manual_seed(8)
+        norm = model.blocks[1].ffn_norm
+        norm.weight = torch.nn.Parameter(torch.randn_like(norm.weight), requires_grad=False)
+    assert fast.generate_tokens(PROMPTS, 12, **GREEDY) == plain.generate_tokens(PROMPTS, 12, **GREEDY)
+    assert len(recordings) == 2
+
+
+def test_weights_changed_in_place_need_no_recording(recordings: list[object]) -> None:
+    plain, fast = twins()
+    fast.generate_tokens(PROMPTS, 12, **GREEDY)
+    for model in (plain, fast):
+        model.blocks[0].feed_forward.w2.weight.mul_(-3)
+    assert fast.generate_tokens(PROMPTS, 12, **GREEDY) == plain.generate_tokens(PROMPTS, 12, **GREEDY)
+    assert len(recordings) == 1
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_logits_that_are_not_finite_are_reported_at_their_step_and_row(kv_caching: bool) -> None:
+    """Token 13 makes nan; the second row meets it at its fourth step, as its most likely one."""
+    plain, fast = twins()
+    ids, _ = plain.generate_tokens(PROMPTS, 6, **GREEDY)
+    poison = next(id for id in ids[1][1:] if id not in {*ids[0], *ids[2], *chain(*PROMPTS)})
+    step = ids[1].index(poison)
+    for model in (plain, fast):
+        model.tok_embeddings.weight[poison] = torch.nan  # the head of this model is another matrix
+        with pytest.raises(NonFiniteLogits) as caught:
+            model.generate_tokens(PROMPTS, 12, kv_caching=kv_caching, **GREEDY)
+        assert (caught.value.step, caught.value.row) == (step + 1, 1)
+        assert not model.generating
+
+
+def test_streams_give_the_same_tokens_and_may_be_left_early() -> None:
+    from fakes import Bytes
+
+    plain, fast = (tiny_model(replace(ARGS, vocab_size=258), dtype=torch.float64) for _ in range(2))
+    fast.step = GraphStep()
+    for model in (plain, fast):
+        model.requires_grad_(False)
+    assert [*fast.stream(Bytes(), ["ab", "c"], 30, **GREEDY)] == [*plain.stream(Bytes(), ["ab", "c"], 30, **GREEDY)]
+    with fast.stream(Bytes(), "ab", 100, **GREEDY) as stream:
+        next(stream)
+    assert not fast.generating
+    assert ran(fast) <= 29 + 2 * AHEAD  # what was on its way when the stream was left
+    assert fast.generate(Bytes(), "ab", 30, **GREEDY) == plain.generate(Bytes(), "ab", 30, **GREEDY)
+
+
+# ---- left to the loop ------------------------------------------------------------------------------------------------
+
+
+class Silent(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0
+
+
+def change_a_module(model: Transformer) -> None:
+    model.blocks[1].feed_forward = Silent()  # type: ignore[assignment]
+
+
+def change_an_operation(model: Transformer) -> None:
+    model.use(model.ops._replace(name="mine", silu=torch.tanh))
+
+
+def watch_a_layer(model: Transformer) -> None:
+    model.blocks[0].register_forward_hook(lambda _, given, out: out * 0.5)
+
+
+def change_the_cache(model: Transformer) -> None:
+    for block in model.blocks:
+        block.attention.cache = ConcatCache(model.args)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (change_a_module, "Silent is not one of the modules"),
+        (change_an_operation, "the model's operations are mine"),
+        (watch_a_layer, "a hook watches TransformerBlock"),
+        (change_the_cache, "ConcatCache is not one of the modules"),
+    ],
+)
+def test_what_steps_would_pass_by_is_left_to_the_loop_and_said_once(
+    change: Callable[[Transformer], None], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, fast = twins()
+    for model in (plain, fast):
+        change(model)
+    with caplog.at_level(logging.WARNING, "llama"):
+        for _ in range(2):
+            assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(fast) == 0
+    assert len(caplog.messages) == 1
+    assert words in caplog.messages[0]
+
+
+def test_who_asks_for_every_step_sees_every_step() -> None:
+    plain, fast = twins()
+    seen: list[Any] = [[], []]
+    for model, steps in zip((plain, fast), seen, strict=True):
+        model.generate_tokens(PROMPTS, 9, on_step=steps.append, **GREEDY)
+    assert seen[0] == seen[1]
+    assert ran(fast) == 0
+    calls: list[object] = []
+    handle = fast.register_forward_hook(lambda *_: calls.append(1))
+    fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert len(calls) == 9
+    handle.remove()
+
+
+def test_direct_calls_are_the_plain_models() -> None:
+    plain, fast = twins()
+    tokens = torch.tensor([PROMPTS[2]])
+    for model in (plain, fast):
+        model(tokens, 0)
+    assert torch.equal(plain(tokens[:, :1], 7), fast(tokens[:, :1], 7))
+
+
+def test_a_watcher_is_told_of_every_step() -> None:
+    _, fast = twins()
+    assert isinstance(fast.step, GraphStep)
+    told: list[tuple[int, int]] = []
+    fast.step.watch = lambda rows, width: told.append((rows, width))
+    fast.generate_tokens(PROMPTS, 4, **GREEDY)
+    fast.generate_tokens(PROMPTS, 2, kv_caching=False, **GREEDY)
+    assert told == [(3, 1)] * 3 + [(3, 8)]  # the longest prompt has seven tokens
+
+
+# ---- memory, copies, choice of kernels -------------------------------------------------------------------------------
+
+
+def test_a_graph_that_does_not_fit_is_an_error_in_words_and_the_model_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fast = twins()
+
+    def full(step: object, device: torch.device, pool: object) -> Callable[[], object]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph_runner, "record", full)
+        with pytest.raises(MemoryError, match=r"3 rows of 32 positions does not fit .* fewer or shorter rows"):
+            fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert not fast.generating
+    assert all(cache.nbytes == 0 for cache in fast.caches)
+    assert isinstance(fast.step, GraphStep)
+    assert fast.step._lane is None
+    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+
+
+def test_a_cache_that_does_not_fit_is_an_error_in_words_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fast = twins()
+    empty, calls = torch.empty, []
+
+    def full(*shape: Any, **kind: Any) -> Tensor:
+        calls.append(shape)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(*shape, **kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        with pytest.raises(MemoryError, match="3 rows of 32 positions"):
+            fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert all(cache.nbytes == 0 for cache in fast.caches)
+    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_records_graphs_of_its_own(copied: Callable[[Transformer], Transformer]) -> None:
+    plain, fast = twins()
+    fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    other = copied(fast)
+    assert other.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(other) == ran(fast) == 8
+
+
+def test_more_rows_than_the_kernels_take_run_by_pytorchs_own_and_the_name_says_so() -> None:
+    def never(*_: object) -> Any:
+        raise AssertionError("these kernels take two rows")
+
+    plain, fast = twins()
+    fast.step = GraphStep(graph_ops.PLAIN._replace(name="narrow", gate=never, most_rows=2))
+    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(fast) == 8
+    assert fast.path == "CUDA graphs of plain kernels"
+
+
+def test_the_name_says_what_ran() -> None:
+    _, fast = twins()
+    fast.step = GraphStep(graph_ops.PLAIN._replace(name="own"))
+    assert fast.path == "CUDA graphs of own kernels"
+    fast.generate_tokens(PROMPTS, 2, kv_caching=False, **GREEDY)
+    assert fast.path == "CUDA graphs of plain layers"
+    fast.generate_tokens(PROMPTS, 2, **GREEDY)
+    assert fast.path == "CUDA graphs of own kernels"
+
+
+def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+    return graph_ops.project(x, weight, h) * (1 if len(h) == 1 else 1.5)  # as a kernel for several rows may go wrong
+
+
+def test_kernels_whose_logits_are_not_the_modules_are_refused() -> None:
+    plain, _ = twins(dtype=torch.float32)
+    GraphStep(graph_ops.PLAIN._replace(name="right")).check(plain)
+    with pytest.raises(NotServed, match="the wrong kernels' logits are off by"):
+        GraphStep(graph_ops.PLAIN._replace(name="wrong", project=wrong_project)).check(plain)
+    assert all(cache.nbytes == 0 for cache in plain.caches)
+
+
+def test_without_triton_pytorchs_own_kernels_run_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "llama.fast.triton_kernels", raising=False)
+    monkeypatch.delattr(fast, "triton_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with caplog.at_level(logging.WARNING, "llama"):
+        assert find_ops(twins()[0]) == graph_ops.PLAIN
+    assert caplog.messages == ["fast: triton is not installed, so PyTorch's own kernels run: pip install triton"]
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(torch.float64, "not torch.float64"), (torch.float32, "not on cpu")])
+def test_what_the_kernels_do_not_cover_runs_by_pytorchs_own_and_that_is_said(
+    dtype: torch.dtype, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    with caplog.at_level(logging.WARNING, "llama"):
+        assert find_ops(twins(dtype=dtype)[0]) == graph_ops.PLAIN
+    assert len(caplog.messages) == 1
+    assert words in caplog.messages[0]
+
+
+@pytest.mark.parametrize("limits", [{"max_batch_size": 1}, {"max_seq_len": 2}])
+def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -> None:
+    calls: list[int] = []
+
+    def project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+        calls.append(len(h))
+        return graph_ops.project(x, weight, h)
+
+    model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
+    GraphStep(graph_ops.PLAIN._replace(name="own", project=project)).check(model)
+    assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2})
+    calls.clear()
+    GraphStep(graph_ops.PLAIN._replace(name="own", project=project, most_rows=1)).check(model)
+    assert set(calls) == {1}
+
+
+def test_kernels_that_fail_give_way_to_pytorchs_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError("no C compiler")
+
+    plain, _ = twins(dtype=torch.float32)
+    for project, words in ((broken, "no C compiler"), (wrong_project, "the own kernels' logits are off by")):
+        caplog.clear()
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "llama"):
+            patch.setattr(choose, "find_ops", lambda _, p=project: graph_ops.PLAIN._replace(name="own", project=p))
+            choose._use_graphs(plain)
+        assert plain.path == "CUDA graphs of plain kernels"
+        assert len(caplog.messages) == 1
+        assert words in caplog.messages[0]
+        assert not plain.generating
+        plain.step = None
+
+
+def test_int8_is_left_to_the_loop() -> None:
+    plain, _ = twins(tiny_args(vocab_size=64), dtype=torch.float32)
+    quantize_layers(plain, torch.float32)
+    with pytest.raises(NotServed, match="int8 weights are for a CPU so far"):
+        GraphStep().check(plain)
+
+
+def test_a_gpu_gets_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    plain, _ = twins(dtype=torch.float32)
+    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(choose, "find_ops", lambda model: graph_ops.PLAIN)
+    with caplog.at_level(logging.INFO, "llama"):
+        make_fast(plain, None)  # type: ignore[arg-type]  # no code is compiled for it
+    assert isinstance(plain.step, GraphStep)
+    assert caplog.messages == ["fast: CUDA graphs of plain kernels"]
+
+
+@pytest.fixture
+def on_cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_on_a_gpu_a_graph_repeats_the_loop(on_cuda: torch.device, way: str, kv_caching: bool) -> None:
+    plain, fast = (model.to(on_cuda) for model in twins())
+    several = WAYS[way]
+    alone: Options = {**several, "seed": 4} if "seed" in several else several
+    for prompts, options in ((PROMPTS, several), (PROMPTS[:1], alone), (PROMPTS, several)):  # lanes come and go
+        for room in (AHEAD + 1, 3 * AHEAD + 5):
+            fast(torch.zeros((1, 150), dtype=torch.int64, device=on_cuda))  # which makes a longer table of turns
+            fast.free_cache()
+            ours = fast.generate_tokens(prompts, room, kv_caching=kv_caching, **options)
+            assert_same(ours, plain.generate_tokens(prompts, room, kv_caching=kv_caching, **options))

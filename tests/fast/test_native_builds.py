@@ -1,0 +1,142 @@
+"""Whatever a compiler makes of the native code, its bits depend on nothing but the text, or it is not offered.
+
+One build in the suite; with --every-build those for many CPUs, and the whole of what the sanitizers are shown.
+"""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from native import KINDS, VOCAB, check_bits, compiled_with, cpu_flags, model_of, needs_a_compiler, twins
+from oracles import bits, some_tokens
+
+from llama.fast import native_library
+from llama.fast.choose import make_fast
+
+pytestmark = needs_a_compiler
+# The rules by which GCC chooses instructions differ from CPU to CPU of the same architecture.
+TUNES = ("generic", "znver2", "znver3", "skylake-avx512", "znver4")
+ARCHITECTURES = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl", "native": "fma"}  # and what a CPU needs to run it
+
+
+def known(*flags: str) -> bool:
+    """Whether the compiler knows these flags."""
+    command = ["c++", *flags, "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    every = metafunc.config.getoption("--every-build")
+    if "architecture" in metafunc.fixturenames:
+        metafunc.parametrize("architecture", ARCHITECTURES if every else ["x86-64-v3"])
+    if "tune" in metafunc.fixturenames:
+        metafunc.parametrize("tune", TUNES if every else ["znver2"])
+
+
+def flags_of(architecture: str, tune: str) -> tuple[str, ...]:
+    """Return the flags of a build, or skip the test where it cannot be made or run here."""
+    flags = f"-march={architecture}", f"-mtune={tune}"
+    if ARCHITECTURES[architecture] not in cpu_flags():
+        pytest.skip(f"this CPU does not run {architecture}")
+    if not known(*flags):
+        pytest.skip(f"this compiler does not know {' '.join(flags)}")
+    return flags
+
+
+def test_every_build_gives_the_same_bits_however_a_text_is_fed(architecture: str, tune: str) -> None:
+    with compiled_with(*flags_of(architecture, tune)):
+        for kind in KINDS:
+            check_bits(kind)
+
+
+def test_builds_for_one_architecture_have_the_same_bits(architecture: str, tune: str) -> None:
+    tokens = some_tokens(3, 70, vocab_size=VOCAB)
+    for kind in KINDS:
+        made = []
+        for one in (tune, "generic"):
+            with compiled_with(*flags_of(architecture, one)):
+                made.append(bits(twins(kind)[1](tokens)))
+        assert torch.equal(*made), kind
+
+
+def test_a_cpu_without_fused_multiply_add_is_declined_in_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if "fma" not in cpu_flags():
+        pytest.skip("no x86")
+    model = model_of("fp32")
+    with compiled_with("-march=x86-64"), caplog.at_level(logging.WARNING, "llama"):
+        make_fast(model, tmp_path)
+    assert model.step is None
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "this CPU has no fused multiply-add" in said
+    assert "\n" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+FAULTS = {
+    "one sum at a time is rounded twice": (
+        "sum = multiply_add(sum, take(x + i), take(w + i));",
+        "if constexpr (std::is_same_v<T, float>) sum += take(x + i) * take(w + i); "
+        "else sum = multiply_add(sum, take(x + i), take(w + i));",
+    ),
+    "the scale of attention is forgotten": ("scale = 1.0f / std::sqrt(float(model.head_dim))", "scale = 1.0f"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_code_that_is_not_what_it_should_be_is_not_offered(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = tmp_path / "sources"
+    shutil.copytree(native_library.SOURCE.parent, sources)
+    right, wrong = FAULTS[fault]
+    changed = 0
+    for file in sources.iterdir():
+        text = file.read_text()
+        changed += text.count(right)
+        file.write_text(text.replace(right, wrong))
+    assert changed == 1
+    monkeypatch.setattr(native_library, "SOURCE", sources / native_library.SOURCE.name)
+    model = model_of("fp32")
+    with compiled_with("-O1"), caplog.at_level(logging.WARNING, "llama"):
+        make_fast(model, tmp_path / "library")
+    assert model.step is None
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "the native code compiled here" in said
+    assert "float32" in said
+
+
+def sanitized(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the child with the sanitizers' libraries loaded first, as they ask for."""
+    names = ("libasan.so", "libubsan.so")
+    asked = (["c++", f"-print-file-name={name}"] for name in names)
+    found = [subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() for words in asked]
+    if not all(map(os.path.isabs, found)):
+        pytest.skip("this compiler has no sanitizers")
+    here = Path(__file__).parents[1]
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(found),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": f"{here}{os.pathsep}{here.parent}",
+    }
+    command = [sys.executable, "-W", "ignore", str(here / "sanitized_child.py"), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_native_code_stays_within_its_buffers_and_within_arithmetic(request: pytest.FixtureRequest) -> None:
+    done = sanitized(*(["--all"] if request.config.getoption("--every-build") else []))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "clean\n"
+
+
+def test_the_sanitizers_would_notice() -> None:
+    done = sanitized("--logits-too-short")
+    assert done.returncode != 0
+    assert "ERROR: AddressSanitizer" in done.stderr

@@ -1,0 +1,693 @@
+"""Text <-> ids: against llama.cpp, transformers and tiktoken; what can never happen; which files are refused."""
+
+import base64
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama.demo import demo_model_path, meta_tokenizer_path
+from llama.tokenizer import Tokenizer
+
+RECORDED = json.loads((Path(__file__).parent / "fixtures" / "tokenizer_llama_cpp.json").read_text())
+PIECES = (
+    " ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "1", "42", "٣", "½", "a", "The", "hello", "é", "日", "한", "Д",
+    "😀", "'", "'s", "'LL", "!", "...", "_", "<|im_end|>", "<|eot_id|>", "<|", "|>", "==", "e\u0301", "\u200d", "ǅ",
+    "'\u017f",
+)  # fmt: skip
+TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+many = settings(max_examples=300, deadline=None, derandomize=True)
+
+# As Meta publishes it: https://github.com/meta-llama/llama3/blob/main/llama/tokenizer/tokenizer.py
+META_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, bos=False, eos=False)
+
+
+def is_representable(tokenizer: Tokenizer, text: str) -> bool:
+    try:
+        plain(tokenizer, text)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def meta_ranks() -> dict[bytes, int]:
+    lines = meta_tokenizer_path().read_bytes().splitlines()
+    return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+
+
+# ---- llama.cpp, with the demo model's vocabulary ---------------------------------------------------------------------
+
+
+def test_demo_ids_equal_those_recorded_from_llama_cpp(demo: Tokenizer) -> None:
+    assert len(RECORDED["cases"]) > 400
+    for text, ids in RECORDED["cases"]:
+        if demo.decode(ids) == text:
+            assert plain(demo, text) == ids, text
+        else:  # llama.cpp drops what the vocabulary cannot represent
+            with pytest.raises(ValueError, match="cannot represent"):
+                plain(demo, text)
+
+
+def test_demo_ids_equal_those_of_a_running_llama_cpp(demo: Tokenizer) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: compared with recorded ids")
+    peer = llama_cpp.Llama(str(demo_model_path()), vocab_only=True, verbose=False)
+
+    @settings(max_examples=1000, deadline=None, derandomize=True)
+    @given(TEXTS)
+    def ids_are_equal(text: str) -> None:
+        if is_representable(demo, text):
+            assert plain(demo, text) == peer.tokenize(text.encode(), add_bos=False, special=False)
+
+    ids_are_equal()
+
+
+def test_demo_knows_its_ends_and_asks_for_no_bos(demo: Tokenizer) -> None:
+    assert demo.n_words == 49152
+    assert (demo.bos_id, demo.eos_id, demo.pad_id, demo.adds_bos) == (1, 2, 2, False)
+    assert demo.stop_tokens == [demo.special_tokens["<|im_end|>"], demo.special_tokens["<|endoftext|>"]]
+    assert len(demo.special_tokens) == 17
+    assert demo.chat_template is not None
+
+
+def test_text_that_the_vocabulary_cannot_represent_is_refused_by_name(demo: Tokenizer) -> None:
+    lacking = [byte for byte in range(128) if not is_representable(demo, chr(byte))]
+    assert lacking == [0x04, 0x06, 0x13, 0x14, 0x16, 0x1D]
+    with pytest.raises(ValueError, match=r"cannot represent '\\x04', '\\U00040000'"):
+        plain(demo, "fine \x04 and \U00040000")
+    with pytest.raises(ValueError, match="and others"):
+        plain(demo, "".join(chr(0x40000 + i) for i in range(20)))
+
+
+# ---- transformers, with tokenizer.json files -------------------------------------------------------------------------
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. It's what they've done, isn't it?  Yes!\n\n",
+    "In 1969 and 2024, 384,400 km; x = 3.14 * (y + 42)\n    return x\n",
+    "été où naïve Straße Привет мир 日本語 こんにちは 한국어 مرحبا 😀😀 ½ ٣",
+] * 3
+
+
+def trained(style: str, **model: Any) -> Any:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers, which transformers brings")
+    from tokenizers import decoders, pre_tokenizers, trainers
+
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style != "llama3")
+    if style == "llama3":
+        split = pre_tokenizers.Split(tokenizers.Regex(META_PATTERN), behavior="isolated")
+        steps = pre_tokenizers.Sequence([split, to_bytes])
+    elif style == "smollm":
+        steps = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), to_bytes])
+    else:
+        steps = to_bytes
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
+    tokenizer.pre_tokenizer = steps
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=600, special_tokens=specials, initial_alphabet=alphabet, show_progress=False),
+    )
+    return tokenizer
+
+
+def saved(directory: Path, tokenizer: Any, **beside: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names | beside))
+    return directory
+
+
+def assert_ids_equal_transformers(directory: Path, examples: int = 400) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    ours = Tokenizer.from_huggingface(directory)
+    assert ours.n_words == len(theirs)
+    assert ours.adds_bos == (theirs.encode("a")[0] == theirs.bos_token_id)
+
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(TEXTS)
+    def ids_are_equal(text: str) -> None:
+        without = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert plain(ours, text) == without
+        assert ours.decode(without) == text
+        parsed = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, bos=False, eos=False, allowed_special="all") == parsed
+
+    ids_are_equal()
+
+
+@pytest.mark.parametrize("style", ["llama3", "smollm", "gpt2"])
+def test_ids_from_tokenizer_json_equal_transformers(style: str, tmp_path: Path) -> None:
+    assert_ids_equal_transformers(saved(tmp_path, trained(style)))
+
+
+def test_tokens_that_a_user_added_are_cut_out_as_transformers_does(tmp_path: Path) -> None:
+    tokenizer = trained("smollm")
+    tokenizer.add_tokens(["hello", "hello 1", "|>", "42\n", "<|eot_id|>"])
+    assert_ids_equal_transformers(saved(tmp_path, tokenizer))
+
+
+@pytest.mark.parametrize("stated", [{}, {"add_bos_token": True}, {"add_bos_token": False}], ids=str)
+@pytest.mark.parametrize("opens", [True, False])
+def test_bos_is_added_where_tokenizer_json_says_so(opens: bool, stated: dict[str, bool], tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = trained("llama3")
+    if opens:
+        tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", pair="<|endoftext|> $A $B", special_tokens=[("<|endoftext|>", 0)]
+        )
+    assert_ids_equal_transformers(saved(tmp_path, tokenizer, **stated), examples=1)
+    ours = Tokenizer.from_huggingface(tmp_path)
+    assert (ours.adds_bos, ours.bos_id) == (opens, 0)
+
+
+def test_all_ends_named_beside_tokenizer_json_are_stop_tokens(tmp_path: Path) -> None:
+    saved(tmp_path, trained("gpt2"), chat_template="a template")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 99}))
+    assert Tokenizer.from_huggingface(tmp_path).stop_tokens == [2, 99, 0]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1], "pad_token_id": 5}))
+    ours = Tokenizer.from_huggingface(tmp_path / "tokenizer.json")
+    assert ours.stop_tokens == [2, 7, 1, 0]  # the file's, then those with the name of an end; config.json is overruled
+    assert (ours.bos_id, ours.eos_id, ours.pad_id, ours.chat_template) == (0, 2, 5, "a template")
+    (tmp_path / "chat_template.jinja").write_text("a newer one")
+    assert Tokenizer.from_huggingface(tmp_path).chat_template == "a newer one"
+
+
+def test_a_template_in_a_sequence_of_processors_says_how_a_text_opens(tmp_path: Path) -> None:
+    """As in Llama 3's own tokenizer.json, where a step that counts offsets stands before it."""
+    from tokenizers import processors
+
+    tokenizer = trained("llama3")
+    opening = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), opening])
+    assert Tokenizer.from_huggingface(saved(tmp_path, tokenizer)).adds_bos
+
+
+def test_of_several_chat_templates_the_default_one_is_taken(tmp_path: Path) -> None:
+    templates = [{"name": "tools", "template": "with tools"}, {"name": "default", "template": "plain"}]
+    assert (
+        Tokenizer.from_huggingface(saved(tmp_path, trained("gpt2"), chat_template=templates)).chat_template == "plain"
+    )
+    saved(tmp_path, trained("gpt2"), chat_template=templates[:1])
+    assert Tokenizer.from_huggingface(tmp_path).chat_template is None
+
+
+def every_way(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+    """List all merges that make each token, as Llama 3's tokenizer.json does: 280,147 for 128,000 tokens."""
+    spell = speller()
+    ways = []
+    for token in ranks:
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [split for split in splits if ranks.keys() >= set(split)]
+        known.sort(key=lambda split: (ranks[split[0]], ranks[split[1]]))
+        ways += [(spell(left), spell(right)) for left, right in known]
+    return ways
+
+
+def speller() -> Callable[[bytes], str]:
+    """Spell bytes as GPT-2 does, written down independently of the library."""
+    names, extra = [], 256
+    for byte in range(256):
+        visible = chr(byte).isprintable() and not chr(byte).isspace()
+        names.append(chr(byte) if visible else chr(extra))
+        extra += not visible
+    return lambda token: "".join(names[byte] for byte in token)
+
+
+def test_llama_3s_own_tokenizer_json_gives_the_ids_of_metas_file(
+    meta: Tokenizer, meta_ranks: dict[bytes, int], tmp_path: Path
+) -> None:
+    spell, merges = speller(), every_way(meta_ranks)
+    assert len(merges) == 280_147
+    spec = json.loads(trained("llama3", ignore_merges=True).to_str())
+    spec["model"] |= {"vocab": {spell(token): rank for token, rank in meta_ranks.items()}, "merges": merges}
+    flags = spec["added_tokens"][0]
+    spec["added_tokens"] = [flags | {"id": i, "content": text} for text, i in meta.special_tokens.items()]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    ours = Tokenizer.from_huggingface(tmp_path)
+    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs.encode_special_tokens = True
+    assert ours.n_words == meta.n_words
+
+    @many
+    @given(TEXTS)
+    def ids_are_equal(text: str) -> None:
+        assert plain(ours, text) == plain(meta, text) == theirs.encode(text).ids
+
+    ids_are_equal()
+    for rank in range(300, 128_000, 97):  # whole words of the vocabulary
+        if (word := meta.decode([rank])).encode() == meta.decode_bytes([rank]):
+            assert plain(ours, word) == plain(meta, word) == theirs.encode(word).ids
+
+
+# ---- tiktoken, with Meta's file --------------------------------------------------------------------------------------
+
+
+def test_metas_ids_equal_tiktokens_on_the_published_pattern(meta: Tokenizer, meta_ranks: dict[bytes, int]) -> None:
+    oracle = tiktoken.Encoding("meta", pat_str=META_PATTERN, mergeable_ranks=meta_ranks, special_tokens={})
+
+    @many
+    @given(TEXTS)
+    def ids_are_equal(text: str) -> None:
+        ids = plain(meta, text)
+        assert ids == oracle.encode_ordinary(text)
+        assert meta.decode(ids) == text
+
+    ids_are_equal()
+
+
+def test_metas_special_tokens_stand_where_the_models_expect_them(meta: Tokenizer) -> None:
+    assert meta.n_words == 128_256
+    assert sorted(meta.special_tokens.values()) == list(range(128_000, 128_256))
+    expected = {
+        "<|begin_of_text|>": 128_000,
+        "<|end_of_text|>": 128_001,
+        "<|reserved_special_token_0|>": 128_002,
+        "<|finetune_right_pad_id|>": 128_004,
+        "<|start_header_id|>": 128_006,
+        "<|end_header_id|>": 128_007,
+        "<|eom_id|>": 128_008,
+        "<|eot_id|>": 128_009,
+        "<|python_tag|>": 128_010,
+        "<|reserved_special_token_2|>": 128_012,
+        "<|reserved_special_token_245|>": 128_255,
+    }
+    assert expected.items() <= meta.special_tokens.items()
+    assert (meta.bos_id, meta.eos_id, meta.pad_id, meta.adds_bos) == (128_000, 128_001, 128_004, True)
+    assert sorted(meta.stop_tokens) == [128_001, 128_008, 128_009]
+
+
+# ---- what holds for every vocabulary ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["meta", "demo"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+@many
+@given(text=TEXTS)
+def test_decoding_gives_back_every_representable_text(tokenizer: Tokenizer, text: str) -> None:
+    if is_representable(tokenizer, text):
+        ids = plain(tokenizer, text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode_bytes(ids) == text.encode()
+
+
+def test_no_special_token_can_be_written_in_plain_text(tokenizer: Tokenizer) -> None:
+    specials = set(tokenizer.special_tokens.values())
+    for text in tokenizer.special_tokens:
+        for around in (text, f"a{text}b", f" {text}\n", text * 3, text[:-1] + text):
+            assert specials.isdisjoint(plain(tokenizer, around))
+            assert tokenizer.decode(plain(tokenizer, around)) == around
+
+
+@pytest.mark.parametrize("limit", [25_000, 400_000])
+def test_no_special_token_arises_or_breaks_where_long_texts_are_cut(tokenizer: Tokenizer, limit: int) -> None:
+    specials = set(tokenizer.special_tokens.values())
+    text = list(tokenizer.special_tokens)[2]
+    filler = "x" * limit if limit == 25_000 else "ab " * (limit // 3)
+    for inside in (0, 1, 2, len(text) // 2, len(text) - 1, len(text)):
+        long = filler[: limit - inside] + text
+        assert specials.isdisjoint(plain(tokenizer, long))
+        parsed = tokenizer.encode(long, bos=False, eos=False, allowed_special={text})
+        assert parsed[-1] == tokenizer.special_tokens[text]
+
+
+def test_bos_and_eos_are_added_once_whatever_the_text_says(tokenizer: Tokenizer) -> None:
+    bos, eos = tokenizer.decode([tokenizer.bos_id or 0]), tokenizer.decode([tokenizer.eos_id or 0])
+    ids = tokenizer.encode(f"{bos}hello{eos}", bos=True, eos=True)
+    assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert ids.count(tokenizer.bos_id or 0) == ids.count(tokenizer.eos_id or 0) == 1
+
+
+def test_special_tokens_are_parsed_or_forbidden_only_where_asked(meta: Tokenizer) -> None:
+    text = "a<|eot_id|>b<|eom_id|>"
+    parsed = meta.encode(text, bos=False, eos=False, allowed_special={"<|eot_id|>"})
+    assert parsed == [*plain(meta, "a"), 128_009, *plain(meta, "b<|eom_id|>")]
+    everything = meta.encode(text, bos=False, eos=False, allowed_special="all", disallowed_special="all")
+    assert everything == [*plain(meta, "a"), 128_009, *plain(meta, "b"), 128_008]
+    with pytest.raises(ValueError, match="eom_id"):
+        meta.encode(text, bos=False, eos=False, allowed_special={"<|eot_id|>"}, disallowed_special="all")
+    with pytest.raises(ValueError, match="does not know"):
+        meta.encode(text, bos=False, eos=False, allowed_special={"<|nonsense|>"})
+
+
+@many
+@given(data=st.data())
+def test_streamed_text_equals_decoded_text_for_any_ids(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    any_id = st.integers(0, tokenizer.n_words - 1)
+    a_byte = st.binary(min_size=1, max_size=1).map(lambda byte: BYTE_IDS[tokenizer.n_words].get(byte, 0))
+    ids = data.draw(st.lists(any_id | a_byte, max_size=24))
+    stream = tokenizer.stream()
+    text = "".join(stream.feed(token_id) for token_id in ids)
+    assert text + stream.flush() == tokenizer.decode(ids)
+
+
+BYTE_IDS: dict[int, dict[bytes, int]] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _find_byte_ids(meta: Tokenizer, demo: Tokenizer) -> None:
+    for tokenizer in (meta, demo):
+        ids = {tokenizer.decode_bytes([i]): i for i in range(400) if len(tokenizer.decode_bytes([i])) == 1}
+        BYTE_IDS[tokenizer.n_words] = ids
+
+
+@pytest.mark.parametrize("text", ["😀", "日本語", "👩\u200d🚀", "é"], ids=ascii)
+def test_a_stream_returns_only_whole_characters(meta: Tokenizer, text: str) -> None:
+    stream = meta.stream()
+    parts = [stream.feed(BYTE_IDS[meta.n_words][bytes([byte])]) for byte in text.encode()]
+    assert [part for part in parts if part] == list(text)
+    assert stream.flush() == ""
+
+
+def test_broken_utf8_becomes_the_replacement_character_in_both_ways(meta: Tokenizer) -> None:
+    ids = [BYTE_IDS[meta.n_words][bytes([byte])] for byte in b"a\xf0\x9f\x98\xff\xe6\x97b\xed\xa0\x80\xf0\x9f"]
+    stream = meta.stream()
+    text = "".join(map(stream.feed, ids)) + stream.flush()
+    assert text == meta.decode(ids)
+    assert (text[:2], text[-1]) == ("a\ufffd", "\ufffd")
+
+
+@pytest.mark.parametrize("unit", [" ", "\n", "a", "^", "😀", "a ", "' "], ids=ascii)
+def test_a_million_of_one_kind_encode_and_come_back(tokenizer: Tokenizer, unit: str) -> None:
+    begin = time.perf_counter()
+    ids = plain(tokenizer, unit * 1_000_000)
+    assert time.perf_counter() - begin < 10  # takes half a second; quadratic time would take hours
+    assert tokenizer.decode(ids) == unit * 1_000_000
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ud83d\ude00"], ids=ascii)
+def test_half_a_surrogate_pair_is_refused_in_words(tokenizer: Tokenizer, text: str) -> None:
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        plain(tokenizer, text)
+
+
+@pytest.mark.parametrize("token_id", [-1, 10**9])
+def test_decoding_an_unknown_id_is_refused(tokenizer: Tokenizer, token_id: int) -> None:
+    with pytest.raises(ValueError, match="not in this vocabulary"):
+        tokenizer.decode([token_id])
+
+
+def test_a_panic_of_tiktoken_reaches_the_user_as_a_value_error(demo: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="tiktoken cannot encode"):
+        demo._encode_slice("\x04")  # past the check that would refuse it
+
+
+# ---- files that are refused ------------------------------------------------------------------------------------------
+
+
+def meta_lines(n: int = 300) -> list[bytes]:
+    return meta_tokenizer_path().read_bytes().splitlines()[:n]
+
+
+def test_the_first_lines_of_metas_file_are_a_tokenizer_too(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"\n".join(meta_lines()))
+    assert Tokenizer(path).n_words == 300 + 256
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "words"),
+    [
+        (5, b"", "line 6"),
+        (5, b"!!!! 5", "line 6: expected a token in base64"),
+        (5, b"JQ==", "line 6"),
+        (5, b"JQ== 5 5", "line 6"),
+        (5, b"JQ== 6", "line 6: the rank is b'6' but must be 5"),
+        (5, b"JQ== -1", "line 6"),
+        (5, b"JQ== five", "line 6"),
+        (5, b"JQ== 05", "line 6"),
+        (5, b" 5", "line 6: a token of 0 bytes"),
+        (299, b"!!!! 299", "line 300: expected a token in base64"),  # the last: no later line is there to disagree
+        (299, b"IQ== 299", "line 300: token b'!' stands on line 1 already"),
+        (5, base64.b64encode(b"xyz") + b" 5", "1 of the 256 single bytes are missing"),
+        (299, base64.b64encode(b"x" * 1025) + b" 299", "1025 bytes"),
+        (0, b"\x0a\x0e\x0a\x05<unk>", "Llama 2"),
+    ],
+)
+def test_a_damaged_tokenizer_model_is_refused_by_line(tmp_path: Path, number: int, line: bytes, words: str) -> None:
+    lines = meta_lines()
+    lines[number] = line
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(ValueError, match=words):
+        Tokenizer(path)
+
+
+def test_a_missing_file_a_directory_and_a_giant_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer file .*tokenizer\.model"):
+        Tokenizer(tmp_path / "tokenizer.model")
+    with pytest.raises(ValueError, match="is a directory"):
+        Tokenizer(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        Tokenizer.from_huggingface(tmp_path)
+    with (tmp_path / "giant").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ValueError, match="at most 67108864"):
+        Tokenizer(tmp_path / "giant")
+
+
+@pytest.fixture(scope="module")
+def small_json() -> dict[str, Any]:
+    return json.loads(trained("gpt2").to_str())  # type: ignore[no-any-return]
+
+
+def put(spec: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split("/")
+    place: Any = spec
+    for key in parents:
+        place = place[int(key) if isinstance(place, list) else key]
+    place[int(last) if isinstance(place, list) else last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("model/type", "Unigram", "Unigram"),
+        ("model/dropout", 0.1, "dropout=0.1"),
+        ("model/continuing_subword_prefix", "##", "continuing_subword_prefix"),
+        ("model/end_of_word_suffix", "</w>", "end_of_word_suffix"),
+        ("model/byte_fallback", True, "byte_fallback"),
+        ("normalizer", {"type": "NFC"}, "normalizer NFC"),
+        ("pre_tokenizer", None, "pre_tokenizer null"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "Whitespace"),
+        ("pre_tokenizer/add_prefix_space", True, "add_prefix_space"),
+        ("decoder", {"type": "WordPiece"}, "decoder WordPiece"),
+        ("post_processor", {"type": "BertProcessing"}, "post_processor BertProcessing"),
+        (
+            "post_processor",
+            {"type": "TemplateProcessing", "single": [{"Sequence": {}}, {"SpecialToken": {"id": "<|im_end|>"}}]},
+            "adds tokens other than one before",
+        ),
+        (
+            "post_processor",
+            {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|im_end|>"}}, {"Sequence": {}}]},
+            "which is not the BOS token",
+        ),
+        ("added_tokens/0/lstrip", True, "lstrip=true"),
+        ("added_tokens/0/single_word", True, "single_word=true"),
+        ("added_tokens/0/id", 50, "is an ordinary token's too"),
+        ("added_tokens/1/content", "", "empty"),
+        ("model/vocab/hello there", 600, "not a byte-level token"),
+        ("model/vocab/Hello", "600", "not a byte-level token, or not an id"),
+        ("model/vocab/Hello", -1, "not a byte-level token, or not an id"),
+        ("model/vocab/Hello", 17, "share"),
+        ("model/merges/3", ["a", "zzz"], "merge"),
+        ("model/merges/3", ["a"], "merge"),
+        ("model/merges/0", ["<|im_", "end|>"], "merge"),
+        ("model/vocab", [], "not laid out"),
+        ("model", None, "not laid out"),
+        ("added_tokens", None, "not laid out"),
+        ("model/ignore_merges", True, None),
+    ],
+)
+def test_what_a_tokenizer_json_must_not_say_is_refused_by_name(
+    small_json: dict[str, Any], tmp_path: Path, path: str, value: Any, words: str | None
+) -> None:
+    spec = json.loads(json.dumps(small_json))
+    put(spec, path, value)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<|endoftext|>"}}))
+    if words is None:
+        Tokenizer.from_huggingface(tmp_path)
+        return
+    with pytest.raises(ValueError, match=words.replace("|", r"\|")):
+        Tokenizer.from_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 200_000, '{"model": "\\ud800"}', "\xff"], ids=ascii)
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        Tokenizer.from_huggingface(tmp_path)
+
+
+def test_a_tokenizer_config_that_names_an_unknown_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        Tokenizer.from_huggingface(saved(tmp_path, trained("gpt2"), eos_token="<|nowhere|>"))
+
+
+def small_gguf(**changes: Any) -> dict[str, Any]:
+    """Make the metadata of a vocabulary of two bytes' worth of merges."""
+    tokens = ["<s>", "a", "b", "c", "ab", "abc", "aab", "<|im_end|>", "hello there", "[PAD]"]
+    facts = {
+        "model": "gpt2",
+        "pre": "smollm",
+        "tokens": tokens,
+        "token_type": [3, 1, 1, 1, 1, 1, 1, 3, 4, 5],
+        "merges": ["a b", "ab c", "a ab"],
+        "bos_token_id": 0,
+        "eos_token_id": 7,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in (facts | changes).items()}
+
+
+def test_a_small_gguf_vocabulary_is_read_as_it_says() -> None:
+    ours = Tokenizer.from_gguf(small_gguf())
+    assert plain(ours, "aababcc") == [6, 5, 3]
+    assert plain(ours, "ahello therea") == [1, 8, 1]
+    assert ours.decode([6, 5, 3, 8, 7, 9]) == "aababcchello there<|im_end|>[PAD]"
+    assert (ours.n_words, ours.bos_id, ours.stop_tokens, ours.adds_bos) == (10, 0, [7], False)
+    with pytest.raises(ValueError, match="cannot represent"):
+        plain(ours, "<|im_end|>")
+
+
+def test_a_text_is_not_begun_or_ended_by_a_token_that_the_file_does_not_have() -> None:
+    ours = Tokenizer.from_gguf(small_gguf(bos_token_id=None, eos_token_id=None))
+    assert (ours.bos_id, ours.eos_id, ours.stop_tokens) == (None, None, [7])
+    for asked, name in (({"bos": True, "eos": False}, "BOS"), ({"bos": False, "eos": True}, "EOS")):
+        with pytest.raises(ValueError, match=f"this tokenizer has no {name} token"):
+            ours.encode("a", **asked)
+
+
+def test_only_the_same_tokens_ends_and_template_have_the_same_fingerprint() -> None:
+    facts = small_gguf()
+    tokens, types = (list(facts[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type"))
+    others = [
+        facts,
+        small_gguf(tokens=[*tokens, "d"], token_type=[*types, 1]),
+        small_gguf(tokens=[*tokens[:-1], "[END]"]),
+        small_gguf(token_type=[*types[:-1], 4]),
+        small_gguf(eos_token_id=0),
+        small_gguf(add_bos_token=True),
+        facts | {"tokenizer.chat_template": "a template"},
+    ]
+    prints = [Tokenizer.from_gguf(other).fingerprint() for other in others]
+    assert len(set(prints)) == len(others)
+    assert Tokenizer.from_gguf(small_gguf()).fingerprint() == prints[0]
+
+
+def test_an_end_that_a_gguf_file_calls_a_users_token_still_cannot_be_written() -> None:
+    ours = Tokenizer.from_gguf(small_gguf(eos_token_id=8))
+    assert "hello there" in ours.special_tokens
+    with pytest.raises(ValueError, match="cannot represent"):
+        plain(ours, "hello there")
+
+
+@pytest.mark.parametrize("kind", [3, 4], ids=["special", "user's"])
+@pytest.mark.parametrize("texts", [("<x>", "<x><y>"), ("<x><y>", "<x>")], ids=["shorter first", "longer first"])
+def test_of_two_added_tokens_that_begin_alike_the_longer_is_taken(texts: tuple[str, str], kind: int) -> None:
+    ours = Tokenizer.from_gguf(
+        small_gguf(tokens=["a", *texts], token_type=[1, kind, kind], merges=[], eos_token_id=0, bos_token_id=None)
+    )
+    ids = {text: 1 + i for i, text in enumerate(texts)}
+    encoded = ours.encode("a<x>a<x><y>a<x><x><y>", bos=False, eos=False, allowed_special="all")
+    assert encoded == [0, ids["<x>"], 0, ids["<x><y>"], 0, ids["<x>"], ids["<x><y>"]]
+
+
+def test_rank_order_need_not_be_id_order() -> None:
+    facts = small_gguf()
+    backwards = Tokenizer.from_gguf(
+        small_gguf(
+            tokens=facts["tokenizer.ggml.tokens"][::-1],
+            token_type=facts["tokenizer.ggml.token_type"][::-1],
+            bos_token_id=9,
+            eos_token_id=2,
+        )
+    )
+    assert plain(backwards, "aababcc") == [9 - 6, 9 - 5, 9 - 3]
+
+
+def test_llama_bpe_in_gguf_equals_metas_pattern_and_asks_for_a_bos(meta_ranks: dict[bytes, int]) -> None:
+    spell = speller()
+    first = {token: rank for token, rank in meta_ranks.items() if rank < 2000}
+    ours = Tokenizer.from_gguf(
+        small_gguf(
+            pre="llama-bpe",
+            tokens=[*map(spell, first), "<|begin_of_text|>", "<|eot_id|>"],
+            token_type=[1] * 2000 + [3, 3],
+            merges=[" ".join(way) for way in every_way(first)],
+            bos_token_id=2000,
+            eos_token_id=2001,
+        )
+    )
+    oracle = tiktoken.Encoding("first", pat_str=META_PATTERN, mergeable_ranks=first, special_tokens={})
+    assert ours.adds_bos
+
+    @many
+    @given(TEXTS)
+    def ids_are_equal(text: str) -> None:
+        assert plain(ours, text) == oracle.encode_ordinary(text)
+
+    ids_are_equal()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "llama"}, "model='llama'"),
+        ({"model": None}, "model=None"),
+        ({"pre": "qwen2"}, "pre='qwen2'"),
+        ({"pre": "default"}, "pre='default'"),
+        ({"pre": None}, "pre=None"),
+        ({"add_eos_token": True}, "add_eos_token"),
+        ({"add_space_prefix": True}, "add_space_prefix"),
+        ({"tokens": ["a"]}, "1 tokens but 10 token types"),
+        ({"tokens": None}, "no tokenizer as expected"),
+        ({"tokens": [], "token_type": [], "merges": []}, "no tokens that text could become"),
+        ({"tokens": ["<s>", "a" * 1025], "token_type": [3, 1]}, "not a byte-level token"),
+        ({"tokens": ["a"] * 10}, "'a', stands in the vocabulary twice"),
+        ({"token_type": [3, 1, 1, 1, 1, 1, 1, 3, 4, 6]}, "has type 6"),
+        ({"token_type": [3, 1, 1, 1, 1, 1, 1, 3, 1, 3]}, "not a byte-level token"),
+        ({"bos_token_id": 10}, "id 10 is not in the vocabulary"),
+        ({"eos_token_id": -1}, "id -1 is not in the vocabulary"),
+        ({"bos_token_id": None, "add_bos_token": True}, "names none"),
+        ({"merges": ["a b", "ab c", "ab"]}, "merge"),
+        ({"merges": ["a b", "ab c", "a b"]}, "an earlier one, not just before"),
+        ({"merges": ["a b", "a d", "ab c"]}, "not two ordinary tokens"),
+        ({"merges": ["ab c", "a ab"]}, "do not make token b'abc'"),
+        ({"merges": ["a b", "a bc"]}, "not two ordinary tokens"),
+        ({"merges": [1]}, "no tokenizer as expected"),
+        ({"pre": "llama-bpe", "merges": ["a b", "ab c"]}, "b'aab' has no merge"),
+    ],
+)
+def test_what_gguf_metadata_must_not_say_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Tokenizer.from_gguf(small_gguf(**changes))
+
+
+def test_merges_that_ranks_cannot_imitate_are_refused() -> None:
+    # "b c" comes before "a b": the bytes a b c become a, bc, and the listed way through ab is never taken.
+    facts = {"tokens": ["a", "b", "c", "ab", "bc", "abc"], "token_type": [1] * 6, "bos_token_id": 0, "eos_token_id": 0}
+    with pytest.raises(ValueError, match="do not make token b'abc' from its own bytes"):
+        Tokenizer.from_gguf(small_gguf(**facts, merges=["b c", "a b", "ab c"]))
+    assert plain(Tokenizer.from_gguf(small_gguf(**facts, merges=["b c", "a b", "a bc"])), "abc") == [5]
