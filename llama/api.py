@@ -95,15 +95,16 @@ def load(
 @contextmanager
 def _bar_of_exact_mode(model: Transformer) -> Iterator[None]:
     """Show, on a terminal, which product is being probed, and how much of the comparison has been fed."""
-    products = [module for module in model.modules() if hasattr(module, "pieces")]
-    left = dict.fromkeys(module.weight.shape for module in products)  # each is probed when it is first used
+    products = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    left = {tuple(module.weight.shape) for module in products}  # each is probed when it is first used
     kinds = len(left)
     with ExitStack() as stack:
         bar = stack.enter_context(tqdm(total=tokens_fed(model), unit="token", disable=None, leave=False))
 
-        def probes(module: torch.nn.Module, _: Any) -> None:
-            if module.weight.shape in left:
-                del left[module.weight.shape]
+        def probes(module: torch.nn.Linear, _: Any) -> None:
+            shape = tuple(module.weight.shape)
+            if shape in left:
+                left.remove(shape)
                 bar.set_description(f"exact mode: probing products, {kinds - len(left)} of {kinds}")
 
         def compares(_: torch.nn.Module, given: tuple[Any, ...], __: Any) -> None:

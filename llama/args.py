@@ -79,11 +79,6 @@ class ModelArgs:
             self._derive("rope_scaling", RopeScaling(factor=32 if (self.dim, self.n_layers) in _FACTOR_32 else 8))
         self._check_values()
 
-    @property
-    def pieces(self) -> int:
-        """How many pieces exact mode makes of each product: any number of ranks that divides it gets the same bits."""
-        return math.gcd(self.n_heads, self.ffn_dim, self.vocab_size, 24)
-
     def share(self, ranks: int) -> "ModelArgs":
         """Return the sizes of what each of `ranks` holds; KV heads that are fewer are held several times.
 
@@ -92,8 +87,8 @@ class ModelArgs:
         if not self._shares_evenly(ranks):
             fits = [str(n) for n in range(1, self.n_heads + 1) if self._shares_evenly(n)]
             raise ValueError(
-                f"{self.n_heads} heads, {self.n_kv_heads} KV heads, {self.ffn_dim} hidden numbers and "
-                f"{self.vocab_size} words cannot be shared out to {ranks} ranks; {' or '.join(fits)} can share them"
+                f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, ffn_dim={self.ffn_dim} and vocab_size="
+                f"{self.vocab_size} cannot be shared out to {ranks} ranks; {' or '.join(fits)} can share them"
             )
         sizes = {name: getattr(self, name) // ranks for name in ("n_heads", "ffn_dim", "vocab_size")}
         return replace(self, **sizes, n_kv_heads=max(1, self.n_kv_heads // ranks))

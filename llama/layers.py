@@ -1,6 +1,6 @@
 """The layers that hold a matrix, each cut for the ranks that share the model; for one rank they are whole.
 
-The heads, the hidden numbers of the MLP and the words of the vocabulary are shared out in order. A forward asks
+The heads, the width of the MLP and the vocabulary are shared out in order. A forward asks
 `self.ops` how to multiply, and `self.ranks` what the ranks do together.
 Source: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053; the names are those of fairscale and Meta's code.
 """
@@ -13,11 +13,10 @@ from llama.ranks import current_ranks
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias. Exact mode computes it in `pieces`, which are shared out as the layer is."""
+    """A linear layer without bias."""
 
-    def __init__(self, in_features: int, out_features: int, pieces: int) -> None:
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
-        self.pieces = pieces
         self.ops: Ops = PLAIN
         self.ranks = current_ranks()
 
@@ -32,30 +31,27 @@ class ColumnParallelLinear(Linear):
     With `gather_output` every rank returns all of them.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, pieces: int = 1, least: int = 1, gather_output: bool = False
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, least: int = 1, gather_output: bool = False) -> None:
         size = current_ranks().size
-        super().__init__(in_features, max(out_features // size, least), max(1, pieces // size))
+        super().__init__(in_features, max(out_features // size, least))
         self.gather_output = gather_output
         self.held_once = self.out_features * size == out_features
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.weight.requires_grad and not self.held_once:
             raise ValueError("several ranks hold the same KV heads, whose gradients would differ: train on fewer ranks")
-        out = self.ops.linear(self.ranks.enter(input), self.weight, self.pieces)
+        out = self.ops.linear(self.ranks.enter(input), self.weight)
         return self.ranks.join(out) if self.gather_output else out
 
 
 class RowParallelLinear(Linear):
     """A linear layer whose inputs are shared out, and so the terms of every sum."""
 
-    def __init__(self, in_features: int, out_features: int, *, pieces: int = 1) -> None:
-        size = current_ranks().size
-        super().__init__(in_features // size, out_features, pieces // size)
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features // current_ranks().size, out_features)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.ops.sum_linear(input, self.weight, self.pieces, self.ranks)
+        return self.ops.sum_linear(input, self.weight, self.ranks)
 
 
 class VocabParallelEmbedding(nn.Embedding):

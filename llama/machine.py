@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from llama.costs import Ceilings
-from llama.linear import linear
+from llama.ops import linear
 
 _PACKAGE = Path(__file__).parent
 _PEERS = ("transformers", "llama_cpp_python")

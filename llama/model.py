@@ -5,7 +5,6 @@ Shapes: bsz rows, seqlen tokens fed, dim the width, vocab the vocabulary.
 Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of Meta's checkpoints.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs, RopeScaling
-from llama.exact import exact_ops
 from llama.generation import Chosen, Generation
 from llama.kv_cache import KVCache, check_positions
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -26,7 +24,6 @@ from llama.ranks import current_ranks
 from llama.request import Request
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
 from llama.sampling import Sampler
-from llama.self_comparison import first_difference
 
 __all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
 
@@ -51,11 +48,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = args.head_dim
         queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-        shared = math.gcd(args.pieces, args.n_kv_heads)
-        self.wq = ColumnParallelLinear(args.dim, queries, pieces=args.pieces)
-        self.wk = ColumnParallelLinear(args.dim, keys, pieces=shared, least=args.head_dim)
-        self.wv = ColumnParallelLinear(args.dim, keys, pieces=shared, least=args.head_dim)
-        self.wo = RowParallelLinear(queries, args.dim, pieces=args.pieces)
+        self.wq = ColumnParallelLinear(args.dim, queries)
+        self.wk = ColumnParallelLinear(args.dim, keys, least=args.head_dim)
+        self.wv = ColumnParallelLinear(args.dim, keys, least=args.head_dim)
+        self.wo = RowParallelLinear(queries, args.dim)
         self.cache = KVCache.of(args.share(current_ranks().size))  # holds no memory before it is used
         self.kv_caching = args.kv_caching
         self.ops: Ops = PLAIN
@@ -83,9 +79,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.w1 = ColumnParallelLinear(args.dim, args.ffn_dim, pieces=args.pieces)
-        self.w2 = RowParallelLinear(args.ffn_dim, args.dim, pieces=args.pieces)
-        self.w3 = ColumnParallelLinear(args.dim, args.ffn_dim, pieces=args.pieces)
+        self.w1 = ColumnParallelLinear(args.dim, args.ffn_dim)
+        self.w2 = RowParallelLinear(args.ffn_dim, args.dim)
+        self.w3 = ColumnParallelLinear(args.dim, args.ffn_dim)
         self.ops: Ops = PLAIN
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,7 +155,7 @@ class Transformer(nn.Module, Generation):
         self.tok_embeddings = VocabParallelEmbedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, args.norm_eps)
-        self.output = ColumnParallelLinear(args.dim, args.vocab_size, pieces=args.pieces, gather_output=True)
+        self.output = ColumnParallelLinear(args.dim, args.vocab_size, gather_output=True)
         if args.tied_head:
             self.output.weight = self.tok_embeddings.weight
         self.rope = RopeTable(_frequencies(args))
@@ -225,26 +221,9 @@ class Transformer(nn.Module, Generation):
 
     @exact.setter
     def exact(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise ValueError(f"exact={value!r} must be True or False")
-        if value and self.args.pieces % self.ranks.size:
-            raise ValueError(
-                f"exact mode computes in {self.args.pieces} pieces, which {self.ranks.size} ranks cannot share"
-            )
-        if value == self.exact:
-            return
-        if value and self.step is not None:
-            raise ValueError(f"exact mode is a way to compute, and so is the fast step ({self.step.name}): choose one")
-        if value and int8_weights(self):
-            raise ValueError("exact mode computes with the weights as they are; load the model without quantize")
-        before = self.ops
-        self.use(exact_ops(self.device) if value else PLAIN)
-        try:
-            if value and (difference := first_difference(self)):
-                raise ValueError(f"exact mode is not to be had here: {difference}")
-        except BaseException:
-            self.use(before)
-            raise
+        from llama.exact.switch import set_exact  # the one import that is deferred: plain models need none of it
+
+        set_exact(self, value)
 
     @property
     def path(self) -> str:

@@ -1,76 +1,105 @@
-"""The operations that a forward is made of, and the plain way to do them; `llama.exact` has another.
+"""The operations that a forward is made of: matrix products, attention, the norm, SiLU; and the plain way to do them.
 
-The model calls them by these names and knows nothing of how they are done. Knows tensors only.
+The model calls them by the names in `Ops`, and `model.use` puts others in their place; exact mode is such a set. Every
+product and every attention goes through here, cached or not, so both modes of the cache run the same kernels. Knows
+tensors and positions; does not know modules, or whether keys came out of a cache.
+Shapes: bsz rows, seqlen queries, kv_len keys; n_heads is a multiple of n_kv_heads (grouped-query attention,
+https://arxiv.org/abs/2305.13245).
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from llama.attend import attend
-from llama.linear import linear
 from llama.ranks import Ranks
 
-
-class Attend(Protocol):
-    """What `llama.attend.attend` does."""
-
-    def __call__(
-        self,
-        xq: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        start_pos: int | Sequence[int],
-        key_positions: Tensor | None = None,
-    ) -> Tensor: ...
+_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
 
 
-class Linear(Protocol):
-    """What `whole_linear` does; exact mode computes the outputs in so many pieces."""
-
-    def __call__(self, x: Tensor, weight: Tensor, pieces: int) -> Tensor: ...
-
-
-class SumLinear(Protocol):
-    """What `sum_linear` does; exact mode computes each sum from so many pieces a rank."""
-
-    def __call__(self, x: Tensor, weight: Tensor, pieces: int, ranks: Ranks) -> Tensor: ...
-
-
-class RMSNorm(Protocol):
-    """What `rms_norm` does."""
-
-    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-
-class Silu(Protocol):
-    """x * sigmoid(x), element by element."""
-
-    def __call__(self, x: Tensor, /) -> Tensor: ...
-
-
-class Ops(NamedTuple):
-    """One way to do all of them; research code may make its own, PLAIN._replace(name="mine", attend=mine)."""
-
-    name: str
-    linear: Linear
-    sum_linear: SumLinear
-    attend: Attend
-    rms_norm: RMSNorm
-    silu: Silu
-
-
-def whole_linear(x: Tensor, weight: Tensor, pieces: int) -> Tensor:
+def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features)."""
-    return linear(x, weight)
+    if _onednn_serves(x, weight):
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return product
+    return F.linear(x, weight)
 
 
-def sum_linear(x: Tensor, weight: Tensor, pieces: int, ranks: Ranks) -> Tensor:
+def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
+    # PyTorch hands float32 products on a CPU to MKL, which reaches a half to a third of oneDNN's speed on an AMD
+    # machine, at one row and at many (docs/log.md). oneDNN's operator has no gradient, and under
+    # forward-mode differentiation (an open level of dual numbers) it would give zeros without a word.
+    return (
+        x.dtype == torch.float32 == weight.dtype
+        and x.device.type == "cpu"
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and forward_ad._current_level < 0
+        and _HAS_ONEDNN
+    )
+
+
+def sum_linear(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
     """Return x @ weight.T, where every rank has its share of the columns of both."""
     return ranks.sum(linear(x, weight))
+
+
+def attend(
+    xq: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start_pos: int | Sequence[int],
+    key_positions: Tensor | None = None,
+) -> Tensor:
+    """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
+
+    xq is (bsz, seqlen, n_heads, head_dim), and its query i stands at start_pos + i. keys and values are
+    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j, or at key_positions[j], (kv_len,) or (bsz, kv_len);
+    with key_positions, all of them must be finite, also where nobody looks.
+    """
+    if isinstance(start_pos, int):
+        return _attend_in_step(xq, keys, values, start_pos, key_positions)
+    # Rows at different positions are attended one by one, each over its own keys, so that a row gives what it gives
+    # alone.
+    rows = []
+    for row, pos in enumerate(start_pos):
+        one = slice(row, row + 1)
+        places = key_positions if key_positions is None or key_positions.ndim == 1 else key_positions[row]
+        rows.append(_attend_in_step(xq[one], keys[one], values[one], pos, places))
+    return torch.cat(rows)
+
+
+def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, key_positions: Tensor | None) -> Tensor:
+    """Attend where all rows stand at the same position."""
+    seqlen = xq.shape[1]
+    end = start_pos + seqlen
+    mask, causal = None, False
+    if key_positions is not None:
+        mask = _mask(start_pos, seqlen, key_positions)
+    else:  # what lies past the end is never read: a mask would multiply it by zero, and 0 * nan is nan
+        keys, values = keys[:, :end], values[:, :end]
+        if seqlen > 1 and start_pos > 0:  # is_causal would align the first query with the first key
+            mask = _mask(start_pos, seqlen, torch.arange(end, device=xq.device))
+        elif seqlen > 1:
+            causal = True
+    output = F.scaled_dot_product_attention(
+        xq.transpose(1, 2),  # (bsz, n_heads, seqlen, head_dim)
+        keys.transpose(1, 2),  # (bsz, n_kv_heads, kv_len, head_dim)
+        values.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=xq.shape[2] != keys.shape[2],
+    )
+    return output.transpose(1, 2)
+
+
+def _mask(start_pos: int, seqlen: int, key_positions: Tensor) -> Tensor:
+    """Return True where a query may look at a key: (seqlen, kv_len), or (bsz, 1, seqlen, kv_len)."""
+    query_positions = start_pos + torch.arange(seqlen, device=key_positions.device)
+    mask = key_positions[..., None, :] <= query_positions[:, None]
+    return mask if mask.ndim == 2 else mask[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,4 +109,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return norm.type_as(x) * weight
 
 
-PLAIN = Ops("plain", whole_linear, sum_linear, attend, rms_norm, F.silu)
+class Ops(NamedTuple):
+    """One way to do all of them; research code may make its own, PLAIN._replace(name="mine", attend=mine)."""
+
+    name: str
+    linear: Callable[[Tensor, Tensor], Tensor]
+    sum_linear: Callable[[Tensor, Tensor, Ranks], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, int | Sequence[int], Tensor | None], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    silu: Callable[[Tensor], Tensor]  # x * sigmoid(x), element by element
+
+
+PLAIN = Ops("plain", linear, sum_linear, attend, rms_norm, F.silu)

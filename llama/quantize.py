@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llama.linear import linear
+from llama.ops import linear
 
 GROUP = 32  # weights that share a scale and a zero
 LANES = 16  # outputs whose groups stand side by side, so that one vector of a CPU holds four weights of each

@@ -27,7 +27,7 @@ FILES = [
 
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
-    "args rope attend linear ranks ops layers quantize kv_cache ownership self_comparison model sampling request "
+    "args rope ranks ops layers quantize kv_cache ownership self_comparison model sampling request "
     "streaming generation costs machine files parallel"
 )
 
@@ -36,17 +36,15 @@ MAY_IMPORT = {
     "llama/__init__.py": ("", ""),
     "llama/args.py": ("", ""),
     "llama/rope.py": ("", "torch"),
-    "llama/attend.py": ("", "torch"),
-    "llama/linear.py": ("", "torch"),
     "llama/ranks.py": ("", "torch"),
-    "llama/ops.py": ("attend linear ranks", "torch"),
+    "llama/ops.py": ("ranks", "torch"),
     "llama/layers.py": ("ops ranks", "torch"),
-    "llama/quantize.py": ("linear", "torch"),
+    "llama/quantize.py": ("ops", "torch"),
     "llama/kv_cache.py": ("args", "torch"),
     "llama/ownership.py": ("", "torch"),
     "llama/self_comparison.py": ("args", "torch"),
     "llama/model.py": (
-        "args rope layers ops ownership ranks exact kv_cache generation quantize request sampling self_comparison",
+        "args rope layers ops ownership ranks exact.switch kv_cache generation quantize request sampling",
         "torch",
     ),
     "llama/sampling.py": ("", "torch"),
@@ -54,7 +52,7 @@ MAY_IMPORT = {
     "llama/streaming.py": ("", ""),
     "llama/generation.py": ("ownership ranks request sampling streaming", "torch"),
     "llama/costs.py": ("args cli", ""),
-    "llama/machine.py": ("costs linear", "torch"),
+    "llama/machine.py": ("costs ops", "torch"),
     "llama/files.py": ("", ""),
     "llama/board.py": ("", "torch"),
     "llama/parallel.py": ("board ranks", "torch fairscale"),
@@ -63,11 +61,12 @@ MAY_IMPORT = {
     "llama/tokenizer/": ("tokenizer", ""),
     "llama/checkpoint/": ("args ranks rope model quantize tokenizer checkpoint", "torch numpy safetensors gguf"),
     "llama/exact/triton_kernels.py": ("", "torch triton"),
-    "llama/exact/": ("linear ops ranks self_comparison exact", "torch"),
+    "llama/exact/switch.py": ("args exact ops quantize self_comparison", "torch"),
+    "llama/exact/": ("ops ranks self_comparison exact", "torch"),
     "llama/fast/triton_kernels.py": ("", "torch triton"),
     "llama/fast/native_build.py": ("", ""),
     "llama/fast/native_library.py": ("fast", ""),
-    "llama/fast/graph_ops.py": ("linear ops rope", "torch"),
+    "llama/fast/graph_ops.py": ("ops rope", "torch"),
     "llama/fast/": (f"{FLOOR} fast", "torch"),
     "llama/verify/passes.py": ("generation model", "torch"),
     "llama/verify/certificate.py": ("model verify", "torch"),
@@ -99,7 +98,7 @@ MAY_IMPORT = {
     "llama/api.py": (f"{FLOOR} checkpoint demo fast tokenizer", "torch tqdm"),
     "benchmark_inference.py": (f"{FLOOR} api bench cli", ""),
     "inference.py": (f"{FLOOR} api cli exact tokenizer", ""),
-    "scripts/gpu_report.py": ("bench files", "torch"),
+    "scripts/gpu_report.py": ("bench files machine", "torch"),
     "scripts/record_llama_cpp_ids.py": ("demo", "llama_cpp"),
     "scripts/compare_int8.py": ("api cli costs model streaming tokenizer", "torch tqdm"),
     "scripts/compare_outputs.py": ("api bench cli model", "torch"),

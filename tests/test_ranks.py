@@ -174,7 +174,7 @@ def test_ranks_that_cannot_share_the_heads_are_told_who_can(folder: Path) -> Non
     code, printed, _ = ended(torchrun(3, ROOT / "inference.py", *ASKED, cwd=folder))
     assert code == 1
     for rank in range(3):
-        assert f"error: rank {rank}: 4 heads, 2 KV heads" in printed
+        assert f"error: rank {rank}: n_heads=4, n_kv_heads=2" in printed
     assert "cannot be shared out to 3 ranks; 1 or 2 or 4 can share them" in printed
 
 

@@ -1,33 +1,13 @@
 """Exact mode: logits whose bits depend on nothing but the tokens before them; `model.exact = True` asks for it."""
 
-from llama.exact.operations import (
-    BLOCKS,
-    KEYS,
-    OUTPUTS,
-    QUERIES,
-    ROWS,
-    Block,
-    ExactModel,
-    block_for,
-    exact_attend,
-    exact_linear,
-    exact_ops,
-    exact_product,
-    exact_silu,
-    exact_sum_linear,
-    slowdown,
-    slowdown_words,
-)
+from llama.exact.operations import exact_attend, exact_linear, exact_ops, exact_silu, exact_sum_linear
+from llama.exact.probe import BLOCKS, Block, block_for, exact_product
+from llama.exact.switch import slices_of, slowdown, slowdown_words
 from llama.self_comparison import first_difference
 
 __all__ = [
     "BLOCKS",
-    "KEYS",
-    "OUTPUTS",
-    "QUERIES",
-    "ROWS",
     "Block",
-    "ExactModel",
     "block_for",
     "exact_attend",
     "exact_linear",
@@ -36,6 +16,7 @@ __all__ = [
     "exact_silu",
     "exact_sum_linear",
     "first_difference",
+    "slices_of",
     "slowdown",
     "slowdown_words",
 ]

@@ -9,7 +9,7 @@ nothing. The price is speed, most of all where one token is fed after a long pas
 
 Knows tensors and positions; does not know the model, where keys came from, or how to differentiate. What acts on single
 numbers (silu, sums, rotations) needs no kernel here.
-Plain twins, which are the definitions: llama.linear.linear, llama.attend.attend, and rms_norm in llama/ops.py.
+Plain twins, which are the definitions: linear, attend and rms_norm in llama/ops.py.
 Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025. Softmax in one
 pass: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
 """

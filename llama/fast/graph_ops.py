@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.linear import linear
-from llama.ops import rms_norm
+from llama.ops import linear, rms_norm
 from llama.rope import apply_rotary_emb
 
 

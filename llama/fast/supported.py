@@ -19,7 +19,7 @@ _KNOWN = {
 }
 # What the plain path runs of our files: functions, methods, and the names under which it reaches PyTorch.
 PATH = {
-    *("forward", "_plain", "_last", "rms_norm", "whole_linear", "sum_linear", "linear", "_onednn_serves"),
+    *("forward", "_plain", "_last", "rms_norm", "sum_linear", "linear", "_onednn_serves"),
     *("attend", "_attend_in_step", "_mask", "apply_rotary_emb", "_rotate", "_cos_sin", "at", "up_to"),
     *("update", "check", "check_positions", "key_positions", "room", "_grow", "_allocate", "_write", "rows"),
     *("torch", "nn", "F"),

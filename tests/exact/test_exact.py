@@ -17,6 +17,7 @@ from llama.exact import (
     exact_product,
     exact_silu,
     operations,
+    probe,
     slowdown,
 )
 from llama.model import Transformer
@@ -105,8 +106,8 @@ def test_switching_it_off_leaves_the_plain_model() -> None:
 
 def test_a_machine_that_cannot_is_refused_and_the_model_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
-    monkeypatch.setattr(operations, "BLOCKS", ())
-    monkeypatch.setattr(operations, "_FOUND", {})
+    monkeypatch.setattr(probe, "BLOCKS", ())
+    monkeypatch.setattr(probe, "_FOUND", {})
     with pytest.raises(ValueError, match="round differently from call to call"):
         model.exact = True
     assert not model.exact
@@ -142,7 +143,7 @@ def test_moving_leaves_operations_of_ones_own() -> None:
 @pytest.mark.parametrize("in_features", [16, 48, 576])
 def test_another_order_of_summing_shows_in_most_numbers(dtype: torch.dtype, in_features: int) -> None:
     """So a probe needs few of them: of these sums nothing but the errors of rounding remains."""
-    x, weight = operations._sensitive(8, torch.empty(32, in_features, dtype=dtype))
+    x, weight = probe._sensitive(8, torch.empty(32, in_features, dtype=dtype))
     wide = torch.promote_types(dtype, torch.float32)
     terms = (x[:, None].to(wide) * weight.to(wide)).unbind(-1)  # in_features times (8, 32)
     one, other = (reduce(torch.add, some).to(dtype) for some in (terms, terms[::2] + terms[1::2]))
@@ -151,7 +152,7 @@ def test_another_order_of_summing_shows_in_most_numbers(dtype: torch.dtype, in_f
 
 def test_the_probe_finds_how_many_rows_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that rounds the last rows of a product differently, unless they are a multiple of `n`."""
-    plain = operations.linear
+    plain = probe.linear
 
     def tails_differ(n: int, x: Tensor, weight: Tensor) -> Tensor:
         out = plain(x, weight)
@@ -164,12 +165,12 @@ def test_the_probe_finds_how_many_rows_are_enough(monkeypatch: pytest.MonkeyPatc
         return out
 
     for n in (1, 4, 32):
-        monkeypatch.setattr(operations, "linear", partial(tails_differ, n))
-        monkeypatch.setattr(operations, "_FOUND", {})
+        monkeypatch.setattr(probe, "linear", partial(tails_differ, n))
+        monkeypatch.setattr(probe, "_FOUND", {})
         assert block_for(torch.ones(16, 32)).rows >= n
         assert block_for(torch.ones(16, 32)) in [Block(n), Block(n * 2), Block(n * 4)]
-    monkeypatch.setattr(operations, "linear", places_differ)
-    monkeypatch.setattr(operations, "_FOUND", {})
+    monkeypatch.setattr(probe, "linear", places_differ)
+    monkeypatch.setattr(probe, "_FOUND", {})
     assert block_for(torch.ones(16, 32)) == Block(1, in_one=False)
 
 
@@ -202,7 +203,7 @@ def test_what_lies_past_a_position_is_never_read() -> None:
     assert torch.equal(exact_attend(x, poisoned, poisoned, 5), clean)
 
 
-def test_pieces_equal_their_plain_twins_to_rounding() -> None:
+def test_exact_operations_equal_their_plain_twins_to_rounding() -> None:
     x, weight = torch.randn(5, 30, dtype=torch.float64), torch.randn(7, 30, dtype=torch.float64)
     torch.testing.assert_close(exact_product(x, weight), x @ weight.T)
     torch.testing.assert_close(exact_silu(x), torch.nn.functional.silu(x))
@@ -214,8 +215,8 @@ def test_a_product_for_each_block_alone_serves_where_no_padding_does(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """The last resorts are exact, too: this test is what tries them, on machines where the others are enough."""
-    monkeypatch.setattr(operations, "BLOCKS", (Block(rows, in_one=False),))
-    monkeypatch.setattr(operations, "_FOUND", {})
+    monkeypatch.setattr(probe, "BLOCKS", (Block(rows, in_one=False),))
+    monkeypatch.setattr(probe, "_FOUND", {})
     model = exact_model(torch.float32)
     assert first_difference(model, rows=3, length=150) is None
 
@@ -257,7 +258,7 @@ def test_research_code_may_do_one_operation_its_own_way() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_product_has_the_bits_of_its_pieces(dtype: torch.dtype) -> None:
+def test_a_product_has_the_bits_of_its_slices(dtype: torch.dtype) -> None:
     """So ranks that hold a piece each get the same; whichever of the two ways this machine takes."""
     stream = torch.Generator().manual_seed(3)
     x, weight = torch.randn(37, 48, generator=stream).to(dtype), torch.randn(96, 48, generator=stream).to(dtype)
@@ -268,13 +269,13 @@ def test_a_product_has_the_bits_of_its_pieces(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_outputs_are_multiplied_a_part_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head has more than a product may have; with a limit of 32, so has every matrix here, some with a rest."""
-    monkeypatch.setattr(operations, "OUTPUTS", 32)
+    monkeypatch.setattr(probe, "OUTPUTS", 32)
     stream = torch.Generator().manual_seed(3)
     x, weight = torch.randn(37, 48, generator=stream).to(dtype), torch.randn(144, 48, generator=stream).to(dtype)
     whole = exact_linear(x, weight, 1)
     assert torch.equal(exact_linear(x[5:6], weight, 1), whole[5:6])
     torch.testing.assert_close(whole.float(), x.float() @ weight.float().T, rtol=0.02, atol=0.1)
-    by_rank = torch.cat([exact_linear(x, rows, 2) for rows in weight.chunk(2)], dim=-1)  # which hold two pieces each
+    by_rank = torch.cat([exact_linear(x, rows, 2) for rows in weight.chunk(2)], dim=-1)  # which hold two slices each
     assert torch.equal(exact_linear(x, weight, 4), by_rank)
     assert first_difference(exact_model(dtype, dim=48, n_heads=6, vocab_size=131), length=150) is None
 
@@ -288,14 +289,14 @@ def counting(monkeypatch: pytest.MonkeyPatch, multiplied: list[int]) -> None:
     """Write down what is multiplied, in products of one number by one weight, and return zeros in no time."""
 
     def linear(x: Tensor, weight: Tensor) -> Tensor:
-        assert len(x) <= operations.ROWS
-        assert len(weight) <= operations.OUTPUTS
+        assert len(x) <= probe.ROWS
+        assert len(weight) <= probe.OUTPUTS
         multiplied.append(len(x) * weight.numel())
         return x.new_zeros(len(x), len(weight))
 
-    monkeypatch.setattr(operations, "linear", linear)
-    monkeypatch.setattr(operations, "_FOUND", {})
-    monkeypatch.setattr(operations, "_WHOLE", {})
+    monkeypatch.setattr(probe, "linear", linear)
+    monkeypatch.setattr(probe, "_FOUND", {})
+    monkeypatch.setattr(probe, "_WHOLE", {})
 
 
 def test_probing_costs_what_forty_tokens_of_the_demo_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +307,7 @@ def test_probing_costs_what_forty_tokens_of_the_demo_do(monkeypatch: pytest.Monk
     exact_linear(head[:1], head, 3)
     for out_features, in_features in DEMO:
         block_for(torch.empty(out_features, in_features))
-    assert len(operations._FOUND) == len(DEMO)
+    assert len(probe._FOUND) == len(DEMO)
     assert sum(multiplied) < 40 * 135e6
 
 
@@ -314,8 +315,8 @@ def test_the_last_resort_costs_little_more(monkeypatch: pytest.MonkeyPatch) -> N
     """Whatever fails does so at its first products."""
     multiplied: list[int] = []
     counting(monkeypatch, multiplied)
-    counted, calls = operations.linear, iter(range(10**6))
-    monkeypatch.setattr(operations, "linear", lambda x, w: counted(x, w) + (len(x) > 1) * next(calls))
+    counted, calls = probe.linear, iter(range(10**6))
+    monkeypatch.setattr(probe, "linear", lambda x, w: counted(x, w) + (len(x) > 1) * next(calls))
     for out_features, in_features in DEMO:
         assert block_for(torch.empty(out_features, in_features)) == Block(1, in_one=False)
     assert sum(multiplied) < 80 * 135e6
@@ -325,17 +326,17 @@ def test_granting_multiplies_the_model_by_few_tokens(monkeypatch: pytest.MonkeyP
     """What the comparison feeds and fills up, beside the probes."""
     model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
     model.exact = True  # whatever is probed has been
-    plain, multiplied = operations.linear, []
+    plain, multiplied = probe.linear, []
 
     def counted(x: Tensor, weight: Tensor) -> Tensor:
         multiplied.append(len(x) * weight.numel())
         return plain(x, weight)
 
-    monkeypatch.setattr(operations, "linear", counted)
+    monkeypatch.setattr(probe, "linear", counted)
     model.exact = False
     model.exact = True
-    matrices = sum(layer.weight.numel() for layer in model.modules() if hasattr(layer, "pieces"))
-    most = max(block.rows for block in operations._FOUND.values())  # a step is filled up to these
+    matrices = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    most = max(block.rows for block in probe._FOUND.values())  # a step is filled up to these
     assert sum(multiplied) < (300 + 20 * most) * matrices
 
 

@@ -13,10 +13,9 @@ import torch
 from interpreter import assert_claims_hold_interpreted, compiled, interpreted, made, triton, with_cuda
 from torch import Tensor
 
-from llama.attend import attend
 from llama.exact import triton_kernels
-from llama.linear import linear
 from llama.model import RMSNorm
+from llama.ops import attend, linear
 
 KERNELS = (triton_kernels._linear, triton_kernels._attend, triton_kernels._rms_norm)
 DTYPES = [torch.float32, torch.float64]  # the interpreter's bfloat16 is wrong

@@ -15,10 +15,10 @@ from interpreter import assert_claims_hold_interpreted, compiled, interpreted, m
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.attend import attend
 from llama.fast import triton_kernels as fused
 from llama.fast.graph_runner import GraphStep, find_ops
 from llama.model import RMSNorm, Transformer
+from llama.ops import attend
 from llama.request import Options
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles import attend_by_loops
 from torch import Tensor
 
-from llama.attend import attend
+from llama.ops import attend
 
 FP64_TOLERANCE = 1e-13  # averages of numbers of about 1, a few dozen roundings of 1e-16 each
 FP32_TOLERANCE = 1e-5  # the same with roundings of 6e-8

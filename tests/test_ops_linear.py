@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llama.layers import ColumnParallelLinear
-from llama.linear import linear
+from llama.ops import linear
 
 # Two kernels may sum the K products of a dot product in any order: each sum is off by at most K * eps of the sum of
 # magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1), so two are by at most twice that.

@@ -1,0 +1,122 @@
+"""The switch of exact mode: nothing is promised before the model was compared with itself; and what the mode costs.
+
+Knows the model's layers, and how many slices ranks can share; does not know how an operation is done.
+"""
+
+import math
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.exact.operations import exact_ops
+from llama.ops import PLAIN
+from llama.quantize import int8_weights
+from llama.self_comparison import first_difference
+
+if TYPE_CHECKING:
+    from llama.model import Transformer  # which imports this file, once its setter is called
+
+
+def set_exact(model: "Transformer", value: bool) -> None:
+    """Switch exact mode on or off; see `Transformer.exact`, which calls this."""
+    if not isinstance(value, bool):
+        raise ValueError(f"exact={value!r} must be True or False")
+    if value == model.exact:
+        return
+    if not value:
+        model.use(PLAIN)
+        return
+    _check(model)
+    before = model.ops
+    try:
+        use_exact_ops(model)
+        if difference := first_difference(model):
+            raise ValueError(f"exact mode is not available here: {difference}")
+    except BaseException:
+        model.use(before)
+        raise
+
+
+def _check(model: "Transformer") -> None:
+    """Refuse what exact mode cannot go together with."""
+    if slices_of(model.args) % model.ranks.size:
+        raise ValueError(
+            f"exact mode computes in {slices_of(model.args)} slices, which {model.ranks.size} ranks cannot share"
+        )
+    if model.step is not None:
+        raise ValueError(f"exact mode and the fast step ({model.step.name}) exclude each other: choose one")
+    if int8_weights(model):
+        raise ValueError("exact mode computes with the weights as they are; load the model without quantize")
+
+
+def slices_of(args: ModelArgs) -> int:
+    """Return in how many slices exact mode computes products: ranks of any number that divides it get the same bits."""
+    return math.gcd(args.n_heads, args.ffn_dim, args.vocab_size, 24)
+
+
+def use_exact_ops(model: "Transformer") -> None:
+    """Let every module compute by the operations of exact mode, a layer's products in the slices of its rank."""
+    whole = slices_of(model.args)
+    of_kv = math.gcd(whole, model.args.n_kv_heads)
+    kv = {id(layer) for block in model.blocks for layer in (block.attention.wk, block.attention.wv)}
+    with model.ownership.changing():
+        for module in model.modules():
+            if hasattr(module, "ops"):
+                slices = of_kv if id(module) in kv else whole
+                module.ops = exact_ops(model.device, max(1, slices // model.ranks.size))  # type: ignore[assignment]
+
+
+@torch.inference_mode()
+def slowdown(model: "Transformer", *, prompt: int = 64, repeats: int = 5, patience: float = 3.0) -> tuple[float, float]:
+    """Return how many times as long one row takes in exact mode: to prefill `prompt` tokens, and a cached step.
+
+    The ratios of the median seconds, both ways timed in turns, `repeats` times after one that warms up; or fewer, and
+    at worst in that one alone, where `patience` seconds have passed. The model needs room for one position more.
+    """
+    prompt = min(prompt, model.args.max_seq_len - 1)
+    tokens = torch.zeros(1, prompt, dtype=torch.int64, device=model.device)
+    exact, before = model.exact, model.ops
+    seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "exact": []}
+    began = time.perf_counter()
+    try:
+        for turn in range(repeats + 1):
+            if turn and time.perf_counter() - began > patience:
+                break
+            for name in ("plain", "exact"):
+                _use(model, name)
+                with model.switched(kv_caching=True):
+                    prefill = _timed(model, tokens, 0)
+                    seconds[name].append((prefill, _timed(model, tokens[:, :1], prompt)))
+    finally:
+        model.use(before)
+        if exact:
+            use_exact_ops(model)
+    medians = {
+        name: [statistics.median(times) for times in zip(*(pairs[1:] or pairs), strict=True)]
+        for name, pairs in seconds.items()
+    }
+    prefill, step = (slow / quick for slow, quick in zip(medians["exact"], medians["plain"], strict=True))
+    return prefill, step
+
+
+def _use(model: "Transformer", name: str) -> None:
+    if name == "exact":
+        use_exact_ops(model)
+    else:
+        model.use(PLAIN)
+
+
+def slowdown_words(model: "Transformer") -> str:
+    """Return what exact mode costs this model here, measured now, in words."""
+    prefill, step = slowdown(model)
+    return f"exact mode: a short prompt takes {prefill:.1f} times as long as without it, a step {step:.1f} times"
+
+
+def _timed(model: "Transformer", tokens: Tensor, start_pos: int) -> float:
+    started = time.perf_counter()
+    model(tokens, start_pos).sum().item()  # the sum is on the host once the logits are made
+    return time.perf_counter() - started
