@@ -218,7 +218,7 @@ def speed(pieces: "Stream", seconds: float) -> str:
 
 def where(model: "Transformer") -> str:
     """Return the model's dtype and device, and how it computes where that is not the plain way, in words."""
-    way = "" if model.path == "plain" else f", {model.path}"
+    way = "" if str(model.execution) == "plain" else f", {model.execution}"
     return f"{str(model.norm.weight.dtype).removeprefix('torch.')} on {model.device}{way}"
 
 

@@ -345,10 +345,8 @@ class Llama:
         limit = self.model.args.max_seq_len
         if max_gen_len is not None and max_gen_len < 1:
             raise ValueError(f"max_gen_len={max_gen_len} must be at least 1, or None for all that there is room for")
-        for row, prompt in enumerate(prompts):
-            if len(prompt) > limit:
-                raise ValueError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len={limit}; shorten it")
-        return [min(limit - 1 if max_gen_len is None else max_gen_len, limit - len(prompt)) for prompt in prompts]
+        wanted = limit - 1 if max_gen_len is None else max_gen_len
+        return [min(wanted, max(limit - len(prompt), 0)) for prompt in prompts]  # what is too long, generation refuses
 
     def _draw_seeds(self, rows: int) -> list[int]:
         return [int(seed) for seed in torch.randint(2**31, (rows,), generator=self._seeds)]

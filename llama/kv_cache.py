@@ -19,21 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
-
-
-def check_positions(start_pos: int | Sequence[int], bsz: int, seqlen: int, args: ModelArgs) -> list[int]:
-    """Return every row's start; raise ValueError for what is no position, or where rows or texts pass the limits."""
-    starts = list(start_pos) if isinstance(start_pos, Sequence) else [start_pos] * bsz
-    if len(starts) != bsz or not all(isinstance(start, int) and start >= 0 for start in starts):
-        raise ValueError(f"start_pos={start_pos} must be an int or one per row (of {bsz}), and not negative")
-    if args.max_batch_size is not None and bsz > args.max_batch_size:
-        raise ValueError(f"{bsz} rows are more than max_batch_size={args.max_batch_size}")
-    if max(starts) + seqlen > args.max_seq_len:
-        raise ValueError(
-            f"{seqlen} tokens from position {max(starts)} on go past max_seq_len={args.max_seq_len}; "
-            "build or load the model with a larger max_seq_len"
-        )
-    return starts
+from llama.limits import check_room, row_starts
 
 
 class KVCache(nn.Module):
@@ -117,7 +103,9 @@ class KVCache(nn.Module):
                 "or run the model under torch.inference_mode()"
             )
         bsz, seqlen = xk.shape[:2]
-        return [start + seqlen for start in check_positions(start_pos, bsz, seqlen, self.args)]
+        starts = row_starts(start_pos, bsz)
+        check_room(bsz, max(starts), seqlen, self.args)
+        return [start + seqlen for start in starts]
 
     def _write(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> None:
         """Copy xk and xv into the buffers, which must have the room."""

@@ -6,24 +6,22 @@ Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Literal, Protocol, cast
+from contextlib import contextmanager, nullcontext
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from llama.args import ModelArgs, RopeScaling
-from llama.generation import Chosen, Generation
-from llama.kv_cache import KVCache, check_positions
+from llama.args import ModelArgs
+from llama.generation import Generation
+from llama.kv_cache import KVCache
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from llama.limits import check_fed
 from llama.ops import PLAIN, Ops
 from llama.ownership import Ownership
-from llama.quantize import int8_weights
 from llama.ranks import current_ranks
-from llama.request import Request
-from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
-from llama.sampling import Sampler
+from llama.rope import RopeTable, apply_rotary_emb
+from llama.runner import Execution
 
 __all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
 
@@ -105,41 +103,6 @@ class TransformerBlock(nn.Module):
         return out
 
 
-class Step(Protocol):
-    """A faster way to run forwards; see `llama.fast.choose`.
-
-    forwards: how many it has run. takes_prompts: whether prompts are among them. watch: called right before each
-    forward of `run_ahead`, which passes the model's hooks by, with the rows and how many tokens each is fed.
-    """
-
-    name: str
-    takes_prompts: bool
-    forwards: int
-    watch: Callable[[int, int], None] | None
-
-    def __call__(
-        self,
-        model: "Transformer",
-        tokens: Tensor,
-        start_pos: int | Sequence[int],
-        *,
-        logits: Literal["all", "last"],
-        lengths: Sequence[int] | None,
-    ) -> Tensor | None:
-        """Return what the model's forward returns, or None where the plain path has to serve."""
-        ...
-
-    def run_ahead(
-        self, model: "Transformer", request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
-    ) -> Iterator[Chosen] | None:
-        """See Generation.run_ahead."""
-        ...
-
-    def free_cache(self) -> None:
-        """Hold no memory for a cache, as the model does not."""
-        ...
-
-
 class Transformer(nn.Module, Generation):
     """A Llama model. `kv_caching` switches the cache of all its layers, at any time between two calls."""
 
@@ -158,10 +121,9 @@ class Transformer(nn.Module, Generation):
         self.output = ColumnParallelLinear(args.dim, args.vocab_size, gather_output=True)
         if args.tied_head:
             self.output.weight = self.tok_embeddings.weight
-        self.rope = RopeTable(_frequencies(args))
+        self.rope = RopeTable.of(args)
         self.ownership = Ownership()
         self.ops = PLAIN
-        self.step: Step | None = None
 
     @property
     def params(self) -> ModelArgs:
@@ -196,8 +158,8 @@ class Transformer(nn.Module, Generation):
                 layer.attention.kv_caching = value
             if not value:
                 self.free_cache()
-                if self.step is not None:
-                    self.step.free_cache()
+                if self.runner is not None:
+                    self.runner.free_cache()
 
     @contextmanager
     def switched(self, *, kv_caching: bool) -> Iterator[None]:
@@ -226,13 +188,10 @@ class Transformer(nn.Module, Generation):
         set_exact(self, value)
 
     @property
-    def path(self) -> str:
-        """How forwards are computed, in words: by which operations or faster step, and from which weights."""
-        return self.on_its_weights(self.ops.name if self.step is None else self.step.name)
-
-    def on_its_weights(self, way: str) -> str:
-        """Return a way to compute, in words, with the weights that it computes from where they are no floats."""
-        return f"{way}, int8 weights" if int8_weights(self) else way
+    def execution(self) -> Execution:
+        """How forwards are executed now."""
+        kinds = {str(module.stored_as) for module in self.modules() if hasattr(module, "stored_as")}
+        return Execution(self.ops.name if self.runner is None else self.runner.name, min(kinds, default=None))
 
     def use(self, ops: Ops) -> None:
         """Do every operation of the model in this way."""
@@ -243,9 +202,11 @@ class Transformer(nn.Module, Generation):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
         exact = self.exact
-        self.exact = False
+        if exact:
+            self.exact = False
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.exact = exact  # on another device or in another dtype it has to be shown anew
+        if exact:  # on another device or in another dtype it has to be shown anew
+            self.exact = True
         return self
 
     def reserve_cache(self, rows: int, length: int) -> None:
@@ -259,11 +220,6 @@ class Transformer(nn.Module, Generation):
         with self.ownership.changing():
             for cache in self.caches:
                 cache.free()
-
-    def run_ahead(
-        self, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
-    ) -> Iterator[Chosen] | None:
-        return None if self.step is None else self.step.run_ahead(self, request, sampler, tokens, cur_pos)
 
     def forward(
         self,
@@ -282,14 +238,14 @@ class Transformer(nn.Module, Generation):
         """
         if isinstance(start_pos, Tensor):
             start_pos = start_pos.tolist()
-        if torch.compiler.is_compiling():  # into a graph goes the plain path
-            return self._plain(tokens, self._check_positions(tokens, start_pos), logits, lengths)
         begins = start_pos == 0 or (isinstance(start_pos, Sequence) and not any(start_pos))
-        with self.ownership.call(shared=lambda: not self.kv_caching, begins=begins):
-            starts = self._check_positions(tokens, start_pos)
-            _check_wanted(tokens, logits, lengths)
-            fast = None if self.step is None else self.step(self, tokens, starts, logits=logits, lengths=lengths)
-            return self._plain(tokens, starts, logits, lengths) if fast is None else fast
+        compiling = torch.compiler.is_compiling()  # into a graph goes the plain path
+        with nullcontext() if compiling else self.ownership.call(shared=lambda: not self.kv_caching, begins=begins):
+            held = self.first_attention.cache.nbytes
+            starts = check_fed(tokens, start_pos, logits, lengths, self.args, kv_caching=self.kv_caching, held=held)
+            runner = None if compiling else self.runner
+            done = None if runner is None else runner(self, tokens, starts, logits=logits, lengths=lengths)
+            return self._plain(tokens, starts, logits, lengths) if done is None else done
 
     def _plain(
         self,
@@ -308,35 +264,10 @@ class Transformer(nn.Module, Generation):
         scores: Tensor = self.output(self.norm(h))
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
-    def _check_positions(self, tokens: Tensor, start_pos: int | Sequence[int]) -> int | list[int]:
-        """Return start_pos as an int where all rows agree, else as a list; refuse what cannot be fed."""
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must be (bsz, seqlen), both at least 1, not {tuple(tokens.shape)}")
-        bsz, seqlen = tokens.shape
-        starts = check_positions(start_pos, bsz, seqlen, self.args)
-        if max(starts) > 0 and not self.kv_caching:
-            raise ValueError(
-                f"start_pos={start_pos} needs the KV cache, which is off: feed the whole prefix at start_pos=0"
-            )
-        if max(starts) > 0 and self.first_attention.cache.nbytes == 0:
-            raise ValueError(
-                f"start_pos={start_pos} with an empty KV cache: feed the positions before it first "
-                "(generate, free_cache, switching off and asking for exact mode empty the cache)"
-            )
-        return starts[0] if len(set(starts)) == 1 else starts
-
     @property
     def first_attention(self) -> Attention:
         """The layer that is asked where all agree: every step asks, and a list of all layers would cost more."""
         return cast(TransformerBlock, self.layers[0]).attention
-
-
-def _check_wanted(tokens: Tensor, logits: str, lengths: Sequence[int] | None) -> None:
-    if logits not in ("all", "last"):
-        raise ValueError(f"logits={logits!r} must be 'all' or 'last'")
-    bsz, seqlen = tokens.shape
-    if lengths is not None and (len(lengths) != bsz or not all(1 <= length <= seqlen for length in lengths)):
-        raise ValueError(f"lengths={lengths} must be one per row (of {bsz}), each from 1 to {seqlen}")
 
 
 def _last(h: Tensor, lengths: Sequence[int] | None) -> Tensor:
@@ -346,13 +277,3 @@ def _last(h: Tensor, lengths: Sequence[int] | None) -> Tensor:
         return h[:, end - 1 : end]
     ends = torch.tensor(lengths, device=h.device) - 1
     return h[torch.arange(h.shape[0], device=h.device), ends][:, None]
-
-
-def _frequencies(args: ModelArgs) -> Tensor:
-    with torch.device("cpu"):  # real numbers even where the model is built on the meta device
-        freqs = rope_frequencies(args.head_dim, args.rope_theta)
-        if isinstance(args.rope_scaling, RopeScaling):
-            return scale_frequencies(freqs, **asdict(args.rope_scaling))
-        if args.rope_scaling is not None:
-            return freqs / torch.tensor(args.rope_scaling, dtype=torch.float32)
-        return freqs

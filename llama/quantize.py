@@ -28,6 +28,8 @@ class Int8Weight(nn.Module):
     out_features is no multiple of 16, the last panel is filled up.
     """
 
+    stored_as = "int8"
+
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
         if in_features % GROUP:

@@ -155,6 +155,6 @@ def _check_room(limits: Limits, prompts: list[list[int]], room: list[int]) -> No
     for row, (prompt, tokens) in enumerate(zip(prompts, room, strict=True)):
         if len(prompt) + tokens > limits.max_seq_len:
             raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens, and with max_gen_len={tokens} it would pass "
+                f"prompt {row} has {len(prompt)} tokens and max_gen_len={tokens}, together more than "
                 f"max_seq_len={limits.max_seq_len}; shorten one of the two, or load the model with a larger max_seq_len"
             )

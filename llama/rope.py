@@ -1,6 +1,6 @@
 """Rotary position embedding: a position becomes an angle, and pairs of numbers in a head are turned by it.
 
-Knows numbers and positions, no model. A pair is (x[2i], x[2i+1]), as in Meta's checkpoints; Hugging Face pairs
+Knows sizes and positions, no model. A pair is (x[2i], x[2i+1]), as in Meta's checkpoints; Hugging Face pairs
 (x[i], x[i + head_dim/2]), and only llama/checkpoint knows about that.
 Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
 
@@ -10,9 +10,12 @@ few hundred positions, and float32 is what the released models were trained with
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
+
+from llama.args import ModelArgs, RopeScaling
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -50,6 +53,17 @@ class RopeTable:
     def __init__(self, freqs: Tensor) -> None:
         self.freqs = freqs
         self._freqs_cis: tuple[Tensor, Tensor] | None = None
+
+    @staticmethod
+    def of(args: ModelArgs) -> "RopeTable":
+        """Make the table of a model."""
+        with torch.device("cpu"):  # real numbers even where the model is built on the meta device
+            freqs = rope_frequencies(args.head_dim, args.rope_theta)
+            if isinstance(args.rope_scaling, RopeScaling):
+                freqs = scale_frequencies(freqs, **asdict(args.rope_scaling))
+            elif args.rope_scaling is not None:  # one divisor for each frequency
+                freqs = freqs / torch.tensor(args.rope_scaling, dtype=torch.float32)
+        return RopeTable(freqs)
 
     def at(self, start_pos: int | Sequence[int], seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) for `seqlen` positions from `start_pos`, each (1 or bsz, seqlen, 1, head_dim) float32.

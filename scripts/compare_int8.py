@@ -85,7 +85,7 @@ def main(*prompts: str, ckpt_dir: str = "demo", tokens: int = 512) -> int:
                 bar.update()
             rows.append([name, *of_text.row])
     heads = ["text", "positions", "KL", "same most likely", "perplexity fp32", "int8"]
-    print(table(f"{ckpt_dir}: {int8.path} against {plain.path}", heads, [*rows, ["all", *total.row]]))
+    print(table(f"{ckpt_dir}: {int8.execution} against {plain.execution}", heads, [*rows, ["all", *total.row]]))
     return 0
 
 

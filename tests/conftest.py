@@ -14,7 +14,7 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
-LONG = ("test_ranks.py", "fast/test_native.py", "test_demo_model.py", "bench/test_presets.py", "exact/test_exact.py")
+LONG = ("test_ranks.py", "test_native.py", "test_demo_model.py", "test_presets.py", "test_exact.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

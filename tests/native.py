@@ -15,7 +15,7 @@ from llama.args import ModelArgs
 from llama.demo import cache_dir
 from llama.fast import native_build
 from llama.fast.choose import make_fast
-from llama.fast.native_runner import NativeStep
+from llama.fast.native_runner import NativeRunner
 from llama.model import Transformer
 from llama.quantize import Int8Weight, quantize_layers
 
@@ -63,13 +63,13 @@ def twins(kind: str, args: ModelArgs = ARGS, *, folder: Path = FOLDER) -> tuple[
     """Return a plain model and its copy with native code."""
     plain, fast = model_of(kind, args), model_of(kind, args)
     make_fast(fast, folder)
-    assert isinstance(fast.step, NativeStep)
+    assert isinstance(fast.runner, NativeRunner)
     return plain, fast
 
 
 def served(model: Transformer) -> int:
-    assert isinstance(model.step, NativeStep)
-    return model.step.forwards
+    assert isinstance(model.runner, NativeRunner)
+    return model.runner.forwards
 
 
 def tolerance(kind: str, logits: Tensor) -> float:

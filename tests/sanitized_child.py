@@ -40,9 +40,9 @@ def feed(model: Transformer, lengths: list[int], threads: int, *, caching: bool)
 
 def shorten_the_logits() -> None:
     """Let the code believe that the head has more columns than there is room for."""
-    whole = native_runner.NativeStep._forward
+    whole = native_runner.NativeRunner._forward
 
-    def forward(self: native_runner.NativeStep, described: native_runner.NativeModel, *given: Any, **how: Any) -> Any:
+    def forward(self: native_runner.NativeRunner, described: native_runner.NativeModel, *given: Any, **how: Any) -> Any:
         columns = described.sizes.output.columns
         empty = torch.empty
         with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def shorten_the_logits() -> None:
             patch.setattr(torch, "empty", cut)
             return whole(self, described, *given, **how)
 
-    native_runner.NativeStep._forward = forward  # type: ignore[method-assign]
+    native_runner.NativeRunner._forward = forward  # type: ignore[method-assign]
 
 
 def main(*words: str) -> None:

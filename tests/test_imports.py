@@ -27,30 +27,33 @@ FILES = [
 
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
-    "args rope ranks ops layers quantize kv_cache ownership self_comparison model sampling request "
-    "streaming generation costs machine files parallel"
+    "args rope ranks ops layers quantize limits kv_cache ownership self_comparison model sampling request "
+    "batch runner streaming generation costs machine files parallel"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
 MAY_IMPORT = {
     "llama/__init__.py": ("", ""),
     "llama/args.py": ("", ""),
-    "llama/rope.py": ("", "torch"),
+    "llama/rope.py": ("args", "torch"),
     "llama/ranks.py": ("", "torch"),
     "llama/ops.py": ("ranks", "torch"),
     "llama/layers.py": ("ops ranks", "torch"),
     "llama/quantize.py": ("ops", "torch"),
-    "llama/kv_cache.py": ("args", "torch"),
+    "llama/limits.py": ("args", "torch"),
+    "llama/kv_cache.py": ("args limits", "torch"),
     "llama/ownership.py": ("", "torch"),
     "llama/self_comparison.py": ("args", "torch"),
     "llama/model.py": (
-        "args rope layers ops ownership ranks exact.switch kv_cache generation quantize request sampling",
+        "args rope layers limits ops ownership ranks runner exact.switch kv_cache generation",
         "torch",
     ),
     "llama/sampling.py": ("", "torch"),
     "llama/request.py": ("sampling", "torch"),
-    "llama/streaming.py": ("", ""),
-    "llama/generation.py": ("ownership ranks request sampling streaming", "torch"),
+    "llama/batch.py": ("request sampling", "torch"),
+    "llama/streaming.py": ("batch", ""),
+    "llama/runner.py": ("", "torch"),
+    "llama/generation.py": ("batch ownership ranks request runner streaming", "torch"),
     "llama/costs.py": ("args cli", ""),
     "llama/machine.py": ("costs ops", "torch"),
     "llama/files.py": ("", ""),
@@ -68,8 +71,9 @@ MAY_IMPORT = {
     "llama/fast/native_library.py": ("fast", ""),
     "llama/fast/graph_ops.py": ("ops rope", "torch"),
     "llama/fast/": (f"{FLOOR} fast", "torch"),
-    "llama/verify/passes.py": ("generation model", "torch"),
+    "llama/verify/passes.py": ("batch model", "torch"),
     "llama/verify/certificate.py": ("model verify", "torch"),
+    "llama/verify/results.py": ("bench files verify", "filelock"),
     "llama/verify/": (f"{FLOOR} api bench cli exact tokenizer verify", "torch tqdm"),
     "llama/bench/cell.py": ("", ""),
     "llama/bench/schema.py": ("bench.cell costs", ""),
@@ -111,6 +115,7 @@ ONLY_DOOR = {
     "numpy": "llama/checkpoint/",
     "safetensors": "llama/checkpoint/",
     "gguf": "llama/checkpoint/",
+    "filelock": "llama/verify/results.py",
     "fire": "llama/cli.py",
     "tqdm": "llama/api.py llama/bench/run/progress.py llama/verify/ scripts/compare_int8.py",
     "matplotlib": "llama/bench/report/plots.py llama/bench/gpu/",

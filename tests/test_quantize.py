@@ -179,7 +179,7 @@ def test_every_way_to_generate_goes_on_with_int8(fast: bool) -> None:
     pieces = list(stream)
     assert ["".join(text for row, text in pieces if row == i) for i in (0, 1)] == [r["generation"] for r in cached]
     assert "Paris" in cached[1]["generation"]
-    assert model.step is None or model.step.name == "native"
+    assert model.runner is None or model.runner.name == "native"
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def _check(model: "Transformer") -> None:
         raise ValueError(
             f"exact mode computes in {slices_of(model.args)} slices, which {model.ranks.size} ranks cannot share"
         )
-    if model.step is not None:
-        raise ValueError(f"exact mode and the fast step ({model.step.name}) exclude each other: choose one")
+    if model.runner is not None:
+        raise ValueError(f"exact mode and the fast step ({model.runner.name}) exclude each other: choose one")
     if int8_weights(model):
         raise ValueError("exact mode computes with the weights as they are; load the model without quantize")
 

@@ -1,6 +1,6 @@
 """Which step runs a model where speed was asked for: native code on a CPU, CUDA graphs on a GPU, or the plain path.
 
-`model.step` is asked first, at every forward and at the head of every generation's steps, and answers None where the
+`model.runner` is asked first, at every forward and at the head of every generation's steps, and answers None where the
 plain path has to serve.
 """
 
@@ -8,10 +8,10 @@ import logging
 from pathlib import Path
 
 from llama.fast.graph_ops import PLAIN
-from llama.fast.graph_runner import GraphStep, find_ops
+from llama.fast.graph_runner import GraphRunner, find_ops
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_check import check_library
-from llama.fast.native_runner import NativeStep
+from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import NotServed
 from llama.model import Transformer
 
@@ -30,22 +30,22 @@ def make_fast(model: Transformer, folder: Path) -> None:
 
 
 def _use_native_code(model: Transformer, folder: Path) -> None:
-    step = NativeStep(folder)
+    step = NativeRunner(folder)
     described = step.describe(model)
     check_library(folder, described.dtype, int8=bool(described.sizes.int8))
-    model.step = step
+    model.runner = step
     logger.info("fast: native code for %s", step.instructions)
 
 
 def _use_graphs(model: Transformer) -> None:
-    step = GraphStep(find_ops(model), backend="inductor")
+    step = GraphRunner(find_ops(model), backend="inductor")
     try:
         step.check(model)
     except Exception as why:  # whatever Triton, the compilers that it calls, or a driver may raise
         if step.ops == PLAIN:
             raise
         logger.warning("fast: %s; PyTorch's own kernels run instead", why)
-        step = GraphStep(backend="inductor")
+        step = GraphRunner(backend="inductor")
         step.check(model)
-    model.step = step
+    model.runner = step
     logger.info("fast: %s", step.name)

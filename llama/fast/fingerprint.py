@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from llama import kv_cache, layers, model, ops, quantize, rope
+from llama import kv_cache, layers, limits, model, ops, quantize, rope
 from llama.fast.supported import PATH, NotServed
 from llama.model import Transformer
 
@@ -31,7 +31,7 @@ Description = TypeVar("Description")
 
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
-_FILES = (kv_cache, layers, model, ops, quantize, rope)
+_FILES = (kv_cache, layers, limits, model, ops, quantize, rope)
 _TORCH = (
     (nn.Module, ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")),
     (nn.Embedding, ("forward",)),
@@ -90,7 +90,7 @@ def check_moment() -> None:
 
 # Attributes of modules that are no facts: PyTorch's own; the switch, which a step reads by itself, and what a cache was
 # asked to reserve; those of the model that lead back to whoever holds its facts.
-_NO_FACTS = {*vars(nn.Module()), "kv_caching", "reserved", "step", "ownership"}
+_NO_FACTS = {*vars(nn.Module()), "kv_caching", "reserved", "runner", "ownership"}
 
 
 class TensorFacts:

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described
 from llama.fast.graph_ops import PLAIN, StepOps, step_on
 from llama.fast.supported import NotServed, Warnings, caching_of, check_modules
-from llama.generation import Chosen
 from llama.kv_cache import StaticCache
 from llama.model import Transformer, TransformerBlock
 from llama.quantize import int8_weights
@@ -89,7 +89,7 @@ class Lane:
         return [self.tokens, self.positions, self.chosen, self.logprobs, self.seen]
 
 
-class GraphStep:
+class GraphRunner:
     """Runs a generation's steps ahead of the loop. `forwards` counts them."""
 
     takes_prompts = False
@@ -105,8 +105,8 @@ class GraphStep:
         self._of: object = None  # the model, as it was described when the lane was made
         self._warn = Warnings(logger)
 
-    def __reduce__(self) -> tuple[type["GraphStep"], tuple[Any, ...]]:
-        return GraphStep, (self.ops, self._backend)  # the copy of a model has weights, and so graphs, of its own
+    def __reduce__(self) -> tuple[type["GraphRunner"], tuple[Any, ...]]:
+        return GraphRunner, (self.ops, self._backend)  # the copy of a model has weights, and so graphs, of its own
 
     def check(self, model: Transformer) -> None:
         """Raise NotServed where steps would pass by what the model is, or where the kernels do not give its logits."""
@@ -129,24 +129,20 @@ class GraphStep:
                 self._lend(model)
         return None
 
-    def run_ahead(
-        self, model: Transformer, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
-    ) -> Iterator[Chosen] | None:
+    def run_ahead(self, model: Transformer, batch: Batch) -> Iterator[Chosen]:
         """Return what all further steps choose; see Generation.run_ahead."""
-        if request.on_step is not None or self._watched(model):
-            return None  # who wants to see every step has the loop take it
+        if batch.request.on_step is not None or self._watched(model):
+            return iter(())  # who wants to see every step has the loop take it
         try:
-            lane = self._lane_of(model, *tokens.shape)
+            lane = self._lane_of(model, *batch.tokens.shape)
         except NotServed as why:
             self._warn(why)
-            return None
-        lane.tokens[:, : tokens.shape[1]] = tokens
-        lane.positions.copy_(torch.tensor(cur_pos) - 1)
-        if sampler.seen is not None:
-            lane.seen.copy_(sampler.seen)
-        grown = [pos - len(prompt) for pos, prompt in zip(cur_pos, request.prompts, strict=True)]
-        left = max(room - tokens for room, tokens in zip(request.room, grown, strict=True))
-        return self._run(model, lane, request, sampler, end=max(cur_pos), left=left)
+            return iter(())
+        lane.tokens[:, : batch.tokens.shape[1]] = batch.tokens
+        lane.positions.copy_(torch.tensor(batch.cur_pos) - 1)
+        if batch.sampler.seen is not None:
+            lane.seen.copy_(batch.sampler.seen)
+        return self._run(model, lane, batch.request, batch.sampler, end=max(batch.cur_pos), left=batch.left)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.fast.native_runner import NativeStep
+from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import NotServed
 from llama.model import Transformer
 from llama.quantize import Int8Weight, quantize_layers, weights_of
@@ -34,9 +34,10 @@ def check_library(folder: Path, dtype: torch.dtype, *, int8: bool) -> None:
     tokens = torch.arange(90, device="cpu").view(3, 30)
     with torch.inference_mode():
         plain = model(tokens)
-        model.step = NativeStep(folder)
+        runner = NativeRunner(folder)
+        model.runner = runner
         native = model(tokens)
-    assert model.step.forwards == 1
+    assert runner.forwards == 1
     kind = f"{'int8 weights in ' if int8 else ''}{str(dtype).removeprefix('torch.')}"
     off = float((native - plain).abs().max() / plain.abs().max())
     if not off <= _TOLERANCE[dtype]:

@@ -47,7 +47,7 @@ class Model(ctypes.Structure):
     )
 
 
-class Batch(ctypes.Structure):
+class NativeBatch(ctypes.Structure):
     _fields_ = (
         ("rows", c_int64),
         ("width", c_int64),
@@ -75,10 +75,10 @@ class NativeForward:
         library.instructions.restype = c_char_p
         self.instructions: str = library.instructions().decode()
 
-    def workspace_size(self, model: Model, batch: Batch) -> int:
+    def workspace_size(self, model: Model, batch: NativeBatch) -> int:
         """Return the bytes that `batch.workspace` must have for a call."""
         size: int = self._size(byref(model), byref(batch))
         return size
 
-    def __call__(self, model: Model, batch: Batch) -> None:
+    def __call__(self, model: Model, batch: NativeBatch) -> None:
         self._run(byref(model), byref(batch))

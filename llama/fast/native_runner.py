@@ -9,20 +9,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, TensorFacts, must_look
 from llama.fast.native_description import NativeModel, check_tensor, describe
-from llama.fast.native_library import Batch, NativeForward
+from llama.fast.native_library import NativeBatch, NativeForward
 from llama.fast.supported import NotServed, Warnings, caching_of
-from llama.generation import Chosen
 from llama.model import Transformer
-from llama.request import Request
 from llama.rope import RopeTable
-from llama.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
 
-class NativeStep:
+class NativeRunner:
     """Runs a forward as one native function, over the model's own weights and cache. `forwards` counts them."""
 
     name, takes_prompts = "native", True
@@ -37,8 +35,8 @@ class NativeStep:
         # Of which model the layers were told the addresses of their caches, and of which buffers.
         self._caches: tuple[NativeModel, TensorFacts] | tuple[None, None] = (None, None)
 
-    def __reduce__(self) -> tuple[type["NativeStep"], tuple[Path]]:
-        return NativeStep, (self._folder,)  # the copy of a model has weights of its own
+    def __reduce__(self) -> tuple[type["NativeRunner"], tuple[Path]]:
+        return NativeRunner, (self._folder,)  # the copy of a model has weights of its own
 
     def __call__(
         self,
@@ -70,11 +68,9 @@ class NativeStep:
             return None
         return self._forward(described, ids, starts, lengths, cos_sin, slots, all=logits == "all")
 
-    def run_ahead(
-        self, model: Transformer, request: Request, sampler: Sampler, tokens: Tensor, cur_pos: Sequence[int]
-    ) -> Iterator[Chosen] | None:
+    def run_ahead(self, model: Transformer, batch: Batch) -> Iterator[Chosen]:
         """Leave the loop to the host, which is here the same CPU."""
-        return None
+        return iter(())
 
     def free_cache(self) -> None:
         """Nothing to do: no cache is held here but the model's own."""
@@ -119,7 +115,7 @@ class NativeStep:
         vocab = described.sizes.output.columns
         scores = torch.empty((bsz, seqlen if all else 1, vocab), dtype=torch.float32, device="cpu")
         first, count = (c_int64 * bsz)(*starts), (c_int64 * bsz)(*lengths)
-        batch = Batch(
+        batch = NativeBatch(
             rows=bsz,
             width=seqlen,
             tokens=ids.data_ptr(),

@@ -36,8 +36,8 @@ from llama.bench.schema import (
     new_report,
 )
 from llama.bench.statistics import bound_by, limits_of, spread, summarise
-from llama.fast.graph_runner import GraphStep
-from llama.fast.native_runner import NativeStep
+from llama.fast.graph_runner import GraphRunner
+from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.quantize import Int8Weight, int8_weights
 
@@ -175,7 +175,7 @@ def test_steps_that_run_ahead_of_the_loop_are_seen_too(kv_caching: bool) -> None
     """As a GPU's do, which pass the hooks on the model by; where all logits are wanted, the loop takes the steps."""
     cell = CELL.but(kv_caching=kv_caching, fast=True)
     plain, engine = engine_for(cell), engine_for(cell)
-    engine.model.step = GraphStep()
+    engine.model.runner = GraphRunner()
     prompts = make_prompts(cell, engine)
     expected, run = (one.run(prompts, 5, kv_caching=kv_caching) for one in (plain, engine))
     assert run.ids == expected.ids
@@ -220,18 +220,18 @@ def test_a_devices_own_times_count_from_where_host_and_device_agree(monkeypatch:
 def test_a_run_that_was_native_in_part_names_both_paths(native_sized: str) -> None:
     cell = CELL.but(model=native_sized, fast=True)
     engine = built(cell)
-    step = engine.model.step
+    step = engine.model.runner
 
-    class Tiring(NativeStep):
+    class Tiring(NativeRunner):
         def __call__(self, *args: Any, **options: Any) -> torch.Tensor | None:
             return super().__call__(*args, **options) if self.forwards < 7 else None
 
-    assert isinstance(step, NativeStep)
-    engine.model.step = Tiring(step._folder)
+    assert isinstance(step, NativeRunner)
+    engine.model.runner = Tiring(step._folder)
     record = measure(cell, engine, device=CPU, trace=False)  # two forwards warm up, and five are measured
     assert record["path"] == "native"
-    engine.model.step = Tiring(step._folder)
-    engine.model.step.forwards = 3
+    engine.model.runner = Tiring(step._folder)
+    engine.model.runner.forwards = 3
     record = measure(cell, engine, device=CPU, trace=False)
     assert record["path"] == "native and plain"
     (point,) = violated(record["points"])

@@ -26,7 +26,7 @@ import llama.model
 import llama.rope
 from llama.fast.choose import make_fast
 from llama.fast.fingerprint import Fingerprint
-from llama.fast.native_runner import NativeStep
+from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.layers import RowParallelLinear
 from llama.model import Attention, RMSNorm, Transformer
@@ -98,14 +98,14 @@ def test_what_was_undone_is_fast_again() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_nobody_changed_is_described_once(kind: str, tied: bool) -> None:
     _, fast = twins(kind, replace(ARGS, tied_head=tied))
-    assert isinstance(fast.step, NativeStep)
+    assert isinstance(fast.runner, NativeRunner)
     with torch.inference_mode():
-        described = fast.step.describe(fast)
+        described = fast.runner.describe(fast)
         fast.generate_tokens([[1, 2], [3]], 5)
         fast(TOKENS)
         fast.kv_caching = False
         fast(TOKENS)
-        assert fast.step.describe(fast) is described
+        assert fast.runner.describe(fast) is described
 
 
 def test_a_head_that_was_tied_and_is_not_any_more_is_seen() -> None:
@@ -314,7 +314,7 @@ def expected(model: Transformer) -> list[int]:
 
 def twin_of(model: Transformer) -> Transformer:
     other = copy.deepcopy(model)
-    other.step = None
+    other.runner = None
     return other
 
 

@@ -41,13 +41,13 @@ def plain() -> Transformer:
 def fast(plain: Transformer) -> Transformer:
     model = copy.deepcopy(plain)
     make_fast(model, cache_dir() / "native")  # where the library is compiled once for all
-    assert model.step is not None
+    assert model.runner is not None
     return model
 
 
 def served(model: Transformer) -> int:
-    assert model.step is not None
-    return model.step.forwards
+    assert model.runner is not None
+    return model.runner.forwards
 
 
 def gradients(model: Transformer) -> dict[str, Tensor]:

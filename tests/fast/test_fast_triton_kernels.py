@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.fast import triton_kernels as fused
-from llama.fast.graph_runner import GraphStep, find_ops
+from llama.fast.graph_runner import GraphRunner, find_ops
 from llama.model import RMSNorm, Transformer
 from llama.ops import attend
 from llama.request import Options
@@ -341,10 +341,10 @@ def drawn_model() -> Transformer:
 def test_a_generation_of_these_steps_is_the_loops(rows: int, options: Options) -> None:
     model, prompts = drawn_model(), [[5, 9, 2, 44], [7], [3, 3, 8, 1, 60, 12, 30]][:rows]
     ids, _ = model.generate_tokens(prompts, 5, **options)
-    model.step = GraphStep(find_ops(model))
-    assert model.step.name == "CUDA graphs of fused kernels"
+    model.runner = GraphRunner(find_ops(model))
+    assert model.runner.name == "CUDA graphs of fused kernels"
     assert model.generate_tokens(prompts, 5, **options)[0] == ids
-    assert model.step.forwards == 4
+    assert model.runner.forwards == 4
 
 
 @interpreted

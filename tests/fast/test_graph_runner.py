@@ -26,7 +26,7 @@ from llama import fast
 from llama.args import ModelArgs
 from llama.fast import choose, graph_ops, graph_runner
 from llama.fast.choose import make_fast
-from llama.fast.graph_runner import AHEAD, KEPT, SLOTS, GraphStep, find_ops
+from llama.fast.graph_runner import AHEAD, KEPT, SLOTS, GraphRunner, find_ops
 from llama.fast.supported import NotServed
 from llama.generation import NonFiniteLogits
 from llama.kv_cache import ConcatCache
@@ -43,13 +43,13 @@ GREEDY: Options = {"temperature": 0.0}
 def twins(args: ModelArgs = ARGS, dtype: torch.dtype = torch.float64) -> tuple[Transformer, Transformer]:
     """Return a model whose loop is the host's, and its copy that runs ahead."""
     plain, fast = (tiny_model(args, dtype=dtype).requires_grad_(False) for _ in range(2))
-    fast.step = GraphStep()
+    fast.runner = GraphRunner()
     return plain, fast
 
 
 def ran(model: Transformer) -> int:
-    assert isinstance(model.step, GraphStep)
-    return model.step.forwards
+    assert isinstance(model.runner, GraphRunner)
+    return model.runner.forwards
 
 
 @pytest.fixture
@@ -143,19 +143,19 @@ def test_a_lane_keeps_few_graphs(recordings: list[object]) -> None:
     for n in range(KEPT + 3):
         options: Options = {"temperature": 1 + n / 10, "seed": 3}
         assert fast.generate_tokens(PROMPTS, 5, **options) == plain.generate_tokens(PROMPTS, 5, **options)
-    assert isinstance(fast.step, GraphStep)
-    assert fast.step._lane is not None
-    assert len(fast.step._lane.graphs) == KEPT
+    assert isinstance(fast.runner, GraphRunner)
+    assert fast.runner._lane is not None
+    assert len(fast.runner._lane.graphs) == KEPT
     assert len(recordings) == KEPT + 3
 
 
 def test_what_a_cache_held_before_does_not_show() -> None:
     plain, fast = twins()
     fast.generate_tokens(PROMPTS, 20, **GREEDY)
-    assert isinstance(fast.step, GraphStep)
-    assert fast.step._lane is not None
-    assert fast.step._lane.cache
-    for keys, values in fast.step._lane.cache:
+    assert isinstance(fast.runner, GraphRunner)
+    assert fast.runner._lane is not None
+    assert fast.runner._lane.cache
+    for keys, values in fast.runner._lane.cache:
         keys.fill_(torch.nan)
         values.fill_(torch.nan)
     assert fast.generate_tokens(PROMPTS, 20, **GREEDY) == plain.generate_tokens(PROMPTS, 20, **GREEDY)
@@ -169,7 +169,7 @@ def test_a_layer_is_compiled_once_for_all_layers_and_lengths() -> None:
         return graph.forward
 
     plain, fast = twins()
-    fast.step = GraphStep(backend=backend)
+    fast.runner = GraphRunner(backend=backend)
     for prompts in (PROMPTS, PROMPTS[:2]):
         ours = fast.generate_tokens(prompts, 2 * SLOTS, kv_caching=False, **GREEDY)
         assert ours == plain.generate_tokens(prompts, 2 * SLOTS, kv_caching=False, **GREEDY)
@@ -182,7 +182,7 @@ def test_a_layer_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCapture
         raise RuntimeError("no such instruction")
 
     plain, fast = twins()
-    fast.step = GraphStep(backend=backend)
+    fast.runner = GraphRunner(backend=backend)
     with caplog.at_level(logging.WARNING, "llama"):
         ours = fast.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
     assert ours == plain.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
@@ -193,10 +193,10 @@ def test_a_layer_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCapture
 def test_off_holds_no_cache() -> None:
     _, fast = twins()
     fast.generate_tokens(PROMPTS, 20, **GREEDY)
-    assert isinstance(fast.step, GraphStep)
-    assert fast.step._lane is not None
-    assert fast.step._lane.cache
-    held = weakref.ref(fast.step._lane.cache[0][0])
+    assert isinstance(fast.runner, GraphRunner)
+    assert fast.runner._lane is not None
+    assert fast.runner._lane.cache
+    held = weakref.ref(fast.runner._lane.cache[0][0])
     fast.kv_caching = False
     assert held() is None
     assert all(cache.nbytes == 0 for cache in fast.caches)
@@ -205,11 +205,11 @@ def test_off_holds_no_cache() -> None:
 def test_a_lane_is_no_longer_than_about_what_a_generation_needs() -> None:
     _, fast = twins()
     fast.generate_tokens(PROMPTS, 150, **GREEDY)
-    assert isinstance(fast.step, GraphStep)
-    assert fast.step._lane is not None
-    long = fast.step._lane.slots
+    assert isinstance(fast.runner, GraphRunner)
+    assert fast.runner._lane is not None
+    long = fast.runner._lane.slots
     fast.generate_tokens(PROMPTS, 4, **GREEDY)
-    assert fast.step._lane.slots == SLOTS < long
+    assert fast.runner._lane.slots == SLOTS < long
 
 
 def test_what_a_graph_reads_outlives_the_function_that_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_streams_give_the_same_tokens_and_may_be_left_early() -> None:
     from fakes import Bytes
 
     plain, fast = (tiny_model(replace(ARGS, vocab_size=258), dtype=torch.float64) for _ in range(2))
-    fast.step = GraphStep()
+    fast.runner = GraphRunner()
     for model in (plain, fast):
         model.requires_grad_(False)
     assert [*fast.stream(Bytes(), ["ab", "c"], 30, **GREEDY)] == [*plain.stream(Bytes(), ["ab", "c"], 30, **GREEDY)]
@@ -351,9 +351,9 @@ def test_direct_calls_are_the_plain_models() -> None:
 
 def test_a_watcher_is_told_of_every_step() -> None:
     _, fast = twins()
-    assert isinstance(fast.step, GraphStep)
+    assert isinstance(fast.runner, GraphRunner)
     told: list[tuple[int, int]] = []
-    fast.step.watch = lambda rows, width: told.append((rows, width))
+    fast.runner.watch = lambda rows, width: told.append((rows, width))
     fast.generate_tokens(PROMPTS, 4, **GREEDY)
     fast.generate_tokens(PROMPTS, 2, kv_caching=False, **GREEDY)
     assert told == [(3, 1)] * 3 + [(3, 8)]  # the longest prompt has seven tokens
@@ -374,8 +374,8 @@ def test_a_graph_that_does_not_fit_is_an_error_in_words_and_the_model_goes_on(mo
             fast.generate_tokens(PROMPTS, 9, **GREEDY)
     assert not fast.generating
     assert all(cache.nbytes == 0 for cache in fast.caches)
-    assert isinstance(fast.step, GraphStep)
-    assert fast.step._lane is None
+    assert isinstance(fast.runner, GraphRunner)
+    assert fast.runner._lane is None
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
 
@@ -411,20 +411,20 @@ def test_more_rows_than_the_kernels_take_run_by_pytorchs_own_and_the_name_says_s
         raise AssertionError("these kernels take two rows")
 
     plain, fast = twins()
-    fast.step = GraphStep(graph_ops.PLAIN._replace(name="narrow", gate=never, most_rows=2))
+    fast.runner = GraphRunner(graph_ops.PLAIN._replace(name="narrow", gate=never, most_rows=2))
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
     assert ran(fast) == 8
-    assert fast.path == "CUDA graphs of plain kernels"
+    assert fast.execution.runner == "CUDA graphs of plain kernels"
 
 
 def test_the_name_says_what_ran() -> None:
     _, fast = twins()
-    fast.step = GraphStep(graph_ops.PLAIN._replace(name="own"))
-    assert fast.path == "CUDA graphs of own kernels"
+    fast.runner = GraphRunner(graph_ops.PLAIN._replace(name="own"))
+    assert fast.execution.runner == "CUDA graphs of own kernels"
     fast.generate_tokens(PROMPTS, 2, kv_caching=False, **GREEDY)
-    assert fast.path == "CUDA graphs of plain layers"
+    assert fast.execution.runner == "CUDA graphs of plain layers"
     fast.generate_tokens(PROMPTS, 2, **GREEDY)
-    assert fast.path == "CUDA graphs of own kernels"
+    assert fast.execution.runner == "CUDA graphs of own kernels"
 
 
 def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
@@ -433,9 +433,9 @@ def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
 
 def test_kernels_whose_logits_are_not_the_modules_are_refused() -> None:
     plain, _ = twins(dtype=torch.float32)
-    GraphStep(graph_ops.PLAIN._replace(name="right")).check(plain)
+    GraphRunner(graph_ops.PLAIN._replace(name="right")).check(plain)
     with pytest.raises(NotServed, match="the wrong kernels' logits are off by"):
-        GraphStep(graph_ops.PLAIN._replace(name="wrong", project=wrong_project)).check(plain)
+        GraphRunner(graph_ops.PLAIN._replace(name="wrong", project=wrong_project)).check(plain)
     assert all(cache.nbytes == 0 for cache in plain.caches)
 
 
@@ -470,10 +470,10 @@ def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -
         return graph_ops.project(x, weight, h)
 
     model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
-    GraphStep(graph_ops.PLAIN._replace(name="own", project=project)).check(model)
+    GraphRunner(graph_ops.PLAIN._replace(name="own", project=project)).check(model)
     assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2})
     calls.clear()
-    GraphStep(graph_ops.PLAIN._replace(name="own", project=project, most_rows=1)).check(model)
+    GraphRunner(graph_ops.PLAIN._replace(name="own", project=project, most_rows=1)).check(model)
     assert set(calls) == {1}
 
 
@@ -489,18 +489,18 @@ def test_kernels_that_fail_give_way_to_pytorchs_own(
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "llama"):
             patch.setattr(choose, "find_ops", lambda _, p=project: graph_ops.PLAIN._replace(name="own", project=p))
             choose._use_graphs(plain)
-        assert plain.path == "CUDA graphs of plain kernels"
+        assert plain.execution.runner == "CUDA graphs of plain kernels"
         assert len(caplog.messages) == 1
         assert words in caplog.messages[0]
         assert not plain.generating
-        plain.step = None
+        plain.runner = None
 
 
 def test_int8_is_left_to_the_loop() -> None:
     plain, _ = twins(tiny_args(vocab_size=64), dtype=torch.float32)
     quantize_layers(plain, torch.float32)
     with pytest.raises(NotServed, match="int8 weights are for a CPU so far"):
-        GraphStep().check(plain)
+        GraphRunner().check(plain)
 
 
 def test_a_gpu_gets_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -509,7 +509,7 @@ def test_a_gpu_gets_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     monkeypatch.setattr(choose, "find_ops", lambda model: graph_ops.PLAIN)
     with caplog.at_level(logging.INFO, "llama"):
         make_fast(plain, None)  # type: ignore[arg-type]  # no code is compiled for it
-    assert isinstance(plain.step, GraphStep)
+    assert isinstance(plain.runner, GraphRunner)
     assert caplog.messages == ["fast: CUDA graphs of plain kernels"]
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.fast import native_build
 from llama.fast.choose import make_fast
-from llama.fast.native_runner import NativeStep
+from llama.fast.native_runner import NativeRunner
 from llama.generation import NonFiniteLogits
 from llama.model import Transformer
 from llama.quantize import Int8Linear
@@ -271,7 +271,7 @@ def test_a_model_that_it_does_not_cover_stays_plain(
     model = model_of("fp32", args)
     with caplog.at_level(logging.WARNING, "llama"):
         make_fast(model, FOLDER)
-    assert model.step is None
+    assert model.runner is None
     assert words in caplog.text
     assert "plain path" in caplog.text
 
@@ -356,7 +356,7 @@ def test_without_a_compiler_the_plain_path_goes_on_in_words(
     model = model_of("fp32")
     with caplog.at_level(logging.WARNING, "llama"):
         make_fast(model, tmp_path)
-    assert model.step is None
+    assert model.runner is None
     assert "there is no C++ compiler" in caplog.text
     assert model(some_tokens(1, 3, vocab_size=VOCAB)).shape == (1, 3, VOCAB)
 
@@ -374,14 +374,14 @@ def test_a_compiler_that_fails_is_quoted(
 def test_a_second_start_compiles_nothing_and_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     _, fast = twins("fp32")
-    assert fast.step is not None
+    assert fast.runner is not None
 
 
 def test_a_damaged_library_is_compiled_again_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-O0"))  # compiles in a moment
-    NativeStep(tmp_path)
+    NativeRunner(tmp_path)
     library = next(tmp_path.glob("*.so"))
     for damaged in (library.read_bytes()[:1000], library.read_bytes() + b"x"):
         library.unlink()  # it is in use here, and what is mapped must not change
@@ -402,7 +402,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_plain_path(
     model = model_of("fp32")
     with caplog.at_level(logging.WARNING, "llama"):
         make_fast(model, tmp_path / "file" / "native")
-    assert model.step is None
+    assert model.runner is None
     assert "plain path" in caplog.text
 
 

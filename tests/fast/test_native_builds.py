@@ -72,7 +72,7 @@ def test_a_cpu_without_fused_multiply_add_is_declined_in_words(
     model = model_of("fp32")
     with compiled_with("-march=x86-64"), caplog.at_level(logging.WARNING, "llama"):
         make_fast(model, tmp_path)
-    assert model.step is None
+    assert model.runner is None
     (said,) = (record.getMessage() for record in caplog.records)
     assert "this CPU has no fused multiply-add" in said
     assert "\n" not in said
@@ -106,7 +106,7 @@ def test_code_that_is_not_what_it_should_be_is_not_offered(
     model = model_of("fp32")
     with compiled_with("-O1"), caplog.at_level(logging.WARNING, "llama"):
         make_fast(model, tmp_path / "library")
-    assert model.step is None
+    assert model.runner is None
     (said,) = (record.getMessage() for record in caplog.records)
     assert "the native code compiled here" in said
     assert "float32" in said

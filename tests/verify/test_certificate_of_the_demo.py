@@ -12,6 +12,7 @@ from oracles import some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama import generation
+from llama.batch import Batch
 from llama.exact import operations
 from llama.generation import Generation
 from llama.kv_cache import KVCache, StaticCache
@@ -217,8 +218,13 @@ Decode = Callable[..., Tensor]
 def test_an_uncached_loop_that_feeds_another_text_is_found(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real: Decode = generation._decode
 
-    def from_the_second_token(model: Any, request: Any, rows: Any, tokens: Tensor, cur_pos: list[int]) -> Tensor:
-        return real(model, request, rows, tokens if model.kv_caching else tokens.roll(-1, dims=1), cur_pos)
+    def from_the_second_token(model: Any, batch: Batch) -> Tensor:
+        if model.kv_caching:
+            return real(model, batch)
+        text, batch.tokens = batch.tokens, batch.tokens.roll(-1, dims=1)
+        logits = real(model, batch)
+        batch.tokens = text
+        return logits
 
     monkeypatch.setattr(generation, "_decode", from_the_second_token)
     figures = certify(tiny_model(dtype=DTYPES[dtype]))
@@ -229,8 +235,8 @@ def test_an_uncached_loop_that_feeds_another_text_is_found(dtype: str, monkeypat
 def test_a_token_that_the_logits_do_not_prefer_and_its_divergence_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Decode = generation._decode
 
-    def worst_first(model: Any, *rest: Any) -> Tensor:
-        return real(model, *rest) if model.kv_caching else -real(model, *rest)
+    def worst_first(model: Any, batch: Batch) -> Tensor:
+        return real(model, batch) if model.kv_caching else -real(model, batch)
 
     monkeypatch.setattr(generation, "_decode", worst_first)
     figures = certify(tiny_model(dtype=torch.float32))
@@ -240,8 +246,8 @@ def test_a_token_that_the_logits_do_not_prefer_and_its_divergence_are_found(monk
 
 
 def test_a_cached_run_that_feeds_the_whole_prefix_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_anew(model: Any, request: Any, rows: Any, tokens: Tensor, cur_pos: list[int]) -> Tensor:
-        return generation._feed(model, request, rows, tokens, [0] * len(cur_pos), cur_pos)[:, -1]
+    def all_anew(model: Any, batch: Batch) -> Tensor:
+        return generation._feed(model, batch, [0] * len(batch.cur_pos))[:, -1]
 
     monkeypatch.setattr(generation, "_decode", all_anew)
     (violation,) = certify(tiny_model(dtype=torch.float32)).violations

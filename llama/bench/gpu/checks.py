@@ -25,7 +25,7 @@ from llama.bench.gpu.run import (
 from llama.bench.gpu.times import filled_lane, one_step
 from llama.exact import slowdown
 from llama.fast.graph_ops import PLAIN, StepOps
-from llama.fast.graph_runner import GraphStep
+from llama.fast.graph_runner import GraphRunner
 from llama.model import Transformer
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
 
 
 def fused_logits(model: Transformer, ops: StepOps) -> tuple[bool, str]:
-    GraphStep(ops).check(model)  # raises NotServed
+    GraphRunner(ops).check(model)  # raises NotServed
     return True, "as near to the modules' as the fast step asks for"
 
 
@@ -169,14 +169,14 @@ def exact_mode(model: Transformer) -> tuple[bool, str]:
     return True, f"same bits however they are computed; a prompt takes {prompt:.1f} times as long, a step {step:.1f}"
 
 
-def greedy(model: Transformer, step: GraphStep | None, rows: int, *, kv_caching: bool) -> list[list[int]]:
+def greedy(model: Transformer, step: GraphRunner | None, rows: int, *, kv_caching: bool) -> list[list[int]]:
     prompts = prompts_of(model.args, [5 + 7 * row % 40 for row in range(rows)])
     with stepping(model, step):
         return model.generate_tokens(prompts, 20, temperature=0.0, kv_caching=kv_caching)[0]
 
 
 def same_ids(
-    model: Transformer, step: GraphStep | None, rows: int, kv_caching: bool, wanted: list[list[int]]
+    model: Transformer, step: GraphRunner | None, rows: int, kv_caching: bool, wanted: list[list[int]]
 ) -> tuple[bool, str]:
     made = greedy(model, step, rows, kv_caching=kv_caching)
     pairs = [pair for ours, theirs in zip(made, wanted, strict=True) for pair in zip(ours, theirs, strict=True)]

@@ -52,7 +52,7 @@ def start(began: float, options: Options) -> None:
     model = random_model(args, dtype_of(device), device)
     step = fast_step(find_ops(model), device)
     step.check(model)
-    model.step = step
+    model.runner = step
     prompts, found = prompts_of(args, [options.input_len]), {}
     for name, count in (("first token", 1), ("first generation", options.output_len)):
         continued(model, prompts, count, True)

@@ -16,7 +16,7 @@ from llama.bench.schema import Spread
 from llama.bench.statistics import spread
 from llama.costs import RELEASED
 from llama.fast.graph_ops import PLAIN, StepOps
-from llama.fast.graph_runner import GraphStep, find_ops
+from llama.fast.graph_runner import GraphRunner, find_ops
 from llama.model import Transformer
 
 SMALL: dict[str, Any] = {"n_layers": 2, "max_seq_len": 2048, "tied_head": True}  # what small models have in common
@@ -63,9 +63,9 @@ class Run:
     def weights(self) -> int:
         return sum(weight.nbytes for weight in self.model.parameters())
 
-    def ways(self) -> dict[str, Callable[[], GraphStep | None]]:
+    def ways(self) -> dict[str, Callable[[], GraphRunner | None]]:
         """Return ways to run the model; a step is made anew for each use, so that its recording is seen."""
-        graphs = {"llama, graphs of PyTorch's kernels": GraphStep} if self.ops != PLAIN else {}
+        graphs = {"llama, graphs of PyTorch's kernels": GraphRunner} if self.ops != PLAIN else {}
         return {self.fast: partial(fast_step, self.ops, self.device), **graphs, "llama, plain": lambda: None}
 
 
@@ -73,9 +73,9 @@ def dtype_of(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def fast_step(ops: StepOps, device: torch.device) -> GraphStep:
+def fast_step(ops: StepOps, device: torch.device) -> GraphRunner:
     """Return the step that `llama.fast.choose` gives a model on a GPU; on a CPU the same steps, unrecorded."""
-    return GraphStep(ops, backend="inductor" if device.type == "cuda" else None)
+    return GraphRunner(ops, backend="inductor" if device.type == "cuda" else None)
 
 
 def random_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Transformer:
@@ -102,12 +102,12 @@ def prompts_of(args: ModelArgs, lengths: Sequence[int]) -> list[list[int]]:
 
 
 @contextmanager
-def stepping(model: Transformer, step: GraphStep | None) -> Iterator[None]:
-    model.step = step
+def stepping(model: Transformer, step: GraphRunner | None) -> Iterator[None]:
+    model.runner = step
     try:
         yield
     finally:
-        model.step = None
+        model.runner = None
 
 
 # ---- clocks and memory -----------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from llama.bench.schema import Line
 from llama.bench.statistics import spread
 from llama.costs import cache_bytes, peak_memory, step_bytes
 from llama.fast.graph_ops import PLAIN, StepOps
-from llama.fast.graph_runner import GraphStep, Lane, Replay, cached, new_lane, record, rounded_up, take_likeliest
+from llama.fast.graph_runner import GraphRunner, Lane, Replay, cached, new_lane, record, rounded_up, take_likeliest
 from llama.model import Transformer
 
 REPLAYED = 3  # replays under the profiler, of which the last is read
@@ -175,17 +175,17 @@ def ledger(run: Run, row: JobRow) -> list[Line]:
         held["logits"] = max(held["logits"], logits.nbytes)
 
     hook = model.register_forward_hook(look)
-    if isinstance(model.step, GraphStep):
-        model.step.watch = lambda *_: None  # told that somebody watches, it still runs ahead
+    if isinstance(model.runner, GraphRunner):
+        model.runner.watch = lambda *_: None  # told that somebody watches, it still runs ahead
     try:
         continued(model, prompts_of(run.args, [options.input_len] * row.rows), options.output_len, row.kv_caching)
     finally:
         hook.remove()
-        if isinstance(model.step, GraphStep):
-            model.step.watch = None
+        if isinstance(model.runner, GraphRunner):
+            model.runner.watch = None
     cell = Cell(
         batch_size=row.rows, input_len=options.input_len, output_len=options.output_len, kv_caching=row.kv_caching,
-        model=options.model, device=str(run.device), dtype=WORDS[run.dtype], fast=model.step is not None,
+        model=options.model, device=str(run.device), dtype=WORDS[run.dtype], fast=model.runner is not None,
     )  # fmt: skip
     predicted = predict(run.args, cell, workspace=workspace(run.device))
     head = 0 if run.args.tied_head else model.output.weight.nbytes

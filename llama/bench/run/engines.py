@@ -6,7 +6,7 @@ An engine runs prompts greedily to a fixed length and tells what it was seen doi
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -100,20 +100,20 @@ class LlamaEngine:
                 run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
         run.token_times = times[1:]
         run.fast_forwards = self._fast_forwards() - forwards_before
-        left = 0 if self.model.step is None or self.model.step.takes_prompts else 1  # the prompt
+        left = 0 if self.model.runner is None or self.model.runner.takes_prompts else 1  # the prompt
         run.fast_wanted = len(run.fed or ()) - left
         run.path = self._path(fast=run.fast_forwards, all=run.fast_wanted)
         return run
 
     def _fast_forwards(self) -> int:
-        return 0 if self.model.step is None else self.model.step.forwards
+        return 0 if self.model.runner is None else self.model.runner.forwards
 
     def _path(self, *, fast: int, all: int) -> str:
         """Return what executed so many forwards, of which the fast step did some: by what it counted, not by intent."""
-        plain, step = self.model.ops.name, self.model.step
+        plain, step = self.model.ops.name, self.model.runner
         names = [step.name] if step is not None and fast else []
         names += [plain] if fast < all or not names else []
-        return self.model.on_its_weights(" and ".join(names))
+        return str(replace(self.model.execution, runner=" and ".join(names)))
 
     def encode(self, text: str) -> list[int]:
         return encode_prompt(self.tokenizer, text)
@@ -130,7 +130,7 @@ class LlamaEngine:
         """
         last = steps or output_len
         likeliest: list[Tensor] = []
-        free_cache, step = self.model.free_cache, self.model.step
+        free_cache, step = self.model.free_cache, self.model.runner
         clock = DeviceClock(self.model.device, times)
 
         def before(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
