@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.generation import NonFiniteLogits, padded
+from llama.batch import NonFiniteLogits, padded
 from llama.model import Transformer
 
 UNCACHED, STEPS, PIECES, ALONE = "uncached in one pass", "cached step by step", "pieces", "row alone"

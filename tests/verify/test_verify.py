@@ -17,9 +17,9 @@ from fakes import write_checkpoint
 from oracles import tiny_model
 from torch import Tensor
 
-from llama import cli, verify
+from llama import cli
 from llama.kv_cache import StaticCache
-from llama.verify import certificate
+from llama.verify import __main__, certificate, results
 from llama.verify.certificate import Figures
 
 SMALL = ("--batch_size=2", "--tokens=4", "--prompt_len=4", "--device=cpu")
@@ -49,7 +49,7 @@ class Command:
         """Return the exit code and what was printed."""
         given = {word.partition("=")[0] for word in words}
         small = [word for word in SMALL if word.partition("=")[0] not in given]
-        code = cli.run(verify.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
+        code = cli.run(__main__.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
         out, err = self.capsys.readouterr()
         assert (err != "") == (code in (2, 130)), "an error goes to stderr, and nothing else does"
         return code, out + err
@@ -57,7 +57,7 @@ class Command:
     def refused(self, *words: str) -> str:
         given = {word.partition("=")[0] for word in words}
         small = [word for word in SMALL if word.partition("=")[0] not in given]
-        code = cli.run(verify.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
+        code = cli.run(__main__.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
         out, err = self.capsys.readouterr()
         assert (code, out, err.count("\n")) == (2, "", 1)
         return str(err)
@@ -65,7 +65,7 @@ class Command:
     @property
     def runs(self) -> list[Any]:
         content = json.loads(self.file.read_text("utf-8"))
-        assert content["schema"] == verify.SCHEMA
+        assert content["schema"] == results.SCHEMA
         return list(content["runs"])
 
 
@@ -129,13 +129,13 @@ def test_runs_made_one_by_one_add_up_to_those_made_together(command: Command, tm
     assert [run["seed"] for run in apart] == [run["seed"] for run in command.runs] == [0, 1, 2]
     assert [run["figures"] for run in apart] == [run["figures"] for run in command.runs]
     assert one_by_one.splitlines()[1:] == together.splitlines()[1:]  # the first names the file
-    assert verify.add_up([Figures(**run["figures"]) for run in apart]).tokens == 24
+    assert results.add_up([Figures(**run["figures"]) for run in apart]).tokens == 24
 
 
 def test_counts_are_summed_sizes_are_the_largest_and_lists_joined() -> None:
     one = Figures(1, 2, 3, 4, 0.5, 0.25, {"a": 1.0}, {"w": 1}, {"w": 1}, 2.0, {"zero": 3, "-5": 1}, 0.5, 0.75, {"p": 1})
     two = Figures(1, 1, 1, 1, 0.25, 0.5, {"a": 3.0}, {"w": 5}, {"w": 2}, 1.0, {"-5": 2, "7": 1}, 0.25, 0.5, {"p": 2})
-    assert asdict(verify.add_up([one, two, Figures(violations=["x"])])) == asdict(
+    assert asdict(results.add_up([one, two, Figures(violations=["x"])])) == asdict(
         Figures(
             tokens=2,
             alike=3,
@@ -222,23 +222,23 @@ def test_exact_mode_counts_pairs_and_says_what_it_costs(command: Command) -> Non
 def test_rows_that_part_are_shown_and_counted_in_the_sentence() -> None:
     parted = {"row": 1, "step": 5, "position": 8, "tokens": [3, 4], "margins": [0.1, None, 0.02], "explained": True}
     figures = asdict(Figures(tokens=20, alike=15, places=30, undecided=10, bound=0.5)) | {"divergences": [parted] * 5}
-    config = dict.fromkeys(verify._GROUP, "x") | {"model": "demo", "dtype": "bfloat16", "exact": False}
+    config = dict.fromkeys(results._GROUP, "x") | {"model": "demo", "dtype": "bfloat16", "exact": False}
     machine = {"cpu": "a CPU", "torch": "2", "threads": 1, "commit": "abc"}
     group: Any = [{"config": config, "seed": 9, "figures": figures, "environment": machine}]
-    assert verify.sentence(group) == (
+    assert results.sentence(group) == (
         "certified: 15 of 20 greedy tokens of demo in bf16, cached and uncached alike, up to where rounding parts 5 "
         "rows; 66.66 % of positions decided by margins above 2 x their bound, at most 5.0e-01; "
         "0 unexplained divergences"
     )
-    lines = verify.table(group).splitlines()
+    lines = results.table(group).splitlines()
     line = "  seed 9, row 1 parts at step 5: 3 cached, 4 uncached; margins U 0.1, C not finite, R 0.02; "
     assert lines[-4:] == [f"{line}explained by rounding"] * 3 + ["  and 2 more"]
 
 
 def test_only_all_is_100_percent() -> None:
-    assert verify.percent(99_999_999, 100_000_000) == "99.99 %"
-    assert verify.percent(7, 7) == "100.00 %"
-    assert verify.percent(0, 0) == "0.00 %"
+    assert results.percent(99_999_999, 100_000_000) == "99.99 %"
+    assert results.percent(7, 7) == "100.00 %"
+    assert results.percent(0, 0) == "0.00 %"
 
 
 # ---- seeds and prompts -----------------------------------------------------------------------------------------------
@@ -256,22 +256,22 @@ def test_a_used_seed_is_refused_and_the_next_free_one_taken(command: Command) ->
 
 
 def test_prompts_follow_from_the_seed_with_bos_first_and_never_alone() -> None:
-    drawn = verify.draw_prompts(4, 200, 5, 40, bos=39)
-    assert drawn == verify.draw_prompts(4, 200, 5, 40, bos=39)
-    assert drawn != verify.draw_prompts(5, 200, 5, 40, bos=39)
+    drawn = __main__.draw_prompts(4, 200, 5, 40, bos=39)
+    assert drawn == __main__.draw_prompts(4, 200, 5, 40, bos=39)
+    assert drawn != __main__.draw_prompts(5, 200, 5, 40, bos=39)
     assert {len(prompt) for prompt in drawn} == {2, 3, 4, 5}
     assert {prompt[0] for prompt in drawn} == {39}
-    plain = verify.draw_prompts(4, 200, 5, 40, bos=None)
+    plain = __main__.draw_prompts(4, 200, 5, 40, bos=None)
     assert {len(prompt) for prompt in plain} == {1, 2, 3, 4, 5}
     assert {id for prompt in plain for id in prompt} == set(range(40))
 
 
 def test_other_weights_are_another_model() -> None:
     model, same = tiny_model(dtype=torch.float32), tiny_model(dtype=torch.float32)
-    assert verify.weights_id(model) == verify.weights_id(same)
+    assert __main__.weights_id(model) == __main__.weights_id(same)
     with torch.no_grad():
         same.layers[1].attention.wo.weight[0, 0] += 1e-6  # type: ignore[union-attr, index]
-    assert verify.weights_id(model) != verify.weights_id(same)
+    assert __main__.weights_id(model) != __main__.weights_id(same)
 
 
 # ---- while it runs ---------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def added_meanwhile(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     command.file.unlink()
 
     def meanwhile(*given: Any, **options: Any) -> Figures:
-        verify.write_runs(command.file, others)
+        results.write_runs(command.file, others)
         return real(*given, **options)
 
     monkeypatch.setattr(certificate, "measure", meanwhile)
@@ -385,7 +385,7 @@ def test_two_processes_do_not_change_the_file_at_once(command: Command) -> None:
     command()
     (run,) = command.runs
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda seed: verify.add_run(command.file, {**run, "seed": seed}), range(1, 25)))
+        list(pool.map(lambda seed: results.add_run(command.file, {**run, "seed": seed}), range(1, 25)))
     assert sorted(run["seed"] for run in command.runs) == list(range(25))
 
 
@@ -451,7 +451,7 @@ def test_bad_input_is_one_line_with_code_2_and_writes_nothing(command: Command, 
 
 
 def test_what_does_not_fit_is_refused_before_it_is_tried(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(__main__, "available_memory", lambda device: 2**20)
     message = command.refused()
     assert "2 rows of 8 positions need" in message
     assert "cpu has 1.0 MB left" in message
@@ -463,7 +463,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
 ) -> None:
     (tmp_path / "file").write_text("")
     command.file = tmp_path / "file" / "verify.json"
-    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(__main__, "load", lambda *_, **__: pytest.fail("it was loaded"))
     assert str(tmp_path / "file") in command.refused()
 
 
@@ -473,6 +473,6 @@ def test_a_directory_as_output_is_refused_in_words_and_stays_as_it_was(
 ) -> None:
     command.file = tmp_path / "folder"
     command.file.mkdir()
-    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(__main__, "load", lambda *_, **__: pytest.fail("it was loaded"))
     assert f"{command.file}: Is a directory" in command.refused(f"--runs={runs}")
     assert list(tmp_path.rglob("*")) == [command.file]
