@@ -10,6 +10,7 @@ from llama.bench import schema
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -19,16 +20,24 @@ def test_python_in_the_readme_runs(snippet: str, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.strip()
 
 
-def test_every_file_the_readme_names_is_there() -> None:
-    named = re.findall(r"^    ((?:llama/|inference)\S+)", README, flags=re.MULTILINE)
-    linked = re.findall(r"\]\((?!http)([^)]+)\)", README)
-    assert len(named) >= 10
-    assert [name for name in named + linked if not (ROOT / name).exists()] == []
+PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
 
 
-def test_every_module_of_the_library_stands_in_the_reading_order() -> None:
-    modules = {path.name for path in (ROOT / "llama").glob("*.py")} - {"__init__.py"}
-    assert [name for name in sorted(modules) if name not in README] == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file(page: str) -> None:
+    linked = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
+    assert [name for name in linked if not ((ROOT / page).parent / name).exists()] == []
+
+
+def test_the_readme_fits_on_few_screens() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+def test_every_module_and_wing_of_the_library_stands_on_the_map() -> None:
+    on_the_map = set(re.findall(r"^    ((?:llama/|inference|benchmark)\S+)", MAP, flags=re.MULTILINE))
+    modules = {f"llama/{path.name}" for path in (ROOT / "llama").glob("*.py")} - {"llama/__init__.py"}
+    wings = {f"llama/{path.parent.name}/" for path in (ROOT / "llama").glob("*/__init__.py")}
+    assert on_the_map == {*modules, *wings, "inference.py", "benchmark_inference.py"}
 
 
 def test_every_known_bug_has_tests_that_exist() -> None:
