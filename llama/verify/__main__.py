@@ -87,7 +87,7 @@ def main(
         "prompt_len": prompt_len,
         "exact": exact,
         "kv_cache": kv_cache,
-        "slack": certificate.SLACK[model.norm.weight.itemsize],
+        "slack": certificate.TOLERANCE_FACTOR[model.norm.weight.itemsize],
     }
     check_room(model, tokenizer, config)
     for run in make_runs(model, tokenizer, config, choose_seeds(before, config, seed, runs)):
@@ -166,7 +166,7 @@ def draw_prompts(seed: int, rows: int, longest: int, vocab_size: int, bos: int |
 
 def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]) -> Iterator[Run]:
     """Make the runs of `seeds`, each when it is asked for."""
-    with progress(model, config["exact"] + 1 + certificate.PARTS * len(seeds)) as begin:
+    with progress(model, config["exact"] + 1 + certificate.STAGES * len(seeds)) as begin:
         cost = None
         if config["exact"]:
             begin("timing what exact mode costs")
@@ -179,7 +179,7 @@ def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], 
             prompts = draw_prompts(seed, config["batch_size"], config["prompt_len"], model.args.vocab_size, bos)
             started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
             of_this = partial(begin, number=f"run {number} of {len(seeds)}: ")
-            figures = certificate.measure(model, reference, prompts, config["tokens"], seed=seed, on_part=of_this)
+            figures = certificate.measure(model, reference, prompts, config["tokens"], seed=seed, on_stage=of_this)
             yield {
                 "config": config,
                 "seed": seed,

@@ -28,25 +28,26 @@ from llama.verify.passes import (
     UNCACHED,
     WIDE_PIECES,
     WIDE_STEPS,
+    Chunk,
     FreeRun,
-    Part,
     Texts,
+    all_passes,
     at_steps,
     in_one_pass,
     run_free,
-    ways,
 )
 
-WAYS = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE)  # each is compared with U, bit by bit
+PASSES = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE)  # each is compared with U, bit by bit
 WIDE = (WIDE_STEPS, WIDE_PIECES)  # these, in float64, may differ from R by FLOAT64_TOLERANCE alone
-PARTS = 1 + len(WAYS) + len(WIDE)  # that `measure` tells of: U, and each of these
+STAGES = 1 + len(PASSES) + len(WIDE)  # that `measure` tells of: U, and each of these
 
-# A place's bound is SLACK (by the bytes of a number) times the error of U there, or times the median over the run's
-# places where that is more: an error may be small by chance. A multiple of the largest would be steadier but weak: in
-# bf16 the demo's first token, whose activations are huge, is off by 5 times what is usual, and would excuse all others.
-# The largest error of any way in these units (docs/log.md): in fp32 7.5 among 250 tiny models and 2.4 on the demo, in
-# bf16 2.2 and 1.9, in fp16 3.5 and 2.5. Stale, shifted, dropped or misplaced keys make a million in fp32, 66 in bf16.
-SLACK = {8: 32.0, 4: 32.0, 2: 8.0}
+# A place's bound is TOLERANCE_FACTOR (by the bytes of a number) times the error of U there, or times the median over
+# the run's places where that is more: an error may be small by chance. A multiple of the largest would be steadier but
+# weak: in bf16 the demo's first token, whose activations are huge, is off by 5 times what is usual, and would excuse
+# all others. The largest error of any way in these units (docs/log.md): in fp32 7.5 among 250 tiny models and 2.4 on
+# the demo, in bf16 2.2 and 1.9, in fp16 3.5 and 2.5. Stale, shifted, dropped or misplaced keys make a million in fp32,
+# 66 in bf16.
+TOLERANCE_FACTOR = {8: 32.0, 4: 32.0, 2: 8.0}
 # What the error of U itself may be, whatever the cached run does: in eps x sqrt(widest layer) x layers x largest logit,
 # where 1.4 is the most that was seen. In 16 bits that limits nothing: a token on whose activations much depends may be
 # off by ten times the spread of its logits over the vocabulary. The median of a run was 0.15 of the spread at most.
@@ -120,34 +121,34 @@ def measure(
     tokens: int,
     *,
     seed: int,
-    on_part: Callable[[str], None] = lambda part: None,
+    on_stage: Callable[[str], None] = lambda part: None,
 ) -> Figures:
     """Continue every prompt by `tokens` ids, cached and uncached, and judge the two by `reference_of(model)`.
 
-    `seed` draws where PIECES cuts the texts, and `on_part` hears what comes next. Where `model.exact` is set, every
+    `seed` draws where PIECES cuts the texts, and `on_stage` hears what comes next. Where `model.exact` is set, every
     bitwise difference is a violation. Raises ValueError on what generation refuses, and for fewer than 2 tokens.
     """
     if tokens < 2:
         raise ValueError(f"tokens={tokens} must be at least 2: the cache is first read for the second token")
-    on_part(FREE_CACHED)
+    on_stage(FREE_CACHED)
     cached = run_free(model, prompts, tokens, kv_caching=True)
     if cached.failure:
         return Figures(violations=[cached.failure])
     texts = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, cached.ids, strict=True)]
-    on_part(UNCACHED)
+    on_stage(UNCACHED)
     u = [logits.to(reference.device) for _, _, logits in in_one_pass(model, texts)]
-    truth = Truth(u, [logits for _, _, logits in in_one_pass(reference, texts)])
+    baselines = Baselines(u, [logits for _, _, logits in in_one_pass(reference, texts)])
 
     difference = Difference()
-    seen = {UNCACHED: truth.look((row, 0, logits) for row, logits in enumerate(u))}
-    for name, parts in ways(model, reference, texts, tokens, seed).items():
-        on_part(name)
-        seen[name] = truth.look(parts, difference if name == STEPS else None)
-    on_part(FREE_UNCACHED)
+    comparisons = {UNCACHED: baselines.compare((row, 0, logits) for row, logits in enumerate(u))}
+    for name, parts in all_passes(model, reference, texts, tokens, seed).items():
+        on_stage(name)
+        comparisons[name] = baselines.compare(parts, difference if name == STEPS else None)
+    on_stage(FREE_UNCACHED)
     uncached = run_free(model, prompts, tokens, kv_caching=False)
     for run, steps in ((cached, [tokens] * len(texts)), (uncached, _comparable(cached, uncached))):
-        seen[run.name] = truth.look(at_steps(prompts, run, steps))
-    return _judge(model, prompts, cached, uncached, truth, seen, difference)
+        comparisons[run.name] = baselines.compare(at_steps(prompts, run, steps))
+    return _judge(model, prompts, cached, uncached, baselines, comparisons, difference)
 
 
 def quantile(deltas: dict[str, int], share: float) -> float:
@@ -168,7 +169,7 @@ def quantile(deltas: dict[str, int], share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Comparison:
     """A way's logits beside U and R, at places in ascending order; each tensor is (n,), on the CPU.
 
     error: the largest distance to R, inf or nan where anything is not finite. margin: top1 - top2.
@@ -181,27 +182,27 @@ class Seen:
     margin: Tensor
 
 
-class Truth:
+class Baselines:
     """U and R of every text, each (positions, vocab)."""
 
     def __init__(self, u: list[Tensor], r: list[Tensor]) -> None:
         self.u, self.r = u, r
         self.starts = [0, *accumulate(map(len, r))]  # the place of each text's first position
 
-    def look(self, parts: Iterable[Part], difference: "Difference | None" = None) -> Seen:
+    def compare(self, parts: Iterable[Chunk], difference: "Difference | None" = None) -> Comparison:
         """Compare logits with U and R, few at a time; add them to `difference`."""
         found = []
         for row, first, logits in parts:
             step = max(1, _CHUNK // logits.shape[-1])
             for start in range(first, first + len(logits), step):
                 made = logits[start - first : start - first + step].to(self.r[row].device)
-                u, r = (truth[row][start : start + len(made)] for truth in (self.u, self.r))
+                u, r = (side[row][start : start + len(made)] for side in (self.u, self.r))
                 found.append((self.starts[row] + start + torch.arange(len(made)), *_compare(made, u, r)))
                 if difference is not None:
                     difference.add(made, u)
         columns = [torch.cat(column) for column in zip(*found, strict=True)] or [torch.zeros(0, dtype=torch.int64)] * 5
         order = columns[0].argsort()
-        return Seen(*(column[order] for column in columns))
+        return Comparison(*(column[order] for column in columns))
 
     def where(self, place: int) -> tuple[int, int]:
         """Return the row and the position in it."""
@@ -255,21 +256,23 @@ def _judge(
     prompts: Texts,
     cached: FreeRun,
     uncached: FreeRun,
-    truth: Truth,
-    seen: dict[str, Seen],
+    baselines: Baselines,
+    comparisons: dict[str, Comparison],
     difference: Difference,
 ) -> Figures:
-    r = truth.look((row, 0, logits) for row, logits in enumerate(truth.r))
-    u, c = seen[UNCACHED], seen[STEPS]
-    bound = _bound(u.error, SLACK[model.norm.weight.itemsize])
-    divergences = list(_divergences(prompts, (cached, uncached), truth.starts, (u, c, r), bound))
-    violations = list(_uncached_errors(model, u, truth))
+    r = baselines.compare((row, 0, logits) for row, logits in enumerate(baselines.r))
+    u, c = comparisons[UNCACHED], comparisons[STEPS]
+    bound = _bound(u.error, TOLERANCE_FACTOR[model.norm.weight.itemsize])
+    divergences = list(_divergences(prompts, (cached, uncached), baselines.starts, (u, c, r), bound))
+    violations = list(_uncached_errors(model, u, baselines))
     violations += [
         text
-        for name, way in seen.items()
-        for text in _errors_of(name, way, r, bound[way.place], truth, bits=model.exact and name in WAYS)
+        for name, way in comparisons.items()
+        for text in _errors_of(name, way, r, bound[way.place], baselines, bits=model.exact and name in PASSES)
     ]
-    violations += [text for run in (cached, uncached) for text in _slips_of(run, prompts, truth, seen[run.name])]
+    violations += [
+        text for run in (cached, uncached) for text in _loop_errors(run, prompts, baselines, comparisons[run.name])
+    ]
     violations += [
         f"free runs: row {d.row}, position {d.position}: cached takes token {d.tokens[0]}, uncached {d.tokens[1]}, "
         f"and float64 prefers its own by {d.margins[-1]}, which rounding cannot make up"
@@ -282,10 +285,10 @@ def _judge(
         places=len(r.place),
         undecided=int((r.margin <= 2 * bound).sum()),
         bound=float(bound.max()),
-        strain=max(_largest(way.error / bound[way.place]) for name, way in seen.items() if name not in WIDE),
-        errors={name: _largest(way.error) for name, way in seen.items()},
-        compared={name: len(seen[name].place) for name in WAYS},
-        equal={name: int(seen[name].equal.sum()) for name in WAYS},
+        strain=max(_largest(way.error / bound[way.place]) for name, way in comparisons.items() if name not in WIDE),
+        errors={name: _largest(way.error) for name, way in comparisons.items()},
+        compared={name: len(comparisons[name].place) for name in PASSES},
+        equal={name: int(comparisons[name].equal.sum()) for name in PASSES},
         max_delta=difference.largest,
         deltas=difference.histogram(),
         kl_sum=difference.kl_sum,
@@ -305,28 +308,28 @@ def _comparable(cached: FreeRun, uncached: FreeRun) -> list[int]:
     return [next((step + 1 for step, (c, u) in enumerate(row) if c != u), len(row)) for row in pairs]
 
 
-def _bound(errors: Tensor, slack: float) -> Tensor:
+def _bound(errors: Tensor, factor: float) -> Tensor:
     """Return what rounding may do to the logits at each place, (places,), from the errors of U."""
     finite = errors.isfinite()
     usual = errors[finite].median().nan_to_num()
-    return (slack * errors.where(finite, usual).clamp(min=usual)).clamp(min=FLOAT64_TOLERANCE)
+    return (factor * errors.where(finite, usual).clamp(min=usual)).clamp(min=FLOAT64_TOLERANCE)
 
 
-def _uncached_errors(model: Transformer, u: Seen, truth: Truth) -> Iterator[str]:
+def _uncached_errors(model: Transformer, u: Comparison, baselines: Baselines) -> Iterator[str]:
     """Say where the uncached path is farther from float64 than rounding takes it: its error excuses all others."""
     args, dtype = model.args, model.norm.weight.dtype
     widest = max(args.dim, args.n_heads * args.head_dim, args.ffn_dim)
-    largest = max(float(r.abs().max()) for r in truth.r)
+    largest = max(float(r.abs().max()) for r in baselines.r)
     ceiling = CEILING * torch.finfo(dtype).eps * math.sqrt(widest) * args.n_layers * largest
     where = (u.error > ceiling).nonzero()[:, 0].tolist()
     if where:
-        row, position = truth.where(int(u.place[where[0]]))
+        row, position = baselines.where(int(u.place[where[0]]))
         yield (
             f"{UNCACHED}: row {row}, position {position}: the logits are {u.error[where[0]]:.3g} off those of float64, "
             f"more than rounding in {str(dtype).removeprefix('torch.')} ever was, {ceiling:.3g}; "
             f"so at {len(where)} of {len(u.error)} positions"
         )
-    usual, spread = u.error.median(), torch.cat([r.std(-1, correction=0) for r in truth.r]).median()
+    usual, spread = u.error.median(), torch.cat([r.std(-1, correction=0) for r in baselines.r]).median()
     if usual > SPREAD * spread.cpu():
         yield f"{UNCACHED}: the median error is {usual:.3g}, more than half the spread of the logits, {spread:.3g}"
 
@@ -335,7 +338,9 @@ def _largest(errors: Tensor) -> float:
     return max(errors[errors.isfinite()].tolist(), default=0.0)
 
 
-def _errors_of(name: str, way: Seen, r: Seen, bound: Tensor, truth: Truth, *, bits: bool) -> Iterator[str]:
+def _errors_of(
+    name: str, way: Comparison, r: Comparison, bound: Tensor, baselines: Baselines, *, bits: bool
+) -> Iterator[str]:
     """Say where a way, with its places' bounds, went wrong first, by each rule, and how often."""
     prefers, margin, finite = r.choice[way.place], r.margin[way.place], way.error.isfinite()
     allowed = torch.full_like(bound, FLOAT64_TOLERANCE) if name in WIDE else bound
@@ -354,12 +359,12 @@ def _errors_of(name: str, way: Seen, r: Seen, bound: Tensor, truth: Truth, *, bi
     for wrong, say in rules:
         where = wrong.nonzero()[:, 0].tolist()
         if where:
-            row, position = truth.where(int(way.place[where[0]]))
+            row, position = baselines.where(int(way.place[where[0]]))
             count = f"so at {len(where)} of {len(wrong)} positions"
             yield f"{name}: row {row}, position {position}: {say(where[0])}; {count}"
 
 
-def _slips_of(run: FreeRun, prompts: Texts, truth: Truth, way: Seen) -> Iterator[str]:
+def _loop_errors(run: FreeRun, prompts: Texts, baselines: Baselines, way: Comparison) -> Iterator[str]:
     """Say where the loop did not feed what its mode feeds, or did not take what its own logits prefer."""
     if run.failure:
         yield run.failure
@@ -369,7 +374,7 @@ def _slips_of(run: FreeRun, prompts: Texts, truth: Truth, way: Seen) -> Iterator
     if run.widths != widths:
         yield f"{run.name}: the steps fed {run.widths} tokens a row, not {widths}"
     for place, choice in zip(way.place.tolist(), way.choice.tolist(), strict=True):
-        row, position = truth.where(place)
+        row, position = baselines.where(place)
         id = run.ids[row][position + 1 - len(prompts[row])]
         if id != choice:
             yield f"{run.name}: row {row}, position {position}: token {id} was taken, and its logits prefer {choice}"
@@ -380,7 +385,7 @@ def _divergences(
     prompts: Texts,
     runs: tuple[FreeRun, FreeRun],
     starts: Sequence[int],
-    ways: tuple[Seen, Seen, Seen],
+    ways: tuple[Comparison, Comparison, Comparison],
     bound: Tensor,
 ) -> Iterator[Divergence]:
     for row, steps in enumerate(_comparable(*runs)):

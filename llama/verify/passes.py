@@ -20,7 +20,7 @@ FREE_CACHED, FREE_UNCACHED = "free cached", "free uncached"
 WIDE_STEPS, WIDE_PIECES = f"float64 {STEPS}", f"float64 {PIECES}"
 
 Texts = Sequence[Sequence[int]]
-Part = tuple[int, int, Tensor]  # a row, a position in it, and the logits from there on, (n, vocab)
+Chunk = tuple[int, int, Tensor]  # a row, a position in it, and the logits from there on, (n, vocab)
 
 
 def reference_of(model: Transformer) -> Transformer:
@@ -60,7 +60,7 @@ def run_free(model: Transformer, prompts: Texts, tokens: int, *, kv_caching: boo
     return run
 
 
-def at_steps(prompts: Texts, run: FreeRun, steps: Sequence[int]) -> Iterator[Part]:
+def at_steps(prompts: Texts, run: FreeRun, steps: Sequence[int]) -> Iterator[Chunk]:
     """Yield the logits of the first `steps[row]` steps of every row, at their positions in its text."""
     for step, logits in enumerate(run.logits):
         for row, prompt in enumerate(prompts):
@@ -68,9 +68,9 @@ def at_steps(prompts: Texts, run: FreeRun, steps: Sequence[int]) -> Iterator[Par
                 yield row, len(prompt) - 1 + step, logits[row : row + 1]
 
 
-def ways(
+def all_passes(
     model: Transformer, reference: Transformer, texts: list[list[int]], tokens: int, seed: int
-) -> dict[str, Iterator[Part]]:
+) -> dict[str, Iterator[Chunk]]:
     """Return what computes the logits of the texts, each when it is asked for.
 
     Stood up so that all texts end at the same column, they are cut at columns: behind the prompts and then before each
@@ -89,14 +89,14 @@ def ways(
     }
 
 
-def in_one_pass(model: Transformer, texts: Texts) -> Iterator[Part]:
+def in_one_pass(model: Transformer, texts: Texts) -> Iterator[Chunk]:
     """Yield the logits of every text, fed without the cache."""
     with model.switched(kv_caching=False):
         logits = model(padded(texts, width=max(map(len, texts)), device=model.device))
     yield from ((row, 0, logits[row, : len(text)]) for row, text in enumerate(texts))
 
 
-def _through_cache(model: Transformer, texts: Texts, cuts: Sequence[int]) -> Iterator[Part]:
+def _through_cache(model: Transformer, texts: Texts, cuts: Sequence[int]) -> Iterator[Chunk]:
     longest = max(map(len, texts))
     starts = [0] * len(texts)
     with model.switched(kv_caching=True):

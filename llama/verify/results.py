@@ -15,7 +15,7 @@ from filelock import SoftFileLock
 
 from llama.bench.run.models import DTYPES
 from llama.files import replace_file
-from llama.verify.certificate import WAYS, WIDE, Divergence, Figures, quantile
+from llama.verify.certificate import PASSES, WIDE, Divergence, Figures, quantile
 from llama.verify.passes import STEPS, UNCACHED
 
 SCHEMA = "llama-kv/verify/1"
@@ -147,7 +147,7 @@ def measures(total: Figures) -> Iterator[tuple[str, str]]:
     unexplained = sum(not divergence.explained for divergence in total.divergences)
     yield "rows that part, unexplained ones", f"{len(total.divergences)}, {unexplained}"
     yield "positions decided by their margin", of(total.places - total.undecided, total.places)
-    for way in WAYS:
+    for way in PASSES:
         yield f"bit-equal to U: {way}", of(total.equal.get(way, 0), total.compared.get(way, 0))
     for pair, alike in total.top1.items():
         yield f"same top token: {pair}", of(alike, total.places)

@@ -21,8 +21,8 @@ from llama.ops import PLAIN
 from llama.rope import RopeTable
 from llama.verify.certificate import (
     FLOAT64_TOLERANCE,
-    SLACK,
-    WAYS,
+    PASSES,
+    TOLERANCE_FACTOR,
     WIDE,
     Difference,
     Figures,
@@ -90,8 +90,8 @@ def test_every_way_computes_every_position_once(seed: int) -> None:
     counts = {STEPS: places, PIECES: places, ALONE: places, FREE_CACHED: rows * TOKENS, FREE_UNCACHED: rows * TOKENS}
     assert figures.compared == counts
     assert figures.alike == figures.tokens == rows * TOKENS
-    assert set(figures.errors) == {UNCACHED, *WAYS, *WIDE}
-    assert all(figures.equal[way] <= figures.compared[way] for way in WAYS)
+    assert set(figures.errors) == {UNCACHED, *PASSES, *WIDE}
+    assert all(figures.equal[way] <= figures.compared[way] for way in PASSES)
 
 
 def test_plain_float32_is_not_bit_equal_so_that_the_comparison_has_power() -> None:
@@ -280,7 +280,7 @@ class Huge(StaticCache, kind="huge"):
 
 def test_a_large_error_does_not_absolve_itself() -> None:
     figures = certify(tiny_model(dtype=torch.float32, kv_cache="huge"))
-    assert figures.bound <= SLACK[4] * figures.errors[UNCACHED] * 1.0001
+    assert figures.bound <= TOLERANCE_FACTOR[4] * figures.errors[UNCACHED] * 1.0001
     assert figures.strain > 1000
     assert figures.undecided == 0
     assert any("is preferred, and" in text for text in figures.violations)
@@ -380,7 +380,7 @@ def test_in_exact_mode_a_difference_to_the_bit_is_a_bug(monkeypatch: pytest.Monk
     figures = certify(model)
     assert "the bits are not those of the uncached pass" in first_of(figures, STEPS)
     wrong = {text.partition(":")[0] for text in figures.violations}
-    assert wrong == {way for way in WAYS if figures.equal[way] < figures.compared[way]}
+    assert wrong == {way for way in PASSES if figures.equal[way] < figures.compared[way]}
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_a_sound_model_is_certified_with_code_0(command: Command) -> None:
         last_sentence(printed),
     )
     assert "16 of 16 = 100.00 %" in printed
-    for way in certificate.WAYS:
+    for way in certificate.PASSES:
         assert f"bit-equal to U: {way} " in printed
     widths = {
         len(line) for line in printed.splitlines() if re.match(r"  [|\w].*  \S", line) and ": cached," not in line
@@ -112,7 +112,7 @@ def test_a_run_is_kept_with_its_configuration_and_machine(command: Command) -> N
         "prompt_len": 4,
         "exact": False,
         "kv_cache": "concat",
-        "slack": certificate.SLACK[2],
+        "slack": certificate.TOLERANCE_FACTOR[2],
     }
     assert run["environment"]["torch"] == torch.__version__
     assert run["exact_cost"] is None
@@ -201,7 +201,7 @@ def test_a_run_that_comes_to_no_numbers_is_a_bug_too(command: Command) -> None:
 def test_a_bug_in_one_run_makes_the_sum_a_bug_and_stays_one(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     command()
     with monkeypatch.context() as patch:
-        patch.setattr(certificate, "SLACK", dict.fromkeys(certificate.SLACK, 0.01))
+        patch.setattr(certificate, "TOLERANCE_FACTOR", dict.fromkeys(certificate.TOLERANCE_FACTOR, 0.01))
         assert command("--seed=7")[0] == 1
     code, printed = command()
     assert code == 1
@@ -293,18 +293,18 @@ def test_on_a_terminal_a_bar_says_what_is_being_done(command: Command, monkeypat
     assert places == sorted(places)
     assert -1 not in places
     assert "forward 3" in shown
-    assert f"{2 + 2 * certificate.PARTS}/{2 + 2 * certificate.PARTS} " not in shown, "it is away when all is done"
+    assert f"{2 + 2 * certificate.STAGES}/{2 + 2 * certificate.STAGES} " not in shown, "it is away when all is done"
 
 
 def test_the_bar_counts_the_parts_that_there_are(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     real, parts = certificate.measure, []
 
-    def listening(*given: Any, on_part: Any, **options: Any) -> Figures:
-        return real(*given, on_part=lambda part: (parts.append(part), on_part(part)), **options)
+    def listening(*given: Any, on_stage: Any, **options: Any) -> Figures:
+        return real(*given, on_stage=lambda part: (parts.append(part), on_stage(part)), **options)
 
     monkeypatch.setattr(certificate, "measure", listening)
     command()
-    assert len(parts) == len(set(parts)) == certificate.PARTS
+    assert len(parts) == len(set(parts)) == certificate.STAGES
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
