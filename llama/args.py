@@ -128,7 +128,7 @@ class ModelArgs:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs of numbers")
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of numbers")
         if isinstance(self.rope_scaling, tuple):
             if len(self.rope_scaling) != self.head_dim // 2:
                 raise ValueError(

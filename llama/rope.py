@@ -1,4 +1,4 @@
-"""Rotary position embedding: a position becomes an angle, and pairs of numbers in a head are turned by it.
+"""Rotary position embedding: a position becomes an angle, and pairs of numbers in a head are rotated by it.
 
 Knows sizes and positions, no model. A pair is (x[2i], x[2i+1]), as in Meta's checkpoints; Hugging Face pairs
 (x[i], x[i + head_dim/2]), and only llama/checkpoint knows about that.
@@ -19,7 +19,7 @@ from llama.args import ModelArgs, RopeScaling
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Return the angle in radians that each pair turns per position, (head_dim / 2,) float32, fastest first."""
+    """Return the angle in radians that rotates each pair per position, (head_dim / 2,) float32, fastest first."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / (theta**exponents)
 
@@ -98,7 +98,7 @@ def _cos_sin(freqs: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys, (bsz, seqlen, heads, head_dim), by the (cos, sin) of their positions."""
+    """Rotate queries and keys, (bsz, seqlen, heads, head_dim), by the (cos, sin) of their positions."""
     return _rotate(xq, *freqs_cis), _rotate(xk, *freqs_cis)
 
 

@@ -7,12 +7,12 @@ plain path has to serve.
 import logging
 from pathlib import Path
 
-from llama.fast.graph_ops import PLAIN
+from llama.fast.graph_ops import PYTORCH
 from llama.fast.graph_runner import GraphRunner, find_ops
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_check import check_library
 from llama.fast.native_runner import NativeRunner
-from llama.fast.supported import NotServed
+from llama.fast.supported import Unsupported
 from llama.model import Transformer
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def make_fast(model: Transformer, folder: Path) -> None:
             _use_graphs(model)
         else:
             _use_native_code(model, folder)
-    except (NoNativeCode, NotServed) as why:
+    except (NoNativeCode, Unsupported) as why:
         logger.warning("fast: %s; the plain path runs instead", why)
 
 
@@ -42,7 +42,7 @@ def _use_graphs(model: Transformer) -> None:
     try:
         step.check(model)
     except Exception as why:  # whatever Triton, the compilers that it calls, or a driver may raise
-        if step.ops == PLAIN:
+        if step.ops == PYTORCH:
             raise
         logger.warning("fast: %s; PyTorch's own kernels run instead", why)
         step = GraphRunner(backend="inductor")

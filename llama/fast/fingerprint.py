@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from llama import kv_cache, layers, limits, model, ops, quantize, rope
-from llama.fast.supported import PATH, NotServed
+from llama.fast.supported import PATH, Unsupported
 from llama.model import Transformer
 
 Description = TypeVar("Description")
@@ -65,25 +65,25 @@ _REPLACED = _replaced_before()
 
 
 def check_moment() -> None:
-    """Raise NotServed where PyTorch is in a mode, or code was replaced, that may change what the modules compute."""
+    """Raise Unsupported where PyTorch is in a mode, or code was replaced, that may change what the modules compute."""
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
     for mode in modes:
         if type(mode) is not DeviceContext:  # a default device: every buffer of a fast step names its own
-            raise NotServed(f"{type(mode).__name__} watches PyTorch's operations")
+            raise Unsupported(f"{type(mode).__name__} watches PyTorch's operations")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise NotServed("autocast is on")
+        raise Unsupported("autocast is on")
     if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
-        raise NotServed("a transformation of torch.func, or forward-mode differentiation, is under way")
+        raise Unsupported("a transformation of torch.func, or forward-mode differentiation, is under way")
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        raise NotServed("the model is being traced")
+        raise Unsupported("the model is being traced")
     if _module._global_forward_hooks or _module._global_forward_pre_hooks:
-        raise NotServed("a hook watches all modules")
+        raise Unsupported("a hook watches all modules")
     if _REPLACED is not None:
-        raise NotServed(f"{_REPLACED} was replaced")
+        raise Unsupported(f"{_REPLACED} was replaced")
     unchanged = list(map(is_, map(getattr, _OWNERS, _NAMES), _CODE))
     if not all(unchanged):
         place = unchanged.index(False)
-        raise NotServed(f"{_OWNERS[place].__name__}.{_NAMES[place]} was replaced")
+        raise Unsupported(f"{_OWNERS[place].__name__}.{_NAMES[place]} was replaced")
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
@@ -174,10 +174,10 @@ class Described(Generic[Description]):
 
     def __init__(self, describe: Callable[[Transformer], Description]) -> None:
         self._describe = describe
-        self._known: tuple[Fingerprint, Description | NotServed] | None = None
+        self._known: tuple[Fingerprint, Description | Unsupported] | None = None
 
     def of(self, model: Transformer, *, look: bool = True) -> Description:
-        """Return the description that holds now. Raises NotServed where a fast step cannot compute this model.
+        """Return the description that holds now. Raises Unsupported where a fast step cannot compute this model.
 
         Without a `look`, for which `must_look` has to allow it, the description of the call before holds.
         """
@@ -190,16 +190,16 @@ class Described(Generic[Description]):
             known = self._known = Fingerprint(model), self._verdict(model)
         return _description(known[1])
 
-    def _verdict(self, model: Transformer) -> Description | NotServed:
+    def _verdict(self, model: Transformer) -> Description | Unsupported:
         try:
             return self._describe(model)
-        except NotServed as why:
+        except Unsupported as why:
             return why.with_traceback(None)
 
 
-def _description(verdict: Description | NotServed) -> Description:
-    if isinstance(verdict, NotServed):
-        raise NotServed(*verdict.args)
+def _description(verdict: Description | Unsupported) -> Description:
+    if isinstance(verdict, Unsupported):
+        raise Unsupported(*verdict.args)
     return verdict
 
 

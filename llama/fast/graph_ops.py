@@ -1,7 +1,7 @@
 """What a decode step is made of when only the device knows the positions: one token a row, no host in between.
 
 A CUDA graph repeats what was recorded, so nothing here may depend on a number that the host reads: positions are a
-tensor, and keys past a row's own are masked, not cut off. `PLAIN` does it with PyTorch on any device, dtype and shape;
+tensor, and keys past a row's own are masked, not cut off. `PYTORCH` does it with PyTorch on any device, dtype and shape;
 `llama.fast.triton_kernels` has the same functions in Triton, for what its `refusal` lets pass.
 Plain twins, which are the definitions: the modules of model.py. Knows tensors; knows no modules, graphs or sampling.
 Shapes: h is (rows, dim); positions (rows,) int64; keys and values (at least rows, slots, n_kv_heads, head_dim).
@@ -18,7 +18,7 @@ from llama.rope import apply_rotary_emb
 
 
 class Qkv(Protocol):
-    """Norm, the three products, the turn by position: return q, (rows, n_heads, head_dim), and write the cache."""
+    """Norm, the three products, the rotation by position: return q, (rows, n_heads, head_dim), and write the cache."""
 
     def __call__(
         self,
@@ -73,7 +73,7 @@ class Advance(Protocol):
     def __call__(self, best: Tensor, at: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None: ...
 
 
-class StepOps(NamedTuple):
+class GraphOps(NamedTuple):
     """One way to do all of them, for at most `most_rows` rows, or any number."""
 
     name: str
@@ -145,4 +145,4 @@ def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> N
     tokens.scatter_(1, positions[:, None], ids.clamp(min=0)[:, None])
 
 
-PLAIN = StepOps("plain", qkv, attend_project, gate, project, head, advance)
+PYTORCH = GraphOps("plain", qkv, attend_project, gate, project, head, advance)

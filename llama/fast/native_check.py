@@ -10,7 +10,7 @@ import torch
 
 from llama.args import ModelArgs
 from llama.fast.native_runner import NativeRunner
-from llama.fast.supported import NotServed
+from llama.fast.supported import Unsupported
 from llama.model import Transformer
 from llama.quantize import Int8Weight, quantize_layers, weights_of
 from llama.self_comparison import first_difference
@@ -26,7 +26,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2}
 
 @cache
 def check_library(folder: Path, dtype: torch.dtype, *, int8: bool) -> None:
-    """Raise NotServed where the code in `folder` does not give the plain path's logits, or not the same bits each time.
+    """Raise Unsupported where the code in `folder` does not give the plain path's logits, or other bits each time.
 
     Compares for one kind of weights; once in a process.
     """
@@ -41,10 +41,10 @@ def check_library(folder: Path, dtype: torch.dtype, *, int8: bool) -> None:
     kind = f"{'int8 weights in ' if int8 else ''}{str(dtype).removeprefix('torch.')}"
     off = float((native - plain).abs().max() / plain.abs().max())
     if not off <= _TOLERANCE[dtype]:
-        raise NotServed(f"the native code compiled here is wrong for {kind}: off by {off:.2g} of the largest logit")
+        raise Unsupported(f"the native code compiled here is wrong for {kind}: off by {off:.2g} of the largest logit")
     difference = first_difference(model, rows=3, length=150)  # more than two chunks of keys
     if difference is not None:
-        raise NotServed(f"the native code compiled here rounds {kind} differently from call to call: {difference}")
+        raise Unsupported(f"the native code compiled here rounds {kind} differently from call to call: {difference}")
 
 
 def _tiny_model(dtype: torch.dtype, *, int8: bool) -> Transformer:

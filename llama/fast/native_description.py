@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.fast.native_library import Layer, Matrix, Model
-from llama.fast.supported import NotServed, check_modules
+from llama.fast.supported import Unsupported, check_modules
 from llama.kv_cache import StaticCache
 from llama.model import Attention, Transformer, TransformerBlock
 from llama.quantize import GROUP, LANES, Int8Embedding, Int8Weight
@@ -41,11 +41,11 @@ class NativeModel:
 
 
 def describe(model: Transformer) -> NativeModel:
-    """Return what native code has to know of the model. Raises NotServed."""
+    """Return what native code has to know of the model. Raises Unsupported."""
     check_modules(model)
     dtype = model.norm.weight.dtype
     if dtype not in (torch.float32, torch.bfloat16):
-        raise NotServed(f"there is native code for float32 and bfloat16, not for {dtype}")
+        raise Unsupported(f"there is native code for float32 and bfloat16, not for {dtype}")
     sizes = _sizes(model)
     sizes.norm = check_tensor(model.norm.weight, (sizes.dim,), dtype)
     sizes.embedding = _matrix(model.tok_embeddings.weight, model.tok_embeddings.weight.shape[0], sizes.dim, sizes)
@@ -62,16 +62,16 @@ def describe(model: Transformer) -> NativeModel:
 
 
 def check_tensor(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return where a tensor lies. Raises NotServed where the native code would read it for something else."""
+    """Return where a tensor lies. Raises Unsupported where the native code would read it for something else."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         kind = f"{type(tensor).__name__} on {tensor.device}"
-        raise NotServed(f"there is native code for plain tensors on a CPU alone, not for a {kind}")
+        raise Unsupported(f"there is native code for plain tensors on a CPU alone, not for a {kind}")
     if tensor.dtype != dtype:
-        raise NotServed(f"a tensor is {tensor.dtype} where the others ask for {dtype}")
+        raise Unsupported(f"a tensor is {tensor.dtype} where the others ask for {dtype}")
     if tuple(tensor.shape) != tuple(shape):
-        raise NotServed(f"a tensor is {tuple(tensor.shape)} where the others ask for {tuple(shape)}")
+        raise Unsupported(f"a tensor is {tuple(tensor.shape)} where the others ask for {tuple(shape)}")
     if not tensor.is_contiguous() or tensor.is_neg() or tensor.data_ptr() % tensor.element_size():
-        raise NotServed("a tensor is not contiguous, not aligned, or a view that negates")
+        raise Unsupported("a tensor is not contiguous, not aligned, or a view that negates")
     return tensor.data_ptr()
 
 
@@ -79,7 +79,7 @@ def _sizes(model: Transformer) -> Model:
     """Return the sizes, without addresses; refuse what the native code computes otherwise than the modules, or not."""
     attention, embedding = model.blocks[0].attention, model.tok_embeddings.weight
     if any(len(weight.shape) != 2 for weight in (embedding, attention.wq.weight, attention.wk.weight)):
-        raise NotServed("a matrix has not two dimensions")
+        raise Unsupported("a matrix has not two dimensions")
     head_dim = attention.head_dim
     sizes = Model(
         bfloat16=model.norm.weight.dtype == torch.bfloat16,
@@ -94,17 +94,17 @@ def _sizes(model: Transformer) -> Model:
     )
     for name, size in {"dim": sizes.dim, "head_dim": head_dim, "ffn_dim": sizes.hidden}.items():
         if size % _MULTIPLE:
-            raise NotServed(f"{name} of the model, {size}, is no multiple of {_MULTIPLE}")
+            raise Unsupported(f"{name} of the model, {size}, is no multiple of {_MULTIPLE}")
     if not sizes.kv_heads or sizes.heads % sizes.kv_heads:
-        raise NotServed(f"{sizes.heads} heads cannot share {sizes.kv_heads} KV heads")
+        raise Unsupported(f"{sizes.heads} heads cannot share {sizes.kv_heads} KV heads")
     if isinstance(model.tok_embeddings, Int8Embedding) and model.tok_embeddings.dtype != model.norm.weight.dtype:
-        raise NotServed("activations are of another dtype than norms")
+        raise Unsupported("activations are of another dtype than norms")
     for block in model.blocks:
         if block.attention_norm.eps != model.norm.eps or block.ffn_norm.eps != model.norm.eps:
-            raise NotServed("norms differ in their eps")
+            raise Unsupported("norms differ in their eps")
         held = block.attention.cache.args
         if (held.n_kv_heads, held.head_dim, block.attention.head_dim) != (sizes.kv_heads, head_dim, head_dim):
-            raise NotServed("layers, or their caches, differ in their heads")
+            raise Unsupported("layers, or their caches, differ in their heads")
     return sizes
 
 
@@ -127,12 +127,12 @@ def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
 def _matrix(weight: Tensor | Int8Weight, rows: int, columns: int, sizes: Model) -> Matrix:
     """Return a weight (rows, columns) as the native code is told of it, whose columns are our rows."""
     if isinstance(weight, Int8Weight) != bool(sizes.int8):
-        raise NotServed("some matrices are int8 and some are not")
+        raise Unsupported("some matrices are int8 and some are not")
     if isinstance(weight, Tensor):
         dtype = torch.bfloat16 if sizes.bfloat16 else torch.float32
         return Matrix(check_tensor(weight, (rows, columns), dtype), None, None, rows, columns)
     if tuple(weight.shape) != (rows, columns):
-        raise NotServed(f"a matrix is {tuple(weight.shape)} where the others ask for {(rows, columns)}")
+        raise Unsupported(f"a matrix is {tuple(weight.shape)} where the others ask for {(rows, columns)}")
     panels, groups = -(-rows // LANES), columns // GROUP
     codes = check_tensor(weight.codes, (panels, groups, GROUP // 4, LANES, 4), torch.uint8)
     scales, zeros = (

@@ -13,7 +13,7 @@ from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, TensorFacts, must_look
 from llama.fast.native_description import NativeModel, check_tensor, describe
 from llama.fast.native_library import NativeBatch, NativeForward
-from llama.fast.supported import NotServed, Warnings, caching_of
+from llama.fast.supported import Unsupported, WarnOnce, caching_of
 from llama.model import Transformer
 from llama.rope import RopeTable
 
@@ -30,7 +30,7 @@ class NativeRunner:
         self._folder, self._native = folder, NativeForward(folder)
         self.instructions = self._native.instructions
         self.forwards = 0
-        self._warn = Warnings(logger)
+        self._warn = WarnOnce(logger)
         self._described = Described(describe)
         # Of which model the layers were told the addresses of their caches, and of which buffers.
         self._caches: tuple[NativeModel, TensorFacts] | tuple[None, None] = (None, None)
@@ -63,7 +63,7 @@ class NativeRunner:
             slots = None
             if caching_of(described.attentions if look else described.attentions[:1]):
                 slots = self._take_cache(described, model.norm.weight, bsz, end, look=look)
-        except NotServed as why:
+        except Unsupported as why:
             self._warn(why)
             return None
         return self._forward(described, ids, starts, lengths, cos_sin, slots, all=logits == "all")
@@ -76,7 +76,7 @@ class NativeRunner:
         """Nothing to do: no cache is held here but the model's own."""
 
     def describe(self, model: Transformer) -> NativeModel:
-        """Return what the native code is told of the model now. Raises NotServed."""
+        """Return what the native code is told of the model now. Raises Unsupported."""
         return self._described.of(model)
 
     def _take_cache(self, described: NativeModel, like: Tensor, rows: int, length: int, *, look: bool) -> int:
@@ -140,7 +140,7 @@ class NativeRunner:
 def _ids(tokens: Tensor, described: NativeModel) -> Tensor:
     """Return the token ids as the native code reads them."""
     if type(tokens) is not Tensor or tokens.dtype not in (torch.int64, torch.int32) or tokens.device.type != "cpu":
-        raise NotServed(f"tokens are {tokens.dtype} on {tokens.device}, in a {type(tokens).__name__}")
+        raise Unsupported(f"tokens are {tokens.dtype} on {tokens.device}, in a {type(tokens).__name__}")
     low, high = tokens.aminmax()
     if not 0 <= int(low) <= int(high) < described.vocab_size:
         raise IndexError("a token id is outside of the vocabulary")
@@ -154,7 +154,7 @@ def _ids(tokens: Tensor, described: NativeModel) -> Tensor:
 def _rotations(model: Transformer, end: int, described: NativeModel) -> tuple[Tensor, Tensor]:
     """Return the cos and sin of the positions 0 to end - 1, and perhaps of more."""
     if type(model.rope) is not RopeTable:
-        raise NotServed(f"{type(model.rope).__name__} is not the RopeTable that the fast step knows")
+        raise Unsupported(f"{type(model.rope).__name__} is not the RopeTable that the fast step knows")
     cos, sin = model.rope.up_to(end, torch.device("cpu"))
     for part in (cos, sin):
         check_tensor(part, (max(end, len(cos)), 1, described.sizes.head_dim), torch.float32)

@@ -38,11 +38,11 @@ PATH = {
 }
 
 
-class NotServed(Exception):
+class Unsupported(Exception):
     """A fast step does not compute this model; the message says why."""
 
 
-class Warnings:
+class WarnOnce:
     """Says each thing once."""
 
     def __init__(self, logger: Logger) -> None:
@@ -55,34 +55,34 @@ class Warnings:
 
 
 def check_modules(model: Transformer) -> None:
-    """Raise NotServed where a module, hook, method or operation of somebody's own would be passed by."""
+    """Raise Unsupported where a module, hook, method or operation of somebody's own would be passed by."""
     if model.ranks.size > 1:
-        raise NotServed("several ranks share the model")
+        raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:
-        raise NotServed(f"the model's operations are {model.ops.name}")
+        raise Unsupported(f"the model's operations are {model.ops.name}")
     for module in model.modules():
         kind = type(module)
         if kind not in _KNOWN or getattr(module, "ops", PLAIN) != PLAIN or getattr(module, "ranks", ALONE).size > 1:
-            raise NotServed(f"{kind.__name__} is not one of the modules that the fast step computes")
+            raise Unsupported(f"{kind.__name__} is not one of the modules that the fast step computes")
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
-            raise NotServed(f"a hook watches {kind.__name__}")
+            raise Unsupported(f"a hook watches {kind.__name__}")
         own = PATH & vars(module).keys()
         if own:
-            raise NotServed(f"{kind.__name__}.{min(own)} was replaced")
+            raise Unsupported(f"{kind.__name__}.{min(own)} was replaced")
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            raise NotServed("the embedding has a max_norm")
+            raise Unsupported("the embedding has a max_norm")
     blocks = model.blocks
     if len({id(part) for block in blocks for part in block.modules()}) < sum(
         len(list(block.modules())) for block in blocks
     ):
-        raise NotServed("some layers share modules")
+        raise Unsupported("some layers share modules")
     if not blocks:
-        raise NotServed("the model has no layers")
+        raise Unsupported("the model has no layers")
 
 
 def caching_of(attentions: Sequence[Attention]) -> bool:
-    """Return whether the cache is on. Raises NotServed where it is on in some layers and off in others."""
+    """Return whether the cache is on. Raises Unsupported where it is on in some layers and off in others."""
     settings = set(map(attrgetter("kv_caching"), attentions))
     if len(settings) > 1:
-        raise NotServed("the cache is on in some layers and off in others")
+        raise Unsupported("the cache is on in some layers and off in others")
     return True in settings

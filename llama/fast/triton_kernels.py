@@ -99,7 +99,7 @@ def qkv(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Norm h, (rows, dim); return its turned queries, (rows, n_heads, head_dim), and store its keys and values.
+    """Norm h, (rows, dim); return its rotated queries, (rows, n_heads, head_dim), and store its keys and values.
 
     They go to [row, positions[row]] of the cache's buffers, each (at least rows, slots, n_kv_heads, head_dim), and
     nothing else there is touched. positions is (rows,) int64; cos and sin, (length, 1, head_dim) float32, are
@@ -162,7 +162,7 @@ def _qkv(
     DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Make a tile of columns of one of the three. A pair that is turned lies in one tile: its first number is even."""
+    """Make a tile of columns of one of the three. A pair that is rotated lies in one tile: its first number is even."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tiles_q, tiles_k = tl.cdiv(QUERIES, COLUMNS), tl.cdiv(SHARED, COLUMNS)
@@ -183,10 +183,10 @@ def _qkv(
     angle = position * HEAD_DIM + column % HEAD_DIM
     first, second = tl.split(tl.reshape(y, (ROWS, COLUMNS // 2, 2)))
     swapped = tl.reshape(tl.join(second, first), (ROWS, COLUMNS))
-    turned = y * tl.load(cos + angle, valid, 0.0) + swapped * tl.load(sin + angle, valid, 0.0)
+    rotated = y * tl.load(cos + angle, valid, 0.0) + swapped * tl.load(sin + angle, valid, 0.0)
     slot = row.to(tl.int64) * by_row + position * by_slot + column // HEAD_DIM * by_head + column % HEAD_DIM
-    tl.store(q + row * QUERIES + column, turned, valid & of_q)
-    tl.store(keys + slot, turned, valid & of_k)
+    tl.store(q + row * QUERIES + column, rotated, valid & of_q)
+    tl.store(keys + slot, rotated, valid & of_k)
     tl.store(values + slot, y, valid & of_v)
 
 
@@ -526,14 +526,14 @@ def _advance(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, CHUNK)
+    buffers = tl.arange(0, CHUNK)
     largest = tl.full((CHUNK,), float("-inf"), tl.float32)
     which = tl.full((CHUNK,), 2**31 - 1, tl.int32)
     strange = tl.zeros((CHUNK,), tl.int32)
     for first in range(0, TILES, CHUNK):
-        there = first + lane < TILES
-        new = tl.load(best + row * TILES + first + lane, there, float("-inf"))
-        new_at = tl.load(at + row * TILES + first + lane, there, 2**31 - 1)
+        there = first + buffers < TILES
+        new = tl.load(best + row * TILES + first + buffers, there, float("-inf"))
+        new_at = tl.load(at + row * TILES + first + buffers, there, 2**31 - 1)
         which = tl.where(new > largest, new_at, which)
         largest = tl.where(new > largest, new, largest)
         strange += (new != new).to(tl.int32)

@@ -25,7 +25,7 @@ from llama.bench.gpu.run import TINY, Options, random_model
 from llama.bench.gpu.times import Span, kernel_bytes, kernel_rows
 from llama.costs import RELEASED, parameters, step_bytes, weights_bytes
 from llama.fast import graph_ops
-from llama.fast.graph_ops import PLAIN, StepOps
+from llama.fast.graph_ops import PYTORCH, GraphOps
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
 SECTIONS = ["checks", "bandwidth", "steps", "jobs", "profile", "start", "transformers", "static", "gpt_fast"]
@@ -86,7 +86,7 @@ def test_a_rehearsal_writes_every_section_and_all_three_files(rehearse: Rehearse
 
 
 def assert_ledgers(ledgers: dict[str, Any]) -> None:
-    """Weights, cache and logits are what was predicted; but a fast step takes whole lanes of 32 positions."""
+    """Weights, cache and logits are what was predicted; but a fast step takes whole buffers of 32 positions."""
     assert len(ledgers) == 2
     for job, lines in ledgers.items():
         measured = {line["name"]: (line["predicted"], line["measured"]) for line in lines}
@@ -118,7 +118,7 @@ def one_key_too_many(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
     return graph_ops.attend_project(q, keys, values, (positions + 1).clamp(max=keys.shape[1] - 1), wo, h)
 
 
-def with_ops(monkeypatch: pytest.MonkeyPatch, ops: StepOps) -> None:
+def with_ops(monkeypatch: pytest.MonkeyPatch, ops: GraphOps) -> None:
     monkeypatch.setattr(run, "find_ops", lambda model: ops)
 
 
@@ -127,7 +127,7 @@ def outcome(report: dict[str, Any], start: str) -> list[bool | None]:
 
 
 def test_kernels_that_are_right_pass_every_check(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_ops(monkeypatch, PLAIN._replace(name="right"))
+    with_ops(monkeypatch, PYTORCH._replace(name="right"))
     status, report, _ = rehearse(only="checks")
     assert status == 0
     assert {check["passed"] for check in report["checks"]} == {True}
@@ -136,7 +136,7 @@ def test_kernels_that_are_right_pass_every_check(rehearse: Rehearse, monkeypatch
 def test_a_kernel_that_computes_wrongly_is_a_failed_check_and_exit_status_1(
     rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_ops(monkeypatch, PLAIN._replace(name="wrong", project=wrong_project))
+    with_ops(monkeypatch, PYTORCH._replace(name="wrong", project=wrong_project))
     status, report, page = rehearse(only="checks bandwidth")
     assert status == report["status"] == 1
     assert "**FAILED**" in page
@@ -153,7 +153,7 @@ def test_a_kernel_that_raises_is_a_failed_check_and_the_others_are_run(
     def broken(*given: object) -> Any:
         raise RuntimeError("an illegal memory access | was encountered")
 
-    with_ops(monkeypatch, PLAIN._replace(name="broken", gate=broken))
+    with_ops(monkeypatch, PYTORCH._replace(name="broken", gate=broken))
     status, report, page = rehearse(only="checks")
     assert status == 1
     assert outcome(report, "each kernel") == [False, False]
@@ -164,10 +164,10 @@ def test_a_kernel_that_raises_is_a_failed_check_and_the_others_are_run(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_kernel_is_named_with_its_own_distance(dtype: torch.dtype) -> None:
     model = random_model(TINY, dtype, torch.device("cpu"))
-    right, told = each_kernel(model, PLAIN._replace(name="right"), 40)
+    right, told = each_kernel(model, PYTORCH._replace(name="right"), 40)
     assert right, told
     for name, kernel in (("project", wrong_project), ("attend_project", one_key_too_many)):
-        right, told = each_kernel(model, PLAIN._replace(name="wrong", **{name: kernel}), 40)
+        right, told = each_kernel(model, PYTORCH._replace(name="wrong", **{name: kernel}), 40)
         off = dict(part.split() for part in told.removeprefix("off from float64 by ").split(", "))
         assert not right
         assert [which for which, far in off.items() if not float(far) < 2e-2] == [name]

@@ -243,9 +243,9 @@ def test_a_class_patched_before_the_fast_step_is_imported_is_seen(tmp_path: Any)
         "def forward(*given): return 2 * original(*given)\n"
         "Attention.forward = forward\n"
         "from llama.fast.fingerprint import check_moment\n"
-        "from llama.fast.supported import NotServed\n"
+        "from llama.fast.supported import Unsupported\n"
         "try: check_moment()\n"
-        "except NotServed as why: sys.exit('Attention.forward was replaced' not in str(why))\n"
+        "except Unsupported as why: sys.exit('Attention.forward was replaced' not in str(why))\n"
         "sys.exit(2)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -26,8 +26,8 @@ from llama import fast
 from llama.args import ModelArgs
 from llama.fast import choose, graph_ops, graph_runner
 from llama.fast.choose import make_fast
-from llama.fast.graph_runner import AHEAD, KEPT, SLOTS, GraphRunner, find_ops
-from llama.fast.supported import NotServed
+from llama.fast.graph_runner import LENGTH_STEP, MAX_GRAPHS, SYNC_INTERVAL, GraphRunner, find_ops
+from llama.fast.supported import Unsupported
 from llama.generation import NonFiniteLogits
 from llama.kv_cache import ConcatCache
 from llama.model import Transformer
@@ -93,7 +93,7 @@ WAYS: dict[str, Options] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_generation_run_ahead_is_the_loops(way: str, kv_caching: bool) -> None:
     plain, fast = twins()
-    for room in (1, 2, AHEAD, AHEAD + 1, 3 * AHEAD + 5):
+    for room in (1, 2, SYNC_INTERVAL, SYNC_INTERVAL + 1, 3 * SYNC_INTERVAL + 5):
         before = ran(fast)
         ours = fast.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way])
         assert_same(ours, plain.generate_tokens(PROMPTS, room, kv_caching=kv_caching, **WAYS[way]))
@@ -127,35 +127,35 @@ def test_steps_are_recorded_once_and_serve_texts_of_nearly_one_length(recordings
     assert len(recordings) == 2
     fast.generate_tokens([[1], [2]], 20, **GREEDY)  # another number of rows
     assert len(recordings) == 3
-    fast.generate_tokens([[1], [2]], SLOTS + 5, **GREEDY)  # more room
+    fast.generate_tokens([[1], [2]], LENGTH_STEP + 5, **GREEDY)  # more room
     assert len(recordings) == 4
 
 
 def test_without_a_cache_the_prefix_is_rounded_up_so_that_few_graphs_serve(recordings: list[object]) -> None:
     _, fast = twins()
-    fast.generate_tokens([[1, 2, 3]], 2 * SLOTS, kv_caching=False, **GREEDY)
-    assert ran(fast) == 2 * SLOTS - 1
-    assert len(recordings) == 3  # of 1, 2 and 3 times SLOTS tokens
+    fast.generate_tokens([[1, 2, 3]], 2 * LENGTH_STEP, kv_caching=False, **GREEDY)
+    assert ran(fast) == 2 * LENGTH_STEP - 1
+    assert len(recordings) == 3  # of 1, 2 and 3 times LENGTH_STEP tokens
 
 
 def test_a_lane_keeps_few_graphs(recordings: list[object]) -> None:
     plain, fast = twins()
-    for n in range(KEPT + 3):
+    for n in range(MAX_GRAPHS + 3):
         options: Options = {"temperature": 1 + n / 10, "seed": 3}
         assert fast.generate_tokens(PROMPTS, 5, **options) == plain.generate_tokens(PROMPTS, 5, **options)
     assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._lane is not None
-    assert len(fast.runner._lane.graphs) == KEPT
-    assert len(recordings) == KEPT + 3
+    assert fast.runner._buffers is not None
+    assert len(fast.runner._buffers.graphs) == MAX_GRAPHS
+    assert len(recordings) == MAX_GRAPHS + 3
 
 
 def test_what_a_cache_held_before_does_not_show() -> None:
     plain, fast = twins()
     fast.generate_tokens(PROMPTS, 20, **GREEDY)
     assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._lane is not None
-    assert fast.runner._lane.cache
-    for keys, values in fast.runner._lane.cache:
+    assert fast.runner._buffers is not None
+    assert fast.runner._buffers.cache
+    for keys, values in fast.runner._buffers.cache:
         keys.fill_(torch.nan)
         values.fill_(torch.nan)
     assert fast.generate_tokens(PROMPTS, 20, **GREEDY) == plain.generate_tokens(PROMPTS, 20, **GREEDY)
@@ -171,9 +171,9 @@ def test_a_layer_is_compiled_once_for_all_layers_and_lengths() -> None:
     plain, fast = twins()
     fast.runner = GraphRunner(backend=backend)
     for prompts in (PROMPTS, PROMPTS[:2]):
-        ours = fast.generate_tokens(prompts, 2 * SLOTS, kv_caching=False, **GREEDY)
-        assert ours == plain.generate_tokens(prompts, 2 * SLOTS, kv_caching=False, **GREEDY)
-    assert ran(fast) == 2 * (2 * SLOTS - 1)
+        ours = fast.generate_tokens(prompts, 2 * LENGTH_STEP, kv_caching=False, **GREEDY)
+        assert ours == plain.generate_tokens(prompts, 2 * LENGTH_STEP, kv_caching=False, **GREEDY)
+    assert ran(fast) == 2 * (2 * LENGTH_STEP - 1)
     assert len(made) == 1
 
 
@@ -194,9 +194,9 @@ def test_off_holds_no_cache() -> None:
     _, fast = twins()
     fast.generate_tokens(PROMPTS, 20, **GREEDY)
     assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._lane is not None
-    assert fast.runner._lane.cache
-    held = weakref.ref(fast.runner._lane.cache[0][0])
+    assert fast.runner._buffers is not None
+    assert fast.runner._buffers.cache
+    held = weakref.ref(fast.runner._buffers.cache[0][0])
     fast.kv_caching = False
     assert held() is None
     assert all(cache.nbytes == 0 for cache in fast.caches)
@@ -206,14 +206,14 @@ def test_a_lane_is_no_longer_than_about_what_a_generation_needs() -> None:
     _, fast = twins()
     fast.generate_tokens(PROMPTS, 150, **GREEDY)
     assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._lane is not None
-    long = fast.runner._lane.slots
+    assert fast.runner._buffers is not None
+    long = fast.runner._buffers.slots
     fast.generate_tokens(PROMPTS, 4, **GREEDY)
-    assert fast.runner._lane.slots == SLOTS < long
+    assert fast.runner._buffers.slots == LENGTH_STEP < long
 
 
 def test_what_a_graph_reads_outlives_the_function_that_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph holds no tensor, only its address: the model's table of turns, say, which gives way to a longer one."""
+    """A graph holds no tensor, only its address: the table of rotations, say, which gives way to a longer one."""
 
     def record(step: Callable[[], None], device: torch.device, pool: object) -> Callable[[], object]:
         step()
@@ -275,7 +275,7 @@ def test_streams_give_the_same_tokens_and_may_be_left_early() -> None:
     with fast.stream(Bytes(), "ab", 100, **GREEDY) as stream:
         next(stream)
     assert not fast.generating
-    assert ran(fast) <= 29 + 2 * AHEAD  # what was on its way when the stream was left
+    assert ran(fast) <= 29 + 2 * SYNC_INTERVAL  # what was on its way when the stream was left
     assert fast.generate(Bytes(), "ab", 30, **GREEDY) == plain.generate(Bytes(), "ab", 30, **GREEDY)
 
 
@@ -375,7 +375,7 @@ def test_a_graph_that_does_not_fit_is_an_error_in_words_and_the_model_goes_on(mo
     assert not fast.generating
     assert all(cache.nbytes == 0 for cache in fast.caches)
     assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._lane is None
+    assert fast.runner._buffers is None
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
 
@@ -411,7 +411,7 @@ def test_more_rows_than_the_kernels_take_run_by_pytorchs_own_and_the_name_says_s
         raise AssertionError("these kernels take two rows")
 
     plain, fast = twins()
-    fast.runner = GraphRunner(graph_ops.PLAIN._replace(name="narrow", gate=never, most_rows=2))
+    fast.runner = GraphRunner(graph_ops.PYTORCH._replace(name="narrow", gate=never, most_rows=2))
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
     assert ran(fast) == 8
     assert fast.execution.runner == "CUDA graphs of plain kernels"
@@ -419,7 +419,7 @@ def test_more_rows_than_the_kernels_take_run_by_pytorchs_own_and_the_name_says_s
 
 def test_the_name_says_what_ran() -> None:
     _, fast = twins()
-    fast.runner = GraphRunner(graph_ops.PLAIN._replace(name="own"))
+    fast.runner = GraphRunner(graph_ops.PYTORCH._replace(name="own"))
     assert fast.execution.runner == "CUDA graphs of own kernels"
     fast.generate_tokens(PROMPTS, 2, kv_caching=False, **GREEDY)
     assert fast.execution.runner == "CUDA graphs of plain layers"
@@ -433,9 +433,9 @@ def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
 
 def test_kernels_whose_logits_are_not_the_modules_are_refused() -> None:
     plain, _ = twins(dtype=torch.float32)
-    GraphRunner(graph_ops.PLAIN._replace(name="right")).check(plain)
-    with pytest.raises(NotServed, match="the wrong kernels' logits are off by"):
-        GraphRunner(graph_ops.PLAIN._replace(name="wrong", project=wrong_project)).check(plain)
+    GraphRunner(graph_ops.PYTORCH._replace(name="right")).check(plain)
+    with pytest.raises(Unsupported, match="the wrong kernels' logits are off by"):
+        GraphRunner(graph_ops.PYTORCH._replace(name="wrong", project=wrong_project)).check(plain)
     assert all(cache.nbytes == 0 for cache in plain.caches)
 
 
@@ -446,7 +446,7 @@ def test_without_triton_pytorchs_own_kernels_run_and_that_is_said(
     monkeypatch.delattr(fast, "triton_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.WARNING, "llama"):
-        assert find_ops(twins()[0]) == graph_ops.PLAIN
+        assert find_ops(twins()[0]) == graph_ops.PYTORCH
     assert caplog.messages == ["fast: triton is not installed, so PyTorch's own kernels run: pip install triton"]
 
 
@@ -456,7 +456,7 @@ def test_what_the_kernels_do_not_cover_runs_by_pytorchs_own_and_that_is_said(
 ) -> None:
     pytest.importorskip("triton")
     with caplog.at_level(logging.WARNING, "llama"):
-        assert find_ops(twins(dtype=dtype)[0]) == graph_ops.PLAIN
+        assert find_ops(twins(dtype=dtype)[0]) == graph_ops.PYTORCH
     assert len(caplog.messages) == 1
     assert words in caplog.messages[0]
 
@@ -470,10 +470,10 @@ def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -
         return graph_ops.project(x, weight, h)
 
     model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
-    GraphRunner(graph_ops.PLAIN._replace(name="own", project=project)).check(model)
+    GraphRunner(graph_ops.PYTORCH._replace(name="own", project=project)).check(model)
     assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2})
     calls.clear()
-    GraphRunner(graph_ops.PLAIN._replace(name="own", project=project, most_rows=1)).check(model)
+    GraphRunner(graph_ops.PYTORCH._replace(name="own", project=project, most_rows=1)).check(model)
     assert set(calls) == {1}
 
 
@@ -487,7 +487,7 @@ def test_kernels_that_fail_give_way_to_pytorchs_own(
     for project, words in ((broken, "no C compiler"), (wrong_project, "the own kernels' logits are off by")):
         caplog.clear()
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "llama"):
-            patch.setattr(choose, "find_ops", lambda _, p=project: graph_ops.PLAIN._replace(name="own", project=p))
+            patch.setattr(choose, "find_ops", lambda _, p=project: graph_ops.PYTORCH._replace(name="own", project=p))
             choose._use_graphs(plain)
         assert plain.execution.runner == "CUDA graphs of plain kernels"
         assert len(caplog.messages) == 1
@@ -499,14 +499,14 @@ def test_kernels_that_fail_give_way_to_pytorchs_own(
 def test_int8_is_left_to_the_loop() -> None:
     plain, _ = twins(tiny_args(vocab_size=64), dtype=torch.float32)
     quantize_layers(plain, torch.float32)
-    with pytest.raises(NotServed, match="int8 weights are for a CPU so far"):
+    with pytest.raises(Unsupported, match="int8 weights are for a CPU so far"):
         GraphRunner().check(plain)
 
 
 def test_a_gpu_gets_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     plain, _ = twins(dtype=torch.float32)
     monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda")))
-    monkeypatch.setattr(choose, "find_ops", lambda model: graph_ops.PLAIN)
+    monkeypatch.setattr(choose, "find_ops", lambda model: graph_ops.PYTORCH)
     with caplog.at_level(logging.INFO, "llama"):
         make_fast(plain, None)  # type: ignore[arg-type]  # no code is compiled for it
     assert isinstance(plain.runner, GraphRunner)
@@ -526,9 +526,9 @@ def test_on_a_gpu_a_graph_repeats_the_loop(on_cuda: torch.device, way: str, kv_c
     plain, fast = (model.to(on_cuda) for model in twins())
     several = WAYS[way]
     alone: Options = {**several, "seed": 4} if "seed" in several else several
-    for prompts, options in ((PROMPTS, several), (PROMPTS[:1], alone), (PROMPTS, several)):  # lanes come and go
-        for room in (AHEAD + 1, 3 * AHEAD + 5):
-            fast(torch.zeros((1, 150), dtype=torch.int64, device=on_cuda))  # which makes a longer table of turns
+    for prompts, options in ((PROMPTS, several), (PROMPTS[:1], alone), (PROMPTS, several)):  # buffers come and go
+        for room in (SYNC_INTERVAL + 1, 3 * SYNC_INTERVAL + 5):
+            fast(torch.zeros((1, 150), dtype=torch.int64, device=on_cuda))  # which makes a longer table of rotations
             fast.free_cache()
             ours = fast.generate_tokens(prompts, room, kv_caching=kv_caching, **options)
             assert_same(ours, plain.generate_tokens(prompts, room, kv_caching=kv_caching, **options))

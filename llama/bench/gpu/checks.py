@@ -22,9 +22,9 @@ from llama.bench.gpu.run import (
     settle,
     stepping,
 )
-from llama.bench.gpu.times import filled_lane, one_step
+from llama.bench.gpu.times import filled_buffers, one_step
 from llama.exact import slowdown
-from llama.fast.graph_ops import PLAIN, StepOps
+from llama.fast.graph_ops import PYTORCH, GraphOps
 from llama.fast.graph_runner import GraphRunner
 from llama.model import Transformer
 
@@ -60,7 +60,7 @@ def checks(run: Run) -> None:
 def of_model(run: Run, model: Transformer) -> None:
     """Check what is timed, in the model's dtype."""
     where = f"{run.options.model} in {WORDS[model.norm.weight.dtype]}"
-    if run.ops == PLAIN:
+    if run.ops == PYTORCH:
         why = "no fused kernels here: PyTorch's own run instead"
         run.report.checks += [Check(f"{what}, {where}", None, why) for what in ("each kernel", "fused logits")]
     else:
@@ -81,28 +81,28 @@ def tried(run: Run, name: str, claim: Callable[[], tuple[bool, str]]) -> None:
 
 
 @torch.inference_mode()
-def each_kernel(model: Transformer, ops: StepOps, length: int) -> tuple[bool, str]:
+def each_kernel(model: Transformer, ops: GraphOps, length: int) -> tuple[bool, str]:
     """Compare the kernels of whole steps with their twins in float64, at ragged positions, nan past them."""
     worst: dict[str, float] = {}
     for rows in (1, min(8, ops.most_rows or 8)):
-        lane = filled_lane(model, rows, length)
-        lane.positions.copy_((torch.arange(rows) + 1) * length // rows - 1)
-        past = torch.arange(lane.slots, device=model.device) > lane.positions[:, None]  # (rows, slots)
-        for kept in lane.cache:
+        buffers = filled_buffers(model, rows, length)
+        buffers.positions.copy_((torch.arange(rows) + 1) * length // rows - 1)
+        past = torch.arange(buffers.slots, device=model.device) > buffers.positions[:, None]  # (rows, slots)
+        for kept in buffers.cache:
             for buffer in kept:
                 buffer[:rows].masked_fill_(past[..., None, None], torch.nan)
-        one_step(model, lane, beside_twins(ops, worst))
+        one_step(model, buffers, beside_twins(ops, worst))
     right = all(off <= KERNEL_TOLERANCE[model.norm.weight.dtype] for off in worst.values())
     return right, "off from float64 by " + ", ".join(f"{name} {off:.1e}" for name, off in worst.items())
 
 
-def beside_twins(ops: StepOps, worst: dict[str, float]) -> StepOps:
+def beside_twins(ops: GraphOps, worst: dict[str, float]) -> GraphOps:
     """Return the kernels, each of which notes in `worst` how far what it makes, and writes, is from its twin's."""
 
     def noting(name: str) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             before, copies = [widened(each) for each in given], [widened(each) for each in given]
-            made, wanted = getattr(ops, name)(*given), getattr(PLAIN, name)(*copies)
+            made, wanted = getattr(ops, name)(*given), getattr(PYTORCH, name)(*copies)
             written = [each for each in zip(given, copies, before, strict=True) if isinstance(each[0], Tensor)]
             off = [distance(ours, theirs, was) for ours, theirs, was in written]
             if made is not None:  # the head's tiles are its own: what is made of them shows in the ids
@@ -131,8 +131,8 @@ def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
     return float((ours - theirs).norm() / (theirs - before).norm().clamp(min=1e-30))
 
 
-def fused_logits(model: Transformer, ops: StepOps) -> tuple[bool, str]:
-    GraphRunner(ops).check(model)  # raises NotServed
+def fused_logits(model: Transformer, ops: GraphOps) -> tuple[bool, str]:
+    GraphRunner(ops).check(model)  # raises Unsupported
     return True, "as near to the modules' as the fast step asks for"
 
 

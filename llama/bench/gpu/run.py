@@ -15,7 +15,7 @@ from llama.bench.gpu.rows import Report
 from llama.bench.schema import Spread
 from llama.bench.statistics import spread
 from llama.costs import RELEASED
-from llama.fast.graph_ops import PLAIN, StepOps
+from llama.fast.graph_ops import PYTORCH, GraphOps
 from llama.fast.graph_runner import GraphRunner, find_ops
 from llama.model import Transformer
 
@@ -65,7 +65,7 @@ class Run:
 
     def ways(self) -> dict[str, Callable[[], GraphRunner | None]]:
         """Return ways to run the model; a step is made anew for each use, so that its recording is seen."""
-        graphs = {"llama, graphs of PyTorch's kernels": GraphRunner} if self.ops != PLAIN else {}
+        graphs = {"llama, graphs of PyTorch's kernels": GraphRunner} if self.ops != PYTORCH else {}
         return {self.fast: partial(fast_step, self.ops, self.device), **graphs, "llama, plain": lambda: None}
 
 
@@ -73,7 +73,7 @@ def dtype_of(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def fast_step(ops: StepOps, device: torch.device) -> GraphRunner:
+def fast_step(ops: GraphOps, device: torch.device) -> GraphRunner:
     """Return the step that `llama.fast.choose` gives a model on a GPU; on a CPU the same steps, unrecorded."""
     return GraphRunner(ops, backend="inductor" if device.type == "cuda" else None)
 

@@ -35,8 +35,17 @@ from llama.bench.run.memory_ledger import make_ledger, predict, workspace
 from llama.bench.schema import Line
 from llama.bench.statistics import spread
 from llama.costs import cache_bytes, peak_memory, step_bytes
-from llama.fast.graph_ops import PLAIN, StepOps
-from llama.fast.graph_runner import GraphRunner, Lane, Replay, cached, new_lane, record, rounded_up, take_likeliest
+from llama.fast.graph_ops import PYTORCH, GraphOps
+from llama.fast.graph_runner import (
+    DecodeBuffers,
+    GraphRunner,
+    Replay,
+    cached,
+    new_buffers,
+    record,
+    rounded_up,
+    take_likeliest,
+)
 from llama.model import Transformer
 
 REPLAYED = 3  # replays under the profiler, of which the last is read
@@ -65,27 +74,27 @@ def bandwidth(run: Run) -> None:
     run.report.read = source.nbytes / statistics.median(sums)
 
 
-def filled_lane(model: Transformer, rows: int, length: int, room: int = 0) -> Lane:
+def filled_buffers(model: Transformer, rows: int, length: int, room: int = 0) -> DecodeBuffers:
     """Return rows whose newest token stands at length - 1, over random keys and values."""
     stream = torch.Generator(model.device).manual_seed(1)
-    lane = new_lane(model, rows, rounded_up(length + room + 1))
-    size = (2, rows, lane.slots, model.args.n_kv_heads, model.args.head_dim)
+    buffers = new_buffers(model, rows, rounded_up(length + room + 1))
+    size = (2, rows, buffers.slots, model.args.n_kv_heads, model.args.head_dim)
     for _ in model.blocks:
         drawn = torch.randn(size, generator=stream, device=model.device).to(model.norm.weight.dtype)
-        lane.cache.append((drawn[0].clone(), drawn[1].clone()))
-    lane.tokens.random_(model.args.vocab_size, generator=stream)
-    lane.positions.fill_(length - 1)
-    return lane
+        buffers.cache.append((drawn[0].clone(), drawn[1].clone()))
+    buffers.tokens.random_(model.args.vocab_size, generator=stream)
+    buffers.positions.fill_(length - 1)
+    return buffers
 
 
-def one_step(model: Transformer, lane: Lane, ops: StepOps) -> None:
+def one_step(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> None:
     """Do what the fast step does where ids are chosen greedily."""
-    take_likeliest(model, lane, ops, cached(model, lane, ops))
+    take_likeliest(model, buffers, ops, cached(model, buffers, ops))
 
 
-def recorded(run: Run, ops: StepOps, rows: int) -> tuple[Lane, Replay]:
-    lane = filled_lane(run.model, rows, run.options.input_len, run.options.output_len)
-    return lane, record(partial(one_step, run.model, lane, ops), run.device)
+def recorded(run: Run, ops: GraphOps, rows: int) -> tuple[DecodeBuffers, Replay]:
+    buffers = filled_buffers(run.model, rows, run.options.input_len, run.options.output_len)
+    return buffers, record(partial(one_step, run.model, buffers, ops), run.device)
 
 
 @torch.inference_mode()
@@ -95,26 +104,26 @@ def steps(run: Run) -> None:
     for rows in run.options.batch_sizes:
         nbytes = step_bytes(run.args, rows=rows, context=length, itemsize=run.dtype.itemsize)
         floor = 1000 * nbytes / run.report.copied if run.report.copied else None
-        for ops in dict.fromkeys((run.ops, PLAIN)):
+        for ops in dict.fromkeys((run.ops, PYTORCH)):
             if run.left <= 0:
                 run.report.missing["steps"] = f"out of time at batch {rows}"
                 return
             if ops.most_rows is not None and rows > ops.most_rows:
                 continue
             began = time.perf_counter()
-            lane, replay = recorded(run, ops, rows)
+            buffers, replay = recorded(run, ops, rows)
             wait(run.device)
             took = time.perf_counter() - began
 
-            def replays(lane: Lane = lane, replay: Replay = replay) -> None:
-                lane.positions.fill_(length - 1)
+            def replays(buffers: DecodeBuffers = buffers, replay: Replay = replay) -> None:
+                buffers.positions.fill_(length - 1)
                 for _ in range(count):
                     replay()
 
             replays()
             values = samples(run, lambda work=replays: device_seconds(work, run.device) / count)  # type: ignore[misc]
             run.report.steps.append(StepRow(ops.name, rows, milliseconds(values), took, nbytes, floor))
-            del lane, replay, replays
+            del buffers, replay, replays
             settle(run.device)
 
 
@@ -203,8 +212,8 @@ def ledger(run: Run, row: JobRow) -> list[Line]:
 def profiled(run: Run) -> None:
     """Read the kernels of one replay of the fast step, at the smallest batch, and the gaps between them."""
     rows = min(run.options.batch_sizes)
-    lane, replay = recorded(run, run.ops, rows)
-    lane.positions.fill_(run.options.input_len - 1)
+    buffers, replay = recorded(run, run.ops, rows)
+    buffers.positions.fill_(run.options.input_len - 1)
     cuda = run.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as prof:
         for _ in range(REPLAYED):
