@@ -211,13 +211,13 @@ def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
 
 
 def speed(pieces: "Stream", seconds: float) -> str:
-    """Return how many tokens were made and how fast, in words."""
+    """Return how many tokens were made and how fast, as text."""
     tokens = sum(len(result["ids"]) for result in pieces.results)
     return f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
 
 
 def where(model: "Transformer") -> str:
-    """Return the model's dtype and device, and how it computes where that is not the plain way, in words."""
+    """Return the model's dtype and device, and how it computes where that is not the plain way, as text."""
     way = "" if str(model.execution) == "plain" else f", {model.execution}"
     return f"{str(model.norm.weight.dtype).removeprefix('torch.')} on {model.device}{way}"
 

@@ -48,7 +48,7 @@ def run(command: Callable[..., int], words: list[str]) -> int:
     --debug shows its traceback.
     """
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("llama").setLevel(logging.INFO)  # what was chosen for the user, in words, on stderr
+    logging.getLogger("llama").setLevel(logging.INFO)  # says on stderr what was chosen for the user
     types = {**flag_types(command), "debug": bool, "help": bool}
     given = sort_words(words, types)
     switched_on = {name for name, text in given if text is not None and text.lower() == "true"}
@@ -68,7 +68,7 @@ def run(command: Callable[..., int], words: list[str]) -> int:
 
 
 def _rank() -> str:
-    """Return which process of a torchrun this is, in words; all of them write to one terminal."""
+    """Return which process of a torchrun this is, as text; all of them write to one terminal."""
     return f"rank {os.environ.get('RANK', '?')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
 
 
@@ -121,7 +121,7 @@ def _next_value(kind: Any, queue: list[str]) -> str | None:
 
 
 def read_values(given: list[tuple[str, str | None]], types: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of what is given, read by their types, or refuse them in words."""
+    """Return the values of what is given, read by their types; raise ValueError for what is wrong."""
     values: dict[str, Any] = {}
     for name, text in given:
         if name not in types:

@@ -265,7 +265,7 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 
 def size(nbytes: int) -> str:
-    """Return bytes in words: 9.0 MB, 36.0 GB, where MB is 2^20 and GB 2^30 bytes."""
+    """Return bytes as text: 9.0 MB, 36.0 GB, where MB is 2^20 and GB 2^30 bytes."""
     gigabytes = nbytes >= 1024 * MB
     return f"{nbytes / (1024 * MB if gigabytes else MB):,.1f} {'GB' if gigabytes else 'MB'}"
 

@@ -65,7 +65,7 @@ class KVCache(nn.Module):
     def key_positions(self) -> Tensor | None:
         """Return where the keys of the last update stand, (kv_len,) or (bsz, kv_len); None: at 0 .. kv_len - 1.
 
-        Keys and values whose positions are given must be finite, also where nobody may look yet: they are masked.
+        Keys and values whose positions are given must be finite, also where no query may look yet: they are masked.
         """
         return None
 
@@ -150,7 +150,7 @@ class StaticCache(KVCache, kind="static"):
         return keys[:bsz, :end], values[:bsz, :end]
 
     def adopt(self, keys: Tensor, values: Tensor) -> None:
-        """Hold these buffers, whose addresses somebody relies on, in place of what is held."""
+        """Hold these buffers, whose addresses a runner relies on, in place of what is held."""
         self.keys, self.values = keys, values
 
     def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:

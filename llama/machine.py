@@ -123,7 +123,7 @@ def _busy_seconds() -> float | None:
 def _read_rate(device: torch.device, seconds: float) -> float:
     """Return the bytes a second of the fastest way to read a tensor that no cache holds."""
     size = min(_READ_BYTES[device.type], (available_memory(device) or 2**62) // 4)
-    # Ones, not zeros: pages of zeros that nobody has written to may all be one page, which a cache holds.
+    # Ones, not zeros: pages of zeros that were never written to may all be one page, which a cache holds.
     matrix = torch.ones(max(1, size // 4 // 8192), 8192, device=device)
     flat, vector = matrix.view(-1), matrix[:1].clone()
     # Which is fastest differs between machines: on an AMD CPU sum and dot are, max comes close, and a matrix-vector
@@ -202,7 +202,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 def _checkout(folder: Path) -> dict[str, str | bool | None]:
     """Return the commit that the folder is checked out from, and whether its files differ from that commit."""
     git = partial(_output_of, "git", "--no-optional-locks", "-C", str(folder))
-    # An installed package may lie inside somebody else's checkout, in a virtual environment that git ignores.
+    # An installed package may lie inside another project's checkout, in a virtual environment that git ignores.
     if git("ls-files", "--error-unmatch", "__init__.py") is None or (commit := git("rev-parse", "HEAD")) is None:
         return {"commit": None, "dirty": None}
     changes = git("status", "--porcelain", "--", ".")

@@ -57,7 +57,7 @@ def attend(
 
     xq is (bsz, seqlen, n_heads, head_dim), and its query i stands at start_pos + i. keys and values are
     (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j, or at key_positions[j], (kv_len,) or (bsz, kv_len);
-    with key_positions, all of them must be finite, also where nobody looks.
+    with key_positions, all of them must be finite, also where no query looks.
     """
     if isinstance(start_pos, int):
         return _attend_in_step(xq, keys, values, start_pos, key_positions)

@@ -82,7 +82,7 @@ class Sampler:
         return torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in self.streams])
 
     def put_back(self, draws: Sequence[Tensor]) -> None:
-        """Let numbers that were drawn for steps that nobody took be drawn again, the first of them first."""
+        """Let numbers that were drawn for steps that were not taken be drawn again, the first of them first."""
         self._spared[:0] = draws
 
     def note(self, chosen: Tensor) -> None:

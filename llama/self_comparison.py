@@ -17,7 +17,7 @@ from llama.args import ModelArgs
 FEW = 21  # positions of rows that stand beside one another: more than a block of 16 queries in exact mode
 
 
-class LanguageModel(Protocol):
+class CachedModel(Protocol):
     """What is needed of a model to compare it with itself."""
 
     @property
@@ -29,7 +29,7 @@ class LanguageModel(Protocol):
 
 
 @torch.inference_mode()
-def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 85) -> str | None:
+def first_difference(model: CachedModel, *, rows: int = 2, length: int = 85) -> str | None:
     """Say where logits differ to the bit: alone, cut off, through the cache, ragged; None where they do not.
 
     One row is fed to `length`, in one pass and through the cache; with others beside it, all to FEW, which is cheaper.
@@ -62,13 +62,13 @@ def first_difference(model: LanguageModel, *, rows: int = 2, length: int = 85) -
     return None
 
 
-def tokens_fed(model: LanguageModel, *, rows: int = 2, length: int = 85) -> int:
+def tokens_fed(model: CachedModel, *, rows: int = 2, length: int = 85) -> int:
     """Return how many tokens `first_difference` feeds where it finds none."""
     rows, length = _sizes(model, rows, length)
     return 2 * (length + rows * min(FEW, length) + rows)
 
 
-def _sizes(model: LanguageModel, rows: int, length: int) -> tuple[int, int]:
+def _sizes(model: CachedModel, rows: int, length: int) -> tuple[int, int]:
     """Return the rows and the length that the model's limits allow."""
     return min(rows, model.args.max_batch_size or rows), min(length, model.args.max_seq_len)
 

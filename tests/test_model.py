@@ -1,4 +1,4 @@
-"""The model is Llama: its logits and gradients are those of transformers' own, and its limits are kept in words."""
+"""The model is Llama: its logits and gradients are those of transformers' own, and its limits are kept with clear errors."""
 
 import copy
 import os

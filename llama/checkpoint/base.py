@@ -51,7 +51,7 @@ class CheckpointError(ValueError):
 def refusing(path: Path, reason: str) -> Iterator[None]:
     """Turn whatever reading the file raises into a CheckpointError.
 
-    Everything is caught, because parsers raise everything on bytes that somebody broke: KeyError, struct.error,
+    Everything is caught, because parsers raise everything on damaged bytes: KeyError, struct.error,
     UnpicklingError, RecursionError, MemoryError.
     """
     try:

@@ -111,7 +111,7 @@ def _use(model: "Transformer", name: str) -> None:
 
 
 def slowdown_words(model: "Transformer") -> str:
-    """Return what exact mode costs this model here, measured now, in words."""
+    """Return a sentence that says what exact mode costs this model here, measured now."""
     prefill, step = slowdown(model)
     return f"exact mode: a short prompt takes {prefill:.1f} times as long as without it, a step {step:.1f} times"
 

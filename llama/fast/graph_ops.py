@@ -1,8 +1,8 @@
 """What a decode step is made of when only the device knows the positions: one token a row, no host in between.
 
 A CUDA graph repeats what was recorded, so nothing here may depend on a number that the host reads: positions are a
-tensor, and keys past a row's own are masked, not cut off. `PYTORCH` does it with PyTorch on any device, dtype and shape;
-`llama.fast.triton_kernels` has the same functions in Triton, for what its `refusal` lets pass.
+tensor, and keys past a row's own are masked, not cut off. `PYTORCH` does it with PyTorch on any device, in any dtype;
+`triton_kernels` has the same functions in Triton, for what its `refusal` allows.
 Plain twins, which are the definitions: the modules of model.py. Knows tensors; knows no modules, graphs or sampling.
 Shapes: h is (rows, dim); positions (rows,) int64; keys and values (at least rows, slots, n_kv_heads, head_dim).
 """
@@ -109,7 +109,7 @@ def qkv(
 
 def attend_project(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, wo: Tensor, h: Tensor) -> Tensor:
     seen = torch.arange(keys.shape[1], device=keys.device) <= positions[:, None]  # (rows, slots)
-    # 0 * nan would be nan, so what nobody may see is zero
+    # 0 * nan would be nan, so what no query may see is zero
     keys, values = (kept[: len(q)].masked_fill(~seen[..., None, None], 0).transpose(1, 2) for kept in (keys, values))
     gqa = q.shape[1] != keys.shape[1]
     output = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=gqa)

@@ -202,14 +202,14 @@ class GraphRunner:
             buffers.positions.fill_((key.prefix or buffers.slots) - 1)  # with a cache: where no row's keys stand
             if not buffers.graphs and model.device.type == "cuda":
                 buffers.pool = torch.cuda.graph_pool_handle()  # one that has no graphs any more is not to be used again
-            with self._in_words(buffers.rows, buffers.slots):
+            with self._explained(buffers.rows, buffers.slots):
                 buffers.graphs[key] = self._record(step, model.device, buffers.pool)
             for tensor, was in zip(buffers.state(), before, strict=True):
                 tensor.copy_(was)
         return buffers.graphs[key]
 
     @contextmanager
-    def _in_words(self, rows: int, slots: int) -> Iterator[None]:
+    def _explained(self, rows: int, slots: int) -> Iterator[None]:
         """Say what did not fit into memory, and hold nothing of it."""
         try:
             yield
@@ -257,7 +257,7 @@ class GraphRunner:
         return PYTORCH
 
     def _named(self, rows: int, prefix: int | None) -> str:
-        """Return in words what runs these rows."""
+        """Return the name of what runs these rows."""
         if prefix is None:
             return f"CUDA graphs of {self._ops_for(rows).name} kernels"
         return f"CUDA graphs of {'plain' if self._backend is None else 'compiled'} layers"
@@ -272,7 +272,7 @@ class GraphRunner:
             return
         buffers = self._fitting(model, rows, length)
         if not buffers.cache:
-            with self._in_words(rows, buffers.slots):
+            with self._explained(rows, buffers.slots):
                 buffers.cache = [cache.room(rows, buffers.slots, like=model.norm.weight) for cache in caches]
         for cache, held in zip(caches, buffers.cache, strict=True):
             cache.adopt(*held)
@@ -302,7 +302,7 @@ class GraphRunner:
             or self._of is not described
         ):
             buffers = self._buffers = None  # before another takes memory
-            with self._in_words(rows, slots):
+            with self._explained(rows, slots):
                 buffers = new_buffers(model, rows, slots)
         if buffers.last is not None:  # what an abandoned stream left under way, perhaps on another stream of the device
             torch.cuda.current_stream(model.device).wait_event(buffers.last)
@@ -310,7 +310,7 @@ class GraphRunner:
         return buffers
 
     def _difference(self, model: Transformer) -> str | None:
-        """Return in words how the kernels' logits differ from the modules' where they differ too far; else None."""
+        """Say how the kernels' logits differ from the modules' where they differ too far; else None."""
         length = min(6, model.args.max_seq_len)
         ids = torch.arange(2 * length, device=model.device).view(2, length) % model.args.vocab_size
         most = min(limit for limit in (2, model.args.max_batch_size, self.ops.most_rows) if limit is not None)
@@ -347,7 +347,7 @@ class StepBlock:
             noted[step] = source
 
     def send(self) -> None:
-        """Let what was noted be copied once it is there; nobody waits."""
+        """Let what was noted be copied once it is there, without waiting."""
         for noted in self._noted:
             host = torch.empty(noted.shape, dtype=noted.dtype, pin_memory=noted.is_cuda)
             self._sent.append(host.copy_(noted, non_blocking=True))
@@ -389,7 +389,7 @@ def cached(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
 def uncached(model: Transformer, buffers: DecodeBuffers, prefix: int, layer: "RunLayer") -> Tensor:
     """Feed the first `prefix` tokens of every row; return the vectors of each one's newest, (rows, dim).
 
-    What stands past it in the text is fed along and seen by nobody.
+    What stands past it in the text is fed along, and no query sees it.
     """
     h = model.tok_embeddings(buffers.tokens[:, :prefix])
     cos, sin = buffers.cos_sin
@@ -439,7 +439,7 @@ def record(step: Replay, device: torch.device, pool: Any = None) -> Replay:
                 step()
         torch.cuda.current_stream().wait_stream(aside)
         # cuBLAS keeps a workspace for every stream. That of the runs is given back; the graph takes its own from its
-        # pool, where it may stay, but nobody else may go on to use it.
+        # pool, where it may stay, but no other code may go on to use it.
         _clear_workspaces()
         graph = torch.cuda.CUDAGraph()
         # thread_local: another thread, with another model, may allocate meanwhile
@@ -459,7 +459,7 @@ def rounded_up(length: int) -> int:
 
 def new_buffers(model: Transformer, rows: int, slots: int) -> DecodeBuffers:
     device = model.device
-    with torch.inference_mode(False):  # or nobody could write into it outside of inference mode
+    with torch.inference_mode(False):  # or it could not be written outside of inference mode
         return DecodeBuffers(
             tokens=torch.zeros((rows, slots), dtype=torch.int64, device=device),
             positions=torch.zeros(rows, dtype=torch.int64, device=device),

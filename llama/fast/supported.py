@@ -55,7 +55,7 @@ class WarnOnce:
 
 
 def check_modules(model: Transformer) -> None:
-    """Raise Unsupported where a module, hook, method or operation of somebody's own would be passed by."""
+    """Raise Unsupported where a module, hook, method or operation of the user's own would be ignored."""
     if model.ranks.size > 1:
         raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:

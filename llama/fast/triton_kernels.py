@@ -4,8 +4,8 @@ A step reads every weight once and computes next to nothing with it, so what cou
 few kernels, wide loads, enough of them under way. Nothing here waits for the host, and no size or grid depends on a
 number on the device, so a step can be recorded in a CUDA graph. Nothing is tuned either: recording is quick, and equal
 shapes give equal bits. Where the hardware can, a kernel begins while the one before it still runs: it loads its first
-weights, which nobody writes, and then waits (programmatic dependent launch). Every program of every kernel waits before
-it reads or writes anything else, so a kernel that has ended implies that all before it have.
+weights, which no kernel writes, and then waits (programmatic dependent launch). Every program of every kernel waits
+before it reads or writes anything else, so a kernel that has ended implies that all before it have.
 
 Knows tensors and positions; does not know the model, the cache's class, graphs, or how to differentiate.
 Plain twins, which are the definitions, in llama/model.py: `qkv` is RMSNorm and the first half of Attention up to
@@ -72,7 +72,7 @@ CHUNK = tl.constexpr(2048)  # tiles of logits that `advance` looks at in one ste
 
 
 def refusal(rows: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return in words why the kernels do not serve, or None where they do."""
+    """Say why the kernels do not support this, or None where they do."""
     if not 1 <= rows <= MAX_ROWS:
         return f"the fused kernels take 1 to {MAX_ROWS} rows, not {rows}: feed fewer rows, or use another step"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):

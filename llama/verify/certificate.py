@@ -83,7 +83,7 @@ class Figures:
     strain: the largest error in units of its bound; above 1 is a violation. errors: the largest distance to R, by way.
     compared, equal: at how many places a way's logits were compared with U's, and were all bit-equal.
     deltas: a histogram of |C - U| over all logits, see `quantile`. kl: KL(U || C) at a place, in nats.
-    top1: at how many places two of them choose alike. violations: in words; none where all is well.
+    top1: at how many places two of them choose alike. violations: a sentence each; none where all is well.
     """
 
     tokens: int = 0

@@ -197,7 +197,7 @@ def sentence(group: Sequence[Run]) -> str:
 
 
 def name_of(config: dict[str, Any]) -> str:
-    """Return a model and its dtype in words."""
+    """Return a model's name and dtype as text."""
     short = {str(dtype).removeprefix("torch."): word for word, dtype in DTYPES.items()}
     return f"{config['model']} in {short.get(config['dtype'], config['dtype'])}"
 

@@ -1,4 +1,4 @@
-"""A museum of broken and hostile checkpoints: each is refused with CheckpointError, in words, and at once."""
+"""A museum of broken and hostile checkpoints: each is refused with a CheckpointError that explains it, at once."""
 
 import json
 import os
