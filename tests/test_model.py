@@ -1,4 +1,4 @@
-"""The model is Llama: its logits and gradients are those of transformers' own, and its limits are kept with clear errors."""
+"""The model is Llama: its logits and gradients are those of transformers' own, and its limits are kept."""
 
 import copy
 import os

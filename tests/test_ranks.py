@@ -1,4 +1,4 @@
-"""Several ranks are one model: the same logits, bits and texts; and a job that loses a rank ends in time, with a sentence."""
+"""Several ranks are one model: the same logits, bits and texts; and a job that loses a rank ends in time."""
 
 import json
 import os
