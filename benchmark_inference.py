@@ -88,7 +88,7 @@ def main(
         out: The folder that a preset makes its own folder in.
         budget: Minutes that a preset may take; decides how often each cell is repeated: 5 times where that fits.
         resume: Go on with the newest run of this very preset: finish its cells, or repeat them more often.
-        timeout: Seconds after which a rank of a torchrun that does not answer ends the job.
+        timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.
     """
     logging.getLogger("llama").setLevel(logging.WARNING)  # what a checkpoint consists of stands in the ledger
     if text is not None and input_len is not None:

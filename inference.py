@@ -89,7 +89,7 @@ def main(
         dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         max_seq_len: The longest text, prompt and answer together; by default what the checkpoint was made for.
         max_batch_size: The most prompts at once; by default without limit.
-        timeout: Seconds after which a rank of a torchrun that does not answer ends the job.
+        timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.
     """
     if stream and trace:
         raise ValueError("--stream and --trace would print into one another; give one of them")

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from llama.tokenizer import Tokenizer
     from llama.tokenizer.chat import Dialog
 
+__version__ = "0.1.0"
+
 __all__ = ["Dialog", "Llama", "ModelArgs", "RopeScaling", "Tokenizer", "Transformer", "load"]
 
 _HOMES = {

@@ -164,8 +164,8 @@ def activation_bytes(args: ModelArgs, *, tokens: int, itemsize: int, ranks: int 
     mlp = (3 * args.dim + 3 * args.ffn_dim) * itemsize  # x, h, its norm; silu(w1), w3 and their product
     if ranks == 1:
         return tokens * max(norm, rope, mlp)
-    # x and its norm, and what each rank made of wo or w2, and their sum; beside them what it was made of.
-    added = ((3 + ranks) * args.dim + max(3 * queries + 2 * keys, args.ffn_dim)) * itemsize
+    # x, its norm, and what wo or w2 made, in whose place the sum over the ranks comes; beside them what it was made of.
+    added = (3 * args.dim + max(3 * queries + 2 * keys, args.ffn_dim)) * itemsize
     return tokens * max(norm, rope, mlp, added)
 
 

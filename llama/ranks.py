@@ -35,7 +35,7 @@ class Ranks:
 
     def decide(self, x: Tensor) -> Tensor:
         """Return rank 0's x."""
-        return x
+        return self.gather(x)[0]
 
     def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
         """Raise ValueError, on every rank, where a fact, by its name, is not the same on all of them.

@@ -2,18 +2,15 @@
 
     torchrun --nproc_per_node N tests/ranks_child.py FOLDER             the cases
     torchrun --nproc_per_node N tests/ranks_child.py FOLDER killed 5    a text in which rank 1 is lost; 5 s of timeout
-    python tests/ranks_child.py watched killed 5                        one rank's watch and guard, without the others
 
 FOLDER holds tiny checkpoints. The same process also holds the whole model, which every case compares with.
 """
 
-import atexit
 import json
 import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llama.bench.run.step_times import cache_sizes, step_times
@@ -31,7 +27,7 @@ from llama.checkpoint.base import Weight
 from llama.checkpoint.export import save_huggingface
 from llama.costs import cache_bytes, parameters
 from llama.model import Transformer
-from llama.parallel import Watch, join
+from llama.parallel import RankLost, join, world_rank
 from llama.ranks import ALONE, Ranks
 
 FORMATS = ("meta-1", "meta-2", "huggingface", "weights.gguf", "weights-q8.gguf")
@@ -226,49 +222,39 @@ def hanging() -> None:
     time.sleep(1000)
 
 
+def absent() -> None:
+    time.sleep(1000)
+
+
 def ending() -> None:
     sys.exit(0)
 
 
-FAULTS = {fault.__name__: fault for fault in (killed, raising, stopped, hanging, ending)}
+FAULTS = {fault.__name__: fault for fault in (killed, raising, stopped, hanging, absent, ending)}
+
+
+def meet(fault: str, folder: Path) -> None:
+    """Say which process meets the fault, and when; then meet it."""
+    (folder / f"{fault}.at").write_text(f"{os.getpid()} {time.time()}")
+    FAULTS[fault]()
 
 
 def lose_rank_1(job: Job, fault: str) -> None:
-    """Write a text without end; rank 1 meets its fault some steps into it, and says when."""
+    """Write a text without end; rank 1 meets its fault some steps into it. Rank 0 leaves a file when it has noticed."""
     steps = 0
 
     def on_step(_: object) -> None:
         nonlocal steps
         steps += 1
         if steps == 4 and job.ranks.rank == 1:
-            (job.folder / f"{fault}.at").write_text(str(time.time()))
-            FAULTS[fault]()
+            meet(fault, job.folder)
 
-    job.model("meta-1", torch.float32).generate_tokens([[1, 2, 3]], 100, on_step=on_step, temperature=0)
+    try:
+        job.model("meta-1", torch.float32).generate_tokens([[1, 2, 3]], 100, on_step=on_step, temperature=0)
+    except RankLost:
+        (job.folder / f"{fault}.noticed").touch()
+        raise
     raise AssertionError("the text came to its end")
-
-
-def watched(fault: str, timeout: float) -> None:
-    """Be rank 0 of 3; the others, of another host, have come and fall silent. Say who guards it, and meet a fault."""
-    store = dist.HashStore()
-    for rank in (1, 2):
-        store.set(f"here/{rank}", json.dumps(["1", "elsewhere", 4710 + rank]))
-        store.set(f"beat/{rank}", "0 0")
-    watch = Watch(store, 0, 3, timeout)
-    atexit.register(watch.end)
-    assert watch.guard is not None
-    print(watch.guard.pid, time.time(), flush=True)
-    if fault != "broken":
-        FAULTS[fault]()
-    threading.Thread(target=speak, args=(store, 2), daemon=True).start()
-    with watch.waiting():
-        raise RuntimeError("gloo: connection closed")
-
-
-def speak(store: dist.Store, rank: int) -> None:
-    for beat in range(1000):
-        store.set(f"beat/{rank}", f"1 {beat}")
-        time.sleep(0.05)
 
 
 def run_cases(job: Job) -> None:
@@ -283,13 +269,12 @@ def run_cases(job: Job) -> None:
 
 
 def main() -> None:
-    if sys.argv[1] == "watched":
-        watched(sys.argv[2], float(sys.argv[3]))
-        return
-    folder, *fault = sys.argv[1:]
-    job = Job(Path(folder), join(torch.device("cpu"), timeout=float(fault[1]) if fault else 30))
+    folder, fault, timeout = Path(sys.argv[1]), *(sys.argv[2:] or ("", "30"))
+    if fault == "absent" and world_rank() == 1:
+        meet("absent", folder)
+    job = Job(folder, join(torch.device("cpu"), timeout=float(timeout)))
     if fault:
-        lose_rank_1(job, fault[0])
+        lose_rank_1(job, fault)
     else:
         run_cases(job)
 

@@ -57,8 +57,7 @@ MAY_IMPORT = {
     "llama/costs.py": ("args cli", ""),
     "llama/machine.py": ("costs ops", "torch"),
     "llama/files.py": ("", ""),
-    "llama/board.py": ("", "torch"),
-    "llama/parallel.py": ("board ranks", "torch fairscale"),
+    "llama/parallel.py": ("ranks", "torch fairscale"),
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/tokenizer.py": ("tokenizer", "tiktoken"),
     "llama/tokenizer/": ("tokenizer", ""),

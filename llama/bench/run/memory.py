@@ -128,7 +128,8 @@ def tensor_peak(work: Callable[[], object]) -> int:
     """Return the most bytes of CPU tensors that PyTorch held at one time while `work` ran, beyond those at its start.
 
     Exact to the byte, and with what operators take for themselves; memory of libraries that allocate on their own
-    (MKL, NumPy) is not there. The profiler slows `work` down: take no times from such a run.
+    (MKL, NumPy) is not there. On several ranks it may be too much: what gloo's threads give back is not seen. The
+    profiler slows `work` down: take no times from such a run.
 
     Tensors that were made before, outside any call of this function, do not count as given back when `work` drops
     them: PyTorch knows sizes only of what it handed out under its profiler. Let go of them before, or make them in
