@@ -1,6 +1,6 @@
 """The ranks of a torchrun: how processes become one job, and what they say to each other.
 
-The engine is torch.distributed (NCCL on GPUs, gloo on CPUs), which reports a lost rank after a timeout, with fairscale's
+The engine is torch.distributed (NCCL on GPUs, gloo on CPUs), which reports a lost rank after a timeout, and fairscale's
 regions, but not its groups: those wait 30 minutes whatever they are told. Knows processes, not what a model is made of.
 """
 
