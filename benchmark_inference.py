@@ -202,17 +202,13 @@ def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path
     """Measure one cell and print it."""
     from llama.bench.report.files import write_json
     from llama.bench.report.text import cell_text
-    from llama.bench.run.progress import Progress
+    from llama.bench.run.progress import progress_bar
     from llama.files import check_writable
 
     if json_path is not None:
         check_writable(json_path)
-    progress = Progress()
-    try:
-        progress.begin(cell.name, 0.0)
-        report = measure_cell(cell, repeats=repeats, compare=compare, command=command, waiting=progress.tick)
-    finally:
-        progress.close()
+    with progress_bar(cell.name) as bar:
+        report = measure_cell(cell, repeats=repeats, compare=compare, command=command, waiting=bar.refresh)
     print(cell_text(report["cells"][0], color=sys.stdout.isatty()))
     if json_path is not None:
         write_json(report, json_path)
@@ -221,31 +217,31 @@ def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path
 
 def run_preset(report: "Report", *, out: Path, budget: float, resume: bool, json_path: Path | None) -> int:
     """Measure a preset, print its table, and write its report; what is finished stands there whatever ends the run."""
-    from llama.bench.presets import Session, run_sweep, run_table
+    from llama.bench.presets import Session, run_session
     from llama.bench.report.files import write_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
-    from llama.bench.run.directory import new_book, resumed_book
-    from llama.bench.run.progress import Progress
+    from llama.bench.run.directory import new_run_directory, resumed_run_directory
+    from llama.bench.run.progress import progress_bar
     from llama.files import check_writable
 
     if json_path is not None:
         check_writable(json_path)
-    book = resumed_book(out, report) if resume else new_book(out, report)
-    print(f"everything goes into {book.folder}", file=sys.stderr)
-    session = Session(book, time.monotonic() + 60 * budget, Progress())
+    directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
+    print(f"everything goes into {directory.folder}", file=sys.stderr)
+    session = Session(directory, time.monotonic() + 60 * budget, progress_bar())
     try:
-        (run_table if report["preset"] == "table" else run_sweep)(session)
+        run_session(session)
     except KeyboardInterrupt:
         print("interrupted; what is finished is kept, and --resume goes on", file=sys.stderr)
         return 130
     finally:
         session.progress.close()
-        files = write_report(book.report, book.folder)
+        files = write_report(directory.report, directory.folder)
     if json_path is not None:
-        write_json(book.report, json_path)
-    alarms = alarms_text(book.report, color=sys.stdout.isatty())
-    print("\n".join([table_markdown(book.report), *book.report["reading"], *alarms, "", *map(str, files)]))
-    return exit_code(book.report)
+        write_json(directory.report, json_path)
+    alarms = alarms_text(directory.report, color=sys.stdout.isatty())
+    print("\n".join([table_markdown(directory.report), *directory.report["reading"], *alarms, "", *map(str, files)]))
+    return exit_code(directory.report)
 
 
 def exit_code(report: "Report") -> int:

@@ -19,6 +19,7 @@ from llama.checkpoint import load_weights, open_checkpoint
 from llama.demo import cache_dir, demo_model_path
 from llama.fast.choose import make_fast
 from llama.generation import Stream
+from llama.machine import DTYPES
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_rank, world_size
 from llama.self_comparison import tokens_fed
@@ -27,17 +28,6 @@ from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "fp64": torch.float64,
-    "float64": torch.float64,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-}
 
 
 def load(
@@ -163,8 +153,9 @@ def pick_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
         if device.type == "cpu":
             return torch.float32
         return torch.bfloat16 if _has_bf16(device) else torch.float16
-    wanted = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if wanted is None or wanted not in _DTYPES.values():
+    named = {**DTYPES, **{str(known).removeprefix("torch."): known for known in DTYPES.values()}}  # fp32, float32
+    wanted = named.get(dtype) if isinstance(dtype, str) else dtype
+    if wanted is None or wanted not in DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is not known; choose auto, fp32, bf16, fp16 or fp64")
     if wanted == torch.bfloat16 and device.type != "cpu" and not _has_bf16(device):
         raise ValueError(f"{device} has no bf16 arithmetic; choose fp16 or fp32")

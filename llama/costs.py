@@ -212,14 +212,17 @@ def peak_memory(
     workspace: int = 0,
     ranks: int = 1,
     int8: bool = False,
+    position_bytes: int | None = None,
 ) -> PeakMemory:
     """Predict the peak of a greedy generation by the plain path, on each of the ranks that share the model.
 
     `all_logits`: every forward computes those of all its positions, as much published code does. `workspace`: what the
     device's libraries take for themselves. `int8`: the matrices are, and what widening them takes is not counted.
+    `position_bytes`: what the cache takes for a position of a row, on one rank; by default keys and values alone.
     """
     fed = [seqlen for _, seqlen in forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching)]
     wide, own = max(4, itemsize), args.share(ranks)
+    position = position_bytes or cache_bytes(own, rows=1, length=1, itemsize=itemsize)
 
     def at(forward: int) -> PeakMemory:
         tokens, before = fed[forward], fed[forward - 1] if forward else 0
@@ -233,7 +236,7 @@ def peak_memory(
         return PeakMemory(
             forward=forward,
             weights=weights_bytes(own, itemsize=itemsize, int8=int8),
-            cache=cache_bytes(own, rows=rows, length=input_len + output_len, itemsize=itemsize) if kv_caching else 0,
+            cache=rows * (input_len + output_len) * position if kv_caching else 0,
             logits=logits,
             narrow_logits=narrow,
             previous_logits=logits_bytes(args, rows=rows, positions=scored_before, itemsize=wide),

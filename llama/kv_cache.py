@@ -13,6 +13,8 @@ To add a kind, subclass KVCache in a file of your own and choose it by name:
 """
 
 from collections.abc import Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -52,6 +54,14 @@ class KVCache(nn.Module):
             known = ", ".join(sorted(KVCache.kinds))
             raise ValueError(f"kv_cache={args.kv_cache!r} is not a known kind of cache; known are: {known}")
         return KVCache.kinds[args.kv_cache](args)
+
+    @classmethod
+    def position_bytes(cls, args: ModelArgs, itemsize: int) -> int:
+        """Return the bytes that one position of a row takes in a layer, where the model's numbers take `itemsize` each.
+
+        A kind that holds keys and values in another way than as they come tells so here; memory is predicted from it.
+        """
+        return 2 * args.n_kv_heads * args.head_dim * itemsize
 
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         """Store xk and xv from `start_pos` on and return all keys and values up to the furthest of them.
@@ -121,6 +131,19 @@ class KVCache(nn.Module):
         positions = starts[:, None] + torch.arange(seqlen, device=xk.device)
         self.keys[rows, positions] = xk
         self.values[rows, positions] = xv
+
+
+def cache_kind(name: str) -> str:
+    """Return the name of a kind of cache; of "file.py:kind", after running the file, which defines it."""
+    path, _, kind = name.rpartition(":")
+    if not path.endswith(".py"):
+        return name
+    if kind not in KVCache.kinds:
+        spec = spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(module_from_spec(spec))
+    return kind
 
 
 class StaticCache(KVCache, kind="static"):

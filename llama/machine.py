@@ -19,9 +19,11 @@ import torch
 from llama.costs import Ceilings
 from llama.ops import linear
 
+# How this library calls the dtypes that it computes in, everywhere: in flags, in reports, in certificates.
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 _PACKAGE = Path(__file__).parent
 _PEERS = ("transformers", "llama_cpp_python")
-_WORDS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 # Beyond every cache: the largest of a CPU socket hold 256 to 1152 MiB spread over 8 to 12 parts, of a GPU 126 MiB.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31, "mps": 2**29}
@@ -34,10 +36,15 @@ _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def environment(device: torch.device, threads: int) -> dict[str, Any]:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return how this library calls a dtype, or PyTorch's name of one that it does not compute in."""
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+
+
+def environment(device: torch.device) -> dict[str, Any]:
     """Return the facts that a number needs beside it, ready for JSON.
 
-    `threads` is the count that the measurements use. `commit` is that of the checkout the package runs from, and
+    `threads` is the count that PyTorch is set to now. `commit` is that of the checkout the package runs from, and
     `dirty` tells whether the package differs from it; both are None where it was installed without one.
     """
     return {
@@ -50,7 +57,7 @@ def environment(device: torch.device, threads: int) -> dict[str, Any]:
         "mkl": torch.backends.mkl.is_available(),  # type: ignore[no-untyped-call]
         "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
         "cores": os.cpu_count(),
-        "threads": threads,
+        "threads": torch.get_num_threads(),
         "memory_bytes": _physical_memory(),
         "gpu": _gpu(device) if device.type == "cuda" else None,
         **_checkout(_PACKAGE),
@@ -68,7 +75,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 1.0) 
         return {
             "read_bytes_per_second": _read_rate(device, seconds / 2),
             "flops_per_second": _matrix_rate(device, dtype, seconds / 2),
-            "dtype": _WORDS.get(dtype, str(dtype)),
+            "dtype": dtype_name(dtype),
         }
 
 
@@ -165,15 +172,16 @@ def _quickest(work: Callable[[], object], device: torch.device, seconds: float) 
 def _seconds_of(work: Callable[[], object], device: torch.device) -> float:
     # A GPU gets several in a row, so that launching the first and waiting for the last weigh little.
     times = 1 if device.type == "cpu" else 10
-    _wait_for(device)
+    wait_for(device)
     began = time.perf_counter()
     for _ in range(times):
         work()
-    _wait_for(device)
+    wait_for(device)
     return (time.perf_counter() - began) / times
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was given; a CPU has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

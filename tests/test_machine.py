@@ -31,8 +31,9 @@ with_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 with_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
-def test_facts_of_the_environment_are_json_and_name_what_a_number_needs() -> None:
-    facts = environment(CPU, threads=3)
+def test_facts_of_the_environment_are_json_and_name_what_a_number_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    facts = environment(CPU)
     assert json.loads(json.dumps(facts)) == facts
     assert facts["threads"] == 3
     assert facts["torch"] == torch.__version__
@@ -42,14 +43,14 @@ def test_facts_of_the_environment_are_json_and_name_what_a_number_needs() -> Non
 
 
 def test_versions_are_those_of_the_packages_that_are_installed() -> None:
-    peers = environment(CPU, threads=1)["peers"]
+    peers = environment(CPU)["peers"]
     assert peers["transformers"] == metadata.version("transformers")
     assert None not in peers.values()
     assert machine._version("a-package-that-nobody-has-installed") is None
 
 
 def test_looking_up_the_environment_imports_no_peer() -> None:
-    code = "import sys, torch; from llama.machine import environment; environment(torch.device('cpu'), 1); "
+    code = "import sys, torch; from llama.machine import environment; environment(torch.device('cpu')); "
     code += "assert {'transformers', 'llama_cpp'}.isdisjoint(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -174,7 +175,7 @@ def test_busy_seconds_are_all_but_idle_and_waiting_and_count_guests_once(monkeyp
 def test_available_memory_is_some_of_what_the_machine_has() -> None:
     room = available_memory(CPU)
     assert room is not None
-    assert 0 < room <= environment(CPU, threads=1)["memory_bytes"]
+    assert 0 < room <= environment(CPU)["memory_bytes"]
 
 
 def write(folder: Path, **files: str) -> None:

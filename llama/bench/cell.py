@@ -6,7 +6,7 @@ Knows nothing of how it is measured.
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict
 
-ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
+from llama.machine import DTYPES
 
 # Whose weights can be brought into what: int8 is our own layout, or llama.cpp's Q8_0, and int4 its Q4_0.
 QUANTIZED = {"llama": ("int8",), "llama.cpp": ("int8", "int4")}
@@ -75,18 +75,16 @@ class Cell:
             raise ValueError(f"threads={self.threads} must be at least 1")
         if self.logits not in ("last", "all"):
             raise ValueError(f"logits={self.logits!r} must be last or all")
-        if self.engine != "llama" and self.logits == "all":
-            raise ValueError(f"logits=all is ours alone; {self.engine} computes what it computes")
+        own = {"logits=all": self.logits == "all", "exact mode": self.exact, "the fast step": self.fast}
+        for what, asked in own.items():
+            if asked and self.engine != "llama":
+                raise ValueError(f"{what} is ours alone; leave it out for {self.engine}")
         if self.engine != "llama" and self.ranks > 1:
             raise ValueError(f"{self.engine} is measured in one process; start it without torchrun")
-        if self.engine != "llama" and self.exact:
-            raise ValueError(f"exact mode is ours alone; leave it out for {self.engine}")
-        if self.engine != "llama" and self.fast:
-            raise ValueError(f"the fast step is ours alone; leave it out for {self.engine}")
         if self.quantize is not None:
             self._check_quantize()
-        if self.dtype not in ITEMSIZE:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(ITEMSIZE)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.text is not None and not self.text.strip():
             raise ValueError("text is empty; give it some words, or leave it out for random ids")
 
@@ -119,7 +117,7 @@ class Cell:
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the cell's dtype."""
-        return ITEMSIZE[self.dtype]
+        return DTYPES[self.dtype].itemsize
 
     @property
     def cache_itemsize(self) -> int:

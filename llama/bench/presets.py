@@ -4,6 +4,7 @@
 the context and the batch. What is finished is saved at once, and a run that was interrupted can go on.
 """
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,21 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.bench.cell import Cell, read_engine
-from llama.bench.report.findings import fits, growth, read
-from llama.bench.report.tables import pairs, stands_apart
+from llama.bench.report.findings import findings, fits, growth
+from llama.bench.report.tables import comparison_words, pairs, stands_apart
 from llama.bench.run.aggregate import (
+    aggregated,
     check_machine,
     compare_modes,
-    comparison_words,
     first_divergence,
-    gathered,
     with_figures,
 )
-from llama.bench.run.directory import Book
+from llama.bench.run.directory import RunDirectory
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.peers import GPT2
-from llama.bench.run.progress import Progress
-from llama.bench.run.step_times import crossover, grid
+from llama.bench.run.step_times import context_lengths, crossover
 from llama.bench.schema import CellRecord, Report, Sweep
 from llama.costs import Ceilings, forwards
 
@@ -69,12 +68,20 @@ def sweep_cells(base: Cell) -> list[Cell]:
 class Session:
     """A run of a preset: where it writes, how long it may take, and how long each piece is expected to."""
 
-    book: Book
+    directory: RunDirectory
     deadline: float
-    progress: Progress
+    progress: Any  # see `llama.bench.run.progress`
     calibration: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     curves: list[str] = field(default_factory=list)  # jobs beside the cells that are still to come
+
+    @property
+    def report(self) -> Report:
+        return self.directory.report
+
+    @property
+    def cells(self) -> list[Cell]:
+        return self.directory.cells
 
     def has_room(self, seconds: float) -> bool:
         return time.monotonic() + seconds <= self.deadline
@@ -82,8 +89,9 @@ class Session:
     def do(self, what: str, kind: str, cell: Cell, **job: Any) -> dict[str, Any]:
         """Run a job with the bar going on, and remember how long it took."""
         started = time.monotonic()
-        self.progress.begin(what, self.expected.get(what, 0.0))
-        result = run_job(kind, cell, waiting=self.progress.tick, **job)
+        self.progress.set_description_str(what)
+        result = run_job(kind, cell, waiting=self.progress.refresh, **job)
+        self.progress.update(self.expected.get(what, 0.0))
         self.expected[what] = time.monotonic() - started
         return result
 
@@ -93,69 +101,70 @@ class Session:
         try:
             yield
         except (ValueError, JobDied) as error:
-            self.book.report["failures"].append(f"{what}: {error}")
+            self.report["failures"].append(f"{what}: {error}")
 
 
-def run_table(session: Session) -> None:
-    """Measure the table: every cell once, the crossovers, then the cells again while the budget lasts."""
-    begin(session, [(f"steps at batch {cell.batch_size}", crossover_tokens(cell)) for cell in crossover_cells(session)])
+def run_session(session: Session) -> None:
+    """Measure a preset: every cell once, its curves, then the cells again while the budget lasts."""
+    is_table = session.report["preset"] == "table"
+    begin(session, table_curves(session) if is_table else sweep_curves(session))
     one_round(session, 0)
-    measure_crossovers(session)
+    (measure_crossovers if is_table else measure_curves)(session)
     for repetition in range(1, REPETITIONS):
         one_round(session, repetition)
     finish(session)
 
 
-def run_sweep(session: Session) -> None:
-    """Measure the curves, then the long generations while the budget lasts."""
-    fed = 4 * session.book.cells[0].input_len  # a warm-up and three times
-    batches = [(f"steps at batch {batch}", fed * batch) for batch in SWEEP_BATCHES]
-    begin(session, [("cache sizes", 0), ("steps by context", 4 * sum(CONTEXTS)), *batches])
-    one_round(session, 0)
-    measure_curves(session)
-    for repetition in range(1, REPETITIONS):
-        one_round(session, repetition)
-    finish(session)
+def table_curves(session: Session) -> dict[str, int]:
+    """Return the jobs beside the table's cells, and about how many tokens each feeds: a warm-up and three times."""
+    jobs = crossover_cells(session).items()
+    return {what: 4 * cell.batch_size * sum(context_lengths(cell.input_len)) for what, cell in jobs}
 
 
-def begin(session: Session, curves: Sequence[tuple[str, int]]) -> None:
+def sweep_curves(session: Session) -> dict[str, int]:
+    """Return the jobs beside the sweep's cells, and about how many tokens each feeds."""
+    fed = 4 * session.cells[0].input_len
+    batches = {f"steps at batch {batch}": fed * batch for batch in SWEEP_BATCHES}
+    return {"cache sizes": 0, "steps by context": 4 * sum(CONTEXTS), **batches}
+
+
+def begin(session: Session, curves: dict[str, int]) -> None:
     """Measure the machine, and what a prediction of all times is made of; say how long it will take.
 
     `curves` are the other jobs by name, and how many tokens they feed.
     """
-    report, cell = session.book.report, session.book.cells[0].but(kv_caching=True)
+    report, cell = session.report, session.cells[0].but(kv_caching=True)
     machine = session.do("the machine's ceilings", "machine", cell)
     check_machine(report, machine["environment"])
     report["ceilings"] = report["ceilings"] or machine["ceilings"]
     session.calibration = session.do("how long it will take", "calibrate", cell)
     report["model"] = session.calibration["model"]
-    session.book.save()
-    for cell in session.book.cells:
-        session.expected[cell.name] = expected_seconds(cell, session.calibration)
-    for name, tokens in curves:
-        session.expected[name] = expected_of_tokens(tokens, session.calibration)
-    session.curves = [name for name, _ in curves]
-    left = planned(session)
-    session.progress.plan(sum(left))
+    session.directory.save()
+    session.expected |= {cell.name: expected_seconds(cell, session.calibration) for cell in session.cells}
+    session.expected |= {name: expected_of_tokens(tokens, session.calibration) for name, tokens in curves.items()}
+    session.curves = list(curves)
+    left = plan(session)
     once, budget = sum(session.expected.values()), max(0.0, session.deadline - time.monotonic())
-    session.progress.say(
-        f"{len(session.book.cells)} cells and {len(curves)} curves, each repetition in a process of its own: about "
-        f"{duration(sum(left))} in all. Everything once takes about {duration(once)}, the budget is "
-        f"{duration(budget)}; cells are repeated up to {REPETITIONS} times as far as it goes."
+    session.progress.write(
+        f"{len(session.cells)} cells and {len(curves)} curves, each repetition in a process of its own: about "
+        f"{duration(left)} in all. Everything once takes about {duration(once)}, the budget is "
+        f"{duration(budget)}; cells are repeated up to {REPETITIONS} times as far as it goes.",
+        file=sys.stderr,
     )
 
 
-def planned(session: Session) -> list[float]:
-    """Return how long each job is expected to take that is still to come, in turn, as far as the budget goes."""
+def plan(session: Session) -> float:
+    """Return how long all is expected to take that is still to come, as far as the budget goes, and tell the bar."""
     now = time.monotonic()
     seconds = [session.expected[name] for name in session.curves]
     for repetition in range(REPETITIONS):
-        for cell, record in zip(session.book.cells, session.book.report["cells"], strict=True):
+        for cell, record in zip(session.cells, session.report["cells"], strict=True):
             expected = session.expected[cell.name]
             fits = repetition == 0 or now + sum(seconds) + expected <= session.deadline
             if record["error"] is None and len(record["samples"]) <= repetition and fits:
                 seconds.append(expected)
-    return seconds
+    session.progress.total = session.progress.n + sum(seconds)
+    return sum(seconds)
 
 
 def expected_seconds(cell: Cell, calibration: dict[str, Any]) -> float:
@@ -174,7 +183,7 @@ def expected_of_tokens(tokens: int, calibration: dict[str, Any]) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words: 45 s, 4.2 min."""
+    """Return seconds as text: 45 s, 4.2 min."""
     return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
@@ -183,14 +192,14 @@ def one_round(session: Session, repetition: int) -> None:
 
     The first repetition always runs; a later one only where it is expected to end within the budget.
     """
-    for place, cell in enumerate(session.book.cells):
-        record = session.book.report["cells"][place]
+    for place, cell in enumerate(session.cells):
+        record = session.report["cells"][place]
         if len(record["samples"]) > repetition or record["error"] is not None:
             continue
         if repetition > 0 and not session.has_room(session.expected[cell.name]):
             continue
-        session.book.put(place, repeat(session, cell, record))
-        session.progress.plan(sum(planned(session)))
+        session.directory.put(place, repeat(session, cell, record))
+        plan(session)
 
 
 def repeat(session: Session, cell: Cell, record: CellRecord) -> CellRecord:
@@ -201,40 +210,34 @@ def repeat(session: Session, cell: Cell, record: CellRecord) -> CellRecord:
         if record["samples"]:
             return {**record, "notes": [*record["notes"], f"a repetition failed: {error}"]}
         return {**record, "error": f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"}
-    check_machine(session.book.report, done["environment"])
-    return with_figures(gathered(record, done["record"]), session.book.report["ceilings"])
+    check_machine(session.report, done["environment"])
+    return with_figures(aggregated(record, done["record"]), session.report["ceilings"])
 
 
-def crossover_cells(session: Session) -> list[Cell]:
-    """Return a cell for each batch of ours whose crossover is still to be measured; of several ways, of the first."""
-    known = {entry["batch_size"] for entry in session.book.report["crossovers"]}
-    first = session.book.cells[0]
-    cached = [cell for cell in session.book.cells if cell == first.but(batch_size=cell.batch_size, kv_caching=True)]
-    return [cell for cell in cached if cell.engine == "llama" and cell.batch_size not in known]
-
-
-def crossover_tokens(cell: Cell) -> int:
-    """Return about how many tokens the steps of a crossover feed: a warm-up and three times, at every context."""
-    return 4 * cell.batch_size * sum(grid(cell.input_len))
+def crossover_cells(session: Session) -> dict[str, Cell]:
+    """Return a job and a cell for each batch of ours whose crossover is not known; of several ways, the first's."""
+    first, batches = session.cells[0], dict.fromkeys(cell.batch_size for cell in session.cells)
+    known = {entry["batch_size"] for entry in session.report["crossovers"]}
+    left = [] if first.engine != "llama" else [batch for batch in batches if batch not in known]
+    return {f"steps at batch {batch}": first.but(batch_size=batch, kv_caching=True) for batch in left}
 
 
 def measure_crossovers(session: Session) -> None:
     """Time single steps by context, for every batch of ours in the table, as far as the budget goes."""
-    for cell in crossover_cells(session):
-        what = f"steps at batch {cell.batch_size}"
+    for what, cell in crossover_cells(session).items():
         session.curves.remove(what)
         if not session.has_room(session.expected[what]):
-            session.book.report["failures"].append(f"{what}: no room in the budget, so there is no crossover")
+            session.report["failures"].append(f"{what}: no room in the budget, so there is no crossover")
             continue
         with session.noting_failure(what):
-            steps = session.do(what, "steps", cell, contexts=grid(cell.input_len))["steps"]
-            session.book.report["crossovers"].append(crossover(steps))
-            session.book.save()
+            steps = session.do(what, "steps", cell, contexts=context_lengths(cell.input_len))["steps"]
+            session.report["crossovers"].append(crossover(steps))
+            session.directory.save()
 
 
 def measure_curves(session: Session) -> None:
     """Measure what the sweep is about beside the long generations: caches, contexts and batches."""
-    report, cell, limit = session.book.report, session.book.cells[0], session.calibration["max_seq_len"]
+    report, cell, limit = session.report, session.cells[0], session.calibration["max_seq_len"]
     sweep: Sweep = report["sweep"] or {"growth": [], "cache": [], "contexts": [], "batches": [], "fits": []}
     report["sweep"] = sweep
     session.curves.clear()
@@ -242,21 +245,21 @@ def measure_curves(session: Session) -> None:
         with session.noting_failure("cache sizes"):
             lengths = [length for length in CACHE_LENGTHS if length <= limit]
             sweep["cache"] = session.do("cache sizes", "caches", cell, lengths=lengths)["sizes"]
-            session.book.save()
+            session.directory.save()
     if not sweep["contexts"]:
         with session.noting_failure("steps by context"):
             contexts = [length for length in CONTEXTS if length <= limit]
             done = session.do("steps by context", "steps", cell, contexts=contexts)
             slope = predicted_slope(cell, done["position_bytes"], report["ceilings"])
             sweep["contexts"], sweep["fits"] = done["steps"], fits(done["steps"], predicted_slope=slope)
-            session.book.save()
+            session.directory.save()
     for batch in SWEEP_BATCHES:
         if all(step["batch_size"] != batch for step in sweep["batches"]):
             with session.noting_failure(f"steps at batch {batch}"):
                 one = cell.but(batch_size=batch)
                 done = session.do(f"steps at batch {batch}", "steps", one, contexts=[cell.input_len])
                 sweep["batches"] += done["steps"]
-                session.book.save()
+                session.directory.save()
 
 
 def predicted_slope(cell: Cell, position_bytes: int, ceilings: Ceilings | None) -> float | None:
@@ -268,7 +271,7 @@ def predicted_slope(cell: Cell, position_bytes: int, ceilings: Ceilings | None) 
 
 def finish(session: Session) -> None:
     """Compare the modes' tokens, and the peers' with ours, and read what follows from the numbers."""
-    report = session.book.report
+    report = session.report
     report["cells"] = [with_figures(record, report["ceilings"]) for record in report["cells"]]
     report["comparisons"] = []
     for on, off in pairs(report):
@@ -279,8 +282,8 @@ def finish(session: Session) -> None:
     compare_peers(report)
     if report["sweep"] is not None:
         report["sweep"]["growth"] = [entry for on, off in pairs(report) for entry in growth(on, off, GENERATED)]
-    report["reading"] = read(report)
-    session.book.save()
+    report["reading"] = findings(report)
+    session.directory.save()
 
 
 def compare_peers(report: Report) -> None:

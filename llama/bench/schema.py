@@ -6,7 +6,7 @@ machine or an engine does not tell.
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 from llama.bench.cell import Cell
 from llama.costs import Ceilings
@@ -26,11 +26,7 @@ class Spread(TypedDict):
 
 
 class Sample(TypedDict):
-    """One repetition: the whole job, the time to its first token, and the time of every later one.
-
-    Allocated are the bytes in tensors: on CUDA by the allocator's own count, on a CPU by a trace of a second, untimed
-    run, which only the first repetition has.
-    """
+    """One repetition; allocated are the bytes in tensors, which on a CPU are traced in the first repetition alone."""
 
     seconds: float
     first_token_seconds: float
@@ -43,7 +39,7 @@ class Sample(TypedDict):
 
 
 class Point(TypedDict):
-    """One point of the validity block; `detail` says in words what was seen."""
+    """One point of the validity block; `detail` says what was seen."""
 
     name: str
     status: Status
@@ -180,12 +176,7 @@ class CacheSize(TypedDict):
 
 
 class Fit(TypedDict):
-    """seconds = base + slope x context, and the exponent p of seconds ~ context^p over the longer half of them.
-
-    `of` one token, or a whole text of that length made token by token; over so many `lengths`. `r_squared` is the share
-    of the times' variance that the line explains. `predicted_slope` is, of a token with a static cache, what reading
-    the keys and values of one more position takes at the measured bandwidth.
-    """
+    """seconds = base + slope x context, and the exponent p of seconds ~ context^p over the longer half of them."""
 
     of: Literal["token", "text"]
     kv_caching: bool
@@ -235,39 +226,15 @@ class Report(TypedDict):
 
 def new_record(cell: Cell) -> CellRecord:
     """Return the record of a cell that nothing is known of yet."""
-    return {
-        "cell": cell.as_json(),
-        "path": "plain",
-        "samples": [],
-        "summary": None,
-        "weights_bytes": None,
-        "cache_bytes": None,
-        "ids": [],
-        "text": "",
-        "points": [],
-        "notes": [],
-        "ledger": None,
-        "work": None,
-        "limits": None,
-        "error": None,
-    }
+    blank: dict[str, Any] = dict.fromkeys(CellRecord.__annotations__)
+    blank |= {"cell": cell.as_json(), "path": "plain", "text": ""}
+    return cast(CellRecord, blank | {name: [] for name in ("samples", "ids", "points", "notes")})
 
 
 def new_report(preset: str, cells: Sequence[Cell], *, command: str = "", budget_minutes: float | None = None) -> Report:
     """Return a report, begun now, in which nothing has been measured yet."""
-    return {
-        "schema": SCHEMA,
-        "preset": preset,
-        "command": command,
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "budget_minutes": budget_minutes,
-        "model": None,
-        "environment": {},
-        "ceilings": None,
-        "cells": [new_record(cell) for cell in cells],
-        "comparisons": [],
-        "crossovers": [],
-        "sweep": None,
-        "reading": [],
-        "failures": [],
-    }
+    blank: dict[str, Any] = dict.fromkeys(Report.__annotations__)
+    blank |= {name: [] for name in ("comparisons", "crossovers", "reading", "failures")}
+    blank |= {"schema": SCHEMA, "preset": preset, "command": command, "budget_minutes": budget_minutes}
+    blank |= {"started": datetime.now().astimezone().isoformat(timespec="seconds"), "environment": {}}
+    return cast(Report, blank | {"cells": [new_record(cell) for cell in cells]})

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.run.aggregate import check_machine, compare_modes, comparison_words, gathered, with_figures
+from llama.bench.report.tables import comparison_words
+from llama.bench.run.aggregate import aggregated, check_machine, compare_modes, with_figures
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.validity import worse
 from llama.bench.schema import CellRecord, Report, new_report
@@ -60,7 +61,7 @@ def measure_cell(
             done = run_job("cell", cell, waiting=waiting, trace=repetition == 0)
             check_machine(report, done["environment"])
             report["model"] = done["model"]
-            record = gathered(record, done["record"])
+            record = aggregated(record, done["record"])
         record["notes"].append(_compare(report, record, waiting) if compare else "cache on and off: not compared")
     except JobDied as death:
         record["error"] = f"died: {death}"

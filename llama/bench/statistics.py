@@ -8,30 +8,18 @@ from llama.bench.schema import Limits, Sample, Spread, Summary, Work
 from llama.costs import Ceilings
 
 
-def spread(values: Sequence[float]) -> Spread:
+def percentiles(values: Sequence[float]) -> Spread:
     """Return the median and the 10th and 90th percentile, interpolated between values."""
-    ordered = sorted(values)
-    return {
-        "n": len(ordered),
-        "median": statistics.median(ordered),
-        "p10": _percentile(ordered, 0.1),
-        "p90": _percentile(ordered, 0.9),
-    }
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [*values] * 9
+    return {"n": len(values), "median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
 
 
 def summarise(cell: Cell, samples: Sequence[Sample]) -> Summary:
     """Return a cell's figures. Steps are pooled over all repetitions; rates are those of the medians."""
-    seconds = spread([sample["seconds"] for sample in samples])
-    first = spread([sample["first_token_seconds"] for sample in samples])
+    seconds = percentiles([sample["seconds"] for sample in samples])
+    first = percentiles([sample["first_token_seconds"] for sample in samples])
     steps = [step for sample in samples for step in sample["step_seconds"]]
-    step = spread(steps) if steps else None
+    step = percentiles(steps) if steps else None
     after = statistics.median(sum(sample["step_seconds"]) for sample in samples)
     peaks = [peak for sample in samples if (peak := sample["peak_allocated_bytes"]) is not None]
     resident = [peak for sample in samples if (peak := sample["peak_resident_bytes"]) is not None]
@@ -40,8 +28,8 @@ def summarise(cell: Cell, samples: Sequence[Sample]) -> Summary:
         "seconds": seconds,
         "first_token_seconds": first,
         "step_seconds": step,
-        "peak_bytes": spread(peaks) if peaks else None,
-        "resident_bytes": spread(resident) if resident else None,
+        "peak_bytes": percentiles(peaks) if peaks else None,
+        "resident_bytes": percentiles(resident) if resident else None,
         "tokens_per_second": rows * cell.output_len / seconds["median"],
         "prefill_tokens_per_second": rows * cell.input_len / first["median"],
         "decode_tokens_per_second": rows * (cell.output_len - 1) / after if steps else None,

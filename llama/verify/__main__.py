@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from llama import cli
 from llama.api import load
-from llama.bench.run.models import cache_kind
 from llama.costs import size
 from llama.exact import slowdown
 from llama.files import check_writable
+from llama.kv_cache import cache_kind
 from llama.machine import available_memory, environment
 from llama.model import Transformer
 from llama.parallel import world_size
@@ -171,7 +171,7 @@ def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], 
         if config["exact"]:
             begin("timing what exact mode costs")
             cost = dict(zip(("prefill", "step"), slowdown(model), strict=True))
-        machine = environment(model.device, torch.get_num_threads())
+        machine = environment(model.device)
         begin("a copy in float64")
         reference = reference_of(model)
         bos = tokenizer.bos_id if tokenizer.adds_bos else None

@@ -13,8 +13,8 @@ from typing import Any, TypedDict
 
 from filelock import SoftFileLock
 
-from llama.bench.run.models import DTYPES
 from llama.files import replace_file
+from llama.machine import DTYPES
 from llama.verify.certificate import PASSES, WIDE, Divergence, Figures, quantile
 from llama.verify.passes import STEPS, UNCACHED
 

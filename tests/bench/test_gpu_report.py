@@ -1,13 +1,15 @@
-"""The GPU report, rehearsed on a CPU: it checks before it times, says what it could not do, and counts bytes right.
+"""The GPU report, rehearsed on a CPU: it checks, then times, counts bytes right, and a part that fails loses no other.
 
-Its figures mean nothing there. What CUDA alone has, events, graphs and an allocator that tells, is left to a GPU.
+Its figures mean nothing there. What CUDA alone has, streams and graphs, is left to a GPU.
 """
 
 import json
+import os
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import replace
-from datetime import date
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -15,26 +17,33 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import NATIVE_SIZES, write_checkpoint
+from oracles import tiny_args
 from torch import Tensor
 
-from llama.bench.gpu import others, run, times
-from llama.bench.gpu.checks import each_kernel
-from llama.bench.gpu.page import as_markdown, plot
-from llama.bench.gpu.rows import Check, NotHere, Report
-from llama.bench.gpu.run import TINY, Options, random_model
-from llama.bench.gpu.times import Span, kernel_bytes, kernel_rows
-from llama.costs import RELEASED, parameters, step_bytes, weights_bytes
+import benchmark_inference
+from llama import cli
+from llama.bench import presets
+from llama.bench.cell import Cell
+from llama.bench.gpu import checks, kernels
+from llama.bench.gpu.checks import Check, each_kernel, run_checks
+from llama.bench.gpu.kernels import Span, kernel_bytes, kernel_rows, profile_step, time_kernels, uneven_model
+from llama.bench.run import aggregate, worker
+from llama.bench.run.jobs import JobDied
+from llama.costs import RELEASED, step_bytes, weights_bytes
 from llama.fast import graph_ops
 from llama.fast.graph_ops import PYTORCH, GraphOps
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
-SECTIONS = ["checks", "bandwidth", "steps", "jobs", "profile", "start", "transformers", "static", "gpt_fast"]
-SMALL = ["--device=cpu", "--model=tiny", "--batch_sizes=1,2", "--input_len=9", "--output_len=3"]
+CPU = torch.device("cpu")
+
+Rehearse = Callable[..., tuple[int, dict[str, Any], str]]
 
 
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "MOST", run.LEAST)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Cell:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", max_seq_len=256, **NATIVE_SIZES)
+    return Cell(model=str(folder), input_len=9, output_len=3, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -47,67 +56,53 @@ def script() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def rehearse(script: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any], str]]:
-    """Return a function that runs the script in this process: its exit status, its JSON and its Markdown."""
+def job_here(kind: str, cell: Cell, **job: Any) -> dict[str, Any]:
+    """Do a job in this process, which takes milliseconds."""
+    job.pop("waiting", None)
+    done: dict[str, Any] = json.loads(json.dumps(worker.JOBS[kind](cell, **job)))
+    return done
 
-    def call(*words: str, only: str = "") -> tuple[int, dict[str, Any], str]:
-        skipped = [name for name in SECTIONS if name not in only.split()] if only else ["static"]
-        status = script.main([*SMALL, f"--out={tmp_path}", f"--skip={','.join(skipped)}", *words])
-        folder = tmp_path / f"{date.today().isoformat()}-gpu-report"
+
+@pytest.fixture
+def rehearse(script: ModuleType, tiny: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearse:
+    """Return a function that runs the script, and all that it starts, here: its exit code, its JSON, its Markdown."""
+    for module in (script, presets, aggregate):
+        monkeypatch.setattr(module, "run_job", job_here)
+    ceilings = {"read_bytes_per_second": 1e9, "flops_per_second": 1e9, "dtype": "fp32"}
+    monkeypatch.setattr(worker, "ceilings", lambda *_: ceilings)
+    monkeypatch.setattr(presets, "BATCHES", (1, 2))
+    monkeypatch.setattr(kernels, "SECONDS", 0.01)
+    monkeypatch.setattr(script, "run_benchmark", lambda command: cli.run(benchmark_inference.main, command[2:]))
+
+    def call(*words: str) -> tuple[int, dict[str, Any], str]:
+        asked = [f"--ckpt_dir={tiny.model}", "--device=cpu", "--input_len=9", "--output_len=3", "--budget=0"]
+        status = cli.run(script.main, [*asked, f"--out={tmp_path}", *words])
+        (folder,) = tmp_path.glob("*-gpu-report")
         return status, json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
 
     return call
 
 
-Rehearse = Callable[..., tuple[int, dict[str, Any], str]]
+def only(*parts: str) -> list[str]:
+    return [f"--skip={part}" for part in ("checks", "kernels", "profile", "cells") if part not in parts]
 
 
-def test_a_rehearsal_writes_every_section_and_all_three_files(rehearse: Rehearse, tmp_path: Path) -> None:
-    status, report, page = rehearse("--batch_sizes=2")
-    assert status == 0, report["missing"]
-    assert {file.name for file in next(tmp_path.iterdir()).iterdir()} == {"report.json", "report.md", "plot.png"}
-    assert set(report["missing"]) == {"static", "gpt_fast"}
-    assert "skipped by --skip" in page
-    assert "not installed: --gpt_fast takes the folder of a checkout" in page
-    assert "cpu rehearsal" in page
+def test_a_rehearsal_checks_and_times_and_starts_the_ordinary_benchmark(rehearse: Rehearse, tmp_path: Path) -> None:
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
+        pytest.skip("needs a C++ compiler, for the fast path of a CPU")
+    status, report, page = rehearse()
+    assert (status, report["failures"]) == (0, {})
     assert {check["passed"] for check in report["checks"]} == {True, None}
-    (step,) = report["steps"]
-    assert (step["way"], step["rows"]) == ("plain", 2)
-    assert step["floor"] < step["milliseconds"]["median"]
-    ways = {(row["way"], row["kv_caching"]) for row in report["jobs"]}
-    assert len(ways) == len(report["jobs"]) == 3 * 2  # fast, plain, transformers; with the cache and without
-    assert all(row["milliseconds"]["n"] >= 5 and row["first"] > 0 for row in report["jobs"])
-    assert all((row["step"] is not None) == row["kv_caching"] for row in report["jobs"])
-    assert report["kernels"]
-    assert len(report["starts"]) == 2
-    assert "not measured" in page  # reserved bytes, pools and workspaces, which a CPU does not have
-    assert_ledgers(report["ledgers"])
-
-
-def assert_ledgers(ledgers: dict[str, Any]) -> None:
-    """Weights, cache and logits are what was predicted; but a fast step takes whole buffers of 32 positions."""
-    assert len(ledgers) == 2
-    for job, lines in ledgers.items():
-        measured = {line["name"]: (line["predicted"], line["measured"]) for line in lines}
-        assert measured["weights"] == (4 * parameters(TINY),) * 2
-        assert len(set(measured["logits"])) == 1
-        predicted, held = measured["KV cache"]
-        assert (predicted, held) == (0, 0) if "without" in job else held == predicted / 12 * 32
-
-
-def test_the_page_tells_command_commit_and_hardware(rehearse: Rehearse) -> None:
-    _, report, page = rehearse(only="bandwidth")
-    assert f"    python scripts/gpu_report.py {' '.join(SMALL)}" in page
-    assert f"- commit: {report['facts']['commit'] or 'unknown'}" in page
-    for fact in (
-        "GPU: not known",
-        "driver: not known",
-        f"torch: {torch.__version__}",
-        f"date: {date.today()}",
-        "triton",
-    ):
-        assert fact in page
+    assert [(row["kernels"], row["batch_size"]) for row in report["steps"]] == [("plain", 1), ("plain", 2)]
+    assert report["profile"]["kernels"]
+    assert report["cells"]["exit_code"] == 0
+    assert "rehearsed on a CPU: no figure here says anything of a GPU" in page
+    (beside,) = tmp_path.glob("*-tiny-table/results.json")
+    cells = [record["cell"] for record in json.loads(beside.read_text())["cells"]]
+    assert {(cell["engine"], cell["fast"]) for cell in cells} == {
+        *(("llama", False), ("llama", True), ("transformers", False))
+    }
+    assert {(cell["input_len"], cell["output_len"], cell["device"]) for cell in cells} == {(9, 3, "cpu")}
 
 
 def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
@@ -118,52 +113,60 @@ def one_key_too_many(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
     return graph_ops.attend_project(q, keys, values, (positions + 1).clamp(max=keys.shape[1] - 1), wo, h)
 
 
-def with_ops(monkeypatch: pytest.MonkeyPatch, ops: GraphOps) -> None:
-    monkeypatch.setattr(run, "find_ops", lambda model: ops)
+def broken_gate(*given: object) -> Any:
+    raise RuntimeError("an illegal memory access | was encountered")
 
 
-def outcome(report: dict[str, Any], start: str) -> list[bool | None]:
-    return [check["passed"] for check in report["checks"] if check["name"].startswith(start)]
+@pytest.fixture
+def with_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[[GraphOps], None]:
+    def use(ops: GraphOps) -> None:
+        for module in (checks, kernels):
+            monkeypatch.setattr(module, "find_ops", lambda model: ops)
+
+    return use
 
 
-def test_kernels_that_are_right_pass_every_check(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_ops(monkeypatch, PYTORCH._replace(name="right"))
-    status, report, _ = rehearse(only="checks")
-    assert status == 0
-    assert {check["passed"] for check in report["checks"]} == {True}
+WithOps = Callable[[GraphOps], None]
 
 
-def test_a_kernel_that_computes_wrongly_is_a_failed_check_and_exit_status_1(
-    rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch
+def outcomes(found: list[Check], start: str) -> list[bool | None]:
+    return [check["passed"] for check in found if check["name"].startswith(start)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_kernels_that_are_right_pass_every_check(tiny: Cell, with_ops: WithOps, dtype: str) -> None:
+    with_ops(PYTORCH._replace(name="right"))
+    found = run_checks(tiny.but(dtype=dtype))["checks"]
+    assert {check["passed"] for check in found} == {True}
+    assert len(found) == (13 if dtype == "fp32" else 4)
+
+
+def test_a_kernel_that_computes_wrongly_is_a_failed_check_and_exit_code_1(
+    rehearse: Rehearse, with_ops: WithOps
 ) -> None:
-    with_ops(monkeypatch, PYTORCH._replace(name="wrong", project=wrong_project))
-    status, report, page = rehearse(only="checks bandwidth")
-    assert status == report["status"] == 1
-    assert "**FAILED**" in page
-    assert outcome(report, "each kernel, tiny in fp32") == [False]
-    assert outcome(report, "fused logits") == [False, False]
-    assert outcome(report, "greedy ids in fp32, batch 3, ragged: plain") == [True]
-    assert False in outcome(report, "greedy ids in fp32, batch 3, ragged: fast")
-    assert report["copied"] is not None  # the sections behind it were run
-
-
-def test_a_kernel_that_raises_is_a_failed_check_and_the_others_are_run(
-    rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*given: object) -> Any:
-        raise RuntimeError("an illegal memory access | was encountered")
-
-    with_ops(monkeypatch, PYTORCH._replace(name="broken", gate=broken))
-    status, report, page = rehearse(only="checks")
+    with_ops(PYTORCH._replace(name="wrong", project=wrong_project))
+    status, report, page = rehearse(*only("checks", "profile"))
     assert status == 1
-    assert outcome(report, "each kernel") == [False, False]
-    assert outcome(report, "exact mode") == [True, True]
-    assert "RuntimeError: an illegal memory access / was encountered" in page
+    assert "**FAILED**" in page
+    assert outcomes(report["checks"], "each kernel") == [False, False]
+    assert outcomes(report["checks"], "fused logits") == [False, False]
+    assert outcomes(report["checks"], "greedy ids in fp32, batch 3, ragged: plain") == [True]
+    assert False in outcomes(report["checks"], "greedy ids in fp32, batch 3, ragged: fast")
+    assert report["profile"] is not None  # the parts behind it were run
+    assert "skipped by --skip" in page
+
+
+def test_a_kernel_that_raises_is_a_failed_check_and_the_others_are_run(tiny: Cell, with_ops: WithOps) -> None:
+    with_ops(PYTORCH._replace(name="broken", gate=broken_gate))
+    found = run_checks(tiny)["checks"]
+    assert outcomes(found, "each kernel") == [False]
+    assert outcomes(found, "exact mode") == [True]
+    assert any("RuntimeError: an illegal memory access" in check["detail"] for check in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_kernel_is_named_with_its_own_distance(dtype: torch.dtype) -> None:
-    model = random_model(TINY, dtype, torch.device("cpu"))
+    model = uneven_model(tiny_args(max_seq_len=64), dtype, CPU)
     right, told = each_kernel(model, PYTORCH._replace(name="right"), 40)
     assert right, told
     for name, kernel in (("project", wrong_project), ("attend_project", one_key_too_many)):
@@ -173,58 +176,105 @@ def test_each_kernel_is_named_with_its_own_distance(dtype: torch.dtype) -> None:
         assert [which for which, far in off.items() if not float(far) < 2e-2] == [name]
 
 
-def test_what_there_is_no_time_for_is_named_not_run(rehearse: Rehearse) -> None:
-    status, report, page = rehearse("--minutes=0", only=" ".join(SECTIONS))
-    assert status == 0
-    assert set(report["missing"]) == {*SECTIONS, "plot"}
-    assert all(why == "out of time" for name, why in report["missing"].items() if name != "plot")
-    assert page.count("out of time") >= len(SECTIONS)
+def test_a_kernel_that_leaves_a_norm_out_is_found_out() -> None:
+    def without_norm(x: Tensor, norm: Tensor, eps: float, w1: Tensor, w3: Tensor) -> Tensor:
+        return graph_ops.gate(x, torch.ones_like(norm), eps, w1, w3)
+
+    model = uneven_model(tiny_args(max_seq_len=64), torch.float32, CPU)
+    assert not each_kernel(model, PYTORCH._replace(name="wrong", gate=without_norm), 40)[0]
 
 
-def test_a_section_that_runs_out_of_time_says_where(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.Run, "left", property(lambda self: 2.0 if not self.report.jobs else 0.0))
-    _, report, page = rehearse(only="jobs")
-    assert [row["note"] for row in report["jobs"]] == [""] + ["out of time"] * 7  # two batches, two ways, cache on, off
-    assert report["jobs"][-1]["milliseconds"] is None
-    assert "| llama, plain | 2 | off | not measured | not measured | not measured | out of time |" in page
-
-
-def test_a_section_that_raises_is_named_and_the_next_is_run(
-    rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch
+def test_a_part_that_dies_is_named_and_the_next_ones_are_run(
+    rehearse: Rehearse, script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(others, "START", "raise SystemExit('no room')")
-    status, report, page = rehearse(only="start bandwidth gpt_fast")
+    def die(kind: str, cell: Cell) -> dict[str, Any]:
+        if kind == "kernels" and cell.batch_size == 1:
+            raise JobDied("its process was ended by SIGSEGV")
+        return job_here(kind, cell)
+
+    monkeypatch.setattr(script, "run_job", die)
+    status, report, page = rehearse(*only("kernels", "profile"))
     assert status == 1
-    assert report["broken"] == ["start"]
-    assert "no room" in report["missing"]["start"]
-    assert "gpt_fast" in report["missing"]
-    assert "no room" in page
+    assert report["failures"]["steps at batch 1"] == "its process was ended by SIGSEGV"
+    assert [row["batch_size"] for row in report["steps"]] == [2]
+    assert report["profile"]["kernels"]
+    assert "| steps at batch 1 | its process was ended by SIGSEGV |" in page
+
+
+def test_cells_that_fail_are_told_by_the_exit_code_of_the_benchmark(
+    rehearse: Rehearse, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "run_benchmark", lambda command: 3)
+    status, report, page = rehearse(*only("cells"))
+    assert (status, report["cells"]["exit_code"]) == (1, 3)
+    assert report["cells"]["command"] in page
+    assert page.count("not measured") >= 3  # checks, steps and the profile
+
+
+def test_the_page_tells_command_commit_and_hardware(rehearse: Rehearse) -> None:
+    _, report, page = rehearse(*only())
+    assert report["command"] in page
+    for fact in ("commit", "gpu", "torch", "measured read bandwidth"):
+        assert f"| {fact} |" in page
 
 
 def test_without_a_gpu_it_says_so_and_what_can_be_tried(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert script.main([f"--out={tmp_path}"]) == 2
+    assert cli.run(script.main, [f"--out={tmp_path}"]) == 2
     words = capsys.readouterr().err
-    assert "there is no CUDA GPU here" in words
-    assert "--device cpu --model tiny" in words
+    assert "no CUDA GPU here; --device cpu rehearses" in words
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", ["--skip=jobs,joobs", "--batch_sizes=1,0", "--output_len=0", "--model=llama-9"])
-def test_options_that_mean_nothing_are_refused_by_name(
-    script: ModuleType, words: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--skip=jobs"], "--skip=jobs is no part"),
+        (["--output_len=0"], "output_len=0"),
+        (["--model=llama-9"], "model=llama-9 is not known"),
+        (["--input_len=8190"], "passes the model's max_seq_len=8192"),
+    ],
+    ids=str,
+)
+def test_what_means_nothing_is_refused_in_one_line(
+    script: ModuleType, words: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as left:
-        script.main([words])
-    assert left.value.code == 2
-    assert words.partition("=")[0] in capsys.readouterr().err
+    assert cli.run(script.main, [*words, "--device=cpu"]) == 2
+    assert error in capsys.readouterr().err
 
 
-def test_lengths_past_the_models_limit_are_refused(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main([*SMALL, "--input_len=2048"]) == 2
-    assert "2048 at most" in capsys.readouterr().err
+def test_the_script_shows_its_help_in_a_process_of_its_own() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True)
+    assert "--budget" in done.stdout
+
+
+def test_a_step_is_timed_by_itself_with_what_compiling_it_took(tiny: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[int] = []
+
+    def record(step: Any, device: torch.device) -> Callable[[], None]:
+        time.sleep(0.05)
+        return lambda: (replayed.append(1), time.sleep(0.002))[0]
+
+    monkeypatch.setattr(kernels, "record", record)
+    monkeypatch.setattr(kernels, "SECONDS", 0.05)
+    (row,) = time_kernels(tiny.but(output_len=5))["steps"]
+    assert 0.002 <= row["seconds"]["median"] < 0.008
+    assert row["record_seconds"] >= 0.05
+    assert len(replayed) % 4 == 0  # whole generations of four steps
+
+
+def test_fused_kernels_are_left_out_where_a_batch_is_too_large_for_them(tiny: Cell, with_ops: WithOps) -> None:
+    with_ops(PYTORCH._replace(name="fused", most_rows=2))
+    steps = [time_kernels(tiny.but(batch_size=rows))["steps"] for rows in (2, 3)]
+    assert [[row["kernels"] for row in rows] for rows in steps] == [["fused", "plain"], ["plain"]]
+
+
+def test_the_profile_is_of_one_step(tiny: Cell) -> None:
+    found = profile_step(tiny)["profile"]
+    assert {row["name"]: row["count"] for row in found["kernels"]}["aten::argmax"] == 1
+    assert found["gaps"]["n"] == sum(row["count"] for row in found["kernels"]) - 1
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b"])
@@ -240,53 +290,7 @@ def test_what_the_kernels_must_move_is_the_weights_and_the_keys_and_values(name:
 def test_kernels_are_summed_by_name_and_unknown_ones_have_no_bytes() -> None:
     spans = [Span("_gate", 0, 2), Span("gather", 2, 2.5), Span("_gate", 3, 6)]
     rows = kernel_rows(spans, {"_gate": 10})
-    assert [(row.name, row.count, row.microseconds, row.bytes) for row in rows] == [
+    assert [(row["name"], row["count"], row["microseconds"], row["bytes"]) for row in rows] == [
         ("_gate", 2, 5.0, 10),
         ("gather", 1, 0.5, None),
     ]
-
-
-def test_nothing_measured_is_a_page_that_says_so() -> None:
-    report = Report(
-        "command", {"kind": "rehearsal", "gpu": None, "commit": None, "peers": {}, "input_len": 1, "output_len": 1}
-    )
-    report.checks.append(Check("a | b", None, "two\nlines"))
-    page = as_markdown(report)
-    assert "- commit: unknown" in page
-    assert "| a / b | not run | two lines |" in page
-    assert page.count("not measured") >= 8
-    with pytest.raises(NotHere, match="no step was measured"):
-        plot(report.steps)
-
-
-def test_without_matplotlib_the_report_has_no_plot_and_says_so(
-    rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    _, report, _ = rehearse(only="steps")
-    assert report["missing"]["plot"] == "matplotlib is not installed"
-    assert not (next(tmp_path.iterdir()) / "plot.png").exists()
-
-
-def test_without_transformers_its_rows_say_so(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    status, report, page = rehearse(only="transformers static")
-    assert status == 0
-    assert report["missing"]["transformers"].startswith("not installed")
-    assert "| transformers, static cache |  |  |  |  |  | not installed" in page
-
-
-def test_options_survive_the_way_into_another_process() -> None:
-    options = replace(Options(), batch_sizes=(1, 2), device="cpu")
-    assert Options(**json.loads(json.dumps(vars(options)))) == replace(options, batch_sizes=[1, 2], skip=[])  # type: ignore[arg-type]
-
-
-def test_it_is_times_that_are_sampled_until_there_is_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Clock:
-        left = 1.0
-
-    def measure() -> float:
-        Clock.left -= 0.25
-        return 1.0
-
-    assert len(times.samples(Clock(), measure)) == 4  # type: ignore[arg-type]

@@ -13,16 +13,17 @@ from fakes import NATIVE_SIZES, Bytes, write_checkpoint
 from oracles import tiny_args, tiny_model
 
 from llama import costs
+from llama.args import ModelArgs
 from llama.bench.cell import Cell, read_engine
-from llama.bench.report.findings import fit, fit_words, fits, growth, read
-from llama.bench.report.tables import label, stands_apart
+from llama.bench.report.findings import findings, fit, fit_words, fits, growth
+from llama.bench.report.tables import comparison_words, label, stands_apart
 from llama.bench.run import engines, memory, worker
-from llama.bench.run.aggregate import compare_modes, comparison_words, first_divergence, gathered
+from llama.bench.run.aggregate import aggregated, compare_modes, first_divergence
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory_ledger import make_ledger, predict
 from llama.bench.run.models import find_model, make_cell, random_model
-from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, cache_sizes, crossover, grid, step_times
+from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, cache_sizes, context_lengths, crossover, step_times
 from llama.bench.run.validity import notes, violated
 from llama.bench.schema import (
     Ceilings,
@@ -35,7 +36,7 @@ from llama.bench.schema import (
     new_record,
     new_report,
 )
-from llama.bench.statistics import bound_by, limits_of, spread, summarise
+from llama.bench.statistics import bound_by, limits_of, percentiles, summarise
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
@@ -531,8 +532,8 @@ def test_random_weights_are_the_same_in_every_process_and_share_a_tied_head() ->
 
 
 def test_a_spread_interpolates_and_counts() -> None:
-    assert spread([4.0, 1.0, 3.0, 2.0, 5.0]) == {"n": 5, "median": 3.0, "p10": 1.4, "p90": 4.6}
-    assert spread([2.0]) == {"n": 1, "median": 2.0, "p10": 2.0, "p90": 2.0}
+    assert percentiles([4.0, 1.0, 3.0, 2.0, 5.0]) == {"n": 5, "median": 3.0, "p10": 1.4, "p90": 4.6}
+    assert percentiles([2.0]) == {"n": 1, "median": 2.0, "p10": 2.0, "p90": 2.0}
 
 
 def sample(first: float, steps: list[float]) -> Sample:
@@ -578,11 +579,11 @@ def test_repetitions_are_gathered_and_a_violation_in_one_of_them_stays() -> None
     good, bad = measured(CELL), measured(CELL)
     bad["points"][0] = {**bad["points"][0], "status": "violated"}
     for first, second in [(good, bad), (bad, good)]:
-        both = gathered(gathered(new_record(CELL), first), second)
+        both = aggregated(aggregated(new_record(CELL), first), second)
         assert [point["name"] for point in violated(both["points"])] == ["cache"]
         assert len(both["samples"]) == 2
     other = {**good, "ids": [[0] * 5] * 3}
-    assert "repetitions made different tokens" in gathered(good, other)["notes"]
+    assert "repetitions made different tokens" in aggregated(good, other)["notes"]
 
 
 def test_the_first_divergence_is_the_earliest_token_of_any_row() -> None:
@@ -628,6 +629,24 @@ def test_a_ledger_says_where_its_cache_is_not_the_one_that_was_predicted(changes
     assert next(line["note"] for line in ledger["lines"] if line["name"] == "KV cache") == note
 
 
+def test_a_kind_of_cache_that_holds_its_numbers_in_fewer_bytes_has_them_predicted() -> None:
+    class Halved(StaticCache, kind="halved"):
+        @classmethod
+        def position_bytes(cls, args: ModelArgs, itemsize: int) -> int:
+            return super().position_bytes(args, itemsize) // 2
+
+    whole, halved = (predict(tiny_args(kv_cache=kind), CELL.but(kv_cache=kind)) for kind in ("static", "halved"))
+    assert (whole.cache, halved.cache) == (9_216, 4_608)
+    assert whole.total - halved.total == 4_608
+    off = CELL.but(kv_cache="halved", kv_caching=False)
+    assert predict(tiny_args(kv_cache="halved"), off).cache == 0
+    record = measured(CELL.but(kv_cache="halved"))
+    assert line(record, "KV cache") == (4_608, 9_216)  # it tells less than it holds, and the ledger shows that
+    read = [costs.step_bytes(tiny_args(), rows=3, context=length, itemsize=4) for length in (0, 9)]
+    assert record["work"] is not None
+    assert record["work"]["step_bytes"] == (read[0] + read[1]) // 2
+
+
 def test_notes_say_what_a_reader_should_know_and_no_more() -> None:
     plain = Cell(text="a text")
     assert notes(plain, other_load=0.1, weights="checkpoint") == []
@@ -638,7 +657,7 @@ def test_notes_say_what_a_reader_should_know_and_no_more() -> None:
 
 
 def step(context: int, kv_caching: bool, seconds: float) -> StepTimes:
-    return {"batch_size": 1, "context": context, "kv_caching": kv_caching, "seconds": spread([seconds])}
+    return {"batch_size": 1, "context": context, "kv_caching": kv_caching, "seconds": percentiles([seconds])}
 
 
 def test_the_crossover_is_where_the_cache_pays_from_then_on() -> None:
@@ -676,9 +695,9 @@ def test_cache_sizes_are_as_predicted() -> None:
 
 
 def test_the_grid_goes_up_to_its_end() -> None:
-    assert grid(1) == [1]
-    assert grid(5) == [2, 3, 4, 5]
-    assert grid(300)[-2:] == [256, 300]
+    assert context_lengths(1) == [1]
+    assert context_lengths(5) == [2, 3, 4, 5]
+    assert context_lengths(300)[-2:] == [256, 300]
 
 
 def test_fits_find_the_line_and_the_exponent_that_made_the_numbers() -> None:
@@ -738,9 +757,9 @@ def test_fewer_than_three_lengths_are_not_fitted_and_the_reading_says_so() -> No
     steps = [one for one in lines() if one["context"] < 100]
     report["sweep"] = {"growth": [], "cache": [], "contexts": steps, "batches": [], "fits": fits(steps)}
     assert report["sweep"]["fits"] == []
-    assert read(report) == ["How the time grows was not fitted: a line takes 3 contexts, and there are 2."]
+    assert findings(report) == ["How the time grows was not fitted: a line takes 3 contexts, and there are 2."]
     report["sweep"] |= {"contexts": lines(), "fits": fits(lines(), predicted_slope=1.6e-6)}
-    assert [sentence[:24] for sentence in read(report)] == [
+    assert [sentence[:24] for sentence in findings(report)] == [
         "A token with the cache t",
         "A token without the cach",
         "Over the longer half of ",

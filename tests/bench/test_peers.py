@@ -45,7 +45,7 @@ def model() -> Transformer:
 
 @pytest.fixture
 def engine(name: str, model: Transformer) -> Iterator[Engine]:
-    engine = open_peer(name, model, Bytes(), threads=1)
+    engine = open_peer(name, model, Bytes())
     yield engine
     if isinstance(engine, LlamaCppEngine):
         engine.close()
@@ -80,7 +80,7 @@ def assert_timed(run: Run, tokens: int) -> None:
 )
 def test_peers_make_the_ids_that_we_make(name: str, changes: dict[str, Any]) -> None:
     model = model_of(**changes)
-    engine = open_peer(name, model, Bytes(), threads=1)
+    engine = open_peer(name, model, Bytes())
     for prompts in (PROMPTS, PROMPTS[1:2], RAGGED):
         expected = ours(model, prompts)
         assert engine.run(prompts, OUTPUT_LEN, kv_caching=True).ids == expected
@@ -97,7 +97,7 @@ def test_llama_cpp_makes_our_ids_from_divisors() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_peers_compute_in_the_dtype_of_the_model(name: str, dtype: torch.dtype) -> None:
     model = model_of().to(dtype)
-    run = open_peer(name, model, Bytes(), threads=1).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
+    run = open_peer(name, model, Bytes()).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
     assert [len(row) for row in run.ids] == [OUTPUT_LEN] * len(PROMPTS)
     if name == "transformers":
         held = len(PROMPTS[0]) + OUTPUT_LEN - 1
@@ -113,7 +113,7 @@ def test_llama_cpp_quantizes_the_weights_itself_and_says_so(
     pytest.importorskip("llama_cpp")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = tiny_model(tiny_args(**NATIVE, tied_head=tied_head), dtype=torch.float32)
-    engine = open_peer("llama.cpp", model, Bytes(), threads=1, quantize=quantize)
+    engine = open_peer("llama.cpp", model, Bytes(), quantize=quantize)
     assert engine.path.endswith(f", {name} weights, fp16 cache")
     assert [path.name for path in tmp_path.glob("*/*")] == [f"model-{name}.gguf"]  # that of the whole weights is gone
     layers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
@@ -128,7 +128,7 @@ def test_llama_cpp_in_int8_is_our_model_but_for_rounding() -> None:
     """Where the two largest logits, of the order of 10, are far apart, rounding to 8 bits does not swap them."""
     pytest.importorskip("llama_cpp")
     model = tiny_model(tiny_args(**NATIVE), dtype=torch.float32)
-    engine = open_peer("llama.cpp", model, Bytes(), threads=1, quantize="int8")
+    engine = open_peer("llama.cpp", model, Bytes(), quantize="int8")
     prompts = [[a, b, 7] for a in range(6) for b in range(6)]
     with torch.inference_mode():
         first, second = model(torch.tensor(prompts))[:, -1].topk(2).values.unbind(-1)
@@ -166,7 +166,7 @@ def test_transformers_tells_the_bytes_of_its_cache_and_of_its_logits(model: Tran
 
 def test_llama_cpp_tells_the_room_of_its_cache_and_hides_the_rest(model: Transformer) -> None:
     pytest.importorskip("llama_cpp")
-    run = LlamaCppEngine.of(model, Bytes(), threads=1).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
+    run = LlamaCppEngine.of(model, Bytes()).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
     assert run.cache_length is not None
     assert run.cache_length >= 7 + OUTPUT_LEN
     assert (run.cache_bytes, run.logits_bytes) == (None, None)
@@ -206,7 +206,7 @@ def test_the_file_of_llama_cpp_goes_with_its_engine(
 ) -> None:
     pytest.importorskip("llama_cpp")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    closed, dropped = (LlamaCppEngine.of(model, Bytes(), threads=1) for _ in range(2))
+    closed, dropped = (LlamaCppEngine.of(model, Bytes()) for _ in range(2))
     assert len(list(tmp_path.glob("*/model.gguf"))) == 2
     closed.close()
     closed.close()
@@ -240,7 +240,7 @@ def test_a_package_that_is_absent_is_named_with_its_remedy(
 
 def test_llama_cpp_is_not_run_without_its_cache(model: Transformer) -> None:
     pytest.importorskip("llama_cpp")
-    engine = LlamaCppEngine.of(model, Bytes(), threads=1)
+    engine = LlamaCppEngine.of(model, Bytes())
     with pytest.raises(ValueError, match=r"cannot run without its cache; use --engine transformers"):
         engine.run(PROMPTS, 1, kv_caching=False)
 
@@ -248,7 +248,7 @@ def test_llama_cpp_is_not_run_without_its_cache(model: Transformer) -> None:
 def test_llama_cpp_refuses_models_and_batches_that_it_cannot_take(model: Transformer) -> None:
     api = pytest.importorskip("llama_cpp")
     most = api.llama_max_parallel_sequences()
-    engine = LlamaCppEngine.of(model, Bytes(), threads=1)
+    engine = LlamaCppEngine.of(model, Bytes())
     with pytest.raises(ValueError, match=rf"{most + 1} rows are more than the {most} that llama\.cpp takes"):
         engine.run([[1]] * (most + 1), 1, kv_caching=True)
     with pytest.raises(ValueError, match=r"torch\.float64 cannot be written"):

@@ -18,11 +18,11 @@ import benchmark_inference as script
 from llama import cli
 from llama.bench import presets, single
 from llama.bench.cell import Cell
-from llama.bench.presets import Session, run_sweep, run_table, sweep_cells, table_cells
+from llama.bench.presets import Session, plan, run_session, sweep_cells, table_cells
 from llama.bench.run import aggregate, jobs, worker
-from llama.bench.run.directory import Book, new_book, resumed_book
+from llama.bench.run.directory import RunDirectory, new_run_directory, resumed_run_directory
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.run.progress import Progress
+from llama.bench.run.progress import progress_bar
 from llama.bench.schema import new_record, new_report
 from llama.bench.single import benchmark_inference
 
@@ -65,11 +65,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     return jobs_done_here
 
 
-def table(base: Cell, out: Path, *, minutes: float, resume: bool = False) -> Book:
+def table(base: Cell, out: Path, *, minutes: float, resume: bool = False) -> RunDirectory:
     report = new_report("table", table_cells(base, []), budget_minutes=minutes)
-    book = resumed_book(out, report) if resume else new_book(out, report)
-    run_table(Session(book, time.monotonic() + 60 * minutes, Progress()))
-    return book
+    directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
+    run_session(Session(directory, time.monotonic() + 60 * minutes, progress_bar()))
+    return directory
 
 
 def test_a_table_repeats_every_cell_in_turn_where_that_fits(base: Cell, here: Here, tmp_path: Path) -> None:
@@ -103,28 +103,30 @@ def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here
     assert [len(record["samples"]) for record in before["cells"]] == [1, 1, 0, 0]
 
     here.fail = lambda kind, cell: None  # type: ignore[method-assign]
-    book = table(base, tmp_path, minutes=0, resume=True)
-    assert book.folder == kept.parent
-    assert [len(record["samples"]) for record in book.report["cells"]] == [1, 1, 1, 1]
-    assert [record["samples"] for record in book.report["cells"][:2]] == [r["samples"] for r in before["cells"][:2]]
+    directory = table(base, tmp_path, minutes=0, resume=True)
+    assert directory.folder == kept.parent
+    assert [len(record["samples"]) for record in directory.report["cells"]] == [1, 1, 1, 1]
+    assert [record["samples"] for record in directory.report["cells"][:2]] == [
+        r["samples"] for r in before["cells"][:2]
+    ]
 
 
 def test_only_a_run_of_the_same_cells_is_resumed(base: Cell, tmp_path: Path) -> None:
-    new_book(tmp_path, new_report("table", table_cells(base, [])))
+    new_run_directory(tmp_path, new_report("table", table_cells(base, [])))
     other = new_report("table", table_cells(base.but(output_len=5), []))
     with pytest.raises(ValueError, match="nothing to resume"):
-        resumed_book(tmp_path, other)
-    assert resumed_book(tmp_path, new_report("table", table_cells(base, []))).report["preset"] == "table"
+        resumed_run_directory(tmp_path, other)
+    assert resumed_run_directory(tmp_path, new_report("table", table_cells(base, []))).report["preset"] == "table"
 
 
 def test_a_run_that_is_half_written_or_of_another_schema_is_passed_over(base: Cell, tmp_path: Path) -> None:
     plan = new_report("table", table_cells(base, []))
-    book, *others = (new_book(tmp_path, plan) for _ in range(5))
+    directory, *others = (new_run_directory(tmp_path, plan) for _ in range(5))
     kept = json.dumps(plan)
     contents = [kept[: len(kept) // 2], "[]", "null", json.dumps({**plan, "schema": "of next year"})]
     for other, content in zip(others, contents, strict=True):
         (other.folder / "results.json").write_text(content)
-    assert resumed_book(tmp_path, plan).folder == book.folder
+    assert resumed_run_directory(tmp_path, plan).folder == directory.folder
 
 
 def test_a_file_in_the_place_of_the_folder_of_results_is_an_error_and_not_a_name_that_is_taken(
@@ -132,11 +134,11 @@ def test_a_file_in_the_place_of_the_folder_of_results_is_an_error_and_not_a_name
 ) -> None:
     (tmp_path / "out").touch()
     with pytest.raises((FileExistsError, NotADirectoryError)):
-        new_book(tmp_path / "out", new_report("table", [base]))
+        new_run_directory(tmp_path / "out", new_report("table", [base]))
 
 
 def test_runs_of_one_day_do_not_overwrite_each_other(base: Cell, tmp_path: Path) -> None:
-    first, second = (new_book(tmp_path, new_report("table", [base])) for _ in range(2))
+    first, second = (new_run_directory(tmp_path, new_report("table", [base])) for _ in range(2))
     assert first.folder != second.folder
     assert first.folder.name.endswith("-tiny-table")
     assert second.folder.name == f"{first.folder.name}-2"
@@ -245,7 +247,7 @@ def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, here: H
 
 def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path) -> None:
     report = new_report("sweep", sweep_cells(base))
-    run_sweep(Session(new_book(tmp_path, report), time.monotonic(), Progress()))
+    run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), progress_bar()))
     sweep = report["sweep"]
     assert sweep is not None
     assert [entry["generated"] for entry in sweep["growth"]] == [2, 5]
@@ -260,7 +262,7 @@ def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path) ->
 
 def test_a_sweep_fits_its_steps_beside_what_the_bytes_predict(base: Cell, here: Here, tmp_path: Path) -> None:
     report = new_report("sweep", sweep_cells(base))
-    run_sweep(Session(new_book(tmp_path, report), time.monotonic(), Progress()))
+    run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), progress_bar()))
     assert report["sweep"] is not None
     cached = report["sweep"]["fits"][0]
     position = report["sweep"]["cache"][0]["predicted"] / 128  # bytes of one
@@ -274,7 +276,7 @@ def test_a_sweep_of_too_few_contexts_says_that_nothing_was_fitted(
 ) -> None:
     monkeypatch.setattr(presets, "CONTEXTS", [4, 8])
     report = new_report("sweep", sweep_cells(base))
-    run_sweep(Session(new_book(tmp_path, report), time.monotonic(), Progress()))
+    run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), progress_bar()))
     assert report["sweep"] is not None
     assert report["sweep"]["fits"] == []
     assert "How the time grows was not fitted: a line takes 3 contexts, and there are 2." in report["reading"]
@@ -365,32 +367,23 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_bar_tells_what_is_left_and_a_late_piece_pushes_back_what_comes_after(
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_bar_names_the_job_counts_expected_seconds_and_leaves_nothing_behind(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    terminal, now = Terminal(), 1000.0
+    terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-
-    def left() -> str:
-        progress.tick()
-        return re.findall(r"about (\S+) left", terminal.getvalue())[-1]
-
-    progress = Progress()
-    progress.plan(200)
-    progress.begin("the first piece", 60)
-    assert "the first piece" in terminal.getvalue()
-    assert left() == "3:20"
-    now += 60
-    assert left() == "2:20"
-    now += 30  # the piece should have ended half a minute ago
-    assert [left(), left()] == ["2:20", "2:20"]
-    progress.begin("the second piece", 10)
-    now += 10
-    assert left() == "2:10"
-    progress.plan(5)
-    assert left() == "0:05"
-    progress.close()
+    report = new_report("table", table_cells(base, []))
+    session = Session(new_run_directory(tmp_path, report), time.monotonic() + 3600, progress_bar())
+    session.expected["a job"] = 30.0
+    session.do("a job", "machine", base)
+    assert session.progress.n == 30.0
+    assert session.expected["a job"] < 30.0  # from now on what it really took
+    session.expected |= {cell.name: 10.0 for cell in session.cells}
+    assert plan(session) == 10.0 * len(session.cells) * REPETITIONS
+    assert session.progress.total == 30.0 + plan(session)
+    session.progress.refresh()
+    assert re.search(r"a job.* left", terminal.getvalue())
+    session.progress.close()
     last = terminal.getvalue().removesuffix("\r").rpartition("\r")[2]
     assert (len(last) > 30, last.strip()) == (True, "")  # blanks over the bar: nothing of it stays on the screen
 

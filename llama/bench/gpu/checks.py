@@ -1,87 +1,120 @@
-"""Holds every fast path beside the plain one, before anything is timed."""
+"""Holds every kernel and every fast path of a GPU beside its plain twin, which defines what is right. Times nothing."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.bench.gpu.rows import Check
-from llama.bench.gpu.run import (
-    SMALL,
-    WORDS,
-    Run,
-    cache_words,
-    fast_step,
-    in_one_line,
-    prompts_of,
-    random_model,
-    settle,
-    stepping,
-)
-from llama.bench.gpu.times import filled_buffers, one_step
-from llama.exact import slowdown
+from llama.bench.cell import Cell
+from llama.bench.gpu.kernels import filled_buffers, model_for, one_step, uneven_model
 from llama.fast.graph_ops import PYTORCH, GraphOps
-from llama.fast.graph_runner import GraphRunner
+from llama.fast.graph_runner import GraphRunner, find_ops
 from llama.model import Transformer
 
 logger = logging.getLogger(__name__)
 
 # What ids are compared on: no size is a multiple of a kernel's tile, and three queries share a key.
-ODD = ModelArgs(dim=132, n_heads=6, n_kv_heads=2, head_dim=24, ffn_dim=200, vocab_size=1003, **SMALL)
-KERNELS = ("qkv", "attend_project", "gate", "project", "head", "advance")
+ODD = ModelArgs(
+    dim=132, n_heads=6, n_kv_heads=2, head_dim=24, ffn_dim=200, vocab_size=1003, n_layers=2, max_seq_len=2048,
+    tied_head=True,
+)  # fmt: skip
 ROWS = (1, 3, 17)  # one row, several, and more than the kernels take
 # How far a kernel may be from float64, in norm. float32 sums of 10,000 terms are off by some 1e-6; a bf16 result is
 # rounded by 2e-3, and what it is made of once or twice before.
-KERNEL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-# How far log-probabilities may be apart: of logits of about 4, which 16 layers in bf16 move by some hundredths.
-LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+KERNEL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+# How far log-probabilities may be apart: of logits of up to 4, which 16 layers in bf16 move by some hundredths.
+LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
+
+Outcome = tuple[bool, str]  # whether it passed, and what was seen
 
 
-def checks(run: Run) -> None:
-    """Hold every fast path beside the plain one."""
-    odd = random_model(ODD, torch.float32, run.device)
+class Check(TypedDict):
+    """A kernel or a path beside its plain twin. `passed` is None where it was not run; `detail` says what was seen."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+def run_checks(cell: Cell) -> dict[str, Any]:
+    """Check whole paths on small models, if the cell is in fp32, and all that its own model runs on, in its dtype.
+
+    A check that raises has failed, and those after it are still run.
+    """
+    device = torch.device(cell.device)
+    checks = check_ids(device) if cell.dtype == "fp32" else []
+    return {"checks": checks + check_model(cell, model_for(cell))}
+
+
+def check_ids(device: torch.device) -> list[Check]:
+    """Check that every way to generate gives the ids of the plain path without the cache, also of ragged rows."""
+    odd, checks = uneven_model(ODD, torch.float32, device), []
     for rows in ROWS:
         without = greedy(odd, None, rows, kv_caching=False)
         for way, kv_caching in (("plain", True), ("fast", True), ("fast", False)):
-            step = fast_step(run.ops, run.device) if way == "fast" else None
+            step = fast_step(find_ops(odd), device) if way == "fast" else None
             name = f"greedy ids in fp32, batch {rows}, ragged: {way}, {cache_words(kv_caching)}"
-            tried(run, name, partial(same_ids, odd, step, rows, kv_caching, without))
-    of_model(run, run.model)
-    for dtype in WORDS:
-        if dtype != run.dtype:
-            of_model(run, random_model(run.args, dtype, run.device))
-            settle(run.device)
+            checks.append(tried(name, partial(same_ids, odd, step, rows, kv_caching, without)))
+    return checks
 
 
-def of_model(run: Run, model: Transformer) -> None:
-    """Check what is timed, in the model's dtype."""
-    where = f"{run.options.model} in {WORDS[model.norm.weight.dtype]}"
-    if run.ops == PYTORCH:
-        why = "no fused kernels here: PyTorch's own run instead"
-        run.report.checks += [Check(f"{what}, {where}", None, why) for what in ("each kernel", "fused logits")]
-    else:
-        tried(run, f"each kernel, {where}", partial(each_kernel, model, run.ops, run.options.input_len))
-        tried(run, f"fused logits, {where}", partial(fused_logits, model, run.ops))
-    tried(run, f"log-probabilities by graphs, {where}", partial(logprobs_agree, model, run))
-    tried(run, f"exact mode, {where}", partial(exact_mode, model))
+def check_model(cell: Cell, model: Transformer) -> list[Check]:
+    """Check the kernels, the fast step and exact mode at the sizes of a model."""
+    where, ops = f"{cell.model} in {cell.dtype}", find_ops(model)
+    claims: dict[str, Callable[[], Outcome]] = {
+        "each kernel": partial(each_kernel, model, ops, cell.input_len),
+        "fused logits": partial(fused_logits, model, ops),
+        "log-probabilities by graphs": partial(logprobs_agree, model, ops, cell),
+        "exact mode": partial(exact_mode, model),
+    }
+    why = "no fused kernels here: PyTorch's own run instead"
+    return [
+        Check(name=f"{what}, {where}", passed=None, detail=why)
+        if ops == PYTORCH and what in ("each kernel", "fused logits")
+        else tried(f"{what}, {where}", claim)
+        for what, claim in claims.items()
+    ]
 
 
-def tried(run: Run, name: str, claim: Callable[[], tuple[bool, str]]) -> None:
-    """Note what comes of a check: one that raises has failed, and those after it are still run."""
+def tried(name: str, claim: Callable[[], Outcome]) -> Check:
     try:
-        found = claim() if run.left > 0 else (None, "out of time")
+        passed, detail = claim()
     except Exception as error:  # whatever a kernel, its compiler or a driver may raise
         logger.warning("%s", name, exc_info=True)
-        found = False, in_one_line(error)
-    run.report.checks.append(Check(name, *found))
+        passed, detail = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return Check(name=name, passed=passed, detail=detail)
+
+
+def fast_step(ops: GraphOps, device: torch.device) -> GraphRunner:
+    """Return the step that `llama.fast.choose` gives a model on a GPU; on a CPU the same steps, unrecorded."""
+    return GraphRunner(ops, backend="inductor" if device.type == "cuda" else None)
+
+
+@contextmanager
+def stepping(model: Transformer, step: GraphRunner | None) -> Iterator[None]:
+    model.runner = step
+    try:
+        yield
+    finally:
+        model.runner = None
+
+
+def prompts_of(args: ModelArgs, lengths: Sequence[int]) -> list[list[int]]:
+    stream = torch.Generator().manual_seed(0)
+    return [torch.randint(args.vocab_size, (length,), generator=stream).tolist() for length in lengths]
+
+
+def cache_words(kv_caching: bool) -> str:
+    return "with the cache" if kv_caching else "without the cache"
 
 
 @torch.inference_mode()
-def each_kernel(model: Transformer, ops: GraphOps, length: int) -> tuple[bool, str]:
+def each_kernel(model: Transformer, ops: GraphOps, length: int) -> Outcome:
     """Compare the kernels of whole steps with their twins in float64, at ragged positions, nan past them."""
     worst: dict[str, float] = {}
     for rows in (1, min(8, ops.most_rows or 8)):
@@ -113,7 +146,7 @@ def beside_twins(ops: GraphOps, worst: dict[str, float]) -> GraphOps:
 
         return call
 
-    return ops._replace(**{name: noting(name) for name in KERNELS})  # type: ignore[arg-type]
+    return ops._replace(**{name: noting(name) for name in ops._fields if callable(getattr(ops, name))})  # type: ignore[arg-type]
 
 
 def widened(given: Any) -> Any:
@@ -131,21 +164,21 @@ def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
     return float((ours - theirs).norm() / (theirs - before).norm().clamp(min=1e-30))
 
 
-def fused_logits(model: Transformer, ops: GraphOps) -> tuple[bool, str]:
+def fused_logits(model: Transformer, ops: GraphOps) -> Outcome:
     GraphRunner(ops).check(model)  # raises Unsupported
     return True, "as near to the modules' as the fast step asks for"
 
 
-def logprobs_agree(model: Transformer, run: Run) -> tuple[bool, str]:
+def logprobs_agree(model: Transformer, ops: GraphOps, cell: Cell) -> Outcome:
     """Compare log-probabilities of greedy generations up to where their ids part; in float32 they may not part."""
     words, right = [], True
     for kv_caching in (True, False):
         made = []
-        for step in (None, fast_step(run.ops, run.device)):
+        for step in (None, fast_step(ops, model.device)):
             with stepping(model, step):
-                prompts = prompts_of(run.args, [run.options.input_len])
+                prompts = prompts_of(model.args, [cell.input_len])
                 ids, logprobs = model.generate_tokens(
-                    prompts, run.options.output_len, temperature=0.0, logprobs=True, kv_caching=kv_caching
+                    prompts, cell.output_len, temperature=0.0, logprobs=True, kv_caching=kv_caching
                 )
             assert logprobs is not None
             made.append((ids[0], torch.tensor(logprobs[0])))
@@ -159,14 +192,13 @@ def logprobs_agree(model: Transformer, run: Run) -> tuple[bool, str]:
     return right, "; ".join(words)
 
 
-def exact_mode(model: Transformer) -> tuple[bool, str]:
+def exact_mode(model: Transformer) -> Outcome:
     try:
         model.exact = True  # compares the model with itself; ValueError says where a bit differs
     except ValueError as difference:
         return False, str(difference)
     model.exact = False
-    prompt, step = slowdown(model)
-    return True, f"same bits however they are computed; a prompt takes {prompt:.1f} times as long, a step {step:.1f}"
+    return True, "same bits however they are computed"
 
 
 def greedy(model: Transformer, step: GraphRunner | None, rows: int, *, kv_caching: bool) -> list[list[int]]:
@@ -177,7 +209,7 @@ def greedy(model: Transformer, step: GraphRunner | None, rows: int, *, kv_cachin
 
 def same_ids(
     model: Transformer, step: GraphRunner | None, rows: int, kv_caching: bool, wanted: list[list[int]]
-) -> tuple[bool, str]:
+) -> Outcome:
     made = greedy(model, step, rows, kv_caching=kv_caching)
     pairs = [pair for ours, theirs in zip(made, wanted, strict=True) for pair in zip(ours, theirs, strict=True)]
     same = sum(ours == theirs for ours, theirs in pairs)

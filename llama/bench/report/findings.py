@@ -11,20 +11,18 @@ from typing import Literal
 
 from llama.bench.report.tables import fit_name, pairs, path_words, slope_words, stands_apart
 from llama.bench.schema import CellRecord, Crossover, Fit, Growth, Limits, Report, Sample, StepTimes
-from llama.bench.statistics import spread
+from llama.bench.statistics import percentiles
 from llama.costs import size
 
 LEAST_LENGTHS = 3  # that a straight line takes: it goes through any two
 
-Pair = tuple[CellRecord, CellRecord]  # the same cell with the cache on, and off
 
-
-def read(report: Report) -> list[str]:
+def findings(report: Report) -> list[str]:
     """Return what a reader should take from a report, in sentences."""
     ours = [pair for pair in pairs(report) if pair[0]["cell"]["engine"] == "llama"]
     last = {pair[0]["path"]: pair for pair in ours}  # of each path, because no two of them are held together
     return [
-        *(sentence for pair in last.values() for sentence in [*_time([pair]), *_memory([pair])]),
+        *(sentence for on, off in last.values() for sentence in [_time(on, off), *_memory(on, off)]),
         *_crossover(report["crossovers"]),
         *_same_text(report),
         *_growth(report),
@@ -32,33 +30,27 @@ def read(report: Report) -> list[str]:
     ]
 
 
-def _time(last: Sequence[Pair]) -> list[str]:
-    sentences = []
-    for on, off in last:
-        assert on["summary"] is not None
-        assert off["summary"] is not None
-        seconds = on["summary"]["seconds"]["median"], off["summary"]["seconds"]["median"]
-        sentence = (
-            f"At batch {on['cell']['batch_size']}{_on_path(on)} the cache turns {seconds[1]:.2f} s into "
-            f"{seconds[0]:.2f} s, {times_less(seconds[1] / seconds[0])} time"
+def _time(on: CellRecord, off: CellRecord) -> str:
+    assert on["summary"] is not None
+    assert off["summary"] is not None
+    seconds = on["summary"]["seconds"]["median"], off["summary"]["seconds"]["median"]
+    path = f", on the {path_words(on['path'])}," if stands_apart(on) else ""
+    sentence = (
+        f"At batch {on['cell']['batch_size']}{path} the cache turns {seconds[1]:.2f} s into {seconds[0]:.2f} s, "
+        f"{times_less(seconds[1] / seconds[0])} time"
+    )
+    if on["work"] and off["work"]:
+        sentence += f" for {off['work']['token_forwards'] / on['work']['token_forwards']:.1f}x fewer tokens fed"
+    if on["limits"] and off["limits"]:
+        sentence += (
+            f"; a step with it is bound by {on['limits']['bound_by']} ({_shares(on['limits'])}), "
+            f"one without by {off['limits']['bound_by']} ({_shares(off['limits'])})"
         )
-        if on["work"] and off["work"]:
-            sentence += f" for {off['work']['token_forwards'] / on['work']['token_forwards']:.1f}x fewer tokens fed"
-        if on["limits"] and off["limits"]:
-            sentence += (
-                f"; a step with it is bound by {on['limits']['bound_by']} ({_shares(on['limits'])}), "
-                f"one without by {off['limits']['bound_by']} ({_shares(off['limits'])})"
-            )
-        sentences.append(sentence + ".")
-    return sentences
-
-
-def _on_path(record: CellRecord) -> str:
-    return f", on the {path_words(record['path'])}," if stands_apart(record) else ""
+    return sentence + "."
 
 
 def times_less(factor: float) -> str:
-    """Return a factor of time saved in words, whichever way it goes."""
+    """Return the text of a factor of time saved, whichever way it goes."""
     return f"{factor:.1f}x less" if factor >= 1 else f"{1 / factor:.1f}x more"
 
 
@@ -67,23 +59,18 @@ def _shares(limits: Limits) -> str:
     return f"{shares[0]:.0%} of this machine's bandwidth, {shares[1]:.0%} of its arithmetic"
 
 
-def _memory(last: Sequence[Pair]) -> list[str]:
-    sentences = []
-    for on, off in last:
-        ledgers = [record["ledger"] for record in (on, off) if record["ledger"] is not None]
-        if len(ledgers) < 2 or on["cache_bytes"] is None:
-            continue
-        peaks = [ledger["measured_peak"] or ledger["predicted_peak"] for ledger in ledgers]
-        more = "more" if peaks[0] >= peaks[1] else "less"
-        sentence = (
-            f"There the cache holds {size(on['cache_bytes'])}, and the tensors' peak is {size(peaks[0])} with it and "
-            f"{size(peaks[1])} without: {size(abs(peaks[0] - peaks[1]))} {more}"
-        )
-        if on["cell"]["logits"] == "all":
-            logits = next(line["predicted"] for line in ledgers[1]["lines"] if line["name"] == "logits")
-            sentence += f"; what makes the difference is not the cache but the logits of all positions, {size(logits)}"
-        sentences.append(sentence + ".")
-    return sentences
+def _memory(on: CellRecord, off: CellRecord) -> list[str]:
+    if on["ledger"] is None or off["ledger"] is None or on["cache_bytes"] is None:
+        return []
+    peaks = [ledger["measured_peak"] or ledger["predicted_peak"] for ledger in (on["ledger"], off["ledger"])]
+    sentence = (
+        f"There the cache holds {size(on['cache_bytes'])}, and the tensors' peak is {size(peaks[0])} with it and "
+        f"{size(peaks[1])} without: {size(abs(peaks[0] - peaks[1]))} {'more' if peaks[0] >= peaks[1] else 'less'}"
+    )
+    if on["cell"]["logits"] == "all":
+        logits = next(line["predicted"] for line in off["ledger"]["lines"] if line["name"] == "logits")
+        sentence += f"; what makes the difference is not the cache but the logits of all positions, {size(logits)}"
+    return [sentence + "."]
 
 
 def _crossover(crossovers: Sequence[Crossover]) -> list[str]:
@@ -134,7 +121,7 @@ def _fits(report: Report) -> list[str]:
 
 
 def fit_words(fit: Fit) -> str:
-    """Return a fitted line in words, and beside it the slope that the bytes of the cache predict."""
+    """Return the sentence about a fitted line, and beside it the slope that the bytes of the cache predict."""
     line = f"{fit['base'] * 1e3:.2f} ms + {slope_words(fit['slope'])} us per 1000 tokens of context"
     words = f"{fit_name(fit).capitalize()} takes {line} (R^2 {fit['r_squared']:.3f}, {fit['lengths']} contexts)"
     predicted = fit["predicted_slope"]
@@ -146,20 +133,14 @@ def fit_words(fit: Fit) -> str:
 
 def growth(on: CellRecord, off: CellRecord, lengths: Sequence[int]) -> list[Growth]:
     """Return the speed-up of the first so many tokens: a longer generation begins with exactly the shorter one."""
-    entries: list[Growth] = []
-    for generated in lengths:
-        if generated > on["cell"]["output_len"]:
-            continue
-        cached, uncached = (spread([_until(sample, generated) for sample in cell["samples"]]) for cell in (on, off))
-        entries.append(
-            {
-                "generated": generated,
-                "cached_seconds": cached,
-                "uncached_seconds": uncached,
-                "speedup": uncached["median"] / cached["median"],
-            }
+    found: list[Growth] = []
+    for generated in (length for length in lengths if length <= on["cell"]["output_len"]):
+        cached, uncached = (percentiles([_until(one, generated) for one in cell["samples"]]) for cell in (on, off))
+        speedup = uncached["median"] / cached["median"]
+        found.append(
+            {"generated": generated, "cached_seconds": cached, "uncached_seconds": uncached, "speedup": speedup}
         )
-    return entries
+    return found
 
 
 def _until(sample: Sample, generated: int) -> float:

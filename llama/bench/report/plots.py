@@ -7,7 +7,7 @@ colour-blind eyes (https://jfly.uni-koeln.de/color/).
 import io
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import matplotlib
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from llama.bench.report.tables import fit_name, groups, on_or_off, pairs, slope_words, stands_apart
+from llama.bench.report.tables import fit_name, groups, least_to_most, on_or_off, pairs, slope_words, stands_apart
 from llama.bench.schema import CellRecord, Crossover, Fit, Report, Spread, StepTimes, Sweep
 from llama.costs import MB, size
 
@@ -29,17 +29,30 @@ _REST_NAME = "beyond the ledger"
 _INK, _FAINT, _GRID = "#1F2933", "#5B6875", "#E3E7EC"
 _WIDTH = 9.0  # inches; at 100 dots an inch what a page of 900 px shows
 _LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 10, "color": _INK}
-_CAPS: dict[str, Any] = {"capsize": 4, "ecolor": _INK, "error_kw": {"lw": 1.2}}
-_EDGE: dict[str, Any] = {"edgecolor": "#5B6875", "lw": 0.6}
+_EDGE: dict[str, Any] = {"edgecolor": _FAINT, "lw": 0.6}
+_STYLE: dict[Any, Any] = {
+    **{f"axes.spines.{side}": False for side in ("top", "right")},
+    **{"axes.edgecolor": _FAINT, "axes.labelcolor": _INK, "axes.labelsize": 11, "axes.titlesize": 11},
+    **{"axes.titlecolor": _INK, "xtick.color": _INK, "ytick.color": _INK},
+    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": _GRID, "grid.linewidth": 0.8},
+    **{"legend.facecolor": "white", "legend.edgecolor": "none", "legend.framealpha": 0.9, "legend.fontsize": 10},
+}
 
 
 def figures(report: Report) -> dict[str, Figure]:
     """Return the pictures that the report has figures for, by name, in reading order."""
     sweep = report["sweep"]
-    if sweep is not None:
-        drawn = {name: draw(sweep) for name, draw in _SWEEP.items()}
-    else:
-        drawn = {name: draw(report) for name, draw in _TABLE.items()}
+    with matplotlib.rc_context(_STYLE):
+        if sweep is not None:
+            drawn = {
+                "speedup": _speedup(sweep),
+                "cache": _cache(sweep),
+                "context": _context(sweep),
+                "batch": _batch(sweep),
+            }
+        else:
+            drawn = {"time": _time(report), "memory": _memory(report), "steps": _steps(report)}
+            drawn["crossover"] = _crossover(report["crossovers"], _job(report, lengths=False))
     return {name: _settled(figure) for name, figure in drawn.items() if figure is not None}
 
 
@@ -64,6 +77,11 @@ def as_svg(figure: Figure) -> str:
     return out.getvalue()
 
 
+def heading(figure: Figure) -> str:
+    """Return the heading over the picture, which says what it shows."""
+    return " ".join(figure.texts[0].get_text().split())
+
+
 def as_png(figure: Figure) -> bytes:
     """Return the picture as PNG, 1350 px wide; the same picture gives the same bytes."""
     out = io.BytesIO()
@@ -77,7 +95,9 @@ def _time(report: Report) -> Figure | None:
     if not grouped:
         return None
     crowded, upright = len(grouped) > 5, len(grouped) > 9  # upright: words that would run into each other
-    figure, (ax,) = _figure(_time_title(report), _job(report), below_axis=2.0 if upright else 0.0)
+    figure, (ax,) = _figure(
+        "Time of the whole job, with the cache and without", _job(report), below_axis=2.0 if upright else 0.0
+    )
     for place, group in enumerate(grouped):
         for record, side in zip(group, _sides(len(group)), strict=True):
             _draw_bar(ax, place + side, record, fontsize=8 if crowded else 10, upright=upright)
@@ -102,17 +122,6 @@ def _time(report: Report) -> Figure | None:
     return figure
 
 
-def _time_title(report: Report) -> str:
-    plain = [pair for pair in pairs(report) if pair[0]["cell"]["engine"] == "llama" and not stands_apart(pair[0])]
-    factors = [_median(off) / _median(on) for on, off in plain or pairs(report)]
-    if not factors:
-        return "Time of the whole job"
-    low, high = f"{min(factors):.1f}", f"{max(factors):.1f}"
-    if min(factors) < 1:
-        return f"With the cache the same job is {low if low == high else f'{low} to {high}'} times as fast"
-    return f"With the cache the same job takes {low if low == high else f'{low} to {high}'} times less time"
-
-
 def _sides(count: int) -> list[float]:
     """Return where so many bars of a group stand around its middle."""
     return [0.4 * (i - (count - 1) / 2) for i in range(count)]
@@ -120,7 +129,15 @@ def _sides(count: int) -> list[float]:
 
 def _draw_bar(ax: Axes, place: float, record: CellRecord, *, fontsize: float, upright: bool) -> None:
     seconds = _seconds(record)
-    ax.bar(place, seconds["median"], 0.36, color=COLORS[record["cell"]["kv_caching"]], yerr=_bars([seconds]), **_CAPS)
+    ax.bar(
+        place,
+        seconds["median"],
+        0.36,
+        color=COLORS[record["cell"]["kv_caching"]],
+        yerr=_bars([seconds]),
+        capsize=4,
+        ecolor=_INK,
+    )
     look = _LABEL | {"fontsize": fontsize, "rotation": 90 if upright else 0}
     ax.annotate(f"{seconds['median']:.3g} s", (place, seconds["p90"]), (0, 4), **look)
 
@@ -143,7 +160,7 @@ def _memory(report: Report) -> Figure | None:
         return None
     places = [2.5 * place + 2.5 * side for place, group in enumerate(grouped) for side in _sides(len(group))]
     records = [record for group in grouped for record in group]
-    figure, (ax,) = _figure(_memory_title(records), _job(report))
+    figure, (ax,) = _figure("What the memory is made of at its peak, with the cache on and off", _job(report))
     tops = _draw_stacks(ax, places, records)
     for place, record, top in zip(places, records, tops, strict=True):
         peak = _peak(record)
@@ -197,21 +214,12 @@ def _peak(record: CellRecord) -> float | None:
     return None if summary is None or summary["peak_bytes"] is None else summary["peak_bytes"]["median"]
 
 
-def _memory_title(records: Sequence[CellRecord]) -> str:
-    caches = [(record["cache_bytes"], _peak(record)) for record in records if record["cell"]["kv_caching"]]
-    shares = [held / peak for held, peak in caches if held is not None and peak]
-    if not shares:
-        return "What the memory is made of at its peak"
-    low, high = (f"{share:.0%}" if share >= 0.01 else f"{share:.2%}" for share in (min(shares), max(shares)))
-    return f"The KV cache takes {low if low == high else f'{low} to {high}'} of the peak memory"
-
-
 def _steps(report: Report) -> Figure | None:
     """Draw the time of every step along the generation, a panel per pair of cells."""
     both = [pair for pair in pairs(report) if all(_step_medians(record) for record in pair)]
     if not both:
         return None
-    on, off = (_range([_growth(_step_medians(pair[side])) for pair in both]) for side in (0, 1))
+    on, off = (least_to_most([_growth(_step_medians(pair[side])) for pair in both], ".2f", "x") for side in (0, 1))
     heading = f"Without the cache a step grows {off} along the generation, with it {on}"
     below = f"{_job(report)}; growth: last quarter over first"
     figure, axes = _figure(
@@ -221,7 +229,7 @@ def _steps(report: Report) -> Figure | None:
         for record in pair:
             _draw_steps(ax, record)
         ax.set_yscale("log")
-        ax.set_title(_group_name(pair[0], both).replace("\n", ", "), fontsize=11, color=_INK)
+        ax.set_title(_group_name(pair[0], both).replace("\n", ", "))
         ax.set(xlabel="output token")
     _name_log_y(axes, "time of the step, ms (log scale)")
     _mode_legend(figure, loc="outside lower center", ncols=2)
@@ -249,23 +257,17 @@ def _growth(times: Sequence[float]) -> float:
     return statistics.median(times[-quarter:]) / statistics.median(times[:quarter])
 
 
-def _range(factors: Sequence[float]) -> str:
-    low, high = f"{min(factors):.2f}x", f"{max(factors):.2f}x"
-    return low if low == high else f"{low} to {high}"
-
-
-def _crossover(report: Report) -> Figure | None:
+def _crossover(measured: Sequence[Crossover], job: str) -> Figure | None:
     """Draw the time of a step against the context in both modes, a panel per batch size, and where they cross."""
-    crossovers = [one for one in report["crossovers"] if one["steps"]]
+    crossovers = [one for one in measured if one["steps"]]
     if not crossovers:
         return None
     counted = _counted(step["seconds"] for one in crossovers for step in one["steps"])
-    below = f"{_job(report, lengths=False)}; {counted}"
-    figure, axes = _figure(_crossover_title(crossovers), below, panels=len(crossovers), share=True)
+    figure, axes = _figure(_crossover_title(crossovers), f"{job}; {counted}", panels=len(crossovers), share=True)
     for ax, one in zip(axes, crossovers, strict=True):
         _draw_contexts(ax, one["steps"])
         _mark_crossover(ax, one)
-        ax.set_title(f"batch {one['batch_size']}", fontsize=11, color=_INK)
+        ax.set_title(f"batch {one['batch_size']}")
         ax.set(xlabel="context, tokens (log scale)")
     _name_log_y(axes, "time of a step, ms (log scale)")
     _mode_legend(figure, loc="outside lower center", ncols=2)
@@ -276,11 +278,9 @@ def _crossover_title(crossovers: Sequence[Crossover]) -> str:
     found = [one["context"] for one in crossovers if one["context"] is not None]
     if not found:
         return "The cache does not pay at any context that was tried"
-    said = f"{min(found)}" if min(found) == max(found) else f"{min(found)} to {max(found)}"
     never = [str(one["batch_size"]) for one in crossovers if one["context"] is None]
-    return f"The cache pays from a context of {said} tokens on" + (
-        f", not at batch {', '.join(never)}" if never else ""
-    )
+    but = f", not at batch {', '.join(never)}" if never else ""
+    return f"The cache pays from a context of {least_to_most(found)} tokens on{but}"
 
 
 def _mark_crossover(ax: Axes, crossover: Crossover) -> None:
@@ -332,7 +332,7 @@ def _speedup(sweep: Sweep) -> Figure | None:
         ax.set_xscale("log")
         _ticks_at(ax, lengths)
         ax.set(xlabel="generated tokens (log scale)")
-    _legend(left, loc="upper left")
+    left.legend(loc="upper left")
     return figure
 
 
@@ -362,7 +362,7 @@ def _cache(sweep: Sweep) -> Figure | None:
     ax.yaxis.set_major_locator(LogLocator(base=4))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(int(value))))
-    _legend(ax, loc="upper left")
+    ax.legend(loc="upper left")
     return figure
 
 
@@ -380,7 +380,7 @@ def _context(sweep: Sweep) -> Figure | None:
         _draw_fit(ax, fit, sorted({one["context"] for one in steps}))
     ax.set(xlabel="context, tokens (log scale)", ylabel="time per token, ms (log scale)")
     _log_axis(ax.yaxis)
-    _legend(ax, loc="upper left")
+    ax.legend(loc="upper left")
     return figure
 
 
@@ -413,7 +413,7 @@ def _batch(sweep: Sweep) -> Figure | None:
     ax.margins(y=0.15)
     _ticks_at(ax, sorted({one["batch_size"] for one in steps}))
     _log_axis(ax.yaxis)
-    _legend(ax, loc="best")
+    ax.legend(loc="best")
     return figure
 
 
@@ -457,19 +457,7 @@ def _figure(
     axes = list(grid.flat)
     for ax in axes[panels:]:
         ax.remove()
-    for ax in axes[:panels]:
-        _dress(ax)
     return figure, axes[:panels]
-
-
-def _dress(ax: Axes) -> None:
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color(_FAINT)
-    ax.tick_params(colors=_INK, labelsize=10)
-    ax.xaxis.label.set(fontsize=11, color=_INK)
-    ax.yaxis.label.set(fontsize=11, color=_INK)
-    ax.grid(axis="y", which="major", color=_GRID, lw=0.8)
-    ax.set_axisbelow(True)
 
 
 def _line(ax: Axes, places: Sequence[float], spreads: Sequence[Spread], kv_caching: bool) -> None:
@@ -516,9 +504,9 @@ def _job(report: Report, *, lengths: bool = True) -> str:
 
 
 def _counted(spreads: Iterable[Spread]) -> str:
-    counts = sorted({one["n"] for one in spreads})
-    count = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"n = {count}" if counts[-1] == 1 else f"medians, bars from p10 to p90, n = {count}"
+    counts = {one["n"] for one in spreads}
+    bars = "" if max(counts) == 1 else "medians, bars from p10 to p90, "
+    return f"{bars}n = {least_to_most(counts)}"
 
 
 def _literal(text: str) -> str:
@@ -555,23 +543,5 @@ def _name_log_y(axes: Sequence[Axes], label: str) -> None:
         ax.set_ylabel(label)
 
 
-def _legend(ax: Axes | Figure, **where: Any) -> None:
-    ax.legend(**where, frameon=True, facecolor="white", edgecolor="none", framealpha=0.9, fontsize=10)
-
-
 def _mode_legend(ax: Axes | Figure, **where: Any) -> None:
-    _legend(ax, handles=[Patch(color=COLORS[mode], label=MODES[mode]) for mode in (True, False)], **where)
-
-
-_TABLE: dict[str, Callable[[Report], Figure | None]] = {
-    "time": _time,
-    "memory": _memory,
-    "steps": _steps,
-    "crossover": _crossover,
-}
-_SWEEP: dict[str, Callable[[Sweep], Figure | None]] = {
-    "speedup": _speedup,
-    "cache": _cache,
-    "context": _context,
-    "batch": _batch,
-}
+    ax.legend(handles=[Patch(color=COLORS[mode], label=MODES[mode]) for mode in (True, False)], **where)

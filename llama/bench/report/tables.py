@@ -3,15 +3,14 @@
 Knows nothing of Markdown, HTML or how anything was measured. MB is 2^20 bytes.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llama.bench.cell import Cell
 from llama.bench.schema import (
     CellRecord,
     Comparison,
-    Crossover,
     Fit,
     Line,
     Point,
@@ -55,29 +54,56 @@ DEFINITIONS = (
 
 # What two cells must share before one is held against the other.
 _SAME = ("batch_size", "input_len", "output_len", "model", "quantize", "logits", "device", "dtype", "threads", "text")
-_MAY_VARY = (
-    "engine",
-    "fast",
-    "quantize",
-    "kv_cache",
-    "logits",
-    "dtype",
-    "device",
-    "threads",
-    "input_len",
-    "output_len",
-    "model",
-)
 
 
 @dataclass(frozen=True)
-class Grid:
+class Section:
+    """A part of a report: tables, and lists of lines, in reading order; `pictures` are the names of its plots.
+
+    One with a `parent` is a part of that section, which holds many alike.
+    """
+
+    name: str
+    parts: Sequence["Table | Sequence[str]"]
+    pictures: Sequence[str] = ()
+    parent: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
     """A table of words: the first column names the row. `notes` stand under it."""
 
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
+
+
+def sections(report: Report) -> list[Section]:
+    """Return the whole report behind its head, in reading order; what was not measured has no parts."""
+    sweep, validity, cells = report["sweep"], validity_table(report), "Memory, work and text of each cell"
+    found = [
+        Section("The sweep", sweep_tables(sweep) if sweep else [], ("speedup", "cache", "context", "batch")),
+        Section("The table", result_tables(report)),
+        Section("Time and memory", [], ("time", "memory", "steps")),
+        Section("Where the cache begins to pay", crossover_tables(report), ("crossover",)),
+        *(Section(label(record), cell_parts(record), parent=cells) for record in report["cells"]),
+        Section("Validity", [validity] if validity else []),
+        Section("Are the texts the same?", [[comparison_line(one) for one in report["comparisons"]]]),
+        Section("Where and how", [environment_table(report)]),
+        Section("What the words mean", [[f"{name}: {meaning}" for name, meaning in DEFINITIONS]]),
+    ]
+    return [replace(one, parts=[part for part in one.parts if part]) for one in found]
+
+
+def cell_parts(record: CellRecord) -> list[Table | Sequence[str]]:
+    """Return what is known of one cell alone: its memory, its work, its validity and its text."""
+    if record["summary"] is None:
+        return [[fate(record)]]
+    points = [f"{point_mark(point)}: {point_words(point)}" for point in record["points"]]
+    text = [f"text of the first row: {record['text']!a}"]
+    ledger = ledger_table(record) or [f"Memory ledger: {NOT_MEASURED}"]
+    return [ledger, work_lines(record), points, record["notes"] + text]
 
 
 def megabytes(nbytes: int | float | None, missing: str = NOT_MEASURED) -> str:
@@ -124,7 +150,7 @@ def stands_apart(record: CellRecord) -> bool:
 
 
 def path_words(path: str) -> str:
-    """Return one of our paths in words: native path, plain path with int8 weights."""
+    """Return how one of our paths is called: native path, plain path with int8 weights."""
     way, _, weights = path.partition(", ")
     return f"{way} path" + (f" with {weights}" if weights else "")
 
@@ -166,41 +192,38 @@ def _in_order(records: Sequence[CellRecord]) -> list[CellRecord]:
     return sorted(records, key=place)
 
 
-def cell_grids(report: Report) -> list[Grid]:
+def cell_tables(report: Report) -> list[Table]:
     """Return the with/without table, then one for each faster path of our own: a row per cell."""
     records = _in_order(report["cells"])
     plain = [record for record in records if not stands_apart(record)]
-    grids = [_cell_grid("Every cell", plain)] if plain else []
+    tables = [_cell_table("Every cell", plain)] if plain else []
     for path in sorted({record["path"] for record in records if stands_apart(record)}):
         apart = [record for record in records if stands_apart(record) and record["path"] == path]
-        grids.append(_cell_grid(f"On the {path_words(path)}, apart from the plain one", apart))
-    return grids
+        tables.append(_cell_table(f"On the {path_words(path)}, apart from the plain one", apart))
+    return tables
 
 
-def table_grids(report: Report) -> list[Grid]:
+def result_tables(report: Report) -> list[Table]:
     """Return the tables of the cells, then what the cache saves, then the others against each of our paths."""
-    more = [speedup_grid(report), against_grid(report)]
-    return [*cell_grids(report), *(grid for grid in more if grid is not None)]
+    more = [speedup_table(report), engines_table(report)]
+    return [*cell_tables(report), *(grid for grid in more if grid is not None)]
 
 
-def _cell_grid(name: str, records: Sequence[CellRecord]) -> Grid:
-    varying = [key for key in _MAY_VARY if len({record["cell"][key] for record in records}) > 1]
-    peers = "engine" in varying
+def _cell_table(name: str, records: Sequence[CellRecord]) -> Table:
+    shown = ("batch_size", "kv_caching")
+    varying = [key for key in records[0]["cell"] if key not in shown and len({one["cell"][key] for one in records}) > 1]
     heads = ["batch size", "KV cache", *(key.replace("_", " ") for key in varying)]
-    ratio = ["ours, times faster"] if peers else []
     notes = [f"{label(record)} {fate(record)}" for record in records if record["error"] is not None]
-    notes += ["ours, times faster: their time over ours, same batch size, mode and weights"] if peers else []
     rows = []
     for record in records:
         cell = record["cell"]
         row = [str(cell["batch_size"]), on_or_off(cell["kv_caching"]), *(_asked(cell[key]) for key in varying)]
-        row += _figures(record) + ([_ratio(record, records)] if peers else []) + [_count(record["summary"])]
-        rows.append(row)
-    return Grid(name, [*heads, *(head for head, _ in _FIGURES), *ratio, "n"], rows, notes)
+        rows.append([*row, *_figures(record), _count(record["summary"])])
+    return Table(name, [*heads, *(head for head, _ in _FIGURES), "n"], rows, notes)
 
 
 def _asked(value: object) -> str:
-    """Return a field of a cell in words."""
+    """Return the text of a field of a cell."""
     return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
 
 
@@ -235,26 +258,16 @@ def _count(summary: Summary | None) -> str:
     return f"{summary['seconds']['n']}" + ("" if steps is None else f" ({steps['n']} steps)")
 
 
-def _ratio(record: CellRecord, records: Sequence[CellRecord]) -> str:
-    def key(one: CellRecord) -> tuple[Any, ...]:
-        return (one["cell"]["kv_caching"], *(one["cell"][name] for name in _SAME))
-
-    if record["cell"]["engine"] == "llama":
-        return "ours"
-    ours = [one["summary"] for one in records if one["cell"]["engine"] == "llama" and key(one) == key(record)]
-    if not ours and record["cell"]["quantize"] is not None:
-        return "not the same weights"
-    return _times_faster(ours[0] if ours else None, record["summary"])
+def _median(figure: Spread | None) -> float | None:
+    return None if figure is None else figure["median"]
 
 
-def _times_faster(ours: Summary | None, theirs: Summary | None) -> str:
-    if ours is None or theirs is None:
-        return NOT_MEASURED
-    return f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}x"
+def _ratio(more: float | None, less: float | None, digits: int = 1) -> str:
+    return NOT_MEASURED if more is None or less is None else f"{more / less:.{digits}f}x"
 
 
-def against_grid(report: Report) -> Grid | None:
-    """Return how many times faster each of our paths is than each of the others; None where we have one path alone."""
+def engines_table(report: Report) -> Table | None:
+    """Return how many times faster each of our paths is than each of the others; None without both."""
 
     def key(one: CellRecord) -> tuple[Any, ...]:
         return one["cell"]["kv_caching"], *(one["cell"][name] for name in _SAME if name != "quantize")
@@ -263,28 +276,31 @@ def against_grid(report: Report) -> Grid | None:
     ours = [one for one in records if one["cell"]["engine"] == "llama"]
     theirs = [one for one in records if one["cell"]["engine"] != "llama"]
     paths = list(dict.fromkeys(one["path"] for one in ours))
-    if not theirs or len(paths) < 2:
+    if not theirs or not ours:
         return None
-    times = {(key(one), one["path"]): one["summary"] for one in reversed(ours)}
-    rows = [
-        [label(one), *(_times_faster(times.get((key(one), path)), one["summary"]) for path in paths)] for one in theirs
-    ]
+    rates = {(key(one), one["path"]): one["summary"]["tokens_per_second"] for one in reversed(ours) if one["summary"]}
+    rows = []
+    for one in theirs:
+        assert one["summary"] is not None
+        rate = one["summary"]["tokens_per_second"]
+        rows.append([label(one), *(_ratio(rates.get((key(one), path)), rate, 2) for path in paths)])
     notes = ["their time over ours, same batch size and mode: above 1 ours is the faster one; weights are as named"]
-    return Grid("How many times faster ours is, by path", ["than", *map(path_words, paths)], rows, notes)
+    return Table("How many times faster ours is, by path", ["than", *map(path_words, paths)], rows, notes)
 
 
-def speedup_grid(report: Report) -> Grid | None:
+def speedup_table(report: Report) -> Table | None:
     """Return how much work and time the cache saves in each pair of cells; None where no pair is complete."""
     rows = []
     for cached, uncached in pairs(report):
         on, off = cached["summary"], uncached["summary"]
         assert on is not None
         assert off is not None
+        fed_off, fed_on = (one["work"]["token_forwards"] if one["work"] else None for one in (uncached, cached))
         limits = [one["limits"]["bound_by"] if one["limits"] else NOT_OBSERVED for one in (cached, uncached)]
+        saved = [_ratio(fed_off, fed_on), _ratio(off["seconds"]["median"], on["seconds"]["median"])]
+        saved.append(_ratio(_median(off["step_seconds"]), _median(on["step_seconds"])))
         counts = f"{on['seconds']['n']} on, {off['seconds']['n']} off"
-        name = label(cached).replace(", cache on", "")
-        rows.append([name, less_work(cached, uncached), f"{off['seconds']['median'] / on['seconds']['median']:.1f}x"])
-        rows[-1] += [_less_step_time(on, off), *limits, counts]
+        rows.append([label(cached).replace(", cache on", ""), *saved, *limits, counts])
     heads = [
         "cell",
         "less work",
@@ -293,22 +309,10 @@ def speedup_grid(report: Report) -> Grid | None:
         "bound by, cache on",
         "bound by, cache off",
     ]
-    return Grid("What the cache saves", [*heads, "n"], rows) if rows else None
+    return Table("What the cache saves", [*heads, "n"], rows) if rows else None
 
 
-def less_work(cached: CellRecord, uncached: CellRecord) -> str:
-    if cached["work"] is None or uncached["work"] is None:
-        return NOT_MEASURED
-    return f"{uncached['work']['token_forwards'] / cached['work']['token_forwards']:.1f}x"
-
-
-def _less_step_time(on: Summary, off: Summary) -> str:
-    if on["step_seconds"] is None or off["step_seconds"] is None:
-        return NOT_MEASURED
-    return f"{off['step_seconds']['median'] / on['step_seconds']['median']:.1f}x"
-
-
-def ledger_grid(record: CellRecord) -> Grid | None:
+def ledger_table(record: CellRecord) -> Table | None:
     """Return predicted against measured memory, line by line; None where the engine shows nothing to predict from."""
     ledger = record["ledger"]
     if ledger is None:
@@ -327,7 +331,7 @@ def ledger_grid(record: CellRecord) -> Grid | None:
             f"beyond that and the prediction: {megabytes(ledger['resident_residual'])}"
         )
     heads = ["memory", "predicted, MB", "measured, MB", "residual, MB", "at the peak"]
-    return Grid(f"Memory ledger, peak at: {ledger['moment']}", heads, rows, notes)
+    return Table(f"Memory ledger, peak at: {ledger['moment']}", heads, rows, notes)
 
 
 def _ledger_figures(line: Line) -> list[str]:
@@ -388,103 +392,83 @@ def point_words(point: Point) -> str:
     return point["name"] + (f": {point['detail']}" if point["detail"] else "")
 
 
-def remarks(report: Report) -> list[str]:
-    """Return in words what the table of validity can only mark, and the notes; what holds for every cell once."""
-    cells: dict[str, list[str]] = {}
-    for record in report["cells"]:
-        odd = [f"{point_mark(p)}: {point_words(p)}" for p in record["points"] if p["status"] != "ok"]
-        for line in [*odd, *record["notes"]]:
-            cells.setdefault(line, []).append(label(record))
-    everywhere = [line for line, names in cells.items() if len(names) == len(report["cells"])]
-    return [
-        *(f"every cell: {line}" for line in everywhere),
-        *(f"{'; '.join(names)}: {line}" for line, names in cells.items() if line not in everywhere),
-    ]
-
-
-def validity_grid(report: Report) -> Grid | None:
+def validity_table(report: Report) -> Table | None:
     """Return a row per point of the validity block and a column per cell."""
     records = [record for record in _in_order(report["cells"]) if record["points"]]
     names = list(dict.fromkeys(point["name"] for record in records for point in record["points"]))
     seen = [{point["name"]: point_mark(point) for point in record["points"]} for record in records]
     rows = [[name, *(points.get(name, NOT_OBSERVED) for points in seen)] for name in names]
-    return Grid("What was seen in each cell", ["point", *map(label, records)], rows) if rows else None
+    return Table("What was seen in each cell", ["point", *map(label, records)], rows) if rows else None
 
 
-def crossover_grids(report: Report) -> list[Grid]:
+def crossover_tables(report: Report) -> list[Table]:
     """Return from where on the cache pays, and the step times which say so."""
     crossovers = [one for one in report["crossovers"] if one["steps"]]
     if not crossovers:
         return []
-    rows = [[str(one["batch_size"]), crossover_words(one), _contexts(one), _counts(one["steps"])] for one in crossovers]
+    rows = []
+    for one in crossovers:
+        contexts = ", ".join(map(str, sorted({step["context"] for step in one["steps"]})))
+        pays = f"{one['context']} tokens" if one["context"] else f"not up to {contexts.rpartition(' ')[2]} tokens"
+        counts = least_to_most(step["seconds"]["n"] for step in one["steps"])
+        rows.append([str(one["batch_size"]), pays, contexts, counts])
     heads = ["batch size", "a cached step is faster from", "contexts tried, tokens", "n a point"]
     steps = [step for one in crossovers for step in one["steps"]]
-    title = f"Where the cache begins to pay{_path_of_curves(report)}"
-    return [Grid(title, heads, rows), step_grid("Time of a step, ms", steps)]
-
-
-def _path_of_curves(report: Report) -> str:
-    """Return on which path the steps beside the cells were timed, the first of ours, where it is not the plain one."""
+    # The steps are timed on the path of the first cell of ours.
     ours = [record for record in report["cells"] if record["cell"]["engine"] == "llama"][:1]
-    return "".join(f", on the {path_words(record['path'])}" for record in ours if stands_apart(record))
+    path = "".join(f", on the {path_words(record['path'])}" for record in ours if stands_apart(record))
+    return [Table(f"Where the cache begins to pay{path}", heads, rows), step_table("Time of a step, ms", steps)]
 
 
-def crossover_words(crossover: Crossover) -> str:
-    longest = max(step["context"] for step in crossover["steps"])
-    return f"not up to {longest} tokens" if crossover["context"] is None else f"{crossover['context']} tokens"
+def least_to_most(values: Iterable[float], form: str = "", unit: str = "") -> str:
+    """Return from where to where values reach, or the one that all of them show as."""
+    found = sorted(values)
+    low, high = (f"{value:{form}}{unit}" for value in (found[0], found[-1]))
+    return low if low == high else f"{low} to {high}"
 
 
-def _contexts(crossover: Crossover) -> str:
-    return ", ".join(map(str, sorted({step["context"] for step in crossover["steps"]})))
-
-
-def _counts(steps: Sequence[StepTimes]) -> str:
-    counts = sorted({step["seconds"]["n"] for step in steps})
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-
-
-def step_grid(name: str, steps: Sequence[StepTimes]) -> Grid:
+def step_table(name: str, steps: Sequence[StepTimes]) -> Table:
     """Return a row per batch size and context: the time of a step with the cache and without."""
     times = {(step["batch_size"], step["context"], step["kv_caching"]): step["seconds"] for step in steps}
     rows = []
     for batch, context in dict.fromkeys((batch, context) for batch, context, _ in times):
         on, off = (times.get((batch, context, kv_caching)) for kv_caching in (True, False))
         counts = ", ".join(f"{one['n']} {mode}" for one, mode in ((on, "on"), (off, "off")) if one is not None)
-        saved = f"{off['median'] / on['median']:.2f}x" if on is not None and off is not None else NOT_MEASURED
         figures = [in_words(one, scale=1e3, digits=1) for one in (on, off)]
-        rows.append([str(batch), str(context), *figures, saved, counts])
-    return Grid(name, ["batch size", "context, tokens", "cache on", "cache off", "less time", "n"], rows)
+        figures.append(_ratio(_median(off), _median(on), 2))
+        rows.append([str(batch), str(context), *figures, counts])
+    return Table(name, ["batch size", "context, tokens", "cache on", "cache off", "less time", "n"], rows)
 
 
-def sweep_grids(sweep: Sweep) -> list[Grid]:
+def sweep_tables(sweep: Sweep) -> list[Table]:
     """Return the tables of a sweep, as far as it has come."""
-    grids = [
-        _growth_grid(sweep),
-        _size_grid(sweep),
-        step_grid("Time per token against context, ms", sweep["contexts"]),
-        _fit_grid(sweep),
-        step_grid("Time per step against batch size, ms", sweep["batches"]),
+    tables = [
+        _growth_table(sweep),
+        _size_table(sweep),
+        step_table("Time per token against context, ms", sweep["contexts"]),
+        _fit_table(sweep),
+        step_table("Time per step against batch size, ms", sweep["batches"]),
     ]
-    return [grid for grid in grids if grid.rows]
+    return [grid for grid in tables if grid.rows]
 
 
-def _growth_grid(sweep: Sweep) -> Grid:
+def _growth_table(sweep: Sweep) -> Table:
     rows = []
     for one in sweep["growth"]:
         on, off = one["cached_seconds"], one["uncached_seconds"]
         rows.append([str(one["generated"]), in_words(on), in_words(off), f"{one['speedup']:.2f}x"])
         rows[-1].append(f"{on['n']} on, {off['n']} off")
     heads = ["generated tokens", "cache on, s", "cache off, s", "less time", "n"]
-    return Grid("Speed-up against generation length", heads, rows)
+    return Table("Speed-up against generation length", heads, rows)
 
 
-def _size_grid(sweep: Sweep) -> Grid:
+def _size_table(sweep: Sweep) -> Table:
     rows = [
         [str(one["length"]), f"{one['predicted']:,}", f"{one['measured']:,}", f"{one['measured'] - one['predicted']:,}"]
         for one in sweep["cache"]
     ]
     heads = ["length, tokens", "predicted, bytes", "measured, bytes", "residual, bytes"]
-    return Grid("Bytes of the KV cache against length", heads, rows, ["A size is exact: it is counted once."])
+    return Table("Bytes of the KV cache against length", heads, rows, ["A size is exact: it is counted once."])
 
 
 def fit_name(fit: Fit) -> str:
@@ -496,7 +480,7 @@ def slope_words(slope: float) -> str:
     return f"{slope * 1e9:,.0f}"
 
 
-def _fit_grid(sweep: Sweep) -> Grid:
+def _fit_table(sweep: Sweep) -> Table:
     rows = []
     for fit in sweep["fits"]:
         predicted = fit["predicted_slope"]
@@ -509,28 +493,35 @@ def _fit_grid(sweep: Sweep) -> Grid:
         "Time = base + slope x context, by least squares; the exponent is that of the longer half alone.",
         "Predicted slope: the bytes of 1000 positions of a static cache over the measured read bandwidth.",
     ]
-    return Grid("How time grows with the context", heads, rows, notes)
+    return Table("How time grows with the context", heads, rows, notes)
 
 
 def comparison_line(comparison: Comparison) -> str:
-    """Return whether the ids with the cache are those without, or where they part."""
+    """Return what a comparison found, and of which cells."""
     where = f"{comparison['engine']}, batch {comparison['batch_size']}"
     if comparison["engine"] == "llama" and comparison["path"] != "plain":
         where += f", {path_words(comparison['path'])}"
-    parting = comparison["divergence"]
-    if comparison["equal"] or parting is None:
-        return f"{where}: ids {'equal' if comparison['equal'] else 'differ'} over {comparison['tokens']} tokens"
-    margin = NOT_MEASURED if parting["margin"] is None else f"{parting['margin']:.3g}"
-    return (
-        f"{where}: ids differ first in row {parting['row']} at token {parting['token']} of {comparison['tokens']}: "
-        f"{parting['cached_id']} with the cache, {parting['uncached_id']} without; "
-        f"gap between the two largest logits there: {margin}"
+    return f"{where}: {comparison_words(comparison)}"
+
+
+def comparison_words(comparison: Comparison) -> str:
+    """Return whether the tokens with the cache are those without, or where they part, in a sentence."""
+    where = comparison["divergence"]
+    if where is None:
+        made = "made" if comparison["equal"] else "did not make"
+        return f"cache on and off {made} the same {comparison['tokens']} tokens"
+    words = (
+        f"cache on and off part at token {where['token']} of row {where['row']} "
+        f"({where['cached_id']} with it, {where['uncached_id']} without)"
     )
+    if where["margin"] is None:
+        return words
+    return f"{words}, where the two largest logits are {where['margin']:.2g} apart"
 
 
-def environment_grid(report: Report) -> Grid:
-    """Return where the figures come from: machine, versions, model and measured ceilings, one row each."""
-    rows = [["started", report["started"]]]
+def environment_table(report: Report) -> Table:
+    """Return where the figures come from: command, machine, versions, model and measured ceilings, one row each."""
+    rows = [["command", report["command"]], ["started", report["started"]]]
     if report["budget_minutes"] is not None:
         rows.append(["budget", f"{report['budget_minutes']:g} minutes"])
     if report["model"] is not None:
@@ -541,11 +532,11 @@ def environment_grid(report: Report) -> Grid:
         rows.append(["measured read bandwidth", f"{ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s (10^9 bytes)"])
         flops = f"{_flops(ceilings['flops_per_second'])}/s in {ceilings['dtype']}"
         rows.append(["measured matrix rate", flops])
-    return Grid("Machine, versions and model", ["what", "value"], rows)
+    return Table("Machine, versions and model", ["what", "value"], rows)
 
 
 def _named(values: dict[str, Any]) -> list[list[str]]:
-    """Return (name, value) of each in words: no underscores, and sizes in MB."""
+    """Return (name, value) of each as text: no underscores, and sizes in MB."""
     rows = []
     for key, value in values.items():
         name = str(key).replace("_", " ")

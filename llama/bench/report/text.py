@@ -6,33 +6,27 @@ Knows nothing of how they were measured.
 import csv
 import io
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from llama.bench.report.tables import (
-    DEFINITIONS,
     NOT_MEASURED,
     NOT_OBSERVED,
-    Grid,
+    Table,
     byline,
-    comparison_line,
-    crossover_grids,
     deaths,
-    environment_grid,
     fate,
     fit_name,
-    label,
-    ledger_grid,
+    ledger_table,
     megabytes,
     on_cuda,
     on_or_off,
     point_mark,
     point_words,
     rate,
-    remarks,
-    sweep_grids,
-    table_grids,
+    result_tables,
+    sections,
     title,
-    validity_grid,
     violations,
     work_lines,
 )
@@ -53,7 +47,7 @@ def cell_text(record: CellRecord, *, color: bool) -> str:
         blocks = [[*_asked(record), f"This cell: {fate(record)}"]]
     else:
         blocks = [[*_asked(record), *_first_figures(record, summary)], _sample(record), _more_figures(record, summary)]
-        ledger = ledger_grid(record)
+        ledger = ledger_table(record)
         blocks += [[f"Memory ledger: {NOT_MEASURED}"] if ledger is None else _aligned(ledger), work_lines(record)]
     points = [_point_line(point, color=color) for point in record["points"]]
     blocks += [["Validity", *points]] if points else []
@@ -133,28 +127,31 @@ def _point_line(point: Point, *, color: bool) -> str:
     return f"{_RED}{line}{_PLAIN}" if color and point["status"] == "violated" else line
 
 
-def _aligned(grid: Grid) -> list[str]:
-    lines = [list(grid.heads), *map(list, grid.rows)]
+def _aligned(shown: Table) -> list[str]:
+    lines = [list(shown.heads), *map(list, shown.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = [
+    rows = [
         "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     ]
-    return [grid.title, *(f"  {line.rstrip()}" for line in shown), *(f"  {note}" for note in grid.notes)]
+    return [shown.title, *(f"  {row.rstrip()}" for row in rows), *(f"  {note}" for note in shown.notes)]
 
 
 def table_markdown(report: Report) -> str:
     """Return the with/without table, the faster paths in tables of their own, and what cache and paths save."""
-    return "\n".join(_markdown(grid) for grid in table_grids(report))
+    return "\n".join(map(markdown, result_tables(report)))
 
 
 def report_markdown(report: Report) -> str:
     """Return the whole report, what follows from the figures first."""
-    parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report))), *_alarms(report)]
-    parts += [_safe(sentence) for sentence in report["reading"]]
-    parts += [table_markdown(report).rstrip("\n")] if report["cells"] else []
-    for name, lines in _sections(report).items():
-        parts += [f"## {name}", *lines] if lines else []
+    lines = [f"**VIOLATED** {_safe(line)}" for line in violations(report)] + [f"**{_safe(x)}**" for x in deaths(report)]
+    parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report))), *lines, *map(_safe, report["reading"])]
+    shown = [one for one in sections(report) if one.parts]
+    for parent, group in groupby(shown, key=lambda one: one.parent):
+        parts += [f"## {_safe(parent)}"] if parent else []
+        for section in group:
+            parts += [f"##{'#' * bool(parent)} {_safe(section.name)}"]
+            parts += [markdown(part) if isinstance(part, Table) else _listed(part) for part in section.parts]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
@@ -164,44 +161,15 @@ def alarms_text(report: Report, *, color: bool) -> list[str]:
     return [f"{red}VIOLATED {line}{plain}" for line in violations(report)] + deaths(report)
 
 
-def _alarms(report: Report) -> list[str]:
-    return [f"**VIOLATED** {_safe(line)}" for line in violations(report)] + [f"**{_safe(x)}**" for x in deaths(report)]
+def markdown(shown: Table) -> str:
+    """Return one table, with its notes under it."""
+    rows = [[_safe(text) for text in row] for row in shown.rows]
+    drawn = table(f"**{_safe(shown.title)}**", [_safe(head) for head in shown.heads], rows)
+    return f"{drawn}\n{_listed(shown.notes)}" if shown.notes else drawn
 
 
-def _sections(report: Report) -> dict[str, list[str]]:
-    sweep, validity = report["sweep"], validity_grid(report)
-    return {
-        "Crossover": [_markdown(grid) for grid in crossover_grids(report)],
-        "Sweep": [_markdown(grid) for grid in sweep_grids(sweep)] if sweep is not None else [],
-        "Memory, work and limits of each cell": [part for record in report["cells"] for part in _cell_parts(record)],
-        "Are the texts the same?": _listed([comparison_line(one) for one in report["comparisons"]]),
-        "Validity": ([_markdown(validity)] if validity else []) + _listed(remarks(report)),
-        "Environment": [_markdown(environment_grid(report))],
-        "How it was measured": _listed([f"{name}: {meaning}" for name, meaning in DEFINITIONS]),
-        "Command": [_indented(report["command"])],
-    }
-
-
-def _cell_parts(record: CellRecord) -> list[str]:
-    ledger = ledger_grid(record)
-    if record["summary"] is None and ledger is None:
-        return []
-    shown = [_markdown(ledger)] if ledger else [f"Memory ledger: {NOT_MEASURED}"]
-    return [f"### {_safe(label(record))}", *shown, *_listed(work_lines(record))]
-
-
-def _markdown(grid: Grid) -> str:
-    rows = [[_safe(text) for text in row] for row in grid.rows]
-    drawn = table(f"**{_safe(grid.title)}**", [_safe(head) for head in grid.heads], rows)
-    return "\n".join([drawn, *_listed(grid.notes)])
-
-
-def _listed(lines: Sequence[str]) -> list[str]:
-    return ["\n".join(f"- {_safe(line)}" for line in lines) + "\n"] if lines else []
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
+def _listed(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {_safe(line)}" for line in lines) + "\n"
 
 
 def _safe(text: str) -> str:
@@ -231,18 +199,23 @@ def _cell_row(record: CellRecord) -> dict[str, Any]:
     row: dict[str, Any] = {"figures": "cell", "kv_caching": on_or_off(cell["kv_caching"]), "path": record["path"]}
     row |= {key: cell[key] for key in (*asked, "device", "dtype", "threads")}
     if summary is not None:
-        row |= _spread_row("time", "s", summary["seconds"])
-        row |= _spread_row("first_token", "s", summary["first_token_seconds"])
-        row |= _spread_row("step", "s", summary["step_seconds"])
-        row |= _spread_row("tensor_peak", "bytes", summary["peak_bytes"])
-        row |= _spread_row("resident_peak", "bytes", summary["resident_bytes"])
-        rates = ("tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second")
-        row |= {key: summary[key] for key in rates}  # type: ignore[literal-required]
-    row |= {"weights_bytes": record["weights_bytes"], "cache_bytes": record["cache_bytes"]}
+        for name, unit, key in _CSV_FIGURES:
+            row |= _spread_row(name, unit, summary[key])  # type: ignore[literal-required]
+        row |= {key: rate for key, rate in summary.items() if key.endswith("tokens_per_second")}
+    row |= {key: record[key] for key in ("weights_bytes", "cache_bytes", "error")}
     row["predicted_tensor_peak_bytes"] = None if ledger is None else ledger["predicted_peak"]
     row |= {} if work is None else {"token_forwards": work["token_forwards"], "flops": work["flops"]}
-    row["violated_points"] = sum(point["status"] == "violated" for point in record["points"])
-    return row | {"error": record["error"]}
+    return row | {"violated_points": sum(point["status"] == "violated" for point in record["points"])}
+
+
+# The columns of a cell's spreads: name, unit, and the field of its summary.
+_CSV_FIGURES = (
+    ("time", "s", "seconds"),
+    ("first_token", "s", "first_token_seconds"),
+    ("step", "s", "step_seconds"),
+    ("tensor_peak", "bytes", "peak_bytes"),
+    ("resident_peak", "bytes", "resident_bytes"),
+)
 
 
 def _spread_row(name: str, unit: str, figure: Spread | None) -> dict[str, Any]:
@@ -269,11 +242,7 @@ def _sweep_rows(sweep: Sweep) -> list[dict[str, Any]]:
     rows += [_step_row("context", step) for step in sweep["contexts"]]
     rows += [_step_row("batch", step) for step in sweep["batches"]]
     for fit in sweep["fits"]:
-        line: dict[str, float | None] = {
-            "base_s": fit["base"],
-            "slope_s_per_token": fit["slope"],
-            "exponent": fit["exponent"],
-        }
-        line |= {"predicted_slope_s_per_token": fit["predicted_slope"], "r_squared": fit["r_squared"]}
-        rows.append({"figures": f"fit: {fit_name(fit)}", **line})
+        line = {"base_s": fit["base"], "slope_s_per_token": fit["slope"], "exponent": fit["exponent"]}
+        beside = {"predicted_slope_s_per_token": fit["predicted_slope"], "r_squared": fit["r_squared"]}
+        rows.append({"figures": f"fit: {fit_name(fit)}", **line, **beside})
     return rows

@@ -1,4 +1,4 @@
-"""A single cell of the table, measured in processes of its own, and what is gathered from several repetitions."""
+"""A single cell of the table, measured in processes of its own, and what is aggregated from several repetitions."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -14,7 +14,7 @@ from llama.costs import Ceilings
 NONE = -1  # stands for the token of a row that has ended
 
 
-def gathered(old: CellRecord, new: CellRecord) -> CellRecord:
+def aggregated(old: CellRecord, new: CellRecord) -> CellRecord:
     """Return a cell's record with one more repetition."""
     different = bool(old["ids"]) and old["ids"] != new["ids"]
     notes = list(dict.fromkeys([*old["notes"], *new["notes"]]))
@@ -77,17 +77,3 @@ def first_divergence(cached: Sequence[Sequence[int]], uncached: Sequence[Sequenc
             on, off = ids[token]
             found = {"row": row, "token": token, "cached_id": on, "uncached_id": off, "margin": None}
     return found
-
-
-def comparison_words(comparison: Comparison) -> str:
-    """Return what a comparison found, in a sentence."""
-    where = comparison["divergence"]
-    if where is None:
-        return f"cache on and off made the same {comparison['tokens']} tokens"
-    words = (
-        f"cache on and off part at token {where['token']} of row {where['row']} "
-        f"({where['cached_id']} with it, {where['uncached_id']} without)"
-    )
-    if where["margin"] is None:
-        return words
-    return f"{words}, where the two largest logits are {where['margin']:.2g} apart"

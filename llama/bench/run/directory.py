@@ -16,7 +16,7 @@ from llama.bench.schema import SCHEMA, CellRecord, Report
 RESULTS = "results.json"
 
 
-class Book:
+class RunDirectory:
     """A report and its folder. Its cells are the plan: those without samples or error are still to be measured."""
 
     def __init__(self, folder: Path, report: Report) -> None:
@@ -35,9 +35,19 @@ class Book:
         self.save()
 
 
-def new_book(out: Path, report: Report) -> Book:
-    """Make a folder for a report, named with date, model and preset, and numbered where that name is taken."""
-    stem = f"{date.today().isoformat()}-{_kind(report)}"
+def new_run_directory(out: Path, report: Report) -> RunDirectory:
+    """Make a folder for a report, named with date, model and preset."""
+    directory = RunDirectory(make_folder(out, _kind(report)), report)
+    directory.save()
+    return directory
+
+
+def make_folder(out: Path, name: str) -> Path:
+    """Make a folder with today's date before its name, and a number behind it where that is taken.
+
+    Raises OSError where it cannot be made, and ValueError where today has a thousand of them.
+    """
+    stem = f"{date.today().isoformat()}-{name}"
     for number in range(1, 1000):
         folder = out / (stem if number == 1 else f"{stem}-{number}")
         try:
@@ -45,15 +55,13 @@ def new_book(out: Path, report: Report) -> Book:
         except FileExistsError:
             if not folder.parent.is_dir():
                 raise
-            continue
-        book = Book(folder, report)
-        book.save()
-        return book
+        else:
+            return folder
     raise ValueError(f"{out} holds a thousand runs of today; give another --out")
 
 
-def resumed_book(out: Path, report: Report) -> Book:
-    """Return the newest book under `out` with this plan. Raises ValueError where there is none."""
+def resumed_run_directory(out: Path, report: Report) -> RunDirectory:
+    """Return the newest directory under `out` with this plan. Raises ValueError where there is none."""
     wanted = [record["cell"] for record in report["cells"]]
     found = sorted(out.glob(f"*-{_kind(report)}*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
@@ -62,7 +70,7 @@ def resumed_book(out: Path, report: Report) -> Book:
             kept["failures"] = []
             for record in kept["cells"]:
                 record["error"] = None  # what died may live now
-            return Book(path.parent, kept)
+            return RunDirectory(path.parent, kept)
     raise ValueError(
         f"nothing to resume: {out} holds no run of this preset with these cells "
         f"({len(found)} of this model were found); run it without --resume"

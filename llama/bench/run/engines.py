@@ -4,7 +4,7 @@ An engine runs prompts greedily to a fixed length and tells what it was seen doi
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -75,6 +75,17 @@ def weights_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's weights; two that share their memory count once."""
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     return sum(storages.values())
+
+
+@contextmanager
+def hooked(model: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+    """Let `before` see, or change, what every forward of a model is given, and `after` what it returns."""
+    hooks = [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class LlamaEngine:
@@ -168,22 +179,17 @@ class LlamaEngine:
             free_cache()
 
         before.only_looks = after.only_looks = True  # type: ignore[attr-defined]
-        hooks = [
-            self.model.register_forward_pre_hook(before, with_kwargs=True),
-            self.model.register_forward_hook(after),
-        ]
         self.model.free_cache = done  # type: ignore[method-assign]
         if step is not None and self.logits == "last":  # who wants all logits has to have the loop ask for them
             step.watch = ahead
         try:
-            yield
+            with hooked(self.model, before, after):
+                yield
             clock.settle()
         finally:
             if step is not None:
                 step.watch = None
             del self.model.free_cache
-            for hook in hooks:
-                hook.remove()
 
     def _ask_caches(self, run: Run) -> None:
         caches = self.model.caches

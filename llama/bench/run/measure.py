@@ -14,11 +14,11 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.engines import Engine, LlamaEngine, Run
 from llama.bench.run.memory import Peak, PeakBytes, tensor_peak
-from llama.bench.run.memory_ledger import check_length, check_memory, make_ledger, predict, workspace
+from llama.bench.run.memory_ledger import check_length, check_memory, make_ledger, position_bytes, predict, workspace
 from llama.bench.run.models import settled
 from llama.bench.run.validity import judge, notes
 from llama.bench.schema import CellRecord, Ledger, Sample, Work, new_record
-from llama.costs import cache_bytes, forward_flops, forwards, parameters, step_bytes
+from llama.costs import forward_flops, forwards, parameters, step_bytes
 from llama.machine import OtherLoad
 
 
@@ -103,12 +103,10 @@ def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Wor
         return cell.batch_size * forward_flops(args, seqlen=seqlen, start_pos=start_pos, scored=scored)
 
     def read(start_pos: int, seqlen: int) -> int:
-        rows, itemsize = cell.batch_size, cell.itemsize
-        if cell.quantize is None or cell.int8 or weights is None:
-            return step_bytes(args, rows=rows, context=start_pos, itemsize=itemsize, int8=cell.int8)
-        whole = step_bytes(args, rows=rows, context=0, itemsize=itemsize)
-        shrunk = whole * weights // (parameters(args) * itemsize)
-        return shrunk + cache_bytes(args, rows=rows, length=start_pos, itemsize=cell.cache_itemsize)
+        whole = step_bytes(args, rows=cell.batch_size, context=0, itemsize=cell.itemsize, int8=cell.int8)
+        if weights is not None and cell.quantize is not None and not cell.int8:
+            whole = whole * weights // (parameters(args) * cell.itemsize)
+        return whole + cell.batch_size * start_pos * position_bytes(args, cell)
 
     middle = fed[1:][len(fed[1:]) // 2] if len(fed) > 1 else fed[0]
     return {

@@ -10,6 +10,7 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.schema import Ledger, Line
 from llama.costs import PeakMemory, head_bytes, peak_memory, size
+from llama.kv_cache import KVCache
 from llama.machine import available_memory
 from llama.parallel import local_size
 
@@ -30,7 +31,14 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
         workspace=workspace,
         ranks=cell.ranks,
         int8=cell.int8,
+        position_bytes=position_bytes(args.share(cell.ranks), cell),
     )
+
+
+def position_bytes(args: ModelArgs, cell: Cell) -> int:
+    """Return the bytes of one position of a row over all layers: of our own cells, as their kind of cache tells."""
+    kind = KVCache.kinds[args.kv_cache] if cell.engine == "llama" else KVCache
+    return args.n_layers * kind.position_bytes(args, cell.cache_itemsize)
 
 
 def make_ledger(
@@ -48,7 +56,7 @@ def make_ledger(
     """Return the ledger of the tensors; the resident memory of the process is for the caller to add.
 
     `weights`, of which `head` are those of a head of its own, `cache`, `logits` and `peak` are measured bytes, None
-    where nobody could look.
+    where none was measured.
     """
     own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, int8=cell.int8)
     untied = 0 if args.tied_head else own_head

@@ -5,8 +5,6 @@ Meta's weights are gated, and no time or size depends on their values; the token
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,8 @@ from llama.checkpoint.base import Weight, needed_shapes
 from llama.costs import RELEASED
 from llama.demo import cache_dir, demo_model_path, meta_tokenizer_path
 from llama.fast.choose import make_fast
-from llama.kv_cache import KVCache
+from llama.kv_cache import KVCache, cache_kind
+from llama.machine import DTYPES, dtype_name
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_size
 from llama.quantize import Int8Weight, quantize_layers, weights_of
@@ -42,9 +41,6 @@ class Source:
     build: Callable[[], Transformer]
 
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def make_cell(
     *, model: str | None = None, ckpt_dir: str | None = None, device: str = "auto", dtype: str = "auto", **rest: Any
 ) -> Cell:
@@ -59,9 +55,7 @@ def make_cell(
         raise ValueError(f"model={model} is not known; known are {known}; ckpt_dir takes a path")
     on = pick_device(device)
     name = ckpt_dir or model or ("llama-3.2-1b" if on.type == "cuda" else "demo")
-    kind = pick_dtype(dtype, on)
-    known_as = next(n for n, known in DTYPES.items() if known == kind)
-    cell = Cell(model=name, device=str(on), dtype=known_as, ranks=world_size(), **rest)
+    cell = Cell(model=name, device=str(on), dtype=dtype_name(pick_dtype(dtype, on)), ranks=world_size(), **rest)
     check_cell(cell)
     KVCache.of(ModelArgs(kv_cache=cache_kind(cell.kv_cache)))
     if name in GPT2:
@@ -83,19 +77,6 @@ def check_cell(cell: Cell) -> None:
 def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
     """Return the cell with the count of its text's tokens, where it has one."""
     return cell if cell.text is None else cell.but(input_len=len(encode(cell.text)))
-
-
-def cache_kind(name: str) -> str:
-    """Return the name of a kind of cache; of "file.py:kind", after running the file, which defines it."""
-    path, _, kind = name.rpartition(":")
-    if not path.endswith(".py"):
-        return name
-    if kind not in KVCache.kinds:
-        spec = spec_from_file_location(Path(path).stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        spec.loader.exec_module(module_from_spec(spec))
-    return kind
 
 
 def find_model(cell: Cell) -> Source:

@@ -7,25 +7,25 @@ import ctypes
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import Engine, Run, weights_bytes
+from llama.bench.run.engines import Engine, Run, hooked, weights_bytes
 from llama.checkpoint.export import huggingface_config, huggingface_tensors, save_gguf
 from llama.model import Transformer
 from llama.request import make_request
 from llama.streaming import TextCodec, encode_prompt
 
-PEERS = ("transformers", "llama.cpp")
+PEERS = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # each with the package that it is in
 
 # The GPT-2 models of the teaching notebooks, each with what makes its config out of GPT2Config, that of the smallest.
 GPT2: dict[str, dict[str, int]] = {
@@ -48,14 +48,12 @@ def open_peer(
     model: Transformer,
     tokenizer: TextCodec,
     *,
-    threads: int | None = None,
     quantize: str | None = None,
 ) -> Engine:
     """Return the engine of that name, with the weights, the dtype and the device of `model`.
 
-    `threads` are llama.cpp's; transformers computes in torch, on as many threads as torch is set to. `quantize` lets
-    llama.cpp bring the weights into int8 or int4. Raises ValueError for an unknown name, a package that is not
-    installed, and a model that the engine cannot run.
+    It computes on as many threads as torch is set to. `quantize` lets llama.cpp bring the weights into int8 or int4.
+    Raises ValueError for an unknown name, a package that is not installed, and a model that the engine cannot run.
     """
     check_engine(engine)
     if engine == "transformers":
@@ -64,28 +62,52 @@ def open_peer(
                 f"quantize={quantize}: transformers is measured with the weights as they are; leave it out"
             )
         return TransformersEngine.of(model, tokenizer)
-    return LlamaCppEngine.of(model, tokenizer, threads=threads, quantize=quantize)
+    return LlamaCppEngine.of(model, tokenizer, quantize=quantize)
 
 
-def check_engine(engine: str) -> None:
-    """Raise ValueError for a name that is not in PEERS, or a package that is not installed."""
+def check_engine(engine: str) -> Any:
+    """Return an engine's package; raise ValueError for a name that is not in PEERS, and where it is not installed."""
     if engine not in PEERS:
         raise ValueError(f"engine={engine!r} is not known; the peers are {' and '.join(PEERS)}")
-    package = _transformers if engine == "transformers" else _llama_cpp
-    package()
+    try:
+        if engine == "transformers":
+            import transformers
+
+            return transformers
+        import llama_cpp
+    except ModuleNotFoundError as error:
+        remedy = 'pip install -c constraints.txt -e ".[peers]"'
+        raise ValueError(f"--engine {engine} needs {PEERS[engine]}, which is not installed: {remedy}") from error
+    return llama_cpp
 
 
-class _Text:
-    """Text to ids and back, through a tokenizer of ours."""
+class TextWays(NamedTuple):
+    """How an engine's ids are made of text, and shown as text."""
 
-    def __init__(self, tokenizer: TextCodec) -> None:
-        self.tokenizer = tokenizer
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
 
-    def encode(self, text: str) -> list[int]:
-        return encode_prompt(self.tokenizer, text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids))
+def our_text(tokenizer: TextCodec) -> TextWays:
+    """Return the ways of a tokenizer of ours."""
+    return TextWays(partial(encode_prompt, tokenizer), lambda ids: tokenizer.decode(list(ids)))
+
+
+def hub_text(tokenizer: Any) -> TextWays:
+    """Return the ways of a tokenizer of transformers."""
+    return TextWays(lambda text: list(tokenizer.encode(text)), lambda ids: str(tokenizer.decode(list(ids))))
+
+
+def no_text(name: str) -> TextWays:
+    """Return what stands where there is no vocabulary."""
+
+    def encode(text: str) -> list[int]:
+        raise ValueError(
+            f"{name} has random weights and no vocabulary, because its files are not in Hugging Face's cache; "
+            "leave the text out for random ids"
+        )
+
+    return TextWays(encode, lambda ids: " ".join(["ids", *map(str, ids)]))
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
@@ -99,23 +121,21 @@ class TransformersEngine:
 
     max_batch_size = None  # no limit on rows, for the common check of what is asked
 
-    def __init__(
-        self, model: Any, text: "_Text | _HubText | _NoText", *, args: ModelArgs | None, weights: str = "given"
-    ) -> None:
-        transformers = _transformers()
+    def __init__(self, model: Any, text: TextWays, *, args: ModelArgs | None, weights: str = "given") -> None:
+        transformers = check_engine("transformers")
         # What a hub's file says of ends and sampling must not end a row early.
         model.generation_config = transformers.GenerationConfig(pad_token_id=0)
-        self.model, self.text, self.args, self.weights = model.eval(), text, args, weights
+        self.model, self.args, self.weights = model.eval(), args, weights
         self.path = f"transformers {transformers.__version__} eager, {model.config._attn_implementation}"
         self.vocab_size: int = model.config.vocab_size
         self.max_seq_len: int = model.config.max_position_embeddings if args is None else args.max_seq_len
         self.weights_bytes: int | None = weights_bytes(model)
-        self.encode, self.decode = text.encode, text.decode
+        self.encode, self.decode = text
 
     @classmethod
     def of(cls, model: Transformer, tokenizer: TextCodec) -> "TransformersEngine":
         """Return an engine that shares the memory of the model's weights, all but those of wq and wk."""
-        transformers = _transformers()
+        transformers = check_engine("transformers")
         # A limit by which nothing is allocated; transformers warns of scaled RoPE where it is a short one.
         length = max(model.args.max_seq_len, 1 << 17)
         config = transformers.LlamaConfig(**huggingface_config(model.args) | {"max_position_embeddings": length})
@@ -124,7 +144,7 @@ class TransformersEngine:
         twin.load_state_dict(huggingface_tensors(model), assign=True)
         # Its frequencies are no part of the weights, so they are still on the meta device.
         twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)
-        return cls(twin, _Text(tokenizer), args=model.args)
+        return cls(twin, our_text(tokenizer), args=model.args)
 
     @classmethod
     def gpt2(
@@ -143,15 +163,15 @@ class TransformersEngine:
         """
         if name not in GPT2:
             raise ValueError(f"model={name!r} is not a GPT-2 that is known; there are {', '.join(GPT2)}")
-        transformers = _transformers()
+        transformers = check_engine("transformers")
         found = _pretrained_gpt2(transformers, name, cache_dir, dtype)
         if found is not None:
             model, tokenizer = found
-            return cls(model.to(device), _HubText(tokenizer), args=None, weights="pretrained")
+            return cls(model.to(device), hub_text(tokenizer), args=None, weights="pretrained")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2[name]))
-        return cls(model.to(device, dtype), _NoText(name), args=None, weights="random")
+        return cls(model.to(device, dtype), no_text(name), args=None, weights="random")
 
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
@@ -192,15 +212,8 @@ class TransformersEngine:
                 run.cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
                 run.cache_length = cache.get_seq_length()
 
-        hooks = [
-            self.model.register_forward_pre_hook(before, with_kwargs=True),
-            self.model.register_forward_hook(after),
-        ]
-        try:
+        with hooked(self.model, before, after):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class _Clock:
@@ -213,35 +226,6 @@ class _Clock:
         self.times.append(time.perf_counter())
 
     def end(self) -> None: ...
-
-
-class _HubText:
-    """Text to ids and back, through a tokenizer of transformers."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids)))
-
-
-class _NoText:
-    """Stands where there is no vocabulary."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def encode(self, text: str) -> list[int]:
-        raise ValueError(
-            f"{self.name} has random weights and no vocabulary, because its files are not in Hugging Face's cache; "
-            "leave the text out for random ids"
-        )
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(["ids", *map(str, ids)])
 
 
 def _pretrained_gpt2(
@@ -291,11 +275,10 @@ class LlamaCppEngine:
         model: Transformer,
         tokenizer: TextCodec,
         *,
-        threads: int,
         quantize: str | None = None,
     ) -> None:
         """Take over llama.cpp's model at `pointer`, and what is to be given back with it."""
-        self._api, self._pointer, self.threads = _llama_cpp(), pointer, threads
+        self._api, self._pointer = check_engine("llama.cpp"), pointer
         self._finalizer = weakref.finalize(self, held.close)
         self._cache_type = _GGML_TYPES[torch.float16 if quantize else model.norm.weight.dtype]
         self.path = f"llama.cpp (llama-cpp-python {self._api.__version__})"
@@ -303,30 +286,26 @@ class LlamaCppEngine:
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
         self.weights_bytes: int | None = self._api.llama_model_size(pointer)
-        text = _Text(tokenizer)
-        self.encode, self.decode = text.encode, text.decode
+        self.encode, self.decode = our_text(tokenizer)
 
     @classmethod
-    def of(
-        cls, model: Transformer, tokenizer: TextCodec, *, threads: int | None = None, quantize: str | None = None
-    ) -> "LlamaCppEngine":
+    def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> "LlamaCppEngine":
         """Return an engine with a copy of the weights, as a .gguf file that is there as long as the engine.
 
-        `threads` are for prompts and single tokens alike; None: as many as torch has. `quantize` is int8 for its Q8_0,
-        int4 for its Q4_0, or None for the weights as they are. `close` gives all back early.
+        `quantize` is int8 for its Q8_0, int4 for its Q4_0, or None for the weights as they are. `close` gives all back
+        early.
         """
-        api = _llama_cpp()
+        api = check_engine("llama.cpp")
         if model.device.type != "cpu":
             raise ValueError(f"the model is on {model.device}, and llama.cpp is run on the CPU here; use --device cpu")
         with ExitStack() as stack:
             file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"
             save_gguf(model, file)
-            threads = threads or torch.get_num_threads()
             if quantize is not None:
-                file = _quantized(api, file, quantize, threads=threads)
+                file = _quantized(api, file, quantize)
             pointer = _loaded(api, file)
             stack.callback(api.llama_model_free, pointer)
-            return cls(stack.pop_all(), pointer, model, tokenizer, threads=threads, quantize=quantize)
+            return cls(stack.pop_all(), pointer, model, tokenizer, quantize=quantize)
 
     def close(self) -> None:
         """Free the model and delete its file; the engine can run no more."""
@@ -394,7 +373,7 @@ class LlamaCppEngine:
         wanted.n_outputs_max = rows  # or it takes room for the logits of every position
         if self._cache_type == _GGML_TYPES[torch.float32]:
             wanted.flash_attn_type = 0  # because that kernel rounds keys and values to fp16, and other ids come out
-        wanted.n_threads = wanted.n_threads_batch = self.threads
+        wanted.n_threads = wanted.n_threads_batch = torch.get_num_threads()
         wanted.type_k = wanted.type_v = self._cache_type
         wanted.offload_kqv = wanted.op_offload = False
         context = self._api.llama_init_from_model(self._pointer, wanted)
@@ -417,13 +396,13 @@ class LlamaCppEngine:
             self._api.llama_batch_free(batch)
 
 
-def _quantized(api: ModuleType, file: Path, quantize: str, *, threads: int) -> Path:
+def _quantized(api: ModuleType, file: Path, quantize: str) -> Path:
     """Return a file beside this one with its weights quantized by llama.cpp itself, and delete this one."""
     _let_only_errors_through(api)
     name, number = _GGML_QUANTIZED[quantize]
     made = file.with_name(f"model-{name}.gguf")
     wanted = api.llama_model_quantize_default_params()
-    wanted.ftype, wanted.nthread = number, threads
+    wanted.ftype, wanted.nthread = number, torch.get_num_threads()
     code = api.llama_model_quantize(str(file).encode(), str(made).encode(), ctypes.byref(wanted))
     if code != 0:
         raise ValueError(f"llama.cpp cannot bring this model into {name}, for a reason that stands on stderr")
@@ -451,30 +430,3 @@ def _let_only_errors_through(api: ModuleType) -> object:
     callback: object = api.llama_log_callback(log)
     api.llama_log_set(callback, None)
     return callback
-
-
-# ---- packages that may be absent -------------------------------------------------------------------------------------
-
-
-def _transformers() -> ModuleType:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise _absent("transformers", "transformers") from error
-    module: ModuleType = transformers
-    return module
-
-
-def _llama_cpp() -> ModuleType:
-    try:
-        import llama_cpp
-    except ModuleNotFoundError as error:
-        raise _absent("llama.cpp", "llama-cpp-python") from error
-    module: ModuleType = llama_cpp
-    return module
-
-
-def _absent(engine: str, package: str) -> ValueError:
-    return ValueError(
-        f'--engine {engine} needs {package}, which is not installed: pip install -c constraints.txt -e ".[peers]"'
-    )

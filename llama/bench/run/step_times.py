@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from llama.bench.schema import CacheSize, Crossover, StepTimes
-from llama.bench.statistics import spread
-from llama.costs import cache_bytes
+from llama.bench.statistics import percentiles
 from llama.model import Transformer
 
 LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
@@ -38,7 +37,7 @@ def step_times(
         steps: list[StepTimes] = []
         for context in sorted(contexts, reverse=True):  # a cache that grows forgets what lies past a position
             start = context - 1 if kv_caching else 0
-            seconds = spread(_repeat(_step(model, tokens[:, start:context], start, logits), model))
+            seconds = percentiles(_repeat(_step(model, tokens[:, start:context], start, logits), model))
             steps.append({"batch_size": batch_size, "context": context, "kv_caching": kv_caching, "seconds": seconds})
         return steps[::-1]
 
@@ -88,13 +87,13 @@ def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
         for cache in model.caches:
             cache.update(0, written, written.clone())
         measured = sum(cache.nbytes for cache in model.caches)
-        predicted = cache_bytes(own, rows=1, length=length, itemsize=weight.itemsize)
+        predicted = length * sum(cache.position_bytes(own, weight.itemsize) for cache in model.caches)
         sizes.append({"length": length, "predicted": predicted, "measured": measured})
     model.free_cache()
     return sizes
 
 
-def grid(longest: int) -> list[int]:
+def context_lengths(longest: int) -> list[int]:
     """Return context lengths up to `longest`, closer together where the cache begins to pay.
 
     Out of a context of one token both modes do the same, so it is there only where nothing else is.

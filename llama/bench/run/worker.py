@@ -18,16 +18,18 @@ from typing import Any
 import torch
 
 from llama.bench.cell import Cell
+from llama.bench.gpu.checks import run_checks
+from llama.bench.gpu.kernels import profile_step, time_kernels
 from llama.bench.run.engines import Engine, LlamaEngine
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory import device_bytes_used, resident_bytes
-from llama.bench.run.memory_ledger import check_length, check_memory
-from llama.bench.run.models import DTYPES, find_model
+from llama.bench.run.memory_ledger import check_length, check_memory, position_bytes
+from llama.bench.run.models import find_model
 from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import ModelFacts, StepTimes
-from llama.costs import cache_bytes, parameters
+from llama.costs import parameters
 from llama.exact import slowdown_words
-from llama.machine import ceilings, environment
+from llama.machine import DTYPES, ceilings, environment
 
 
 def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
@@ -51,8 +53,7 @@ def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
     }
     if cell.engine == "llama":
         return LlamaEngine(model, source.tokenizer, logits=cell.logits), facts, before
-    threads = torch.get_num_threads()
-    return open_peer(cell.engine, model, source.tokenizer, threads=threads, quantize=cell.quantize), facts, before
+    return open_peer(cell.engine, model, source.tokenizer, quantize=cell.quantize), facts, before
 
 
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
     record["notes"] += warnings
     if cell.exact and trace and isinstance(engine, LlamaEngine):
         record["notes"].append(slowdown_words(engine.model))
-    return {"record": record, "model": facts, "environment": environment(device, torch.get_num_threads())}
+    return {"record": record, "model": facts, "environment": environment(device)}
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def describe(cell: Cell) -> dict[str, Any]:
     """Return what machine this is and can do, with no model in memory."""
     device = torch.device(cell.device)
     return {
-        "environment": environment(device, torch.get_num_threads()),
+        "environment": environment(device),
         "ceilings": ceilings(device, DTYPES[cell.dtype]),
     }
 
@@ -130,8 +131,7 @@ def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     steps: list[StepTimes] = []
     for kv_caching in (True, False):
         steps += step_times(model, cell.batch_size, contexts, kv_caching=kv_caching, logits=cell.logits)
-    position = cache_bytes(source.args, rows=cell.batch_size, length=1, itemsize=cell.cache_itemsize)
-    return {"steps": steps, "position_bytes": position}
+    return {"steps": steps, "position_bytes": cell.batch_size * position_bytes(source.args, cell)}
 
 
 def size_caches(cell: Cell, *, lengths: list[int]) -> dict[str, Any]:
@@ -158,6 +158,9 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "steps": time_steps,
     "caches": size_caches,
     "margin": margin,
+    "checks": run_checks,
+    "kernels": time_kernels,
+    "profile": profile_step,
 }
 
 
@@ -171,7 +174,7 @@ def main(job_path: str, result_path: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads(Path(job_path).read_text("utf-8"))
     cell = Cell(**job.pop("cell"))
-    torch.set_num_threads(cell.threads or torch.get_num_threads())
+    torch.set_num_threads(cell.threads or torch.get_num_threads())  # which every engine asks
     try:
         result: dict[str, Any] = {"done": JOBS[job.pop("kind")](cell, **job)}
     except ValueError as error:
@@ -180,8 +183,8 @@ def main(job_path: str, result_path: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Nobody waits for the result any more once the pipe from the parent is closed."""
-    os.read(0, 1)  # not sys.stdin, whose lock nobody may hold when Python ends
+    """End the process once the pipe from the parent is closed: no one waits for the result then."""
+    os.read(0, 1)  # not sys.stdin, whose lock must be free when Python ends
     os._exit(1)
 
 

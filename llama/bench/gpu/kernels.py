@@ -1,0 +1,197 @@
+"""Times the cached step alone on a GPU, with each set of kernels, and looks at one step kernel by kernel.
+
+Whole generations, their memory and other engines are cells of the ordinary benchmark. Knows nothing of reports.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
+
+from llama.args import ModelArgs
+from llama.bench.cell import Cell
+from llama.bench.run.memory_ledger import check_memory
+from llama.bench.run.models import find_model, random_model
+from llama.bench.schema import Spread
+from llama.bench.statistics import percentiles
+from llama.costs import cache_bytes, step_bytes
+from llama.fast.graph_ops import PYTORCH, GraphOps
+from llama.fast.graph_runner import (
+    DecodeBuffers,
+    Replay,
+    cached,
+    find_ops,
+    new_buffers,
+    record,
+    rounded_up,
+    take_likeliest,
+)
+from llama.machine import wait_for
+from llama.model import Transformer
+
+SECONDS = 1.5  # that the replays of one row of the table are repeated for
+PROFILED = 3  # replays under the profiler, of which the last is read
+
+
+class StepRow(TypedDict):
+    """The cached step alone, replayed. `record_seconds`: compiling and recording; `bytes`: what a step must read."""
+
+    kernels: str
+    batch_size: int
+    seconds: Spread
+    record_seconds: float
+    bytes: int
+
+
+class KernelRow(TypedDict):
+    """All calls of a kernel in one step; `bytes` is what they must read together, None where that is not known."""
+
+    name: str
+    count: int
+    microseconds: float
+    bytes: int | None
+
+
+class Span(NamedTuple):
+    """A kernel on the timeline, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def model_for(cell: Cell) -> Transformer:
+    """Return a random model of the sizes of the cell's, on its device. Raises ValueError where it does not fit."""
+    source = find_model(cell)
+    check_memory(cell, source.args, source.device, held=0)
+    return uneven_model(source.args, source.dtype, source.device)
+
+
+def uneven_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Transformer:
+    """Return a random model whose norms are not all ones: a kernel that leaves one out has to show."""
+    model = random_model(args, dtype=dtype, device=device)
+    stream = torch.Generator(device).manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            weight.uniform_(0.5, 1.5, generator=stream)
+    return model
+
+
+# ---- the step by itself ----------------------------------------------------------------------------------------------
+
+
+def filled_buffers(model: Transformer, rows: int, length: int, room: int = 0) -> DecodeBuffers:
+    """Return rows whose newest token stands at length - 1, over random keys and values."""
+    stream = torch.Generator(model.device).manual_seed(1)
+    buffers = new_buffers(model, rows, rounded_up(length + room + 1))
+    size = (2, rows, buffers.slots, model.args.n_kv_heads, model.args.head_dim)
+    for _ in model.blocks:
+        drawn = torch.randn(size, generator=stream, device=model.device).to(model.norm.weight.dtype)
+        buffers.cache.append((drawn[0].clone(), drawn[1].clone()))
+    buffers.tokens.random_(model.args.vocab_size, generator=stream)
+    buffers.positions.fill_(length - 1)
+    return buffers
+
+
+def one_step(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> None:
+    """Do what the fast step does where ids are chosen greedily."""
+    take_likeliest(model, buffers, ops, cached(model, buffers, ops))
+
+
+def recorded(model: Transformer, cell: Cell, ops: GraphOps) -> tuple[DecodeBuffers, Replay]:
+    """Return rows like the cell's after its prompt, and a replay of their next step."""
+    buffers = filled_buffers(model, cell.batch_size, cell.input_len, cell.output_len)
+    return buffers, record(partial(one_step, model, buffers, ops), model.device)
+
+
+@torch.inference_mode()
+def time_kernels(cell: Cell) -> dict[str, Any]:
+    """Time replays of the cell's cached step, one after another over the contexts of its generation.
+
+    Once with the fused kernels, where they take so many rows, and once with PyTorch's own.
+    """
+    model = model_for(cell)
+    ways = dict.fromkeys((find_ops(model), PYTORCH))
+    return {"steps": [step_row(model, cell, ops) for ops in ways if cell.batch_size <= (ops.most_rows or 2**31)]}
+
+
+def step_row(model: Transformer, cell: Cell, ops: GraphOps) -> StepRow:
+    count = max(1, cell.output_len - 1)
+    began = time.perf_counter()
+    buffers, replay = recorded(model, cell, ops)
+    wait_for(model.device)
+    record_seconds = time.perf_counter() - began
+
+    def replays() -> None:
+        buffers.positions.fill_(cell.input_len - 1)
+        for _ in range(count):
+            replay()
+
+    timer = Timer("replays()", globals={"replays": replays}, num_threads=torch.get_num_threads())
+    taken = timer.blocked_autorange(min_run_time=SECONDS).times
+    return {
+        "kernels": ops.name,
+        "batch_size": cell.batch_size,
+        "seconds": percentiles([seconds / count for seconds in taken]),
+        "record_seconds": record_seconds,
+        "bytes": step_bytes(model.args, rows=cell.batch_size, context=cell.input_len, itemsize=cell.itemsize),
+    }
+
+
+# ---- one step under the profiler -------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def profile_step(cell: Cell) -> dict[str, Any]:
+    """Read the kernels of one replay of the fast step, and the gaps between them. Raises ValueError without any.
+
+    A gap is the microseconds from a kernel's end to the next one's start, 0 where they overlap.
+    """
+    model = model_for(cell)
+    buffers, replay = recorded(model, cell, find_ops(model))
+    buffers.positions.fill_(cell.input_len - 1)
+    cuda = model.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as prof:
+        for _ in range(PROFILED):
+            replay()
+            wait_for(model.device)
+    spans = [
+        Span(event.name, event.time_range.start, event.time_range.end)
+        for event in prof.events() or []
+        if (event.device_type.name == "CUDA" if cuda else not event.cpu_children) and "Synchronize" not in event.name
+    ]
+    if len(spans) < PROFILED:
+        raise ValueError("the profiler saw no kernels")
+    spans = sorted(spans, key=lambda span: span.start)[-(len(spans) // PROFILED) :]
+    nbytes = kernel_bytes(model.args, rows=cell.batch_size, context=cell.input_len, itemsize=cell.itemsize)
+    gaps = [max(0.0, later.start - earlier.end) for earlier, later in pairwise(spans)]
+    found = {"kernels": kernel_rows(spans, nbytes), "gaps": percentiles(gaps) if gaps else None, "gap_sum": sum(gaps)}
+    return {"profile": found}
+
+
+def kernel_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int) -> dict[str, int]:
+    """Return what the fused kernels of one step must read, all layers together: weights, and keys and values."""
+    queries, shared = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    numbers = {
+        "_qkv": args.n_layers * args.dim * (1 + queries + 2 * shared),  # the norm's weight, wq, wk, wv
+        "_combine": args.n_layers * args.dim * queries,
+        "_gate": args.n_layers * args.dim * (1 + 2 * args.ffn_dim),
+        "_project": args.n_layers * args.dim * args.ffn_dim,
+        "_head": args.dim * (1 + args.vocab_size),
+    }
+    sizes = {name: count * itemsize for name, count in numbers.items()}
+    return {**sizes, "_attend": cache_bytes(args, rows=rows, length=context, itemsize=itemsize), "_advance": 0}
+
+
+def kernel_rows(spans: Sequence[Span], read: dict[str, int]) -> list[KernelRow]:
+    """Return the kernels by name, the one that takes longest first."""
+    rows: list[KernelRow] = []
+    for name, group in groupby(sorted(spans), key=lambda span: span.name):
+        times = [span.end - span.start for span in group]
+        rows.append({"name": name, "count": len(times), "microseconds": sum(times), "bytes": read.get(name)})
+    return sorted(rows, key=lambda row: -row["microseconds"])
