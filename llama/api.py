@@ -16,8 +16,9 @@ import torch
 from tqdm import tqdm
 
 from llama.checkpoint import load_weights, open_checkpoint
-from llama.demo import cache_dir, demo_model_path
+from llama.demo import demo_model_path
 from llama.fast.choose import make_fast
+from llama.files import cache_dir
 from llama.generation import Stream
 from llama.machine import DTYPES
 from llama.model import Transformer

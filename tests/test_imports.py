@@ -98,7 +98,7 @@ MAY_IMPORT = {
     "llama/bench/": ("bench", ""),
     # the front door
     "llama/cli.py": ("", "fire"),
-    "llama/demo.py": ("", ""),
+    "llama/demo.py": ("files", ""),
     "llama/api.py": (f"{FLOOR} checkpoint demo fast tokenizer", "torch tqdm"),
     "benchmark_inference.py": (f"{FLOOR} api bench cli", ""),
     "inference.py": (f"{FLOOR} api cli exact tokenizer", ""),

@@ -197,7 +197,7 @@ def test_max_seq_len_is_the_last_length_that_is_served(kv_caching: bool) -> None
     model = tiny_model(max_seq_len=8, kv_caching=kv_caching).requires_grad_(False)
     assert model(some_tokens(1, 7)).shape == (1, 7, 40)
     assert model(some_tokens(1, 8)).shape == (1, 8, 40)
-    with pytest.raises(ValueError, match=r"9 tokens from position 0 on go past max_seq_len=8; .*larger max_seq_len"):
+    with pytest.raises(ValueError, match=r"a text of 9 positions goes past max_seq_len=8; .*larger max_seq_len"):
         model(some_tokens(1, 9))
 
 

@@ -11,8 +11,8 @@ import torch
 from oracles import some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
-from llama.demo import cache_dir
 from llama.fast.choose import make_fast
+from llama.files import cache_dir
 from llama.model import Transformer
 
 pytestmark = pytest.mark.skipif(

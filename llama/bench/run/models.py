@@ -17,8 +17,9 @@ from llama.bench.run.peers import GPT2
 from llama.checkpoint import load_weights, materialise, open_checkpoint
 from llama.checkpoint.base import Weight, needed_shapes
 from llama.costs import RELEASED
-from llama.demo import cache_dir, demo_model_path, meta_tokenizer_path
+from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.fast.choose import make_fast
+from llama.files import cache_dir
 from llama.kv_cache import KVCache, cache_kind
 from llama.machine import DTYPES, dtype_name
 from llama.model import Transformer
