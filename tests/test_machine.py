@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import shutil
 import subprocess
@@ -208,9 +209,16 @@ def test_cgroups_without_a_limit_leave_any_room(tmp_path: Path) -> None:
     assert machine._cgroup_room("", tmp_path) is None
 
 
+def touch(nbytes: int) -> None:
+    """Take memory that no earlier test has left in the allocator's hands, write to each page, and give it back."""
+    with mmap.mmap(-1, nbytes) as fresh:
+        for page in range(0, nbytes, mmap.PAGESIZE):
+            fresh[page] = 1
+
+
 @on_linux
 def test_reset_lets_the_resident_peak_fall_to_what_is_resident_now() -> None:
-    torch.ones(200 * FLOATS)
+    touch(200 * MIB)
     high = peak_resident_bytes()
     assert reset_peak_resident()
     low, now = peak_resident_bytes(), resident_bytes()
@@ -223,10 +231,10 @@ def test_reset_lets_the_resident_peak_fall_to_what_is_resident_now() -> None:
 
 @on_linux
 def test_a_peak_sees_memory_that_was_touched_and_freed_and_none_from_before() -> None:
-    torch.ones(300 * FLOATS)
+    touch(300 * MIB)
     peak = Peak(CPU)
     peak.start()
-    torch.ones(100 * FLOATS)
+    touch(100 * MIB)
     seen = peak.stop()
     assert peak.reset_seen is not None
     at_reset, began = peak.reset_seen
@@ -238,7 +246,7 @@ def test_a_peak_sees_memory_that_was_touched_and_freed_and_none_from_before() ->
 
 @on_linux
 def test_a_reset_that_does_not_work_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.ones(200 * FLOATS)
+    touch(200 * MIB)
     monkeypatch.setattr(memory, "reset_peak_resident", lambda: True)
     peak = Peak(CPU)
     peak.start()
