@@ -100,6 +100,12 @@ def assign_a_misaligned_parameter(model: Transformer) -> None:
     model.norm.weight = nn.Parameter(misaligned, requires_grad=False)
 
 
+def flatten_a_matrix(model: Transformer) -> None:
+    weight = model.blocks[0].attention.wk.weight
+    data = weight if isinstance(weight, Tensor) else weight.codes
+    data.data = data.data.flatten()
+
+
 def scaled(model: Transformer, factor: float) -> dict[str, Tensor]:
     """Return other weights of the model's shapes and dtypes; the codes of int8 as they are."""
     return {
@@ -266,7 +272,7 @@ CHANGES: dict[str, Change] = {
     for change in (
         *(halve, double, to_bfloat16, to_float, edit_in_place, point_data_elsewhere, transpose_data, widen_data),
         *(assign_a_parameter, assign_a_strided_parameter, assign_a_misaligned_parameter, load_by_assignment),
-        *(load_by_copy, hook_that_watches, hook_that_changes, pre_hook_that_changes),
+        *(flatten_a_matrix, load_by_copy, hook_that_watches, hook_that_changes, pre_hook_that_changes),
         *(replace_a_method_of_an_instance, replace_a_method_of_a_cache, replace_a_module, wrap_a_module),
         *(parametrize_a_weight, change_one_eps, change_every_eps, change_an_operation, change_one_operation),
         *(take_a_layer, add_a_layer, use_a_layer_twice, take_all_layers, widen_one_mlp, prune_all_mlps),
