@@ -101,7 +101,7 @@ def assign_a_misaligned_parameter(model: Transformer) -> None:
 
 
 def flatten_a_matrix(model: Transformer) -> None:
-    weight = model.blocks[0].attention.wk.weight
+    weight = model.tok_embeddings.weight
     data = weight if isinstance(weight, Tensor) else weight.codes
     data.data = data.data.flatten()
 
@@ -227,6 +227,15 @@ def prune_all_mlps(model: Transformer) -> None:
         resize_an_mlp(model, block, 32)
 
 
+def prune_a_query_head(model: Transformer) -> None:
+    """So that the KV heads cannot be shared evenly."""
+    for block in model.blocks:
+        attention = block.attention
+        left = (model.args.n_heads - 1) * attention.head_dim
+        resize(attention.wq, rows=left)
+        resize(attention.wo, columns=left)
+
+
 def enlarge_the_head(model: Transformer) -> None:
     resize(model.output, rows=model.args.vocab_size + 37)
 
@@ -275,7 +284,15 @@ CHANGES: dict[str, Change] = {
         *(flatten_a_matrix, load_by_copy, hook_that_watches, hook_that_changes, pre_hook_that_changes),
         *(replace_a_method_of_an_instance, replace_a_method_of_a_cache, replace_a_module, wrap_a_module),
         *(parametrize_a_weight, change_one_eps, change_every_eps, change_an_operation, change_one_operation),
-        *(take_a_layer, add_a_layer, use_a_layer_twice, take_all_layers, widen_one_mlp, prune_all_mlps),
+        *(
+            take_a_layer,
+            add_a_layer,
+            use_a_layer_twice,
+            take_all_layers,
+            widen_one_mlp,
+            prune_all_mlps,
+            prune_a_query_head,
+        ),
         *(enlarge_the_head, shrink_the_head, break_a_shape, renorm_the_embedding, unlike_the_others_uncached),
         *(turn_by_other_angles, turn_by_float64, put_a_cache_of_ones),
     )
