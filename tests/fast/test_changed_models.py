@@ -26,7 +26,9 @@ import llama.model
 import llama.rope
 from llama.fast.choose import make_fast
 from llama.fast.fingerprint import Fingerprint
+from llama.fast.native_description import check_tensor
 from llama.fast.native_runner import NativeRunner
+from llama.fast.supported import Unsupported
 from llama.kv_cache import StaticCache
 from llama.layers import RowParallelLinear
 from llama.model import Attention, RMSNorm, Transformer
@@ -433,3 +435,25 @@ def test_code_that_runs_within_a_generation_may_change_the_model(way: str) -> No
         assert len(steps) == 12
     assert texts[0] == texts[1]
     assert 0 < served(fast) < 12
+
+
+class Labelled(Tensor):
+    """A subclass, whose operations may be anything."""
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 8, device="meta"),
+        torch.ones(4, 8).to_sparse(),
+        torch.ones(4, 8).as_subclass(Labelled),
+        torch.ones(4, 8, dtype=torch.float64),
+        torch.ones(8, 4),
+        torch.ones(8, 4).t(),
+    ],
+    ids=["on no device", "sparse", "a subclass", "another dtype", "another shape", "strided"],
+)
+def test_what_native_code_would_read_for_something_else_is_refused(tensor: Tensor) -> None:
+    assert check_tensor(torch.ones(4, 8), (4, 8), torch.float32)
+    with pytest.raises(Unsupported):
+        check_tensor(tensor, (4, 8), torch.float32)
