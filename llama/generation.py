@@ -15,14 +15,24 @@ from typing import Literal, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from llama.batch import Batch, Chosen, NonFiniteLogits, Token
+from llama.batch import Batch, Chosen, NonFiniteLogits, Token, padded
 from llama.ownership import Ownership
 from llama.ranks import ALONE, Ranks
 from llama.request import Limits, Options, Request, Step, make_request
 from llama.runner import Runner
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
-__all__ = ["Completion", "Generation", "LanguageModel", "NonFiniteLogits", "Options", "Step", "Stream"]
+__all__ = [
+    "Chosen",
+    "Completion",
+    "Generation",
+    "LanguageModel",
+    "NonFiniteLogits",
+    "Options",
+    "Step",
+    "Stream",
+    "padded",
+]
 
 
 class LanguageModel(Protocol):

@@ -169,11 +169,13 @@ class StaticCache(KVCache, kind="static"):
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
         bsz, end = len(ends), max(ends)
-        if not self._fits(bsz, end):
+        if not self.fits(bsz, end):
             check_room(bsz, end, self.args)
-        keys, values = self.room(bsz, end, like=xk)
+            self._grow(bsz, end, like=xk)
+        assert self.keys is not None
+        assert self.values is not None
         self._write(start_pos, xk, xv)
-        return keys[:bsz, :end], values[:bsz, :end]
+        return self.keys[:bsz, :end], self.values[:bsz, :end]
 
     def adopt(self, keys: Tensor, values: Tensor) -> None:
         """Hold these buffers, whose addresses a runner relies on, in place of what is held."""
@@ -181,13 +183,14 @@ class StaticCache(KVCache, kind="static"):
 
     def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the whole buffers, with room for `rows` x `length` at least: for who writes into them by himself."""
-        if not self._fits(rows, length):
+        if not self.fits(rows, length):
             self._grow(rows, length, like=like)
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
-    def _fits(self, rows: int, length: int) -> bool:
+    def fits(self, rows: int, length: int) -> bool:
+        """Tell whether the buffers that are held have room for `rows` x `length`."""
         return self.keys is not None and self.keys.shape[0] >= rows and self.keys.shape[1] >= length
 
     def _grow(self, rows: int, length: int, like: Tensor) -> None:

@@ -6,6 +6,7 @@ Knows the model's layers, and how many slices ranks can share; does not know how
 import math
 import statistics
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,35 +80,27 @@ def slowdown(model: "Transformer", *, prompt: int = 64, repeats: int = 5, patien
     """
     prompt = min(prompt, model.args.max_seq_len - 1)
     tokens = torch.zeros(1, prompt, dtype=torch.int64, device=model.device)
-    exact, before = model.exact, model.ops
+    ways = {"plain": partial(model.use, PLAIN), "exact": partial(use_exact_ops, model)}
+    put_back = ways["exact"] if model.exact else partial(model.use, model.ops)
     seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "exact": []}
     began = time.perf_counter()
     try:
         for turn in range(repeats + 1):
             if turn and time.perf_counter() - began > patience:
                 break
-            for name in ("plain", "exact"):
-                _use(model, name)
+            for name, use in ways.items():
+                use()
                 with model.switched(kv_caching=True):
                     prefill = _timed(model, tokens, 0)
                     seconds[name].append((prefill, _timed(model, tokens[:, :1], prompt)))
     finally:
-        model.use(before)
-        if exact:
-            use_exact_ops(model)
+        put_back()
     medians = {
         name: [statistics.median(times) for times in zip(*(pairs[1:] or pairs), strict=True)]
         for name, pairs in seconds.items()
     }
     prefill, step = (slow / quick for slow, quick in zip(medians["exact"], medians["plain"], strict=True))
     return prefill, step
-
-
-def _use(model: "Transformer", name: str) -> None:
-    if name == "exact":
-        use_exact_ops(model)
-    else:
-        model.use(PLAIN)
 
 
 def slowdown_words(model: "Transformer") -> str:

@@ -83,7 +83,7 @@ class NativeRunner:
         """Make room in every layer's cache, and return for how many positions there is."""
         told, facts = self._caches
         first = described.caches[0]._buffers["keys"]
-        holds = told is described and facts is not None and _has_room(first, rows, length)
+        holds = told is described and facts is not None and described.caches[0].fits(rows, length)
         if holds and look:
             assert facts is not None
             holds = facts.hold([cache._buffers[name] for cache in described.caches for name in ("keys", "values")])
@@ -159,7 +159,3 @@ def _rotations(model: Transformer, end: int, described: NativeModel) -> tuple[Te
     for part in (cos, sin):
         check_tensor(part, (max(end, len(cos)), 1, described.sizes.head_dim), torch.float32)
     return cos, sin
-
-
-def _has_room(buffer: Tensor | None, rows: int, length: int) -> bool:
-    return buffer is not None and buffer.shape[0] >= rows and buffer.shape[1] >= length

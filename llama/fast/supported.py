@@ -21,7 +21,7 @@ _KNOWN = {
 PATH = {
     *("forward", "_plain", "_last", "rms_norm", "sum_linear", "linear", "_onednn_serves"),
     *("attend", "_attend_in_step", "_mask", "apply_rotary_emb", "_rotate", "_cos_sin", "at", "up_to"),
-    *("update", "check", "key_positions", "room", "_fits", "_grow", "_allocate", "_write", "rows"),
+    *("update", "check", "key_positions", "room", "fits", "_grow", "_allocate", "_write", "rows"),
     *("check_fed", "row_starts", "check_room"),
     *("torch", "nn", "F"),
 }

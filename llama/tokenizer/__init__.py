@@ -1,5 +1,5 @@
 """Text <-> ids: the three kinds of tokenizer file, and the formats of chats."""
 
-from llama.tokenizer.tokenizer import Tokenizer
+from llama.tokenizer.tokenizer import TextStream, Tokenizer
 
-__all__ = ["Tokenizer"]
+__all__ = ["TextStream", "Tokenizer"]
