@@ -61,7 +61,7 @@ class ModelArgs:
     max_seq_len: int = 2048  # a limit, not a size
 
     kv_caching: bool = True
-    kv_cache: str = "static"  # the kind of cache, see llama/kv_cache.py
+    kv_cache: str = "static"  # the kind of cache, see llama/kv_cache/
 
     head_dim: int = _DERIVED  # dim // n_heads
     ffn_dim: int = _DERIVED  # two thirds of 4 * dim, times ffn_dim_multiplier, rounded up to multiple_of

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "llama/layers.py": ("ops ranks", "torch"),
     "llama/quantize.py": ("ops", "torch"),
     "llama/limits.py": ("args", "torch"),
-    "llama/kv_cache.py": ("args limits", "torch"),
+    "llama/kv_cache/": ("args limits kv_cache", "torch"),
     "llama/ownership.py": ("", "torch"),
     "llama/self_comparison.py": ("args", "torch"),
     "llama/model.py": (

@@ -23,15 +23,16 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from llama import kv_cache, layers, limits, model, ops, quantize, rope
+from llama import layers, limits, model, ops, quantize, rope
 from llama.fast.supported import PATH, Unsupported
+from llama.kv_cache import contract, static
 from llama.model import Transformer
 
 Description = TypeVar("Description")
 
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
-_FILES = (kv_cache, layers, limits, model, ops, quantize, rope)
+_FILES = (contract, static, layers, limits, model, ops, quantize, rope)
 _TORCH = (
     (nn.Module, ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")),
     (nn.Embedding, ("forward",)),

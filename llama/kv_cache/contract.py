@@ -1,4 +1,4 @@
-"""Keys and values of past tokens, for one attention layer: the contract of a cache, and two kinds of it.
+"""The contract of a cache: keys and values of past tokens, for one attention layer.
 
 Knows tensors and positions. Does not know masks, sampling, or how many tokens were generated: the position is an
 argument of every call and nothing here counts, so there is nothing to reset between prompts.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
-from llama.limits import check_room, row_starts
+from llama.limits import row_starts
 
 
 class KVCache(nn.Module):
@@ -145,106 +145,3 @@ def cache_kind(name: str) -> str:
         assert spec.loader is not None
         spec.loader.exec_module(module_from_spec(spec))
     return kind
-
-
-class StaticCache(KVCache, kind="static"):
-    """Buffers taken once and written in place: (rows, length, n_kv_heads, head_dim).
-
-    `reserve` decides their size; a write that needs more, up to the limits, moves them into larger ones. Slots that
-    were never written hold whatever was in memory, and slots past a row's position whatever an earlier text left there.
-    """
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__(args)
-        self.reserved = (0, 0)  # rows and length; zeros once the memory was given back
-
-    def reserve(self, rows: int, length: int) -> None:
-        super().reserve(rows, length)
-        self.reserved = (rows, length)
-
-    def free(self) -> None:
-        super().free()
-        self.reserved = (0, 0)
-
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        ends = self.check(start_pos, xk, xv)
-        bsz, end = len(ends), max(ends)
-        if not self.fits(bsz, end):
-            check_room(bsz, end, self.args)
-            self._grow(bsz, end, like=xk)
-        assert self.keys is not None
-        assert self.values is not None
-        self._write(start_pos, xk, xv)
-        return self.keys[:bsz, :end], self.values[:bsz, :end]
-
-    def adopt(self, keys: Tensor, values: Tensor) -> None:
-        """Hold these buffers, whose addresses a runner relies on, in place of what is held."""
-        self.keys, self.values = keys, values
-
-    def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the whole buffers, with room for `rows` x `length` at least: for who writes into them by himself."""
-        if not self.fits(rows, length):
-            self._grow(rows, length, like=like)
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
-
-    def fits(self, rows: int, length: int) -> bool:
-        """Tell whether the buffers that are held have room for `rows` x `length`."""
-        return self.keys is not None and self.keys.shape[0] >= rows and self.keys.shape[1] >= length
-
-    def _grow(self, rows: int, length: int, like: Tensor) -> None:
-        old_keys, old_values = self.keys, self.values
-        if old_keys is None:
-            rows, length = max(rows, self.reserved[0]), max(length, self.reserved[1])
-        else:
-            rows = max(rows, old_keys.shape[0])
-            if length > old_keys.shape[1]:  # by doubling, or a text fed token by token would be copied each time
-                length = min(max(length, 2 * old_keys.shape[1]), self.args.max_seq_len)
-            length = max(length, old_keys.shape[1])
-        self.keys, self.values = self._allocate(rows, length, like), self._allocate(rows, length, like)
-        if old_keys is not None and old_values is not None:
-            self.keys[: old_keys.shape[0], : old_keys.shape[1]] = old_keys
-            self.values[: old_values.shape[0], : old_values.shape[1]] = old_values
-
-    def _allocate(self, rows: int, length: int, like: Tensor) -> Tensor:
-        with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
-            return torch.empty(
-                (rows, length, self.args.n_kv_heads, self.args.head_dim), dtype=like.dtype, device=like.device
-            )
-
-
-class ConcatCache(KVCache, kind="concat"):
-    """Grows by concatenation, as most teaching code does: every step copies all keys and values once more."""
-
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        ends = self.check(start_pos, xk, xv)
-        check_room(len(ends), max(ends), self.args)
-        self._refuse_gap(start_pos, rows=len(ends))
-        if self.keys is not None and self.keys.shape[0] < len(ends):
-            self.free()  # more rows than before can only be a new batch, from position 0 on
-        if isinstance(start_pos, int):
-            self.keys = xk if self.keys is None else torch.cat((self.keys[: len(ends), :start_pos], xk), dim=1)
-            self.values = xv if self.values is None else torch.cat((self.values[: len(ends), :start_pos], xv), dim=1)
-        else:
-            self.keys, self.values = self._room(self.keys, ends, xk), self._room(self.values, ends, xv)
-            self._write(start_pos, xk, xv)
-        return self.keys[:, : max(ends)], self.values[:, : max(ends)]
-
-    def _refuse_gap(self, start_pos: int | Sequence[int], *, rows: int) -> None:
-        furthest = start_pos if isinstance(start_pos, int) else max(start_pos)
-        held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
-        if furthest > 0 and (furthest > held or rows > held_rows):
-            raise ValueError(
-                f"the concat cache holds {held_rows} rows of {held} positions, "
-                f"so {rows} rows at position {furthest} would leave a gap"
-            )
-
-    @staticmethod
-    def _room(held: Tensor | None, ends: list[int], like: Tensor) -> Tensor:
-        """Return a copy of what is held, with as many positions as the furthest row needs."""
-        shape = (len(ends), max(ends), *like.shape[2:])
-        if held is None:
-            return like.new_empty(shape)
-        missing = max(max(ends) - held.shape[1], 0)
-        return torch.cat((held[: len(ends)], like.new_empty((len(ends), missing, *like.shape[2:]))), dim=1)
