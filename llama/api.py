@@ -20,6 +20,7 @@ from llama.demo import demo_model_path
 from llama.fast.choose import make_fast
 from llama.files import cache_dir
 from llama.generation import Stream
+from llama.kv_cache import cache_kind
 from llama.machine import DTYPES
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_rank, world_size
@@ -58,7 +59,7 @@ def load(
     check_modes(on, kind, fast=fast, quantize=quantize, exact=exact)
     ranks = join(on)
     checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
-    args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=kv_cache)
+    args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=cache_kind(kv_cache))
     if max_seq_len is not None:
         made_for, args = args.max_seq_len, replace(args, max_seq_len=max_seq_len)
         if max_seq_len > made_for:

@@ -6,11 +6,12 @@ at `generate` and `stream`, through a tokenizer that is handed in. Does not know
 cache works.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, Protocol, Unpack
+from typing import Any, Literal, Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from llama.batch import Batch, Chosen, NonFiniteLogits, Token, padded
 from llama.ownership import Ownership
 from llama.ranks import ALONE, Ranks
 from llama.request import Limits, Options, Request, Step, make_request
+from llama.rows import Rows
 from llama.runner import Runner
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
@@ -35,10 +37,15 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger(__name__)
+
+
 class LanguageModel(Protocol):
     """What the loop needs of a model. `llama.Transformer` has it, and so has a small fake in the tests."""
 
     kv_caching: bool
+    kv_cache: str
+    caches: list[Any]  # of each layer; the loop lets their rows share a prefix, and puts them back
 
     @property
     def args(self) -> Limits: ...
@@ -48,6 +55,8 @@ class LanguageModel(Protocol):
     def device(self) -> torch.device: ...
     @property
     def ranks(self) -> Ranks: ...
+    @property
+    def batch_rows(self) -> Rows: ...
     def __call__(
         self,
         tokens: Tensor,
@@ -58,6 +67,7 @@ class LanguageModel(Protocol):
     ) -> Tensor: ...
     def reserve_cache(self, rows: int, length: int) -> None: ...
     def free_cache(self) -> None: ...
+    def bound(self, kv_cache: str | None) -> int | None: ...
     def run_ahead(self, batch: Batch) -> Iterator[Chosen]: ...
 
 
@@ -71,6 +81,24 @@ class Generation:
     def ownership(self) -> Ownership:
         """Who may use the model now."""
         return Ownership()
+
+    @cached_property
+    def batch_rows(self) -> Rows:
+        """What the rows of a call are, for the caches."""
+        return Rows()
+
+    def bound(self, kv_cache: str | None) -> int | None:
+        """Return how many positions a cache of that kind, or the model's own, holds at most; None: no such number."""
+        return None
+
+    @contextmanager
+    def switched(self: LanguageModel, *, kv_caching: bool, kv_cache: str | None = None) -> Iterator[None]:
+        """Switch the cache, and its kind unless that is None, for what stands under `with`; free it and switch back."""
+        back = _switch(self, kv_caching, kv_cache)
+        try:
+            yield
+        finally:
+            back()
 
     @property
     def generating(self) -> bool:
@@ -149,6 +177,7 @@ def _generate(model: LanguageModel, batch: Batch) -> Generator[Token, None, None
     with _running(model, batch.request):
         batch.begin(model.args.vocab_size, model.device)
         logits, echo = _prefill(model, batch)
+        model.batch_rows.live = batch.live
         yield from echo
         if not batch.live:
             return
@@ -169,7 +198,7 @@ def _steps(model: LanguageModel, batch: Batch, logits: Tensor) -> Iterator[Chose
 
 def _prefill(model: LanguageModel, batch: Batch) -> tuple[Tensor, list[Token]]:
     """Feed all prompts in one pass; return the logits of each row's next token, (bsz, vocab), and what to echo."""
-    request, begin = batch.request, [0] * len(batch.cur_pos)
+    request, begin = batch.request, [_share_prefix(model, batch)] * len(batch.cur_pos)
     if not (request.echo and request.logprobs):
         logits = _feed(model, batch, begin)
         prompts = request.prompts if request.echo else []
@@ -183,6 +212,18 @@ def _prefill(model: LanguageModel, batch: Batch) -> tuple[Tensor, list[Token]]:
     return logits[torch.arange(len(begin)), [pos - 1 for pos in batch.cur_pos]], echo
 
 
+def _share_prefix(model: LanguageModel, batch: Batch) -> int:
+    """Feed what all prompts begin with once, and let every row have it; return how many tokens these are."""
+    shared, rows = batch.request.shared, len(batch.cur_pos)
+    if shared:
+        logger.info("%d tokens that all %d prompts begin with are fed once", shared, rows)
+        _run(model, batch, batch.tokens[:1, :shared], [0], [shared])
+        with model.ownership.acting():
+            for cache in model.caches:
+                cache.spread(rows)
+    return shared
+
+
 def _decode(model: LanguageModel, batch: Batch) -> Tensor:
     """Feed every row's newest token, or without a cache its whole prefix; return the next logits, (bsz, vocab)."""
     prev_pos = [pos - 1 for pos in batch.cur_pos] if model.kv_caching else [0] * len(batch.cur_pos)
@@ -192,10 +233,22 @@ def _decode(model: LanguageModel, batch: Batch) -> Tensor:
 def _feed(model: LanguageModel, batch: Batch, prev_pos: list[int], logits: Literal["all", "last"] = "last") -> Tensor:
     """Run the model on tokens[:, prev_pos:cur_pos]."""
     lengths = [cur - prev for prev, cur in zip(prev_pos, batch.cur_pos, strict=True)]
-    fed = batch.window(prev_pos, max(lengths))
+    return _run(model, batch, batch.window(prev_pos, max(lengths)), prev_pos, lengths, logits)
+
+
+def _run(
+    model: LanguageModel,
+    batch: Batch,
+    fed: Tensor,
+    prev_pos: list[int],
+    lengths: list[int],
+    logits: Literal["all", "last"] = "last",
+) -> Tensor:
+    """Run the model on `fed`, of which row b has lengths[b] real tokens from prev_pos[b] on; tell `on_step` before."""
     if batch.request.on_step is not None:
         ids = [row[:length] for row, length in zip(fed.tolist(), lengths, strict=True)]
-        batch.request.on_step(Step(prev_pos, batch.cur_pos, ids, frozenset(batch.live)))
+        cur_pos = [prev + length for prev, length in zip(prev_pos, lengths, strict=True)]
+        batch.request.on_step(Step(prev_pos, cur_pos, ids, frozenset(batch.live)))
         batch.disturbed = True
     with model.ownership.acting(undisturbed=not batch.disturbed):
         batch.disturbed = False
@@ -232,16 +285,37 @@ def _running(model: LanguageModel, request: Request) -> Iterator[None]:
         model.ranks.agree(
             lambda: {"prompts": request.prompts, "options": replace(request, prompts=[], seed=None, on_step=None)}
         )
-        before = model.kv_caching
+        with model.ownership.acting():
+            back = _switch(model, request.kv_caching, request.kv_cache)
         try:
             with model.ownership.acting():
-                model.kv_caching = request.kv_caching
                 model.reserve_cache(len(request.prompts), request.longest)
             yield
         finally:
+            model.batch_rows.live = None
             with model.ownership.acting():
-                model.kv_caching = before
-                model.free_cache()
+                back()
+
+
+def _switch(model: LanguageModel, kv_caching: bool, kv_cache: str | None) -> Callable[[], None]:
+    """Switch the cache, and its kind unless that is None; return what frees it and sets both as they were."""
+    caching = model.kv_caching
+    caches = None if kv_cache is None else model.caches
+
+    def back() -> None:
+        model.free_cache()
+        model.kv_caching = caching
+        if caches is not None:
+            model.caches = caches
+
+    try:
+        if kv_cache is not None:
+            model.kv_cache = kv_cache
+        model.kv_caching = kv_caching
+    except BaseException:
+        back()
+        raise
+    return back
 
 
 def _batch(
@@ -253,7 +327,8 @@ def _batch(
 ) -> Batch:
     """Return the batch that is asked for, checked."""
     _check_device(model, options.get("device"))
-    return Batch(make_request(model.args, model.kv_caching, prompts, max_gen_len, stop_ids, options))
+    bound = model.bound(options.get("kv_cache"))
+    return Batch(make_request(model.args, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=bound))
 
 
 def _stream(

@@ -4,10 +4,23 @@ Knows sizes and limits; does not know caches, or what is computed.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from llama.args import ModelArgs
+
+# Where the rows of a call begin: all at one position, or each at its own.
+Positions = int | Sequence[int]
+
+
+class Held(Protocol):
+    """What is looked at of a cache: the bytes that it holds, and its bound, if it has one, in positions."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def bound(self) -> int | None: ...
 
 
 def check_fed(
@@ -18,22 +31,22 @@ def check_fed(
     args: ModelArgs,
     *,
     kv_caching: bool,
-    held: int,
+    cache: Held,
 ) -> int | list[int]:
     """Return start_pos as an int where all rows agree, else as a list; raise ValueError for what cannot be fed.
 
-    `kv_caching`: whether the KV cache is on; `held`: how many bytes it holds.
+    `kv_caching`: whether the KV cache is on; `cache` is that of the first layer.
     """
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must be (bsz, seqlen), both at least 1, not {tuple(tokens.shape)}")
     bsz, seqlen = tokens.shape
     starts = row_starts(start_pos, bsz)
-    check_room(bsz, max(starts) + seqlen, args)
+    check_room(bsz, 0 if kv_caching and cache.bound else max(starts) + seqlen, args)
     if max(starts) > 0 and not kv_caching:
         raise ValueError(
             f"start_pos={start_pos} needs the KV cache, which is off: feed the whole prefix at start_pos=0"
         )
-    if max(starts) > 0 and held == 0:
+    if max(starts) > 0 and cache.nbytes == 0:
         raise ValueError(
             f"start_pos={start_pos} with an empty KV cache: feed the positions before it first "
             "(generate, free_cache, switching off and asking for exact mode empty the cache)"
@@ -54,7 +67,10 @@ def row_starts(start_pos: int | Sequence[int], bsz: int) -> list[int]:
 
 
 def check_room(bsz: int, length: int, args: ModelArgs) -> None:
-    """Raise ValueError where rows, or texts of `length` positions, pass the limits."""
+    """Raise ValueError where rows, or texts of `length` positions, pass the limits.
+
+    A bounded kind of cache limits what it holds, not how long a text gets: the length is then 0 here.
+    """
     if args.max_batch_size is not None and bsz > args.max_batch_size:
         raise ValueError(f"{bsz} rows are more than max_batch_size={args.max_batch_size}")
     if length > args.max_seq_len:

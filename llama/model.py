@@ -5,8 +5,8 @@ Shapes: bsz rows, seqlen tokens fed, dim the width, vocab the vocabulary.
 Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of Meta's checkpoints.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Literal, cast
 
 import torch
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.generation import Generation
-from llama.kv_cache import KVCache
+from llama.kv_cache import KVCache, use_kind
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from llama.limits import check_fed
-from llama.ops import PLAIN, Ops
+from llama.limits import Positions, check_fed
+from llama.ops import PLAIN, Ops, attention_mass, last_real
 from llama.ownership import Ownership
 from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb
+from llama.rows import Rows
 from llama.runner import Execution
 
 __all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
@@ -54,20 +55,22 @@ class Attention(nn.Module):
         self.kv_caching = args.kv_caching
         self.ops: Ops = PLAIN
 
-    def forward(self, x: Tensor, start_pos: int | Sequence[int], freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, start_pos: Positions, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
         """Map (bsz, seqlen, dim), whose first tokens stand at `start_pos`, to the same shape."""
         xq = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_heads, head_dim)
         xk = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_kv_heads, head_dim)
         xv = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        xq, xk = apply_rotary_emb(xq, xk, freqs_cis)
+        xq, rotated = apply_rotary_emb(xq, xk, freqs_cis)
 
         if self.kv_caching:
-            keys, values = self.cache.update(start_pos, xk, xv)  # (bsz, kv_len, n_kv_heads, head_dim)
-            key_positions = self.cache.key_positions()
+            keys, values = self.cache.update(start_pos, xk if self.cache.unrotated else rotated, xv)
+            visible = self.cache.visible(start_pos, xq.shape[1])
+            if self.cache.weighs:
+                self.cache.weigh(attention_mass(xq, keys, start_pos, visible))
         else:
-            keys, values, key_positions = xk, xv, None
+            keys, values, visible = rotated, xv, None
 
-        output = self.ops.attend(xq, keys, values, start_pos, key_positions)
+        output = self.ops.attend(xq, keys, values, start_pos, visible)
         out: Tensor = self.wo(output.flatten(-2))
         return out
 
@@ -97,7 +100,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
-    def forward(self, x: Tensor, start_pos: int | Sequence[int], freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, start_pos: Positions, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
         h = x + self.attention(self.attention_norm(x), start_pos, freqs_cis)
         out: Tensor = h + self.feed_forward(self.ffn_norm(h))
         return out
@@ -123,7 +126,13 @@ class Transformer(nn.Module, Generation):
             self.output.weight = self.tok_embeddings.weight
         self.rope = RopeTable.of(args)
         self.ownership = Ownership()
+        self.batch_rows = Rows()
+        self.caches = self.caches  # which are told of the same rows
         self.ops = PLAIN
+
+    def bound(self, kv_cache: str | None = None) -> int | None:
+        cache = self.first_attention.cache
+        return cache.bound if kv_cache is None else use_kind([cache], kv_cache, exact=self.exact)[0].bound
 
     @property
     def params(self) -> ModelArgs:
@@ -144,6 +153,12 @@ class Transformer(nn.Module, Generation):
         """The cache of every layer, first layer first."""
         return [layer.attention.cache for layer in self.blocks]
 
+    @caches.setter
+    def caches(self, value: list[KVCache]) -> None:
+        with self.ownership.changing():
+            for layer, cache in zip(self.blocks, value, strict=True):
+                layer.attention.cache, cache.batch_rows = cache, self.batch_rows
+
     @property
     def kv_caching(self) -> bool:
         """Whether past keys and values are kept. Setting it to False frees them."""
@@ -161,16 +176,14 @@ class Transformer(nn.Module, Generation):
                 if self.runner is not None:
                     self.runner.free_cache()
 
-    @contextmanager
-    def switched(self, *, kv_caching: bool) -> Iterator[None]:
-        """Set `kv_caching` for what stands under `with`; then free the cache and set it as it was."""
-        before = self.kv_caching
-        self.kv_caching = kv_caching
-        try:
-            yield
-        finally:
-            self.free_cache()
-            self.kv_caching = before
+    @property
+    def kv_cache(self) -> str:
+        """The kind of the cache, NAME or NAME:PARAMS. Setting it puts an empty one of another kind into every layer."""
+        return self.first_attention.cache.args.kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, value: str) -> None:
+        self.caches = use_kind(self.caches, value, exact=self.exact)
 
     @property
     def exact(self) -> bool:
@@ -224,7 +237,7 @@ class Transformer(nn.Module, Generation):
     def forward(
         self,
         tokens: Tensor,
-        start_pos: int | Sequence[int] | Tensor = 0,
+        start_pos: Positions | Tensor = 0,
         *,
         logits: Literal["all", "last"] = "all",
         lengths: Sequence[int] | None = None,
@@ -241,26 +254,21 @@ class Transformer(nn.Module, Generation):
         begins = start_pos == 0 or (isinstance(start_pos, Sequence) and not any(start_pos))
         compiling = torch.compiler.is_compiling()  # into a graph goes the plain path
         with nullcontext() if compiling else self.ownership.call(shared=lambda: not self.kv_caching, begins=begins):
-            held = self.first_attention.cache.nbytes
-            starts = check_fed(tokens, start_pos, logits, lengths, self.args, kv_caching=self.kv_caching, held=held)
+            cache, on = self.first_attention.cache, self.kv_caching
+            starts = check_fed(tokens, start_pos, logits, lengths, self.args, kv_caching=on, cache=cache)
             runner = None if compiling else self.runner
             done = None if runner is None else runner(self, tokens, starts, logits=logits, lengths=lengths)
             return self._plain(tokens, starts, logits, lengths) if done is None else done
 
-    def _plain(
-        self,
-        tokens: Tensor,
-        start_pos: int | Sequence[int],
-        logits: Literal["all", "last"],
-        lengths: Sequence[int] | None,
-    ) -> Tensor:
+    def _plain(self, tokens: Tensor, start_pos: Positions, logits: str, lengths: Sequence[int] | None) -> Tensor:
         """Compute what `forward` returns, by the modules."""
-        freqs_cis = self.rope.at(start_pos, tokens.shape[1], tokens.device)
+        self.batch_rows.lengths = lengths
+        freqs_cis = self.rope.at(self.first_attention.cache.places(start_pos), tokens.shape[1], tokens.device)
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
             h = layer(h, start_pos, freqs_cis)
         if logits == "last":
-            h = _last(h, lengths)
+            h = last_real(h, lengths)
         scores: Tensor = self.output(self.norm(h))
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
@@ -268,12 +276,3 @@ class Transformer(nn.Module, Generation):
     def first_attention(self) -> Attention:
         """The layer that is asked where all agree: every step asks, and a list of all layers would cost more."""
         return cast(TransformerBlock, self.layers[0]).attention
-
-
-def _last(h: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    """Return each row's last real vector, (bsz, 1, dim)."""
-    if lengths is None or len(set(lengths)) == 1:
-        end = h.shape[1] if lengths is None else lengths[0]
-        return h[:, end - 1 : end]
-    ends = torch.tensor(lengths, device=h.device) - 1
-    return h[torch.arange(h.shape[0], device=h.device), ends][:, None]

@@ -51,37 +51,37 @@ def attend(
     keys: Tensor,
     values: Tensor,
     start_pos: int | Sequence[int],
-    key_positions: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
 
     xq is (bsz, seqlen, n_heads, head_dim), and its query i stands at start_pos + i. keys and values are
-    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j, or at key_positions[j], (kv_len,) or (bsz, kv_len);
-    with key_positions, all of them must be finite, also where no query looks.
+    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. Or `visible` says which keys a query sees, (seqlen,
+    kv_len) or (bsz, seqlen, kv_len) of bool; all of them must then be finite, also where no query looks.
     """
     if isinstance(start_pos, int):
-        return _attend_in_step(xq, keys, values, start_pos, key_positions)
+        return _attend_in_step(xq, keys, values, start_pos, visible)
     # Rows at different positions are attended one by one, each over its own keys, so that a row gives what it gives
     # alone.
     rows = []
     for row, pos in enumerate(start_pos):
         one = slice(row, row + 1)
-        places = key_positions if key_positions is None or key_positions.ndim == 1 else key_positions[row]
-        rows.append(_attend_in_step(xq[one], keys[one], values[one], pos, places))
+        seen = visible if visible is None or visible.ndim == 2 else visible[one]
+        rows.append(_attend_in_step(xq[one], keys[one], values[one], pos, seen))
     return torch.cat(rows)
 
 
-def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, key_positions: Tensor | None) -> Tensor:
+def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, visible: Tensor | None) -> Tensor:
     """Attend where all rows stand at the same position."""
     seqlen = xq.shape[1]
     end = start_pos + seqlen
     mask, causal = None, False
-    if key_positions is not None:
-        mask = _mask(start_pos, seqlen, key_positions)
+    if visible is not None:
+        mask = visible if visible.ndim == 2 else visible[:, None]
     else:  # what lies past the end is never read: a mask would multiply it by zero, and 0 * nan is nan
         keys, values = keys[:, :end], values[:, :end]
         if seqlen > 1 and start_pos > 0:  # is_causal would align the first query with the first key
-            mask = _mask(start_pos, seqlen, torch.arange(end, device=xq.device))
+            mask = _mask(start_pos, seqlen, xq.device)
         elif seqlen > 1:
             causal = True
     output = F.scaled_dot_product_attention(
@@ -95,11 +95,35 @@ def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, ke
     return output.transpose(1, 2)
 
 
-def _mask(start_pos: int, seqlen: int, key_positions: Tensor) -> Tensor:
-    """Return True where a query may look at a key: (seqlen, kv_len), or (bsz, 1, seqlen, kv_len)."""
-    query_positions = start_pos + torch.arange(seqlen, device=key_positions.device)
-    mask = key_positions[..., None, :] <= query_positions[:, None]
-    return mask if mask.ndim == 2 else mask[:, None]
+def _mask(start_pos: int, seqlen: int, device: torch.device) -> Tensor:
+    """Return True where a query may look at a key that stands at its index: (seqlen, start_pos + seqlen)."""
+    positions = torch.arange(start_pos + seqlen, device=device)
+    return positions <= positions[start_pos:, None]
+
+
+def attention_mass(xq: Tensor, keys: Tensor, start_pos: int | Sequence[int], visible: Tensor | None = None) -> Tensor:
+    """Return how much attention every key draws, (bsz, n_kv_heads, kv_len), in float32 or wider.
+
+    Of an explicit softmax, summed over the queries and over the heads that share the key; the rest as in `attend`.
+    """
+    if not isinstance(start_pos, int):
+        rows = [slice(row, row + 1) for row in range(len(start_pos))]
+        each = [visible if visible is None or visible.ndim == 2 else visible[row] for row in rows]
+        parts = zip(rows, start_pos, each, strict=True)
+        return torch.cat([attention_mass(xq[row], keys[row], pos, seen) for row, pos, seen in parts])
+    seqlen, kv_len = xq.shape[1], keys.shape[1]
+    if visible is None:
+        end = start_pos + seqlen  # what lies past it is not read
+        drawn = attention_mass(xq, keys[:, :end], start_pos, _mask(start_pos, seqlen, xq.device))
+        return F.pad(drawn, (0, kv_len - end))
+    wide = torch.promote_types(xq.dtype, torch.float32)
+    shared = xq.shape[2] // keys.shape[2]
+    queries = xq.to(wide).reshape(*xq.shape[:2], -1, shared, xq.shape[-1])
+    queries = queries.permute(0, 2, 3, 1, 4)  # (bsz, n_kv_heads, shared, seqlen, head_dim)
+    scores = queries @ keys.to(wide).permute(0, 2, 3, 1)[:, :, None] / xq.shape[-1] ** 0.5
+    hidden = ~(visible if visible.ndim == 2 else visible[:, None, None])
+    mass: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1).sum((2, 3))
+    return mass
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,6 +131,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))  # 16-bit squares overflow or vanish
     norm = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return norm.type_as(x) * weight
+
+
+def last_real(h: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    """Return each row's last real vector, (bsz, 1, dim)."""
+    if lengths is None or len(set(lengths)) == 1:
+        end = h.shape[1] if lengths is None else lengths[0]
+        return h[:, end - 1 : end]
+    ends = torch.tensor(lengths, device=h.device) - 1
+    return h[torch.arange(h.shape[0], device=h.device), ends][:, None]
 
 
 class Ops(NamedTuple):

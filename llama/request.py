@@ -6,6 +6,7 @@ Knows ids and limits; does not know models, text or how tokens are made.
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -42,6 +43,8 @@ class Options(TypedDict, total=False):
     logprobs: also return the log-probability of each token under the model, before temperature and penalty.
     echo: begin with the prompt.
     kv_caching: None follows the model's setting; True or False holds for this call.
+    kv_cache: the kind of cache for this call, NAME or NAME:PARAMS; None follows the model's.
+    share_prefix: feed the tokens that all prompts begin with once, for all rows; the text is the same.
     device: where the model must be; nothing is moved.
     on_step: called before each step with what it is about to be fed.
     """
@@ -55,6 +58,8 @@ class Options(TypedDict, total=False):
     logprobs: bool
     echo: bool
     kv_caching: bool | None
+    kv_cache: str | None
+    share_prefix: bool
     device: torch.device | str | None
     on_step: Callable[[Step], None] | None
 
@@ -72,6 +77,16 @@ class Request:
     logprobs: bool = False
     echo: bool = False
     on_step: Callable[[Step], None] | None = None
+    kv_cache: str | None = None
+    share_prefix: bool = False
+
+    @property
+    def shared(self) -> int:
+        """How many tokens are fed once for all rows: those that all prompts begin with, but for the last of each."""
+        if not self.share_prefix or len(self.prompts) == 1 or (self.echo and self.logprobs):
+            return 0
+        same = takewhile(lambda ids: len(set(ids)) == 1, zip(*self.prompts, strict=False))
+        return min(sum(1 for _ in same), min(map(len, self.prompts)) - 1)
 
     @property
     def longest(self) -> int:
@@ -86,10 +101,13 @@ def make_request(
     max_gen_len: int | Sequence[int],
     stop_ids: Sequence[int],
     options: Options,
+    *,
+    bound: int | None = None,
 ) -> Request:
     """Return what a user asked for, or raise ValueError (TypeError for an option that does not exist).
 
-    `limits` and `kv_caching` are the model's. `options["device"]` is not looked at: it speaks of the model.
+    `limits` and `kv_caching` are the model's; `bound` is how many positions its cache holds, where that limits not how
+    long a text gets. `options["device"]` is not looked at, nor what kind `["kv_cache"]` is: they speak of the model.
     """
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
@@ -98,14 +116,20 @@ def make_request(
     rest: dict[str, Any] = {name: value for name, value in options.items() if name != "device"}
     sampling = Sampling(**{f.name: rest.pop(f.name) for f in fields(Sampling) if f.name in rest})
     switch = rest.pop("kv_caching", None)
-    _check_switches(kv_caching=switch, logprobs=rest.get("logprobs"), echo=rest.get("echo"))
+    switches = {name: rest.get(name) for name in ("logprobs", "echo", "share_prefix")}
+    _check_switches(kv_caching=switch, **switches)
+    caching = kv_caching if switch is None else switch
+    if switches["share_prefix"] and not caching:
+        raise ValueError("share_prefix=True needs the KV cache, which is off: it holds what is fed once")
     ids = _rows_of_ids("the prompts", prompts)
     (stops,) = _rows_of_ids("stop_ids", [stop_ids])
     _check_prompts(limits, ids)
     room = _room(max_gen_len, len(ids))
-    _check_room(limits, ids, room)
+    _check_room(limits, ids, room, bound if caching else None)
+    if caching and bound is not None and switches["echo"] and switches["logprobs"]:
+        _check_scored(ids, bound)
     row_streams(rest.get("seed"), len(ids))  # refuses bad seeds
-    return Request(ids, room, frozenset(stops), sampling, kv_caching if switch is None else switch, **rest)
+    return Request(ids, room, frozenset(stops), sampling, caching, **rest)
 
 
 def _check_switches(**switches: object) -> None:
@@ -149,9 +173,21 @@ def _room(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
     return room
 
 
-def _check_room(limits: Limits, prompts: list[list[int]], room: list[int]) -> None:
+def _check_scored(prompts: list[list[int]], bound: int) -> None:
+    """Refuse log-probabilities of a prompt that the cache cannot hold: positions are gone that they would depend on."""
+    for row, prompt in enumerate(prompts):
+        if len(prompt) > bound:
+            raise ValueError(
+                f"prompt {row} has {len(prompt)} tokens, whose log-probabilities depend on positions that this cache "
+                f"drops: it holds {bound}; shorten the prompt, or take another kind of cache"
+            )
+
+
+def _check_room(limits: Limits, prompts: list[list[int]], room: list[int], bound: int | None) -> None:
     if len(room) != len(prompts):
         raise ValueError(f"{len(room)} lengths were given for {len(prompts)} prompts; give one, or one per prompt")
+    if bound is not None:
+        return
     for row, (prompt, tokens) in enumerate(zip(prompts, room, strict=True)):
         if len(prompt) + tokens > limits.max_seq_len:
             raise ValueError(

@@ -27,7 +27,7 @@ FILES = [
 
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
-    "args rope ranks ops layers quantize limits kv_cache ownership self_comparison model sampling request "
+    "args rope ranks ops layers quantize limits rows kv_cache ownership self_comparison model sampling request "
     "batch runner streaming generation costs machine files parallel"
 )
 
@@ -41,11 +41,12 @@ MAY_IMPORT = {
     "llama/layers.py": ("ops ranks", "torch"),
     "llama/quantize.py": ("ops", "torch"),
     "llama/limits.py": ("args", "torch"),
-    "llama/kv_cache/": ("args limits kv_cache", "torch"),
+    "llama/rows.py": ("", ""),
+    "llama/kv_cache/": ("args limits rope rows kv_cache", "torch"),
     "llama/ownership.py": ("", "torch"),
     "llama/self_comparison.py": ("args", "torch"),
     "llama/model.py": (
-        "args rope layers limits ops ownership ranks runner exact.switch kv_cache generation",
+        "args rope layers limits ops ownership ranks rows runner exact.switch kv_cache generation",
         "torch",
     ),
     "llama/sampling.py": ("", "torch"),
@@ -53,7 +54,7 @@ MAY_IMPORT = {
     "llama/batch.py": ("request sampling", "torch"),
     "llama/streaming.py": ("batch", ""),
     "llama/runner.py": ("", "torch"),
-    "llama/generation.py": ("batch ownership ranks request runner streaming", "torch"),
+    "llama/generation.py": ("batch ownership ranks request rows runner streaming", "torch"),
     "llama/costs.py": ("args cli", ""),
     "llama/machine.py": ("costs ops", "torch"),
     "llama/files.py": ("", ""),
@@ -63,7 +64,7 @@ MAY_IMPORT = {
     "llama/tokenizer/": ("tokenizer", ""),
     "llama/checkpoint/": ("args ranks rope model quantize tokenizer checkpoint", "torch numpy safetensors gguf"),
     "llama/exact/triton_kernels.py": ("", "torch triton"),
-    "llama/exact/switch.py": ("args exact ops quantize self_comparison", "torch"),
+    "llama/exact/switch.py": ("args exact kv_cache ops quantize self_comparison", "torch"),
     "llama/exact/": ("ops ranks self_comparison exact", "torch"),
     "llama/fast/triton_kernels.py": ("", "torch triton"),
     "llama/fast/native_build.py": ("", ""),

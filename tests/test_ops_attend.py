@@ -76,15 +76,17 @@ def test_keys_may_stand_in_any_order(
     dtype: torch.dtype,
     random: Random,
 ) -> None:
-    """`key_positions`, one order for all rows or one for each, and slots that nobody may see yet."""
+    """One order for all rows or one for each, and slots that no query may see yet."""
     rows, seqlen = shape[:2]
     starts = [start_pos + row if ragged else start_pos for row in range(rows)]
     kv_len = max(starts) + seqlen + 2
     orders = [random.sample(range(kv_len), kv_len) for _ in range(rows if per_row else 1)]
     xq, keys, values = qkv(shape, kv_len, dtype)
     expected = attend_by_loops(xq, keys, values, starts, lambda row, j: orders[row % len(orders)][j])
-    positions = torch.tensor(orders if per_row else orders[0])
-    assert_attends(attend(xq, keys, values, starts if ragged else start_pos, positions), expected)
+    positions = torch.tensor(orders if per_row else orders[0])[..., None, :]
+    queries = torch.tensor(starts)[:, None] + torch.arange(seqlen) if ragged else start_pos + torch.arange(seqlen)
+    visible = positions <= queries[..., None]
+    assert_attends(attend(xq, keys, values, starts if ragged else start_pos, visible), expected)
 
 
 @pytest.mark.parametrize("start_pos", [0, 3, [0, 3], [3, 0]])

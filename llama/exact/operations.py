@@ -74,10 +74,10 @@ def exact_attend(
     keys: Tensor,
     values: Tensor,
     start_pos: int | Sequence[int],
-    key_positions: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Do what `llama.ops.attend` does, each query in the same place of the same tile wherever it is fed."""
-    if key_positions is not None:
+    if visible is not None:
         raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
     _compare_attention(xq, keys)
     if isinstance(start_pos, int):

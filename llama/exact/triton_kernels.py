@@ -75,7 +75,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     start_pos: int | Sequence[int],
-    key_positions: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
 
@@ -83,7 +83,7 @@ def attend(
     values are (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. What lies past start_pos + seqlen is never
     read. Raises ValueError on keys that stand elsewhere.
     """
-    if key_positions is not None:
+    if visible is not None:
         raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
     _check(xq=xq, keys=keys, values=values)
     bsz, seqlen, n_heads, head_dim = xq.shape

@@ -19,9 +19,9 @@ _KNOWN = {
 }
 # What the plain path runs of our files: functions, methods, and the names under which it reaches PyTorch.
 PATH = {
-    *("forward", "_plain", "_last", "rms_norm", "sum_linear", "linear", "_onednn_serves"),
-    *("attend", "_attend_in_step", "_mask", "apply_rotary_emb", "_rotate", "_cos_sin", "at", "up_to"),
-    *("update", "check", "key_positions", "room", "fits", "_grow", "_allocate", "_write", "rows"),
+    *("forward", "_plain", "last_real", "rms_norm", "sum_linear", "linear", "_onednn_serves"),
+    *("attend", "_attend_in_step", "_mask", "apply_rotary_emb", "rotate", "_rotate", "_cos_sin", "at", "up_to"),
+    *("update", "check", "visible", "places", "key_positions", "room", "fits", "_grow", "_allocate", "_write", "rows"),
     *("check_fed", "row_starts", "check_room"),
     *("torch", "nn", "F"),
 }

@@ -1,7 +1,22 @@
 """Keys and values of past tokens: the contract of a cache, and a file for each kind of it."""
 
 from llama.kv_cache.concat import ConcatCache
-from llama.kv_cache.contract import KVCache, cache_kind
+from llama.kv_cache.contract import KVCache, check_lossless, use_kind
+from llama.kv_cache.names import cache_kind
+from llama.kv_cache.paged import PagedCache
+from llama.kv_cache.quantized import Int4Cache, Int8Cache
 from llama.kv_cache.static import StaticCache
+from llama.kv_cache.window import WindowCache
 
-__all__ = ["ConcatCache", "KVCache", "StaticCache", "cache_kind"]
+__all__ = [
+    "ConcatCache",
+    "Int4Cache",
+    "Int8Cache",
+    "KVCache",
+    "PagedCache",
+    "StaticCache",
+    "WindowCache",
+    "cache_kind",
+    "check_lossless",
+    "use_kind",
+]

@@ -1,33 +1,46 @@
 """The contract of a cache: keys and values of past tokens, for one attention layer.
 
 Knows tensors and positions. Does not know masks, sampling, or how many tokens were generated: the position is an
-argument of every call and nothing here counts, so there is nothing to reset between prompts.
+argument of every call, so there is nothing to reset between prompts.
 Shapes: xk and xv are (bsz, seqlen, n_kv_heads, head_dim).
 
-To add a kind, subclass KVCache in a file of your own and choose it by name:
+To add a kind, subclass KVCache in a file of your own and choose it by name (docs/kv_cache_kinds.md):
 
     class Mine(KVCache, kind="mine"):
         def update(self, start_pos, xk, xv): ...
 
-    model = Transformer(ModelArgs(..., kv_cache="mine"))
+    model = Transformer(ModelArgs(..., kv_cache="mine"))        # or "mine.py:mine", or "mine:PARAMS"
 """
 
 from collections.abc import Sequence
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
+from copy import deepcopy
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
+from llama.kv_cache.names import cache_kind, read_kind
 from llama.limits import row_starts
+from llama.rows import Rows
 
 
 class KVCache(nn.Module):
-    """The contract: store new keys and values at their positions, return all that attention may look at."""
+    """The contract: store new keys and values at their positions, return all that attention may look at.
+
+    What a kind says of itself:
+        lossless: what it returns are the very keys and values that it was given, none left out.
+        unrotated: it is given keys before RoPE, and rotates what it returns by itself.
+        weighs: after each update it is told how much attention every key drew, see `weigh`.
+        bound: how many positions it holds at most; None: as many as a text has.
+    """
 
     kinds: ClassVar[dict[str, type["KVCache"]]] = {}
+    lossless: ClassVar[bool] = True
+    unrotated: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+    bound: int | None = None
     keys: Tensor | None
     values: Tensor | None
 
@@ -43,25 +56,32 @@ class KVCache(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
+        self.batch_rows = Rows()  # of a model's caches all have one, which is told what is fed
+        self.configure(read_kind(args.kv_cache).params)
         # Buffers follow the module's .to(); persistent=False keeps them out of checkpoints.
         self.register_buffer("keys", None, persistent=False)
         self.register_buffer("values", None, persistent=False)
 
     @staticmethod
     def of(args: ModelArgs) -> "KVCache":
-        """Make the cache that `args.kv_cache` names."""
-        if args.kv_cache not in KVCache.kinds:
+        """Make the cache that `args.kv_cache` names, NAME or NAME:PARAMS. Raises ValueError."""
+        return KVCache.named(args.kv_cache)(args)
+
+    @staticmethod
+    def named(text: str) -> type["KVCache"]:
+        """Return the kind that is named; raise ValueError where there is none of this name."""
+        name = read_kind(text).name
+        if name not in KVCache.kinds:
             known = ", ".join(sorted(KVCache.kinds))
-            raise ValueError(f"kv_cache={args.kv_cache!r} is not a known kind of cache; known are: {known}")
-        return KVCache.kinds[args.kv_cache](args)
+            raise ValueError(f"kv_cache={text!r} is not a known kind of cache; known are: {known}")
+        return KVCache.kinds[name]
 
-    @classmethod
-    def position_bytes(cls, args: ModelArgs, itemsize: int) -> int:
-        """Return the bytes that one position of a row takes in a layer, where the model's numbers take `itemsize` each.
+    def configure(self, params: str) -> None:
+        """Take what stands behind the colon of NAME:PARAMS, "" where nothing does. Raises ValueError."""
+        if params:
+            raise ValueError(f"kv_cache={self.args.kv_cache!r}: this kind takes no parameters; leave out :{params}")
 
-        A kind that holds keys and values in another way than as they come tells so here; memory is predicted from it.
-        """
-        return 2 * args.n_kv_heads * args.head_dim * itemsize
+    # ---- what attention asks -----------------------------------------------------------------------------------------
 
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         """Store xk and xv from `start_pos` on and return all keys and values up to the furthest of them.
@@ -79,18 +99,86 @@ class KVCache(nn.Module):
         """
         return None
 
+    def visible(self, start_pos: int | Sequence[int], seqlen: int) -> Tensor | None:
+        """Return which keys of the last update each query may see, (seqlen, kv_len) or (bsz, seqlen, kv_len) of bool.
+
+        Query i stands at start_pos + i. None: all keys at or before it, which stand at 0 .. kv_len - 1. A kind that
+        drops keys says here from which position on a query of a chunk may look; what may be seen must be finite.
+        """
+        positions = self.key_positions()
+        if positions is None:
+            return None
+        return positions[..., None, :] <= query_positions(start_pos, seqlen, positions.device)
+
+    def places(self, start_pos: int | Sequence[int]) -> int | Sequence[int]:
+        """Return by which positions RoPE rotates the queries: their own, or, where `unrotated`, those of the kind."""
+        return start_pos
+
+    def weigh(self, mass: Tensor) -> None:
+        """Take the attention that every key of the last update drew, (bsz, n_kv_heads, kv_len), where `weighs`.
+
+        Summed over the queries of the call and over the heads that share the key. Each query gives each head 1.
+        """
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def position_bytes(cls, args: ModelArgs, itemsize: int) -> int:
+        """Return the bytes that one position of a row takes in a layer, where the model's numbers take `itemsize` each.
+
+        A kind that holds keys and values in another way than as they come tells so here; memory is predicted from it.
+        """
+        return 2 * args.n_kv_heads * args.head_dim * itemsize
+
+    @classmethod
+    def predicted_bytes(cls, args: ModelArgs, *, rows: int, length: int, itemsize: int) -> int:
+        """Return what a layer's cache holds once it was fed `rows` x `length` positions, from the sizes alone."""
+        return rows * length * cls.position_bytes(args, itemsize)
+
     def reserve(self, rows: int, length: int) -> None:
         """Drop what is held; a kind that preallocates then takes room for `rows` x `length` on its first update."""
         self.free()
 
     def free(self) -> None:
         """Hold no memory until the next update."""
-        self.keys = self.values = None
+        for name in self._buffers:
+            self._buffers[name] = None
 
     @property
     def nbytes(self) -> int:
         """The bytes that the cache holds now."""
         return sum(buffer.nbytes for buffer in self.buffers())
+
+    @property
+    def slots(self) -> int | None:
+        """For how many positions of a row there is room now; None where that is not a fixed number."""
+        return None if self.keys is None or self.key_positions() is not None else self.keys.shape[1]
+
+    # ---- texts that last ---------------------------------------------------------------------------------------------
+
+    def spread(self, rows: int) -> None:
+        """Let each of `rows` rows hold what row 0 holds."""
+        for name, buffer in list(self._buffers.items()):
+            if buffer is None:
+                continue
+            if buffer.shape[0] < rows:
+                self._buffers[name] = buffer[:1].expand(rows, *buffer.shape[1:]).clone()
+            else:
+                buffer[1:rows] = buffer[:1]
+
+    def rewind(self, position: int) -> bool:
+        """Tell whether all rows may go on from `position`, which lies before what was fed, as if no more had been."""
+        return True
+
+    def copy(self) -> "KVCache":
+        """Return a cache of the same kind that holds the same, in memory of its own."""
+        return deepcopy(self)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what is held as tensors by name; a cache of the same kind and sizes goes on from them."""
+        return {name: buffer for name, buffer in self.named_buffers() if buffer is not None}
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
 
     def check(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> list[int]:
         """Return each row's end, `start_pos + seqlen`; raise ValueError for a write that must not happen.
@@ -134,14 +222,26 @@ class KVCache(nn.Module):
         self.values[rows, positions] = xv
 
 
-def cache_kind(name: str) -> str:
-    """Return the name of a kind of cache; of "file.py:kind", after running the file, which defines it."""
-    path, _, kind = name.rpartition(":")
-    if not path.endswith(".py"):
-        return name
-    if kind not in KVCache.kinds:
-        spec = spec_from_file_location(Path(path).stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        spec.loader.exec_module(module_from_spec(spec))
-    return kind
+def query_positions(start_pos: int | Sequence[int], seqlen: int, device: torch.device) -> Tensor:
+    """Return where the queries of a call stand, (seqlen, 1), or (bsz, seqlen, 1) where rows stand apart."""
+    starts = torch.tensor(start_pos, device="cpu").to(device, non_blocking=True)
+    return starts[..., None, None] + torch.arange(seqlen, device=device)[:, None]
+
+
+def use_kind(caches: Sequence[KVCache], text: str, *, exact: bool) -> list[KVCache]:
+    """Return empty caches of the kind that is named, FILE.py:NAME too, one in place of each. Raises ValueError."""
+    kind = cache_kind(text)
+    made = [KVCache.of(replace(cache.args, kv_cache=kind)) for cache in caches]
+    if exact:
+        check_lossless(made)
+    return made
+
+
+def check_lossless(caches: Sequence[KVCache]) -> None:
+    """Raise ValueError where a cache gives back something else than what it was given."""
+    for cache in caches:
+        if not cache.lossless:
+            raise ValueError(
+                f"exact mode promises the bits of the model without a cache, and kv_cache={cache.args.kv_cache!r} does "
+                "not keep all it is given; choose static, concat or paged"
+            )

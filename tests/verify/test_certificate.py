@@ -59,7 +59,7 @@ class NewestFirst(KVCache, kind="newest_first"):
         return torch.arange(self.args.max_seq_len - 1, -1, -1, device=self.keys.device)
 
 
-class Window(KVCache, kind="window"):
+class Window(KVCache, kind="own window"):
     """A ring of the newest `size` positions, for rows in step that are fed token by token."""
 
     size = 5
@@ -453,7 +453,7 @@ def test_sliding_window_gives_what_the_tokens_within_it_give_alone() -> None:
     So its logits are those of the window's tokens fed alone, from position 0. Angles are float32, which at positions
     of about 20 are off by 20 * 2^-24 = 1e-6; logits are about 10.
     """
-    model = tiny_model(n_layers=1, kv_cache="window").requires_grad_(False)
+    model = tiny_model(n_layers=1, kv_cache="own window").requires_grad_(False)
     plain, tokens = tiny_model(n_layers=1, kv_caching=False).requires_grad_(False), some_tokens(2, LENGTH)
     with watched(model) as watch:
         for end in range(1, LENGTH + 1):

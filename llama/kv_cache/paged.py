@@ -1,0 +1,152 @@
+"""A paged cache: blocks of positions out of one pool, taken as a text grows, and shared by texts that begin alike.
+
+Source: Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.kv_cache.contract import KVCache
+from llama.limits import check_room, row_starts
+
+BLOCK = 16  # positions
+
+
+class PagedCache(KVCache, kind="paged"):
+    """A table of blocks for each row: position p stands in block table[p // BLOCK], slot p % BLOCK.
+
+    keys and values are the pool, (blocks, BLOCK, n_kv_heads, head_dim). It grows by an eighth when no block is free, so
+    that texts that grow are seldom copied; `paged:BLOCKS` limits it. A block that several rows have is copied before
+    one of them writes into it. A row that has ended gives its blocks back. Attention wants keys in one piece, so the
+    plain path gathers the blocks of every row at every step: a copy of the cache; native code reads them in place.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__(args)
+        self.tables: list[list[int]] = []
+        self.shares: list[int] = []  # how many rows have each block
+        self._spare: list[int] = []  # blocks that no row has, the next to be taken last
+
+    def configure(self, params: str) -> None:
+        if params and not (params.isascii() and params.isdigit() and int(params) > 0):
+            raise ValueError(
+                f"kv_cache={self.args.kv_cache!r}: a paged cache takes how many blocks of {BLOCK} positions there may "
+                "be, such as paged:512, or nothing"
+            )
+        self.most_blocks = int(params) if params else None
+
+    @classmethod
+    def predicted_bytes(cls, args: ModelArgs, *, rows: int, length: int, itemsize: int) -> int:
+        return rows * -(-length // BLOCK) * BLOCK * cls.position_bytes(args, itemsize)
+
+    @property
+    def slots(self) -> None:
+        return None
+
+    def free(self) -> None:
+        super().free()
+        self.tables, self.shares, self._spare = [], [], []
+
+    def spread(self, rows: int) -> None:
+        """Let each of `rows` rows share the blocks of row 0."""
+        for row in range(1, len(self.tables)):
+            self._give_back(row)
+        self.tables = [list(self.tables[0]) for _ in range(rows)]
+        for block in self.tables[0]:
+            self.shares[block] = rows
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        ends = self.check(start_pos, xk, xv)
+        bsz, seqlen = xk.shape[:2]
+        starts = row_starts(start_pos, bsz)
+        check_room(bsz, max(ends), self.args)
+        real = self.batch_rows.real(bsz, seqlen)
+        self._take(starts, real, like=xk)
+        assert self.keys is not None
+        assert self.values is not None
+        slots, kept = self._slots(starts, real, seqlen, xk.device)
+        for pool, new in ((self.keys, xk), (self.values, xv)):
+            pool.flatten(0, 1)[slots] = new.flatten(0, 1)[kept]
+        return self._gathered(self.keys, max(ends), bsz), self._gathered(self.values, max(ends), bsz)
+
+    def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
+        """Give every row blocks of its own for the positions that it is about to write, or raise with none taken."""
+        self.tables += [[] for _ in range(len(starts) - len(self.tables))]
+        needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken
+        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+            if not count:  # the row has ended
+                self._give_back(row)
+                continue
+            table, end = self.tables[row], -(-(start + count) // BLOCK)
+            shared = (i for i in range(start // BLOCK, min(end, len(table))) if self.shares[table[i]] > 1)
+            needed += [(row, place) for place in (*shared, *range(len(table), end))]
+        self._grow(len(needed) - len(self._spare), like)
+        for row, place in needed:
+            self._take_one(row, place)
+
+    def _take_one(self, row: int, place: int) -> None:
+        assert self.keys is not None
+        assert self.values is not None
+        block, table = self._spare.pop(), self.tables[row]
+        self.shares[block] = 1
+        if place == len(table):
+            table.append(block)
+            return
+        shared, table[place] = table[place], block  # copied on the first write
+        self.shares[shared] -= 1
+        self.keys[block], self.values[block] = self.keys[shared], self.values[shared]
+
+    def _give_back(self, row: int) -> None:
+        for block in self.tables[row]:
+            self.shares[block] -= 1
+            if not self.shares[block]:
+                self._spare.append(block)
+        self.tables[row] = []
+
+    def _grow(self, more: int, like: Tensor) -> None:
+        """Have at least `more` blocks beyond those that there are. Raises ValueError past the pool's limit."""
+        held = 0 if self.keys is None else self.keys.shape[0]
+        if more <= 0:
+            return
+        if self.most_blocks is not None and held + more > self.most_blocks:
+            raise ValueError(
+                f"kv_cache={self.args.kv_cache!r}: {held + more} blocks of {BLOCK} positions are needed, and the pool "
+                f"may have {self.most_blocks}; take a larger pool, fewer rows or shorter texts"
+            )
+        size = max(held + more, held + held // 8)
+        size = size if self.most_blocks is None else min(size, self.most_blocks)
+        for name in ("keys", "values"):
+            with torch.inference_mode(False):  # or the pool could not be written outside inference mode
+                new = torch.empty((size, BLOCK, *like.shape[2:]), dtype=like.dtype, device=like.device)
+            old = self._buffers[name]
+            if old is not None:
+                new[:held] = old
+            self._buffers[name] = new
+        self.shares += [0] * (size - held)
+        self._spare = [*range(size - 1, held - 1, -1), *self._spare]
+
+    def _slots(
+        self, starts: Sequence[int], real: Sequence[int], seqlen: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return for each token that is kept its slot in the pool, and which one of all rows' tokens it is."""
+        slots: list[int] = []
+        kept: list[int] = []
+        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+            kept += range(row * seqlen, row * seqlen + count)
+            while count:
+                first = self.tables[row][start // BLOCK] * BLOCK + start % BLOCK
+                some = min(count, BLOCK - start % BLOCK)
+                slots += range(first, first + some)
+                start, count = start + some, count - some
+        return torch.tensor(slots, dtype=torch.int64, device=device), torch.tensor(
+            kept, dtype=torch.int64, device=device
+        )
+
+    def _gathered(self, pool: Tensor, length: int, rows: int) -> Tensor:
+        """Return the first `length` positions of each row, (rows, length, n_kv_heads, head_dim)."""
+        blocks = -(-length // BLOCK)
+        tables = [[*table[:blocks], *[0] * (blocks - len(table))] for table in self.tables[:rows]]
+        return pool[torch.tensor(tables, device=pool.device)].flatten(1, 2)[:, :length]

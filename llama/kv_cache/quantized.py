@@ -1,0 +1,229 @@
+"""Quantised caches: keys and values in 8 or 4 bits, and the newest of them as they come.
+
+Source: Liu et al., KIVI, https://arxiv.org/abs/2402.02750. Keys have channels that are large in every token, so keys
+are quantised per channel, over a group of tokens; values have none, so they are quantised per token.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.kv_cache.contract import KVCache
+from llama.limits import check_room, row_starts
+
+# docs/log.md shows what else was tried. Tokens that share a channel's scale of the keys, and numbers of a token that
+# share one of the values; and the dtype of scales and zeros.
+GROUP = 32
+SCALES = torch.float16
+_SIDES = ("key", "value")
+
+
+class QuantizedCache(KVCache):
+    """Groups of GROUP positions in `bits` bits, and the newest group of every row in full precision.
+
+    A call attends in full precision to what it was given, so a prompt does to all of it; a group is quantised once it
+    is full. The number x is held as code = round((x - zero) / scale). By row, group and KV head:
+
+        key_codes, value_codes      (rows, groups, n_kv_heads, GROUP, head_dim x bits / 8) uint8, low bits first
+        key_scale, key_zero         (rows, groups, n_kv_heads, 1, head_dim): of each channel
+        value_scale, value_zero     (rows, groups, n_kv_heads, GROUP, parts): of each token, see `value_parts`
+        keys, values                (rows, GROUP, n_kv_heads, head_dim): the newest; position p has the slot p % GROUP
+    """
+
+    lossless = False
+    bits: ClassVar[int]
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__(args)
+        if args.head_dim * self.bits % 8:
+            raise ValueError(f"head_dim={args.head_dim}: numbers of {self.bits} bits do not fill whole bytes")
+        for side in _SIDES:
+            for part in ("codes", "scale", "zero"):
+                self.register_buffer(f"{side}_{part}", None, persistent=False)
+        self.reserved = (0, 0)
+        self._ends: list[int] = []  # how far each row was written: which group is its newest depends on it
+
+    @classmethod
+    def position_bytes(cls, args: ModelArgs, itemsize: int) -> int:
+        """Return the bytes of a position in a full group, with its share of the scales."""
+        return cls._group_bytes(args) // GROUP
+
+    @classmethod
+    def predicted_bytes(cls, args: ModelArgs, *, rows: int, length: int, itemsize: int) -> int:
+        newest = 2 * GROUP * args.n_kv_heads * args.head_dim * itemsize
+        return rows * (-(-length // GROUP) * cls._group_bytes(args) + newest)
+
+    @classmethod
+    def _group_bytes(cls, args: ModelArgs) -> int:
+        codes = 2 * GROUP * args.n_kv_heads * args.head_dim * cls.bits // 8
+        scales = args.n_kv_heads * (args.head_dim + GROUP * value_parts(args.head_dim))
+        return codes + 2 * SCALES.itemsize * scales
+
+    @property
+    def slots(self) -> int | None:
+        codes = self._buffers["key_codes"]
+        return None if codes is None else codes.shape[1] * GROUP
+
+    def reserve(self, rows: int, length: int) -> None:
+        super().reserve(rows, length)
+        self.reserved = (rows, -(-length // GROUP))
+
+    def free(self) -> None:
+        super().free()
+        self.reserved, self._ends = (0, 0), []
+
+    def rewind(self, position: int) -> bool:
+        return all(position % GROUP == 0 or position >= _newest(end) for end in self._ends)
+
+    def spread(self, rows: int) -> None:
+        super().spread(rows)
+        self._ends = self._ends[:1] * rows
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        ends = self.check(start_pos, xk, xv)
+        bsz, seqlen = xk.shape[:2]
+        starts = row_starts(start_pos, bsz)
+        self._refuse_what_is_gone(starts)
+        check_room(bsz, max(ends), self.args)
+        self._take(bsz, -(-max(ends) // GROUP), like=xk)
+        keys, values = self._whole("key", starts, xk), self._whole("value", starts, xv)
+        kept_ends = [start + kept for start, kept in zip(starts, self.batch_rows.real(bsz, seqlen), strict=True)]
+        for row, (start, end) in enumerate(zip(starts, kept_ends, strict=True)):
+            self._keep("key", row, start, end, keys[row])
+            self._keep("value", row, start, end, values[row])
+        self._ends[:bsz] = kept_ends
+        return keys, values
+
+    def _refuse_what_is_gone(self, starts: Sequence[int]) -> None:
+        """Refuse a start that leaves a gap, or that lies within a group whose full precision is gone."""
+        for row, start in enumerate(starts):
+            end = self._ends[row] if row < len(self._ends) else 0
+            if start > end:
+                raise ValueError(
+                    f"the cache holds {end} positions of row {row}, so position {start} would leave a gap; "
+                    "feed the positions before it first"
+                )
+            if start % GROUP and start < _newest(end):
+                raise ValueError(
+                    f"start_pos={start} lies within a group of {GROUP} positions that is quantised, for {end} were "
+                    f"fed; go on from {start // GROUP * GROUP}"
+                )
+
+    def _take(self, rows: int, groups: int, like: Tensor) -> None:
+        """Have room for `groups` groups of `rows` rows; more than that by doubling, up to the model's limit."""
+        codes = self._buffers["key_codes"]
+        held_rows, held = (0, 0) if codes is None else codes.shape[:2]
+        if held_rows >= rows and held >= groups:
+            return
+        if held and groups > held:
+            groups = max(groups, min(2 * held, -(-self.args.max_seq_len // GROUP)))
+        rows, groups = max(rows, held_rows, self.reserved[0]), max(groups, held, self.reserved[1])
+        heads, width = like.shape[2:]
+        shared = {"key": (1, width), "value": (GROUP, value_parts(width))}
+        for side in _SIDES:
+            self._grow(f"{side}s", (rows, GROUP, heads, width), like.dtype, like.device)
+            packed = (rows, groups, heads, GROUP, width * self.bits // 8)
+            self._grow(f"{side}_codes", packed, torch.uint8, like.device)
+            for part in ("scale", "zero"):
+                self._grow(f"{side}_{part}", (rows, groups, heads, *shared[side]), SCALES, like.device)
+
+    def _grow(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
+            new = torch.empty(tuple(shape), dtype=dtype, device=device)
+        old = self._buffers[name]
+        if old is not None:
+            new[: old.shape[0], : old.shape[1]] = old
+        self._buffers[name] = new
+
+    def _whole(self, side: str, starts: Sequence[int], new: Tensor) -> Tensor:
+        """Return all there is, (bsz, kv_len, n_kv_heads, head_dim): groups dequantised, and the rest as it came."""
+        codes, scale, zero = (self.get_buffer(f"{side}_{part}") for part in ("codes", "scale", "zero"))
+        newest = self.get_buffer(f"{side}s")
+        bsz, seqlen = new.shape[:2]
+        full = max(starts) // GROUP
+        whole = new.new_empty((bsz, max(starts) + seqlen, *new.shape[2:]))
+        if full:
+            held = [part[:bsz, :full] for part in (codes, scale, zero)]
+            groups = dequantize(held[0], held[1], held[2], bits=self.bits)  # (bsz, full, n_kv_heads, GROUP, head_dim)
+            whole[:, : full * GROUP] = groups.transpose(2, 3).flatten(1, 2)
+        for row, start in enumerate(starts):
+            begin = start // GROUP * GROUP
+            whole[row, begin:start] = newest[row, : start - begin]
+            whole[row, start : start + seqlen] = new[row]
+        return whole
+
+    def _keep(self, side: str, row: int, start: int, end: int, whole: Tensor) -> None:
+        """Quantise the groups of a row that [start, end) filled, and hold the newest one as it came."""
+        first, full = start // GROUP, end // GROUP
+        if full > first:
+            groups = whole[first * GROUP : full * GROUP].view(-1, GROUP, *whole.shape[1:]).transpose(1, 2)
+            parts = quantize(groups, bits=self.bits, parts=None if side == "key" else value_parts(groups.shape[-1]))
+            for part, numbers in zip(("codes", "scale", "zero"), parts, strict=True):
+                self.get_buffer(f"{side}_{part}")[row, first:full] = numbers
+        begin = _newest(end)  # also where it is full: its tokens may be fed once more
+        if end > start:
+            self.get_buffer(f"{side}s")[row, : end - begin] = whole[begin:end]
+
+
+class Int8Cache(QuantizedCache, kind="int8"):
+    """Keys and values in 8 bits."""
+
+    bits = 8
+
+
+class Int4Cache(QuantizedCache, kind="int4"):
+    """Keys and values in 4 bits, two to a byte."""
+
+    bits = 4
+
+
+def value_parts(head_dim: int) -> int:
+    """Return in how many parts, each with a scale of its own, a token's values of a head are quantised."""
+    return head_dim // GROUP if head_dim % GROUP == 0 else 1
+
+
+def quantize(x: Tensor, *, bits: int, parts: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes of x, (..., tokens, head_dim), packed, and the scale and zero that they are of.
+
+    With `parts` None these are of each channel over all tokens, (..., 1, head_dim); else of each of so many parts of a
+    token, (..., tokens, parts).
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    split = wide[..., None, :] if parts is None else wide.reshape(*wide.shape[:-1], parts, -1)
+    dim = -3 if parts is None else -1
+    low, high = split.amin(dim, keepdim=True), split.amax(dim, keepdim=True)
+    zero = low.to(SCALES)
+    scale = ((high - low) / (2**bits - 1)).to(SCALES)
+    steps = (split - zero.to(wide.dtype)) / scale.to(wide.dtype).clamp(min=torch.finfo(SCALES).tiny)
+    codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(-2)
+    shape = (*x.shape[:-2], 1, x.shape[-1]) if parts is None else (*x.shape[:-1], parts)
+    return _packed(codes, bits), scale.view(shape), zero.view(shape)
+
+
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, bits: int) -> Tensor:
+    """Return the numbers that `quantize` gave codes of, (..., tokens, head_dim), in float32."""
+    numbers = _unpacked(codes, bits).float()
+    if scale.shape[-2] == 1:
+        return numbers * scale.float() + zero.float()
+    split = numbers.reshape(*numbers.shape[:-1], scale.shape[-1], -1)
+    return (split * scale.float()[..., None] + zero.float()[..., None]).flatten(-2)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    if bits == 8:
+        return codes
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def _unpacked(codes: Tensor, bits: int) -> Tensor:
+    if bits == 8:
+        return codes
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+
+
+def _newest(end: int) -> int:
+    """Return where the newest group begins of a row that was written up to `end`."""
+    return max(end - 1, 0) // GROUP * GROUP
