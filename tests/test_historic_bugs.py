@@ -112,7 +112,7 @@ def test_runner_tells_what_is_caught_from_what_is_not_and_from_what_proves_nothi
     write_bug(bugs, "07-names-a-skipped-test", "    return 3 * x", "test_skipped")
     write_bug(bugs, "08-names-a-broken-test", "    return 3 * x", "test_that_never_passes")
 
-    assert main([], root=tree / "tree", folder=bugs) == 1
+    assert main([], root=tree / "tree", folder=bugs, libraries=[]) == 1
     *lines, count = capsys.readouterr().out.splitlines()
     expected = [
         "01-triples: caught by test_model.py::test_double",
@@ -136,7 +136,7 @@ def test_runner_succeeds_where_all_bugs_that_were_asked_for_are_caught(
     write_bug(tree / "bugs", "01-triples", "    return 3 * x", "test_double")
     write_bug(tree / "bugs", "02-accepts-everything", "    return 2 * (x or 0)", "test_what_is_no_number_is_refused")
     write_bug(tree / "bugs", "03-breaks-nothing", "    return x + x", "test_double")
-    assert main(["01", "02"], root=tree / "tree", folder=tree / "bugs") == 0
+    assert main(["01", "02"], root=tree / "tree", folder=tree / "bugs", libraries=[]) == 0
     assert re.search(r"^2 of 2 caught in \d+ s$", capsys.readouterr().out, flags=re.MULTILINE)
     with pytest.raises(SystemExit):
         main(["01", "99"], root=tree / "tree", folder=tree / "bugs")

@@ -18,22 +18,27 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 COPIED = ("llama", "tests", "inference.py", "benchmark_inference.py", "pyproject.toml")  # what the tests need
 AT_ONCE = 2
-LIMIT_S = 300  # of one process; the tests of all bugs together take about 15 s, that of one bug about 4
+LIMIT_S = 300  # of one process; the tests of all bugs together take about 15 s, that of one bug about 2
+# What most of the tests import, and take longest to.
+LIBRARIES = ("torch", "hypothesis", "tiktoken", "safetensors.torch", "gguf", "transformers.models.llama.modeling_llama")
 
 
 @dataclass(frozen=True)
@@ -98,18 +103,73 @@ def apply(patch: Path, tree: Path, *, check_only: bool = False) -> str:
     return "" if done.returncode == 0 else done.stderr.strip().replace("\n", "; ") or "git apply failed"
 
 
-def judge(root: Path, bugs: Sequence[Bug]) -> Iterator[Verdict]:
+class Server:
+    """A process that has the libraries and forks one for each copy: it runs child.py, one job at a time.
+
+    No plugins of pytest: the tests need none, and it would rewrite hypothesis's anew each time, which takes a second.
+    """
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(FOLDER / "child.py"), *libraries],
+            env=kept | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, job: dict[str, Any]) -> int:
+        """Return the exit code of the process that did it; raise RuntimeError where child.py itself has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            return int(self._process.stdout.readline())
+        except (BrokenPipeError, ValueError):  # no line
+            raise RuntimeError("child.py has ended; what it said stands above") from None
+
+    def close(self) -> None:
+        with suppress(BrokenPipeError):
+            self._process.communicate()
+
+
+@contextmanager
+def _servers(libraries: Sequence[str]) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Give `_try` with whichever server is free, and end them all when it is over."""
+    free: SimpleQueue[Server] = SimpleQueue()
+    everyone = [Server(libraries) for _ in range(AT_ONCE)]
+    for one in everyone:
+        free.put(one)
+
+    def try_on_a_free_one(tree: Path, patch: Path | None, tests: list[str]) -> dict[str, Any]:
+        server = free.get()
+        try:
+            return _try(server, tree, patch, tests)
+        finally:
+            free.put(server)
+
+    try:
+        yield try_on_a_free_one
+    finally:
+        for one in everyone:
+            one.close()
+
+
+def judge(root: Path, bugs: Sequence[Bug], libraries: Sequence[str]) -> Iterator[Verdict]:
     """Yield the verdict on each bug, in order; the tests on the tree as it is run beside those of the first bugs."""
-    with tempfile.TemporaryDirectory(prefix="historic-bugs-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+    scratch = tempfile.TemporaryDirectory(prefix="historic-bugs-")
+    with scratch as folder, _servers(libraries) as run, ThreadPoolExecutor(AT_ONCE) as pool:
         tree = Path(folder, "as-it-is")  # all copies come from one, whatever is edited meanwhile
         _copy(root, tree)
         try:
-            plain = pool.submit(_try, tree, None, sorted({bug.test for bug in bugs}))
-            runs = [pool.submit(_try, tree, bug.path, [bug.test]) for bug in bugs]
-            for bug, run in zip(bugs, runs, strict=True):
-                yield _verdict(bug, plain.result(), run.result())
+            plain = pool.submit(run, tree, None, sorted({bug.test for bug in bugs}))
+            runs = [pool.submit(run, tree, bug.path, [bug.test]) for bug in bugs]
+            for bug, patched in zip(bugs, runs, strict=True):
+                yield _verdict(bug, plain.result(), patched.result())
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _copy(root: Path, into: Path) -> None:
@@ -121,31 +181,21 @@ def _copy(root: Path, into: Path) -> None:
             shutil.copy(root / name, into / name)
 
 
-def _try(tree: Path, patch: Path | None, tests: list[str]) -> dict[str, Any]:
+def _try(server: "Server", tree: Path, patch: Path | None, tests: list[str]) -> dict[str, Any]:
     """Return how the tests end on a copy of the tree, patched; see child.py. {"trouble": words} where they cannot."""
     with tempfile.TemporaryDirectory(prefix="historic-bug-") as folder:
         copy, report = Path(folder, "copy").resolve(), Path(folder, "report.json")
         _copy(tree, copy)
         if patch is not None and (refusal := apply(patch, copy)):
             return {"trouble": f"the patch does not apply: {refusal}"}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
-        own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", str(FOLDER / "child.py"), str(report), str(Path(folder, "tmp")), *tests],
-                cwd=copy,
-                env=kept | own,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
+        printed = Path(folder, "printed")
+        names = {"copy": copy, "printed": printed, "report": report, "scratch": Path(folder, "tmp")}
+        code = server.run({"limit": LIMIT_S, "tests": tests} | {name: str(path) for name, path in names.items()})
+        if code == -signal.SIGALRM:
             return {"trouble": f"the test was not done after {LIMIT_S} s"}
         if not report.exists():
-            return {"trouble": f"the test's process died with exit code {done.returncode}: {done.stdout[-500:]}"}
+            said = printed.read_text(encoding="utf-8", errors="replace")[-500:] if printed.exists() else ""
+            return {"trouble": f"the test's process died with exit code {code}: {said}"}
         found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
         return found
 
@@ -188,7 +238,13 @@ def _chosen(bugs: list[Bug], numbers: list[str]) -> list[Bug]:
     return chosen
 
 
-def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT, folder: Path = FOLDER) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    root: Path = ROOT,
+    folder: Path = FOLDER,
+    libraries: Sequence[str] = LIBRARIES,
+) -> int:
     parser = argparse.ArgumentParser(description="See whether the tests catch each historic bug of docs/known-bugs.md.")
     parser.add_argument("numbers", nargs="*", metavar="NN", help="of the bugs to try; all, where none is given")
     numbers = parser.parse_args(arguments).numbers
@@ -197,7 +253,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT, folder: P
     except ValueError as error:
         parser.error(str(error))
     begun, caught = time.monotonic(), 0
-    for bug, verdict in zip(chosen, judge(root, chosen), strict=True):
+    for bug, verdict in zip(chosen, judge(root, chosen, libraries), strict=True):
         print(f"{bug.name}: {verdict.words}", flush=True)
         caught += verdict.caught
     print(f"{caught} of {len(chosen)} caught in {time.monotonic() - begun:.0f} s")
