@@ -18,7 +18,9 @@ from transformers import LlamaForCausalLM
 
 import inference
 from llama import Tokenizer, Transformer, cli, load
+from llama.bench.texts import read_text
 from llama.demo import demo_model_path
+from llama.perplexity import perplexity
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--max_gen_len=6", "--device=cpu"]
@@ -86,6 +88,23 @@ def test_64_greedy_ids_on_20_prompts_are_those_of_transformers(
         chosen = theirs_scores.gather(-1, torch.tensor(new)[:, None])[:, 0]
         # float32 through 30 layers, summed in another order: 5e-5 were seen, and no second choice nearer than 1.9e-3.
         torch.testing.assert_close(torch.tensor(scores), chosen, rtol=0, atol=3e-4)
+
+
+def test_perplexity_on_prose_is_that_of_transformers(
+    demo: tuple[Transformer, Tokenizer], theirs: LlamaForCausalLM
+) -> None:
+    """Over one window and an overlapping one; `tests/test_perplexity.py` has other windows, on tiny models."""
+    model, tokenizer = demo
+    ids = tokenizer.encode(read_text()[:1200], bos=False, eos=False)[:240]
+    score = perplexity(model, ids, context=160, stride=80)
+    tokens, targets = torch.tensor([ids]), torch.tensor([ids])
+    targets[:, :160] = -100  # the second window scores what the first did not
+    with torch.inference_mode():
+        first = theirs(tokens[:, :160], labels=tokens[:, :160]).loss * 159
+        second = theirs(tokens[:, 80:], labels=targets[:, 80:]).loss * 80
+    assert score.tokens == 239
+    assert score.mean_nll == pytest.approx(float(first + second) / 239, rel=0, abs=1e-4)
+    assert 10 < score.perplexity < 100  # English, not known by heart; a list of births and deaths is in it
 
 
 def test_greedy_ids_are_the_same_with_and_without_the_cache(demo: tuple[Transformer, Tokenizer]) -> None:

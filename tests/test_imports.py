@@ -28,7 +28,7 @@ FILES = [
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
     "args rope ranks ops layers quantize limits rows kv_cache ownership self_comparison model sampling request "
-    "batch runner streaming generation costs machine files parallel"
+    "batch runner streaming generation costs machine files parallel perplexity"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "llama/machine.py": ("costs ops", "torch"),
     "llama/files.py": ("", ""),
     "llama/parallel.py": ("ranks", "torch fairscale"),
+    "llama/perplexity.py": ("api cli kv_cache limits machine model parallel streaming", "torch tqdm"),
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/tokenizer.py": ("tokenizer", "tiktoken"),
     "llama/tokenizer/": ("tokenizer", ""),
@@ -118,7 +119,7 @@ ONLY_DOOR = {
     "gguf": "llama/checkpoint/",
     "filelock": "llama/verify/results.py",
     "fire": "llama/cli.py",
-    "tqdm": "llama/api.py llama/bench/run/progress.py llama/verify/ scripts/compare_int8.py",
+    "tqdm": "llama/api.py llama/perplexity.py llama/bench/run/progress.py llama/verify/ scripts/compare_int8.py",
     "matplotlib": "llama/bench/report/plots.py",
     "fairscale": "llama/parallel.py",
     "triton": "llama/exact/triton_kernels.py llama/fast/triton_kernels.py",

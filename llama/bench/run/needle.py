@@ -1,0 +1,132 @@
+"""The needle test: is a sentence found again that stands somewhere in a long text?
+
+A sentence with a secret number is put among the sentences of a text, at a relative depth; at the end of the text stands
+a question, whose answer is begun, and the model has to go on with the secret. What perplexity hardly shows, this does:
+a cache that has dropped or blurred the one place that counts. Everything behind the text is fed token by token, so that
+a secret can come out of the cache alone.
+Knows texts, ids and models; does not know kinds of caches.
+Source: Kamradt, https://github.com/gkamradt/LLMTest_NeedleInAHaystack; the short form of the sentence is that of
+"passkey retrieval", Mohtashami and Jaggi, https://arxiv.org/abs/2305.16300.
+"""
+
+import random
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
+
+from llama.model import Transformer
+from llama.perplexity import expected
+from llama.streaming import TextCodec
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+LENGTHS = (256, 512, 1024)  # at which the demo model finds every needle with a full cache
+SEEDS = (0, 1, 2, 3)
+CITIES = ("Athens", "Berlin", "Cairo", "Dublin", "Lima", "Lisbon", "Madrid", "Oslo", "Tokyo", "Vienna")
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A needle in a haystack, as ids: the text that hides it, the question behind it, and the secret to go on with."""
+
+    haystack: list[int]
+    question: list[int]
+    secret: list[int]
+
+
+@dataclass(frozen=True)
+class Try:
+    """One needle: how long everything before the secret was, in tokens, where it stood, and whether it was found."""
+
+    length: int
+    depth: float
+    seed: int
+    found: bool
+
+
+class Haystack:
+    """A text in sentences, in which needles can be hidden; those with digits are left out, for secrets are digits."""
+
+    def __init__(self, tokenizer: TextCodec, text: str) -> None:
+        self.tokenizer = tokenizer
+        sentences = (" ".join(sentence.split()) for sentence in re.split(r"(?<=[.!?])\s+", text))
+        kept = [sentence for sentence in sentences if sentence and not re.search(r"\d", sentence)]
+        self.sentences = [self._ids(f" {sentence}") for sentence in kept]
+        self.ends = list(accumulate(map(len, self.sentences)))  # the tokens up to the end of each
+        self.tokens = self.ends[-1] if self.ends else 0
+
+    def hide(self, *, length: int, depth: float, seed: int) -> Hidden:
+        """Return a text of `length` tokens, question included, with a needle at `depth`: 0 at its start, 1 at its end.
+
+        City, secret and part of the text are drawn by length, depth and seed. Raises ValueError where the text is too
+        short for the length, or the length for the needle, and for a depth that is none.
+        """
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth={depth} must be from 0, the start of the text, to 1, its end")
+        dice = random.Random(f"{length} {depth} {seed}")
+        city, secret = dice.choice(CITIES), str(dice.randrange(1000, 10000))
+        fact = f"The magic number of {city} is"
+        head = self.tokenizer.encode("", bos=self.tokenizer.adds_bos, eos=False)
+        needle = self._ids(f" {fact} {secret}.")
+        question = self._ids(f"\n\nQuestion: What is the magic number of {city}?\nAnswer: {fact}")
+        hay = self._hay(length - len(head) - len(needle) - len(question), dice)
+        at = round(depth * len(hay))
+        return Hidden([*head, *chain(*hay[:at]), *needle, *chain(*hay[at:])], question, self._ids(f" {secret}"))
+
+    def _hay(self, tokens: int, dice: random.Random) -> list[list[int]]:
+        """Return neighbouring sentences of so many tokens in all; the first of them may lack its beginning."""
+        if not 0 < tokens <= self.tokens:
+            raise ValueError(
+                f"{tokens} tokens are left for the text around a needle, and they must be from 1 to the {self.tokens} "
+                "of the text; give another length, or a longer text"
+            )
+        end = dice.randrange(bisect_left(self.ends, tokens), len(self.ends))
+        surplus = self.ends[end] - tokens
+        begin = bisect_right(self.ends, surplus)
+        cut = surplus - (self.ends[begin - 1] if begin else 0)
+        return [self.sentences[begin][cut:], *self.sentences[begin + 1 : end + 1]]
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, bos=False, eos=False)
+
+
+def finds(model: Transformer, hidden: Hidden) -> bool:
+    """Tell whether the model goes on with the secret, greedily, with its own kind of cache.
+
+    It is fed the secret: if each of its tokens is the most likely after all before, they are what it would write.
+    """
+    ids = [*hidden.haystack, *hidden.question, *hidden.secret]
+    with closing(expected(model, ids, prompt_len=len(hidden.haystack))) as steps:
+        of_secret = islice(steps, len(hidden.question), None)
+        return all(int(logprobs.argmax()) == id for logprobs, id in zip(of_secret, hidden.secret, strict=True))
+
+
+def needles(
+    model: Transformer,
+    tokenizer: TextCodec,
+    text: str,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    depths: Sequence[float] = DEPTHS,
+    seeds: Sequence[int] = SEEDS,
+) -> Iterator[Try]:
+    """Hide a needle at every depth of every length by every seed, and yield whether the model finds it.
+
+    Raises ValueError as `Haystack.hide` does, and where a length passes the model's max_seq_len.
+    """
+    haystack = Haystack(tokenizer, text)
+    for length in lengths:
+        for depth in depths:
+            for seed in seeds:
+                hidden = haystack.hide(length=length, depth=depth, seed=seed)
+                yield Try(length, depth, seed, finds(model, hidden))
+
+
+def recall(tries: Iterable[Try]) -> dict[int, float]:
+    """Return the share of needles that were found, by length."""
+    found: dict[int, list[bool]] = {}
+    for one in tries:
+        found.setdefault(one.length, []).append(one.found)
+    return {length: sum(those) / len(those) for length, those in found.items()}

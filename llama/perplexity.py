@@ -1,0 +1,347 @@
+"""How well a model predicts a text, by itself and with a kind of KV cache: python -m llama.perplexity --text FILE.
+
+A kind of cache that keeps less than all keys and values, or keeps them rounded, changes what comes out. Here is how
+much: perplexity, the divergence of what is expected at each position, and how often the same token is the most likely.
+Knows models and ids; text and checkpoints enter in `main` alone. Log-likelihoods are in nats, ids are a list.
+"""
+
+import copy
+import json as json_format
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from llama.kv_cache import KVCache, cache_kind
+from llama.limits import check_room
+from llama.machine import dtype_name
+from llama.model import Transformer
+from llama.parallel import world_size
+from llama.streaming import encode_prompt
+
+CONTEXT, PROMPT_LEN = 1024, 64  # of a window; of what is fed in one pass before the steps
+_CHUNK = 64  # positions whose log-probabilities are computed at a time: 32 MB for a vocabulary of 128,256
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a text was predicted: the tokens that were scored, and the mean of their negative log-likelihoods."""
+
+    tokens: int
+    mean_nll: float
+    context: int
+    stride: int
+
+    @property
+    def perplexity(self) -> float:
+        """Return exp(mean_nll): among how many equally likely tokens the model chose, so to speak."""
+        return _exp(self.mean_nll)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far one model's expectations are from a reference's, over the same positions of the same text.
+
+    mean_kl: the mean of KL(reference || other). top1_agreement: the share of positions at which both find the same
+    token the most likely.
+    """
+
+    tokens: int
+    prompt_len: int
+    mean_kl: float
+    top1_agreement: float
+    reference_nll: float
+    other_nll: float
+
+    @property
+    def reference_perplexity(self) -> float:
+        return _exp(self.reference_nll)
+
+    @property
+    def other_perplexity(self) -> float:
+        return _exp(self.other_nll)
+
+
+def windows(length: int, *, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, first, end) for each window of a text: tokens begin .. end - 1 are fed, those from `first` scored.
+
+    Windows are of `context` tokens, the last may be shorter, and each begins `stride` behind the one before. So every
+    token is scored once, behind at least context - stride others but in the first window; the first token of a text,
+    and where stride equals context of each window, has nothing before it and is not scored.
+    Source: "Perplexity of fixed-length models", https://huggingface.co/docs/transformers/perplexity
+    """
+    scored = 1
+    for begin in range(0, length, stride):
+        end = min(begin + context, length)
+        if max(scored, begin + 1) < end:
+            yield begin, max(scored, begin + 1), end
+        if end == length:
+            return
+        scored = end
+
+
+@torch.inference_mode()
+def perplexity(model: Transformer, ids: Sequence[int], *, context: int = CONTEXT, stride: int | None = None) -> Score:
+    """Score a text without a cache, in windows of `context` tokens that begin `stride` (half of it) behind each other.
+
+    One pass a window. The documented code of Hugging Face (see `windows`) weights a window by one token less than it
+    scores; here every token weighs the same. Raises ValueError for a text of less than two tokens, and for windows that
+    the model cannot read.
+    """
+    stride = max(context // 2, 1) if stride is None else stride
+    _check_windows(model, len(ids), context=context, stride=stride)
+    tokens = torch.tensor(ids, device=model.device)
+    nll, scored = 0.0, 0
+    with model.switched(kv_caching=False), _progress(len(ids) - 1) as bar:
+        for begin, first, end in windows(len(ids), context=context, stride=stride):
+            logits = model(tokens[None, begin:end])[0]  # (end - begin, vocab)
+            nll += _nll(logits[first - 1 - begin : -1], tokens[first:end])
+            scored += end - first
+            bar.update(end - first)
+    return Score(scored, nll / scored, context, stride)
+
+
+def cached_perplexity(
+    model: Transformer, ids: Sequence[int], *, context: int = CONTEXT, prompt_len: int = PROMPT_LEN
+) -> Score:
+    """Score a text with the model's own kind of cache, which is read for every scored token but a window's first.
+
+    As `perplexity` with stride = context - prompt_len, but of each window `prompt_len` tokens are fed in one pass and
+    the others one by one. The first `prompt_len` tokens of the text are not scored. Raises ValueError as `perplexity`.
+    """
+    _check_prompt(len(ids), prompt_len=prompt_len, context=context)
+    stride = context - prompt_len
+    _check_windows(model, len(ids), context=context, stride=stride)
+    nll, scored = 0.0, 0
+    with _progress(len(ids) - prompt_len) as bar:
+        for begin in range(0, len(ids) - prompt_len, stride):
+            window = ids[begin : begin + context]
+            with closing(expected(model, window, prompt_len=prompt_len)) as steps:
+                for logprobs, id in zip(steps, window[prompt_len:], strict=True):
+                    nll -= float(logprobs[id])
+                    scored += 1
+                    bar.update()
+    return Score(scored, nll / scored, context, stride)
+
+
+def expected(model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN) -> Generator[Tensor, None, None]:
+    """Yield what the model expects at each position from `prompt_len` on: log-probabilities, (vocab,).
+
+    They are of ids[prompt_len], ids[prompt_len + 1], ... to the last, whatever these are (teacher forcing). The first
+    `prompt_len` ids are fed in one pass, the others one by one, through the model's own kind of cache, which belongs to
+    the iterator until it ends or is closed. They are float64 where the device has it: two caches that differ by little
+    more than rounding would differ by the rounding of float32 here.
+    """
+    _check_prompt(len(ids), prompt_len=prompt_len)
+    check_room(1, len(ids) - 1, model.args)  # now, not after all the steps that there is room for
+    tokens = torch.tensor(ids, device=model.device)[None]  # (1, length)
+    starts = [0, *range(prompt_len, len(ids) - 1)]
+    with model.switched(kv_caching=True):
+        model.reserve_cache(1, len(ids) - 1)
+        for start, end in zip(starts, [*starts[1:], len(ids) - 1], strict=True):
+            yield _step(model, tokens[:, start:end], start)
+
+
+def compare(
+    reference: Transformer, other: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
+) -> Comparison:
+    """Compare what two models, each with its own kind of cache, expect of the same text; see `expected`.
+
+    They go in lockstep, so that no more than two positions' log-probabilities are held. `with_cache_kind` makes a
+    second model of the same weights. Raises ValueError where the two share a cache, and as `expected`.
+    """
+    if {id(cache) for cache in reference.caches} & {id(cache) for cache in other.caches}:
+        raise ValueError("a model cannot be compared with itself: make the other by with_cache_kind(model, kind)")
+    kl = same = nll = other_nll = 0.0
+    wanted = ids[prompt_len:]
+    with (
+        closing(expected(reference, ids, prompt_len=prompt_len)) as ours,
+        closing(expected(other, ids, prompt_len=prompt_len)) as theirs,
+        _progress(len(wanted)) as bar,
+    ):
+        for full, changed, token in zip(ours, theirs, wanted, strict=True):
+            kl += float(F.kl_div(changed, full, reduction="sum", log_target=True))  # KL(full || changed)
+            same += int(full.argmax()) == int(changed.argmax())
+            nll -= float(full[token])
+            other_nll -= float(changed[token])
+            bar.update()
+    n = len(wanted)
+    return Comparison(n, prompt_len, kl / n, same / n, nll / n, other_nll / n)
+
+
+def with_cache_kind(model: Transformer, kind: str) -> Transformer:
+    """Return a second model: its weights are the same tensors, its caches of another kind, by name or "file.py:kind".
+
+    Hooks and a fast runner come along as copies. Moving either model elsewhere ends what they share. Raises ValueError
+    for a kind that is not known, and where the model is in exact mode and is not exact with this kind.
+    """
+    args = replace(model.args, kv_cache=cache_kind(kind))
+    own = args.share(model.ranks.size)
+    kept = {id(buffer) for cache in model.caches for buffer in cache.buffers()}
+    shared = [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) not in kept)]
+    # What deepcopy finds in its memo it takes from there.
+    memo: dict[int, object] = {id(tensor): tensor for tensor in shared}
+    memo |= {id(cache): KVCache.of(own) for cache in model.caches}
+    memo[id(model.args)] = args
+    other = copy.deepcopy(model, memo)
+    if model.exact:  # it was shown for another kind, and has to be shown anew
+        other.exact = False
+        other.exact = True
+    return other
+
+
+@torch.inference_mode()
+def _step(model: Transformer, fed: Tensor, start: int) -> Tensor:
+    """Return the log-probabilities that follow what is fed, (vocab,)."""
+    logits: Tensor = model(fed, start, logits="last")[0, -1]
+    return logits.log_softmax(-1, dtype=logits.dtype if logits.device.type == "mps" else torch.float64)
+
+
+def _nll(logits: Tensor, ids: Tensor) -> float:
+    """Return the sum of the negative log-likelihoods of ids, (n,), under logits, (n, vocab), in float32 or wider."""
+    parts = (slice(begin, begin + _CHUNK) for begin in range(0, len(ids), _CHUNK))
+    return math.fsum(float(F.cross_entropy(logits[part], ids[part], reduction="sum")) for part in parts)
+
+
+def _exp(nll: float) -> float:
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
+def _progress(tokens: int) -> "tqdm[None]":
+    return tqdm(desc="scoring", total=tokens, unit="token", disable=None, leave=False)  # None: only on a terminal
+
+
+def _check_windows(model: Transformer, length: int, *, context: int, stride: int) -> None:
+    if not 2 <= context <= model.args.max_seq_len:
+        raise ValueError(
+            f"context={context} must be from 2 to the model's max_seq_len={model.args.max_seq_len}; "
+            "give another context, or load the model with a larger max_seq_len"
+        )
+    if not 1 <= stride <= context:
+        raise ValueError(f"stride={stride} must be from 1 to context={context}, or tokens would be passed over")
+    if length < 2:
+        raise ValueError(f"the text has {length} tokens, and the first has nothing before it; give a longer text")
+
+
+def _check_prompt(length: int, *, prompt_len: int, context: int | None = None) -> None:
+    if prompt_len < 1:
+        raise ValueError(f"prompt_len={prompt_len} must be at least 1: the first token has nothing before it")
+    if context is not None and context <= prompt_len:
+        raise ValueError(f"context={context} must be above prompt_len={prompt_len}, or no token would be scored")
+    if length <= prompt_len:
+        raise ValueError(
+            f"the text has {length} tokens, and those past prompt_len={prompt_len} are scored; "
+            "give a longer text, or a smaller prompt_len"
+        )
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(
+    *,
+    text: str | None = None,
+    ckpt_dir: str = "demo",
+    context: int | None = None,
+    stride: int | None = None,
+    tokens: int | None = None,
+    kv_cache: str | None = None,
+    prompt_len: int | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    fast: bool = False,
+    quantize: str | None = None,
+    json: bool = False,
+) -> int:
+    """Print a model's perplexity on a text, without a cache in one pass a window, or through a kind of cache.
+
+    Args:
+        text: The file to score, UTF-8.
+        ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
+        context: The tokens of a window; 1024 by default, or what the model can read where that is less.
+        stride: How far behind each other windows begin; half a context by default. Each token is scored once.
+        tokens: Score the first so many tokens of the text; all by default.
+        kv_cache: A kind of cache, static, concat or file.py:kind: feed the text token by token, so that it is read.
+        prompt_len: With kv_cache, the tokens of a window that are fed in one pass before; 64 by default.
+        dtype: auto, fp32, bf16, fp16 or fp64.
+        device: auto, cpu, cuda or mps.
+        fast: Use the fastest way to run a forward that this machine has.
+        quantize: int8, or none.
+        json: Print JSON.
+    """
+    path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
+    from llama.api import load  # all above knows no checkpoints
+
+    words = _read(path)
+    kind = "static" if kv_cache is None else cache_kind(kv_cache)
+    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, quantize=quantize)
+    ids = encode_prompt(tokenizer, words)[:tokens]
+    context = min(CONTEXT, model.args.max_seq_len) if context is None else context
+    if kv_cache is None:
+        score = perplexity(model, ids, context=context, stride=stride)
+    else:
+        prompt_len = PROMPT_LEN if prompt_len is None else prompt_len
+        score = cached_perplexity(model, ids, context=context, prompt_len=prompt_len)
+    facts = {"text": text, "text_tokens": len(ids), "bos": tokenizer.adds_bos, "model": ckpt_dir}
+    facts |= {"dtype": dtype_name(model.norm.weight.dtype), "device": str(model.device)}
+    facts |= {"execution": str(model.execution), "kv_cache": kv_cache, "prompt_len": prompt_len}
+    scored = {"perplexity": score.perplexity, **asdict(score)}
+    print(json_format.dumps({**scored, **facts}, indent=2) if json else report(score, facts))
+    return 0
+
+
+def report(score: Score, facts: Mapping[str, object]) -> str:
+    """Return a score, and what was scored and how, in a few lines."""
+    how = "off, one pass a window"
+    if facts["kv_cache"] is not None:
+        how = f"{facts['kv_cache']}, read: token by token behind {facts['prompt_len']} in one pass"
+    scored = f"{score.tokens:,} scored of {facts['text_tokens']:,}, {'BOS first' if facts['bos'] else 'no BOS'}"
+    return "\n".join(
+        [
+            f"perplexity {score.perplexity:.4f}, mean negative log-likelihood {score.mean_nll:.5f} nats a token",
+            f"tokens     {scored}",
+            f"windows    context {score.context:,}, stride {score.stride:,}",
+            f"KV cache   {how}",
+            f"text       {facts['text']}",
+            f"model      {facts['model']}, {facts['dtype']} on {facts['device']}, {facts['execution']}",
+        ]
+    )
+
+
+def _check_flags(
+    text: str | None, *, stride: int | None, tokens: int | None, kv_cache: str | None, prompt_len: int | None
+) -> Path:
+    """Return the file to read; refuse, before a model is loaded, what no model could do."""
+    if world_size() > 1:
+        raise ValueError("this command scores in one process; start it without torchrun")
+    if text is None:
+        raise ValueError("there is no text to score; name a file by --text FILE")
+    if tokens is not None and tokens < 2:
+        raise ValueError(f"tokens={tokens} must be at least 2: the first has nothing before it")
+    if kv_cache is None and prompt_len is not None:
+        raise ValueError(f"prompt_len={prompt_len} goes with kv_cache, whose kind is to be read; leave one of them out")
+    if kv_cache is not None and stride is not None:
+        raise ValueError(f"stride={stride} follows from context - prompt_len with kv_cache; leave stride out")
+    return Path(text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
+
+
+if __name__ == "__main__":
+    from llama import cli
+
+    cli.main(main)

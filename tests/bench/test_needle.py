@@ -1,0 +1,122 @@
+"""A needle stands where it should in a text of exactly the length asked for, and is found where a cache holds it."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+from fakes import Bytes
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import tiny_model
+from torch import Tensor
+
+from llama import Tokenizer, Transformer, load
+from llama.bench.run.needle import DEPTHS, Haystack, Try, finds, needles, recall
+from llama.bench.texts import read_text, text_path
+from llama.kv_cache import StaticCache
+from llama.perplexity import with_cache_kind
+
+PROSE = read_text()[:20_000].rpartition("\n\n")[0]
+HAY = Haystack(Bytes(), PROSE)
+NEEDLE = re.compile(r" The magic number of (\w+) is (\d{4})\.")
+
+
+class NewestAlone(StaticCache, kind="newest_alone"):
+    """Forgets what the newest 64 positions do not hold: its values are zeros."""
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(start_pos, xk, xv)
+        kept = values.clone()
+        kept[:, : max(0, values.shape[1] - 64)] = 0
+        return keys, kept
+
+
+@pytest.fixture(scope="module")
+def fast_demo() -> tuple[Transformer, Tokenizer]:
+    return load("demo", device="cpu", dtype="fp32", fast=True)
+
+
+@given(st.integers(250, 3000), st.sampled_from(DEPTHS), st.integers(0, 99))
+def test_a_text_has_the_length_asked_for_and_one_needle_at_its_depth(length: int, depth: float, seed: int) -> None:
+    hidden = HAY.hide(length=length, depth=depth, seed=seed)
+    assert len(hidden.haystack) + len(hidden.question) == length
+    text = Bytes().decode(hidden.haystack).removeprefix("<bos>")
+    (found,) = NEEDLE.finditer(text)
+    city, secret = found.groups()
+    asked = f"\n\nQuestion: What is the magic number of {city}?\nAnswer: The magic number of {city} is"
+    assert Bytes().decode(hidden.question) == asked
+    assert Bytes().decode(hidden.secret) == f" {secret}"
+    before, after = text[: found.start()], text[found.end() :]
+    assert not re.search(r"\d", before + after)
+    assert before == "" or before.rstrip('"')[-1] in ".!?", "it stands between two sentences"
+    sentences = [len(re.findall(r"[.!?]+(?=\s|$)", part)) for part in (before, after)]
+    assert depth not in (0, 1) or sentences[depth == 0] >= sum(sentences) - 1
+    assert depth != 0 or before == ""
+    assert depth != 1 or after == ""
+
+
+def test_the_same_seed_hides_the_same_and_others_other_secrets() -> None:
+    hidden = [HAY.hide(length=400, depth=0.5, seed=seed) for seed in (0, 0, *range(1, 8))]
+    assert hidden[0] == hidden[1]
+    assert len({tuple(each.secret) for each in hidden}) == len(hidden) - 1
+    assert len({tuple(each.haystack[:40]) for each in hidden}) == len(hidden) - 1
+
+
+def test_what_cannot_be_hidden_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"depth=1.5 must be from 0"):
+        HAY.hide(length=400, depth=1.5, seed=0)
+    with pytest.raises(ValueError, match="tokens are left for the text around a needle"):
+        HAY.hide(length=100, depth=0, seed=0)
+    with pytest.raises(ValueError, match="from 1 to the"):
+        HAY.hide(length=30_000, depth=0, seed=0)
+
+
+def test_a_model_of_noise_finds_nothing_and_recall_is_by_length() -> None:
+    model = tiny_model(vocab_size=300, max_seq_len=512)
+    tries = list(needles(model, Bytes(), PROSE, lengths=(250, 300), depths=(0, 1), seeds=(0, 1, 2)))
+    assert [(one.length, one.depth, one.seed) for one in tries[:4]] == [
+        (250, 0, 0),
+        (250, 0, 1),
+        (250, 0, 2),
+        (250, 1, 0),
+    ]
+    assert recall(tries) == {250: 0.0, 300: 0.0}
+    some = [Try(256, 0.0, 0, True), Try(256, 1.0, 0, False), Try(512, 0.0, 0, True)]
+    assert recall(some) == {256: 0.5, 512: 1.0}
+
+
+def test_the_demo_finds_a_needle_in_a_full_cache_and_not_in_one_that_forgets(
+    fast_demo: tuple[Transformer, Tokenizer],
+) -> None:
+    """And it writes what it was found to write."""
+    model, tokenizer = fast_demo
+    haystack = Haystack(tokenizer, read_text())
+    forgetful = with_cache_kind(model, "newest_alone")
+    hidden = haystack.hide(length=256, depth=0.25, seed=1)
+    assert finds(model, hidden)
+    ids, _ = model.generate_tokens([hidden.haystack + hidden.question], len(hidden.secret), temperature=0)
+    assert ids == [hidden.secret]
+    assert not finds(forgetful, hidden)
+
+
+def test_ids_of_sentences_are_those_of_the_whole_text(demo: Tokenizer) -> None:
+    hidden = Haystack(demo, read_text()).hide(length=512, depth=0.5, seed=0)
+    whole = demo.decode([*hidden.haystack, *hidden.question, *hidden.secret])
+    ids = demo.encode(whole, bos=False, eos=False)
+    assert ids[-100:] == [*hidden.haystack, *hidden.question, *hidden.secret][-100:]
+
+
+def test_the_text_is_the_one_that_its_source_tells_of_and_the_demo_can_read_it(demo: Tokenizer) -> None:
+    text = read_text()
+    digest = hashlib.sha256(text_path().read_bytes()).hexdigest()
+    source = text_path().with_name("SOURCE.md").read_text(encoding="utf-8")
+    assert digest in source
+    assert f"{len(text.encode()):,} bytes" in source
+    ids = demo.encode(text, bos=False, eos=False)
+    assert demo.decode(ids) == text
+    assert max(ids) < demo.n_words
+    assert torch.tensor(ids).unique().numel() > 5000, "prose, and no few words again and again"
+    with pytest.raises(ValueError, match="text 'emma' is not known; known are: persuasion"):
+        text_path("emma")
