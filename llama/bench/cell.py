@@ -27,11 +27,9 @@ def read_engine(words: str) -> Modes:
     """
     engine, *modes = words.split(":")
     found = [mode for mode in modes if mode != "fast"]
-    for mode in found:
-        if mode not in ("int8", "int4"):
-            raise ValueError(
-                f"engine={words!r}: {mode!r} is no mode; known are fast, int8 and int4, as in llama:fast:int8"
-            )
+    if unknown := [mode for mode in found if mode not in ("int8", "int4")]:
+        known = "known are fast, int8 and int4, as in llama:fast:int8"
+        raise ValueError(f"engine={words!r}: {unknown[0]!r} is no mode; {known}")
     if len(found) > 1 or modes.count("fast") > 1:
         raise ValueError(f"engine={words!r} has more modes than one cell can; give --engine once for each")
     return {"engine": engine, "fast": "fast" in modes, "quantize": found[0] if found else None}

@@ -14,13 +14,7 @@ from typing import Any
 from llama.bench.cell import Cell, read_engine
 from llama.bench.report.findings import findings, fits, growth
 from llama.bench.report.tables import comparison_words, pairs, stands_apart
-from llama.bench.run.aggregate import (
-    aggregated,
-    check_machine,
-    compare_modes,
-    first_divergence,
-    with_figures,
-)
+from llama.bench.run.aggregate import aggregated, check_machine, compare_modes, first_divergence, with_figures
 from llama.bench.run.directory import RunDirectory
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.peers import GPT2
@@ -97,11 +91,12 @@ class Session:
 
     @contextmanager
     def noting_failure(self, what: str) -> Iterator[None]:
-        """Let what can be done without go wrong, and keep why."""
+        """Let what can be done without go wrong, and keep why, or what came of it, on disk too."""
         try:
             yield
         except (ValueError, JobDied) as error:
             self.report["failures"].append(f"{what}: {error}")
+        self.directory.save()
 
 
 def run_session(session: Session) -> None:
@@ -198,7 +193,8 @@ def one_round(session: Session, repetition: int) -> None:
             continue
         if repetition > 0 and not session.has_room(session.expected[cell.name]):
             continue
-        session.directory.put(place, repeat(session, cell, record))
+        session.report["cells"][place] = repeat(session, cell, record)
+        session.directory.save()
         plan(session)
 
 
@@ -232,7 +228,6 @@ def measure_crossovers(session: Session) -> None:
         with session.noting_failure(what):
             steps = session.do(what, "steps", cell, contexts=context_lengths(cell.input_len))["steps"]
             session.report["crossovers"].append(crossover(steps))
-            session.directory.save()
 
 
 def measure_curves(session: Session) -> None:
@@ -245,21 +240,18 @@ def measure_curves(session: Session) -> None:
         with session.noting_failure("cache sizes"):
             lengths = [length for length in CACHE_LENGTHS if length <= limit]
             sweep["cache"] = session.do("cache sizes", "caches", cell, lengths=lengths)["sizes"]
-            session.directory.save()
     if not sweep["contexts"]:
         with session.noting_failure("steps by context"):
             contexts = [length for length in CONTEXTS if length <= limit]
             done = session.do("steps by context", "steps", cell, contexts=contexts)
             slope = predicted_slope(cell, done["position_bytes"], report["ceilings"])
             sweep["contexts"], sweep["fits"] = done["steps"], fits(done["steps"], predicted_slope=slope)
-            session.directory.save()
     for batch in SWEEP_BATCHES:
         if all(step["batch_size"] != batch for step in sweep["batches"]):
             with session.noting_failure(f"steps at batch {batch}"):
                 one = cell.but(batch_size=batch)
                 done = session.do(f"steps at batch {batch}", "steps", one, contexts=[cell.input_len])
                 sweep["batches"] += done["steps"]
-                session.directory.save()
 
 
 def predicted_slope(cell: Cell, position_bytes: int, ceilings: Ceilings | None) -> float | None:

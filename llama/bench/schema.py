@@ -81,7 +81,7 @@ class Work(TypedDict):
     step_bytes: int
 
 
-class Limits(TypedDict):
+class RooflineShares(TypedDict):
     """Which shares of the measured ceilings prefill and the middle step reach, and what holds the step back."""
 
     prefill_flops_share: float
@@ -118,7 +118,7 @@ class CellRecord(TypedDict):
     notes: list[str]
     ledger: Ledger | None
     work: Work | None
-    limits: Limits | None
+    limits: RooflineShares | None
     error: str | None
 
 

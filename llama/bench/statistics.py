@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from llama.bench.cell import Cell
-from llama.bench.schema import Limits, Sample, Spread, Summary, Work
+from llama.bench.schema import RooflineShares, Sample, Spread, Summary, Work
 from llama.costs import Ceilings
 
 
@@ -19,7 +19,6 @@ def summarise(cell: Cell, samples: Sequence[Sample]) -> Summary:
     seconds = percentiles([sample["seconds"] for sample in samples])
     first = percentiles([sample["first_token_seconds"] for sample in samples])
     steps = [step for sample in samples for step in sample["step_seconds"]]
-    step = percentiles(steps) if steps else None
     after = statistics.median(sum(sample["step_seconds"]) for sample in samples)
     peaks = [peak for sample in samples if (peak := sample["peak_allocated_bytes"]) is not None]
     resident = [peak for sample in samples if (peak := sample["peak_resident_bytes"]) is not None]
@@ -27,7 +26,7 @@ def summarise(cell: Cell, samples: Sequence[Sample]) -> Summary:
     return {
         "seconds": seconds,
         "first_token_seconds": first,
-        "step_seconds": step,
+        "step_seconds": percentiles(steps) if steps else None,
         "peak_bytes": percentiles(peaks) if peaks else None,
         "resident_bytes": percentiles(resident) if resident else None,
         "tokens_per_second": rows * cell.output_len / seconds["median"],
@@ -36,7 +35,7 @@ def summarise(cell: Cell, samples: Sequence[Sample]) -> Summary:
     }
 
 
-def limits_of(work: Work, summary: Summary, ceilings: Ceilings) -> Limits:
+def roofline_shares(work: Work, summary: Summary, ceilings: Ceilings) -> RooflineShares:
     """Return how much of the machine's ceilings a cell used, and what held its middle step back."""
     prefill = summary["first_token_seconds"]["median"]
     step = summary["step_seconds"]["median"] if summary["step_seconds"] else prefill

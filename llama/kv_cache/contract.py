@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from llama.args import ModelArgs
 from llama.kv_cache.names import cache_kind, read_kind
 from llama.limits import row_starts
+from llama.rope import RopeTable, rotate
 from llama.rows import Rows
 
 
@@ -167,7 +168,7 @@ class KVCache(nn.Module):
                 buffer[1:rows] = buffer[:1]
 
     def rewind(self, position: int) -> bool:
-        """Tell whether all rows may go on from `position`, which lies before what was fed, as if no more had been."""
+        """Tell whether all rows may go on from `position`, before the end of what was fed, as if no more had been."""
         return True
 
     def copy(self) -> "KVCache":
@@ -205,6 +206,15 @@ class KVCache(nn.Module):
             )
         bsz, seqlen = xk.shape[:2]
         return [start + seqlen for start in row_starts(start_pos, bsz)]
+
+    def rotated(self, keys: Tensor, places: Tensor, furthest: int) -> Tensor:
+        """Return keys, (bsz, kv_len, n_kv_heads, head_dim), as RoPE rotates them by `places`, (..., kv_len).
+
+        For kinds that are `unrotated`; `furthest` is not below any place.
+        """
+        rope = self.batch_rows.rope or RopeTable.of(self.args)
+        cos, sin = rope.up_to(furthest + 1, keys.device)
+        return rotate(keys, (cos[places], sin[places]))
 
     def _write(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> None:
         """Copy xk and xv into the buffers, which must have the room."""

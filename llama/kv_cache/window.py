@@ -5,7 +5,6 @@ Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, h
 
 import re
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from llama.args import ModelArgs
 from llama.kv_cache.contract import KVCache
 from llama.kv_cache.names import read_kind
 from llama.limits import check_room, row_starts
-from llama.rope import RopeTable, rotate
 
 DEFAULT_SINKS = 4  # of which the paper finds that more help no further
 
@@ -85,10 +83,10 @@ class WindowCache(KVCache, kind="window"):
         ends = self.check(start_pos, xk, xv)
         bsz, seqlen = xk.shape[:2]
         starts = row_starts(start_pos, bsz)
-        self._refuse_what_is_gone(starts)
+        real = self.batch_rows.real(bsz, seqlen)
+        self._refuse_what_is_gone([start if count else 0 for start, count in zip(starts, real, strict=True)])
         check_room(bsz, 0, self.args)
         self._take(bsz, min(max(ends), self.window), like=xk)
-        real = self.batch_rows.real(bsz, seqlen)
         first = torch.tensor(starts, device="cpu").to(xk.device, non_blocking=True)[:, None]  # (bsz, 1)
         old_len = min(self.window - 1, max(starts))
         old = first - old_len + torch.arange(old_len, device=xk.device)  # positions of the window before the call
@@ -116,14 +114,16 @@ class WindowCache(KVCache, kind="window"):
                 )
 
     def _take(self, rows: int, length: int, like: Tensor) -> None:
-        """Have room for `rows` rings of `length`; slots that were never written hold zeros, for they are masked."""
+        """Have room for `rows` rings of `length`; a longer ring by doubling, up to the window."""
         held = (0, 0) if self.keys is None else (self.keys.shape[0], self.keys.shape[1])
         if held[0] >= rows and held[1] >= length:
             return
         grown = max(length, min(2 * held[1], self.window)) if held[1] and length > held[1] else max(length, held[1])
         wanted = max(rows, held[0], self.reserved[0]), max(grown, self.reserved[1])
         for name, length_of in (("keys", wanted[1]), ("values", wanted[1]), ("sink_keys", 0), ("sink_values", 0)):
-            new = _zeros((wanted[0], length_of or self.sinks, *like.shape[2:]), like)
+            size = (wanted[0], length_of or self.sinks, *like.shape[2:])
+            with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
+                new = torch.empty(size, dtype=like.dtype, device=like.device)
             old = self._buffers[name]
             if old is not None:  # a ring that has not come round yet: its slots are its positions
                 new[: old.shape[0], : old.shape[1]] = old
@@ -176,10 +176,9 @@ class WindowCache(KVCache, kind="window"):
         again = (1, len(copies), 1, 1)
         keys = torch.cat((self.sink_keys[:bsz].repeat(again), keys), dim=1)
         values = torch.cat((self.sink_values[:bsz].repeat(again), values), dim=1)
-        cos, sin = _table(self.args.head_dim, self.args.rope_theta, self.args.rope_scaling).up_to(
-            max(furthest, len(copies) + self.sinks) + 1, keys.device
-        )
-        return rotate(keys, (cos[places], sin[places])), values
+        unseen = ~self._seen.any(1)[..., None, None]  # and may hold anything, which no mask would take out
+        keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
+        return self.rotated(keys, places, max(furthest, len(copies) + self.sinks)), values
 
 
 def window_and_sinks(args: ModelArgs, params: str) -> tuple[int, int]:
@@ -201,15 +200,3 @@ def window_and_sinks(args: ModelArgs, params: str) -> tuple[int, int]:
             "take a smaller window"
         )
     return window, sinks
-
-
-def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
-        return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
-
-
-@cache
-def _table(head_dim: int, theta: float, scaling: object) -> RopeTable:
-    """Return the angles that all layers of a model share."""
-    sizes = {"dim": head_dim, "n_heads": 1, "head_dim": head_dim}
-    return RopeTable.of(ModelArgs(**sizes, rope_theta=theta, rope_scaling=scaling))  # type: ignore[arg-type]

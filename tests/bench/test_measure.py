@@ -36,7 +36,7 @@ from llama.bench.schema import (
     new_record,
     new_report,
 )
-from llama.bench.statistics import bound_by, limits_of, percentiles, summarise
+from llama.bench.statistics import bound_by, percentiles, roofline_shares, summarise
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
@@ -570,7 +570,7 @@ def test_what_bounds_a_step_is_the_ceiling_that_it_uses_half_of() -> None:
     record = measured(CELL)
     assert record["work"] is not None
     ceilings: Ceilings = {"read_bytes_per_second": 1e9, "flops_per_second": 1e9, "dtype": "fp32"}
-    limits = limits_of(record["work"], summarise(CELL, record["samples"]), ceilings)
+    limits = roofline_shares(record["work"], summarise(CELL, record["samples"]), ceilings)
     middle = sorted(record["samples"][0]["step_seconds"])[1:3]
     assert limits["step_bandwidth_share"] == pytest.approx(record["work"]["step_bytes"] / 1e9 / (sum(middle) / 2))
 

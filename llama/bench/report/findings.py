@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from llama.bench.report.tables import fit_name, pairs, path_words, slope_words, stands_apart
-from llama.bench.schema import CellRecord, Crossover, Fit, Growth, Limits, Report, Sample, StepTimes
+from llama.bench.report.tables import fit_name, our_paths, pairs, path_words, slope_words, stands_apart, summary_of
+from llama.bench.schema import CellRecord, Crossover, Fit, Growth, Report, RooflineShares, StepTimes
 from llama.bench.statistics import percentiles
 from llama.costs import size
 
@@ -31,13 +31,11 @@ def findings(report: Report) -> list[str]:
 
 
 def _time(on: CellRecord, off: CellRecord) -> str:
-    assert on["summary"] is not None
-    assert off["summary"] is not None
-    seconds = on["summary"]["seconds"]["median"], off["summary"]["seconds"]["median"]
-    path = f", on the {path_words(on['path'])}," if stands_apart(on) else ""
+    cached, uncached = (summary_of(record)["seconds"]["median"] for record in (on, off))
+    path = f", on the {path_words(on)}," if stands_apart(on) else ""
     sentence = (
-        f"At batch {on['cell']['batch_size']}{path} the cache turns {seconds[1]:.2f} s into {seconds[0]:.2f} s, "
-        f"{times_less(seconds[1] / seconds[0])} time"
+        f"At batch {on['cell']['batch_size']}{path} the cache turns {uncached:.2f} s into {cached:.2f} s, "
+        f"{times_less(uncached / cached)} time"
     )
     if on["work"] and off["work"]:
         sentence += f" for {off['work']['token_forwards'] / on['work']['token_forwards']:.1f}x fewer tokens fed"
@@ -54,7 +52,7 @@ def times_less(factor: float) -> str:
     return f"{factor:.1f}x less" if factor >= 1 else f"{1 / factor:.1f}x more"
 
 
-def _shares(limits: Limits) -> str:
+def _shares(limits: RooflineShares) -> str:
     shares = limits["step_bandwidth_share"], limits["step_flops_share"]
     return f"{shares[0]:.0%} of this machine's bandwidth, {shares[1]:.0%} of its arithmetic"
 
@@ -89,7 +87,7 @@ def _same_text(report: Report) -> list[str]:
     sentences = []
     for path in dict.fromkeys(comparison["path"] for comparison in ours):
         own = [comparison for comparison in ours if comparison["path"] == path]
-        where = "" if path == "plain" else f" on the {path_words(path)}"
+        where = "" if path == "plain" else f" on the {our_paths(report)[path]}"
         apart = ", ".join(str(comparison["batch_size"]) for comparison in own if not comparison["equal"])
         sentences.append(
             f"The two modes made different tokens{where} at batch {apart}; "
@@ -135,16 +133,15 @@ def growth(on: CellRecord, off: CellRecord, lengths: Sequence[int]) -> list[Grow
     """Return the speed-up of the first so many tokens: a longer generation begins with exactly the shorter one."""
     found: list[Growth] = []
     for generated in (length for length in lengths if length <= on["cell"]["output_len"]):
-        cached, uncached = (percentiles([_until(one, generated) for one in cell["samples"]]) for cell in (on, off))
-        speedup = uncached["median"] / cached["median"]
-        found.append(
-            {"generated": generated, "cached_seconds": cached, "uncached_seconds": uncached, "speedup": speedup}
+        cached, uncached = (
+            percentiles(
+                [one["first_token_seconds"] + sum(one["step_seconds"][: generated - 1]) for one in cell["samples"]]
+            )
+            for cell in (on, off)
         )
+        speedup = uncached["median"] / cached["median"]
+        found.append(Growth(generated=generated, cached_seconds=cached, uncached_seconds=uncached, speedup=speedup))
     return found
-
-
-def _until(sample: Sample, generated: int) -> float:
-    return sample["first_token_seconds"] + sum(sample["step_seconds"][: generated - 1])
 
 
 def fits(steps: Sequence[StepTimes], *, predicted_slope: float | None = None) -> list[Fit]:
@@ -176,9 +173,13 @@ def fit(
     *,
     predicted_slope: float | None = None,
 ) -> Fit:
-    """Fit seconds = base + slope x context by least squares, and the exponent on the longer half of the contexts."""
-    line = statistics.linear_regression([x for x, _ in times], [t for _, t in times])
+    """Fit seconds = base + slope x context by least squares, and the exponent on the longer half of the contexts.
+
+    R^2 is the share of the times' variance that the line explains: all of it where there is none.
+    """
     longer = times[len(times) // 2 - 1 :] if len(times) > 3 else times
+    contexts, seconds = zip(*times, strict=True)
+    line = statistics.linear_regression(contexts, seconds)
     power = statistics.linear_regression([math.log(x) for x, _ in longer], [math.log(t) for _, t in longer])
     return {
         "of": of,
@@ -187,12 +188,6 @@ def fit(
         "slope": line.slope,
         "exponent": power.slope,
         "lengths": len(times),
-        "r_squared": _explained(times),
+        "r_squared": statistics.correlation(contexts, seconds) ** 2 if len(set(seconds)) > 1 else 1.0,
         "predicted_slope": predicted_slope,
     }
-
-
-def _explained(times: Sequence[tuple[int, float]]) -> float:
-    """Return the share of the times' variance that a line through them explains, R^2; all of it where there is none."""
-    contexts, seconds = zip(*times, strict=True)
-    return statistics.correlation(contexts, seconds) ** 2 if len(set(seconds)) > 1 else 1.0

@@ -6,54 +6,12 @@ Knows nothing of how the figures were measured or drawn.
 import base64
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from itertools import groupby
 
 from llama.bench.report.plots import as_svg, figures, heading
 from llama.bench.report.tables import Section, Table, byline, deaths, sections, title, violations
 from llama.bench.schema import Report
-
-_STYLE = """
-:root { --ink: #1f2933; --faint: #5b6875; --line: #e3e7ec; --soft: #f5f7f9; --paper: #fff; --on: #0072b2;
-  --off: #b84e00; --bad: #b00020; color-scheme: light dark; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6eaee; --faint: #a3afbb; --line: #36404b; --soft: #20272f;
-  --paper: #161b21; --on: #56b4e9; --off: #f0883e; --bad: #ff7b86; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI",
-  Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 960px; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { font-size: clamp(1.6rem, 5vw, 2.2rem); line-height: 1.2; margin: 0 0 .4rem; letter-spacing: -.01em; }
-h2 { font-size: 1.3rem; margin: 2.8rem 0 .8rem; padding-top: 1.2rem; border-top: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.6rem 0 .5rem; }
-.byline { color: var(--faint); margin: 0 0 1.6rem; font-size: .95rem; }
-.lead p { font-size: 1.12rem; margin: .7rem 0; max-width: 46em; }
-.alarm { border-left: 4px solid var(--bad); background: var(--soft); color: var(--bad); padding: .7rem 1rem;
-  margin: 1.2rem 0; border-radius: 0 6px 6px 0; }
-.alarm p { margin: .2rem 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; margin: .6rem 0 .4rem; }
-table { border-collapse: collapse; width: 100%; font-size: .86rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .42rem .55rem; text-align: right; vertical-align: top; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; color: var(--faint); vertical-align: bottom; line-height: 1.25; border-bottom-width: 2px; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: nowrap; }
-td small { display: block; color: var(--faint); white-space: nowrap; }
-.wide table { font-size: .78rem; } .wide th, .wide td { padding: .4rem .28rem; }
-.facts table { table-layout: fixed; } .facts th:first-child { width: 34%; }
-.facts th, .facts td { text-align: left; overflow-wrap: anywhere; white-space: normal; }
-th:first-child { white-space: normal; }
-.on, .off, .bad { font-weight: 700; } .on { color: var(--on); } .off { color: var(--off); } .bad { color: var(--bad); }
-.faint { color: var(--faint); }
-ul { margin: .4rem 0; padding-left: 1.2rem; } li { margin: .15rem 0; overflow-wrap: anywhere; }
-.notes { color: var(--faint); font-size: .88rem; }
-figure { margin: 1.4rem 0; background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: .6rem;
-  overflow-x: auto; }
-figure img { display: block; width: 100%; min-width: 600px; height: auto; }
-details { border: 1px solid var(--line); border-radius: 8px; margin: .6rem 0; padding: 0 1rem; }
-summary { cursor: pointer; padding: .65rem 0; font-weight: 600; } details[open] { padding-bottom: .9rem; }
-summary span { font-weight: 400; color: var(--faint); font-size: .9rem; }
-@media print { body { font-size: 11pt; } main { max-width: none; padding: 0; } h2, h3 { break-after: avoid; }
-  figure, tr { break-inside: avoid; } figure, .scroll { overflow: visible; } figure img { min-width: 0; }
-  table { font-size: 7.5pt; } th, td { padding: .25rem .3rem; }
-  details:not([open])::details-content { content-visibility: visible; block-size: auto; } }
-"""
 
 
 def page(report: Report) -> str:
@@ -64,11 +22,12 @@ def page(report: Report) -> str:
     for parent, group in groupby(shown, key=lambda one: one.parent):
         parts = [_details(section) if parent else _section(section, drawn) for section in group]
         body.append(_wrapped(parent, parts) if parent else "\n".join(parts))
+    style = resources.files(__package__).joinpath("page.css").read_text("utf-8")
     name = escape(": ".join([title(report), *byline(report)[:1]]))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{name}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{name}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(body)
         + "\n</main>\n</body>\n</html>\n"
     )

@@ -7,7 +7,7 @@ colour-blind eyes (https://jfly.uni-koeln.de/color/).
 import io
 import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import matplotlib
@@ -15,9 +15,20 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, NullLocator
 
-from llama.bench.report.tables import fit_name, groups, least_to_most, on_or_off, pairs, slope_words, stands_apart
+from llama.bench.report.tables import (
+    fit_name,
+    groups,
+    least_to_most,
+    median,
+    on_or_off,
+    pairs,
+    runner,
+    slope_words,
+    stands_apart,
+    summary_of,
+)
 from llama.bench.schema import CellRecord, Crossover, Fit, Report, Spread, StepTimes, Sweep
 from llama.costs import MB, size
 
@@ -36,23 +47,20 @@ _STYLE: dict[Any, Any] = {
     **{"axes.titlecolor": _INK, "xtick.color": _INK, "ytick.color": _INK},
     **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": _GRID, "grid.linewidth": 0.8},
     **{"legend.facecolor": "white", "legend.edgecolor": "none", "legend.framealpha": 0.9, "legend.fontsize": 10},
+    "text.parse_math": False,  # no dollar sign in a name begins a formula
 }
 
 
 def figures(report: Report) -> dict[str, Figure]:
     """Return the pictures that the report has figures for, by name, in reading order."""
     sweep = report["sweep"]
+    of_table = {"time": _time, "memory": _memory, "steps": _steps, "crossover": _crossover}
+    of_sweep = {"speedup": _speedup, "cache": _cache, "context": _context, "batch": _batch}
     with matplotlib.rc_context(_STYLE):
-        if sweep is not None:
-            drawn = {
-                "speedup": _speedup(sweep),
-                "cache": _cache(sweep),
-                "context": _context(sweep),
-                "batch": _batch(sweep),
-            }
+        if sweep is None:
+            drawn = {name: draw(report) for name, draw in of_table.items()}
         else:
-            drawn = {"time": _time(report), "memory": _memory(report), "steps": _steps(report)}
-            drawn["crossover"] = _crossover(report["crossovers"], _job(report, lengths=False))
+            drawn = {name: draw(sweep) for name, draw in of_sweep.items()}
     return {name: _settled(figure) for name, figure in drawn.items() if figure is not None}
 
 
@@ -95,29 +103,25 @@ def _time(report: Report) -> Figure | None:
     if not grouped:
         return None
     crowded, upright = len(grouped) > 5, len(grouped) > 9  # upright: words that would run into each other
-    figure, (ax,) = _figure(
-        "Time of the whole job, with the cache and without", _job(report), below_axis=2.0 if upright else 0.0
-    )
+    heading = "Time of the whole job, with the cache and without"
+    figure, (ax,) = _figure(heading, _job(report), below_axis=2.0 if upright else 0.0)
     for place, group in enumerate(grouped):
         for record, side in zip(group, _sides(len(group)), strict=True):
             _draw_bar(ax, place + side, record, fontsize=8 if crowded else 10, upright=upright)
-        factors = [_median(off) / _median(on) for on, off in pairs(report) if on in group and off in group]
-        if len(factors) == 1 and not upright:
+        both = [(_seconds(on), _seconds(off)) for on, off in pairs(report) if on in group and off in group]
+        if len(both) == 1 and not upright:
             top = max(_seconds(record)["p90"] for record in group)
             factor = _LABEL | {"fontsize": 10 if crowded else 13, "weight": "bold"}
-            ax.annotate(f"{factors[0]:.1f}x", (place, top), (0, 22), **factor)
-    ax.set_yscale("log")
-    _log_axis(ax.yaxis)
+            ax.annotate(f"{both[0][1]['median'] / both[0][0]['median']:.1f}x", (place, top), (0, 22), **factor)
+    _log_y([ax], "time of the whole job, seconds")
     spreads = [_seconds(record) for group in grouped for record in group]
     lowest, highest = min(one["p10"] for one in spreads) / 2, max(one["p90"] for one in spreads)
     ax.set_ylim(lowest, highest * (highest / lowest) ** 0.3)
     ax.set_xlim(-0.7, len(grouped) - 0.3)
     names = [_group_name(group[0], grouped) for group in grouped]
+    ax.set_xticks(range(len(grouped)), [name.replace("\n", ", ") for name in names] if upright else names)
     if upright:
-        ax.set_xticks(range(len(grouped)), [name.replace("\n", ", ") for name in names], rotation=90, fontsize=9)
-    else:
-        ax.set_xticks(range(len(grouped)), names)
-    ax.set(ylabel="time of the whole job, seconds (log scale)")
+        ax.tick_params("x", rotation=90, labelsize=9)
     _mode_legend(ax, loc="upper left", ncols=2)
     return figure
 
@@ -128,16 +132,8 @@ def _sides(count: int) -> list[float]:
 
 
 def _draw_bar(ax: Axes, place: float, record: CellRecord, *, fontsize: float, upright: bool) -> None:
-    seconds = _seconds(record)
-    ax.bar(
-        place,
-        seconds["median"],
-        0.36,
-        color=COLORS[record["cell"]["kv_caching"]],
-        yerr=_bars([seconds]),
-        capsize=4,
-        ecolor=_INK,
-    )
+    seconds, color = _seconds(record), COLORS[record["cell"]["kv_caching"]]
+    ax.bar(place, seconds["median"], 0.36, color=color, yerr=_bars([seconds]), capsize=4, ecolor=_INK)
     look = _LABEL | {"fontsize": fontsize, "rotation": 90 if upright else 0}
     ax.annotate(f"{seconds['median']:.3g} s", (place, seconds["p90"]), (0, 4), **look)
 
@@ -147,10 +143,10 @@ def _group_name(record: CellRecord, grouped: Sequence[Sequence[CellRecord]]) -> 
     engines = {group[0]["cell"]["engine"] for group in grouped}
     cell = record["cell"]
     below = [cell["engine"]] if len(engines) > 1 else []
-    below += [record["path"].partition(", ")[0]] if stands_apart(record) else []
+    below += [runner(record)] if stands_apart(record) else []
     below += [f"{cell['quantize']}"] if cell["quantize"] else []
     below += ["all logits"] if record["cell"]["logits"] == "all" else []
-    return "\n".join([f"batch {record['cell']['batch_size']}", *map(_literal, below)])
+    return "\n".join([f"batch {record['cell']['batch_size']}", *below])
 
 
 def _memory(report: Report) -> Figure | None:
@@ -163,7 +159,7 @@ def _memory(report: Report) -> Figure | None:
     figure, (ax,) = _figure("What the memory is made of at its peak, with the cache on and off", _job(report))
     tops = _draw_stacks(ax, places, records)
     for place, record, top in zip(places, records, tops, strict=True):
-        peak = _peak(record)
+        peak = median(summary_of(record)["peak_bytes"])
         words = f"{top:,.0f}\npredicted" if peak is None else f"{peak / MB:,.0f}"
         ax.annotate(words, (place, top), (0, 4), **_LABEL)
     ax.set_xticks(places, [on_or_off(record["cell"]["kv_caching"]) for record in records])
@@ -190,7 +186,7 @@ def _draw_stacks(ax: Axes, places: Sequence[float], records: Sequence[CellRecord
     tops = [0.0] * len(records)
     for name in [*named, *(name for name in names if name not in named)]:
         heights = [stack.get(name, 0.0) / MB for stack in stacks]
-        ax.bar(places, heights, 0.86, tops, color=colors.get(name, _REST), label=_literal(name), **_EDGE)
+        ax.bar(places, heights, 0.86, tops, color=colors.get(name, _REST), label=name, **_EDGE)
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
     return tops
 
@@ -205,13 +201,8 @@ def _parts(record: CellRecord) -> dict[str, float]:
         if line["counts"] and nbytes > 0:
             name = "activations" if line["name"].endswith(" activations") else line["name"]  # of whichever step
             parts[name] = parts.get(name, 0.0) + nbytes
-    rest = (_peak(record) or 0.0) - sum(parts.values())
+    rest = (median(summary_of(record)["peak_bytes"]) or 0.0) - sum(parts.values())
     return parts | ({_REST_NAME: rest} if rest > 0 else {})
-
-
-def _peak(record: CellRecord) -> float | None:
-    summary = record["summary"]
-    return None if summary is None or summary["peak_bytes"] is None else summary["peak_bytes"]["median"]
 
 
 def _steps(report: Report) -> Figure | None:
@@ -221,17 +212,14 @@ def _steps(report: Report) -> Figure | None:
         return None
     on, off = (least_to_most([_growth(_step_medians(pair[side])) for pair in both], ".2f", "x") for side in (0, 1))
     heading = f"Without the cache a step grows {off} along the generation, with it {on}"
-    below = f"{_job(report)}; growth: last quarter over first"
-    figure, axes = _figure(
-        heading, below.replace("bars from p10 to p90", "faint: each run"), panels=len(both), share=True
-    )
+    below = f"{_job(report)}; growth: last quarter over first".replace("bars from p10 to p90", "faint: each run")
+    figure, axes = _figure(heading, below, panels=len(both), share=True)
     for ax, pair in zip(axes, both, strict=True):
         for record in pair:
             _draw_steps(ax, record)
-        ax.set_yscale("log")
         ax.set_title(_group_name(pair[0], both).replace("\n", ", "))
         ax.set(xlabel="output token")
-    _name_log_y(axes, "time of the step, ms (log scale)")
+    _log_y(axes, "time of the step, ms")
     _mode_legend(figure, loc="outside lower center", ncols=2)
     return figure
 
@@ -257,19 +245,18 @@ def _growth(times: Sequence[float]) -> float:
     return statistics.median(times[-quarter:]) / statistics.median(times[:quarter])
 
 
-def _crossover(measured: Sequence[Crossover], job: str) -> Figure | None:
+def _crossover(report: Report) -> Figure | None:
     """Draw the time of a step against the context in both modes, a panel per batch size, and where they cross."""
-    crossovers = [one for one in measured if one["steps"]]
+    crossovers = [one for one in report["crossovers"] if one["steps"]]
     if not crossovers:
         return None
-    counted = _counted(step["seconds"] for one in crossovers for step in one["steps"])
-    figure, axes = _figure(_crossover_title(crossovers), f"{job}; {counted}", panels=len(crossovers), share=True)
+    below = f"{_job(report, lengths=False)}; {_counted(s['seconds'] for one in crossovers for s in one['steps'])}"
+    figure, axes = _figure(_crossover_title(crossovers), below, panels=len(crossovers), share=True)
     for ax, one in zip(axes, crossovers, strict=True):
         _draw_contexts(ax, one["steps"])
         _mark_crossover(ax, one)
         ax.set_title(f"batch {one['batch_size']}")
-        ax.set(xlabel="context, tokens (log scale)")
-    _name_log_y(axes, "time of a step, ms (log scale)")
+    _log_y(axes, "time of a step, ms")
     _mode_legend(figure, loc="outside lower center", ncols=2)
     return figure
 
@@ -299,11 +286,9 @@ def _draw_contexts(ax: Axes, steps: Sequence[StepTimes]) -> None:
     """Draw step times against the context, both axes in logarithms; the bars reach from p10 to p90."""
     for kv_caching in (True, False):
         own = sorted((one for one in steps if one["kv_caching"] == kv_caching), key=lambda one: one["context"])
-        spreads = [_scaled(one["seconds"], 1e3) for one in own]
+        spreads = [_changed(one["seconds"], lambda seconds: 1e3 * seconds) for one in own]
         _line(ax, [one["context"] for one in own], spreads, kv_caching)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    _ticks_at(ax, sorted({one["context"] for one in steps}), apart=2.0)
+    _log_x(ax, "context, tokens", [one["context"] for one in steps], base=2, apart=2.0)
 
 
 def _speedup(sweep: Sweep) -> Figure | None:
@@ -318,8 +303,7 @@ def _speedup(sweep: Sweep) -> Figure | None:
     lengths = [one["generated"] for one in growth]
     _line(left, lengths, [one["cached_seconds"] for one in growth], True)
     _line(left, lengths, [one["uncached_seconds"] for one in growth], False)
-    left.set(yscale="log", ylabel="time of the whole job, s (log scale)")
-    _log_axis(left.yaxis)
+    _log_y([left], "time of the whole job, s")
     right.plot(lengths, [one["speedup"] for one in growth], color=_INK, marker="o", lw=2)
     for one in growth:
         place = (one["generated"], one["speedup"])
@@ -329,9 +313,7 @@ def _speedup(sweep: Sweep) -> Figure | None:
     right.axhline(1, color=_FAINT, lw=1, ls=(0, (4, 3)))
     right.set(ylabel="times faster with the cache")
     for ax in (left, right):
-        ax.set_xscale("log")
-        _ticks_at(ax, lengths)
-        ax.set(xlabel="generated tokens (log scale)")
+        _log_x(ax, "generated tokens", lengths)
     left.legend(loc="upper left")
     return figure
 
@@ -353,15 +335,12 @@ def _cache(sweep: Sweep) -> Figure | None:
     for one in sizes:
         place = (one["length"], one["measured"])
         ax.annotate(size(one["measured"]), place, (9, -4), **_LABEL | {"ha": "left", "va": "top"})
-    ax.set(xlabel="length, tokens (log scale)", ylabel="bytes of the KV cache (log scale)")
-    ax.set_xscale("log", base=2)
+    _log_x(ax, "length, tokens", lengths, base=2)
     ax.set_yscale("log", base=2)
+    ax.set_ylabel("bytes of the KV cache (log scale)")
     ax.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.8)
     ax.set_ylim(measured[0] / 1.8, measured[-1] * 1.5)
-    _ticks_at(ax, lengths)
-    ax.yaxis.set_major_locator(LogLocator(base=4))
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(int(value))))
+    _ticks(ax.yaxis, LogLocator(base=4), lambda value, _: size(int(value)))
     ax.legend(loc="upper left")
     return figure
 
@@ -378,21 +357,17 @@ def _context(sweep: Sweep) -> Figure | None:
     _draw_contexts(ax, steps)
     for fit in fits:
         _draw_fit(ax, fit, sorted({one["context"] for one in steps}))
-    ax.set(xlabel="context, tokens (log scale)", ylabel="time per token, ms (log scale)")
-    _log_axis(ax.yaxis)
+    _log_y([ax], "time per token, ms")
     ax.legend(loc="upper left")
     return figure
 
 
 def _draw_fit(ax: Axes, fit: Fit, contexts: Sequence[int]) -> None:
-    times = [(context, 1e3 * (fit["base"] + fit["slope"] * context)) for context in contexts]
-    shown = [(context, time) for context, time in times if time > 0]  # a logarithm has no place for the others
-    words = (
-        f"{fit['base'] * 1e3:.3g} ms + {slope_words(fit['slope'])} us per 1000 tokens; exponent {fit['exponent']:.2f}"
-    )
-    label = _literal(f"{fit_name(fit)}: {words}")
-    places, heights = [context for context, _ in shown], [time for _, time in shown]
-    ax.plot(places, heights, color=COLORS[fit["kv_caching"]], lw=1.4, ls=(0, (2, 2)), label=label)
+    times = {context: 1e3 * (fit["base"] + fit["slope"] * context) for context in contexts}
+    shown = {context: time for context, time in times.items() if time > 0}  # a logarithm has no place for the others
+    line = f"{fit['base'] * 1e3:.3g} ms + {slope_words(fit['slope'])} us per 1000 tokens"
+    label = f"{fit_name(fit)}: {line}; exponent {fit['exponent']:.2f}"
+    ax.plot([*shown], [*shown.values()], color=COLORS[fit["kv_caching"]], lw=1.4, ls=(0, (2, 2)), label=label)
 
 
 def _batch(sweep: Sweep) -> Figure | None:
@@ -407,12 +382,9 @@ def _batch(sweep: Sweep) -> Figure | None:
         _line(ax, [one["batch_size"] for one in own], spreads, kv_caching)
         for one, figures in zip(own, spreads, strict=True):
             ax.annotate(f"{figures['median']:.3g}", (one["batch_size"], figures["median"]), (0, 8), **_LABEL)
-    ax.set(xlabel="batch size (log scale)", ylabel="decode tokens/s, all rows (log scale)")
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
+    _log_x(ax, "batch size", [one["batch_size"] for one in steps], base=2)
+    _log_y([ax], "decode tokens/s, all rows")
     ax.margins(y=0.15)
-    _ticks_at(ax, sorted({one["batch_size"] for one in steps}))
-    _log_axis(ax.yaxis)
     ax.legend(loc="best")
     return figure
 
@@ -428,9 +400,7 @@ def _batch_title(steps: Sequence[StepTimes]) -> str:
 
 
 def _per_second(step: StepTimes) -> Spread:
-    seconds, rows = step["seconds"], step["batch_size"]
-    median, p10, p90 = (rows / seconds[key] for key in ("median", "p90", "p10"))
-    return {"n": seconds["n"], "median": median, "p10": p10, "p90": p90}
+    return _changed(step["seconds"], lambda seconds: step["batch_size"] / seconds)
 
 
 def _figure(
@@ -449,10 +419,10 @@ def _figure(
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
     figure.set_layout_engine("constrained", rect=(0.005, 0.01, 0.99, 1 - (head + 0.12) / height), w_pad=0.06)
     figure.text(
-        0.012, 1 - 0.1 / height, _literal("\n".join(lines)), fontsize=14, weight="bold", va="top", color=_INK,
+        0.012, 1 - 0.1 / height, "\n".join(lines), fontsize=14, weight="bold", va="top", color=_INK,
         linespacing=1.2,
     )  # fmt: skip
-    figure.text(0.012, 1 - (head + 0.02) / height, _literal(below), fontsize=10, va="bottom", color=_FAINT)
+    figure.text(0.012, 1 - (head + 0.02) / height, below, fontsize=10, va="bottom", color=_FAINT)
     grid = figure.subplots(rows, columns, squeeze=False, sharey=share)
     axes = list(grid.flat)
     for ax in axes[panels:]:
@@ -476,18 +446,14 @@ def _bars(spreads: Sequence[Spread]) -> list[list[float]]:
     return [down, [max(0.0, one["p90"] - one["median"]) for one in spreads]]
 
 
-def _scaled(figure: Spread, scale: float) -> Spread:
-    median, p10, p90 = (figure[key] * scale for key in ("median", "p10", "p90"))
-    return {"n": figure["n"], "median": median, "p10": p10, "p90": p90}
+def _changed(figure: Spread, change: Callable[[float], float]) -> Spread:
+    """Return a spread in another unit; p10 and p90 change places where less becomes more."""
+    low, middle, high = sorted(map(change, (figure["p10"], figure["median"], figure["p90"])))
+    return {"n": figure["n"], "median": middle, "p10": low, "p90": high}
 
 
 def _seconds(record: CellRecord) -> Spread:
-    assert record["summary"] is not None
-    return record["summary"]["seconds"]
-
-
-def _median(record: CellRecord) -> float:
-    return _seconds(record)["median"]
+    return summary_of(record)["seconds"]
 
 
 def _job(report: Report, *, lengths: bool = True) -> str:
@@ -509,38 +475,33 @@ def _counted(spreads: Iterable[Spread]) -> str:
     return f"{bars}n = {least_to_most(counts)}"
 
 
-def _literal(text: str) -> str:
-    """Return the text such that no dollar sign in it begins a formula."""
-    return text.replace("$", r"\$")
-
-
 def _plain(value: float, _: object = None) -> str:
     return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:g}"
 
 
-def _log_axis(axis: Axis) -> None:
-    """Name 1, 2 and 5 of each decade, in plain numbers."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
-    axis.set_major_formatter(FuncFormatter(_plain))
-    axis.set_minor_locator(NullLocator())
-
-
-def _ticks_at(ax: Axes, values: Sequence[int], *, apart: float = 1.0) -> None:
-    """Put ticks at values, leaving out those that are not `apart` times the one before: labels need room."""
+def _log_x(ax: Axes, name: str, values: Iterable[int], *, base: int = 10, apart: float = 1.0) -> None:
+    """Name a logarithmic axis and its values, leaving out those that are not `apart` times the one before: for room."""
     kept: list[int] = []
-    for value in values:
+    for value in sorted(set(values)):
         if not kept or value >= apart * kept[-1]:
             kept.append(value)
-    ax.xaxis.set_major_locator(FixedLocator(kept))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    ax.set_xscale("log", base=base)
+    ax.set_xlabel(f"{name} (log scale)")
+    _ticks(ax.xaxis, FixedLocator(kept), lambda value, _: f"{value:.0f}")
 
 
-def _name_log_y(axes: Sequence[Axes], label: str) -> None:
-    """Name the axis that all panels share once in a row."""
-    _log_axis(axes[0].yaxis)
+def _log_y(axes: Sequence[Axes], name: str) -> None:
+    """Name the logarithmic axis of one panel, or of all that share it once in a row: 1, 2 and 5 of each decade."""
+    axes[0].set_yscale("log")
+    _ticks(axes[0].yaxis, LogLocator(subs=(1.0, 2.0, 5.0), numticks=20), _plain)
     for ax in axes[::3]:
-        ax.set_ylabel(label)
+        ax.set_ylabel(f"{name} (log scale)")
+
+
+def _ticks(axis: Axis, places: Locator, words: Callable[[float, object], str]) -> None:
+    axis.set_major_locator(places)
+    axis.set_major_formatter(FuncFormatter(words))
+    axis.set_minor_locator(NullLocator())
 
 
 def _mode_legend(ax: Axes | Figure, **where: Any) -> None:

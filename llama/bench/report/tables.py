@@ -3,23 +3,12 @@
 Knows nothing of Markdown, HTML or how anything was measured. MB is 2^20 bytes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.schema import (
-    CellRecord,
-    Comparison,
-    Fit,
-    Line,
-    Point,
-    Report,
-    Spread,
-    StepTimes,
-    Summary,
-    Sweep,
-)
+from llama.bench.schema import CellRecord, Comparison, Fit, Point, Report, Spread, StepTimes, Summary, Sweep
 from llama.costs import MB, size
 
 NOT_MEASURED, NOT_OBSERVED = "not measured", "not observed"
@@ -71,25 +60,30 @@ class Section:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of words: the first column names the row. `notes` stand under it."""
+    """A table of words: the first column names the row. `notes` stand under it. One without rows is left out."""
 
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
 
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
 
 def sections(report: Report) -> list[Section]:
     """Return the whole report behind its head, in reading order; what was not measured has no parts."""
-    sweep, validity, cells = report["sweep"], validity_table(report), "Memory, work and text of each cell"
+    sweep, cells = report["sweep"], "Memory, work and text of each cell"
     found = [
         Section("The sweep", sweep_tables(sweep) if sweep else [], ("speedup", "cache", "context", "batch")),
         Section("The table", result_tables(report)),
         Section("Time and memory", [], ("time", "memory", "steps")),
         Section("Where the cache begins to pay", crossover_tables(report), ("crossover",)),
         *(Section(label(record), cell_parts(record), parent=cells) for record in report["cells"]),
-        Section("Validity", [validity] if validity else []),
-        Section("Are the texts the same?", [[comparison_line(one) for one in report["comparisons"]]]),
+        Section("Validity", [validity_table(report)]),
+        Section(
+            "Are the texts the same?", [[comparison_line(one, our_paths(report)) for one in report["comparisons"]]]
+        ),
         Section("Where and how", [environment_table(report)]),
         Section("What the words mean", [[f"{name}: {meaning}" for name, meaning in DEFINITIONS]]),
     ]
@@ -106,16 +100,26 @@ def cell_parts(record: CellRecord) -> list[Table | Sequence[str]]:
     return [ledger, work_lines(record), points, record["notes"] + text]
 
 
-def megabytes(nbytes: int | float | None, missing: str = NOT_MEASURED) -> str:
-    return missing if nbytes is None else f"{nbytes / MB:.2f} MB"
+def megabytes(nbytes: int | float | None, missing: str = NOT_MEASURED, unit: str = " MB") -> str:
+    return missing if nbytes is None else f"{nbytes / MB:.2f}{unit}"
 
 
 def in_words(figure: Spread | None, *, scale: float = 1.0, digits: int = 2) -> str:
     """Return the median, and in brackets p10 and p90 where there is more than one value."""
     if figure is None:
         return NOT_MEASURED
-    median, low, high = (f"{value * scale:.{digits}f}" for value in (figure["median"], figure["p10"], figure["p90"]))
-    return median if figure["n"] == 1 else f"{median} ({low}-{high})"
+    middle, low, high = (f"{value * scale:.{digits}f}" for value in (figure["median"], figure["p10"], figure["p90"]))
+    return middle if figure["n"] == 1 else f"{middle} ({low}-{high})"
+
+
+def median(figure: Spread | None) -> float | None:
+    return None if figure is None else figure["median"]
+
+
+def summary_of(record: CellRecord) -> Summary:
+    """Return the figures of a cell that was measured."""
+    assert record["summary"] is not None
+    return record["summary"]
 
 
 def rate(value: float | None) -> str:
@@ -138,10 +142,9 @@ def byline(report: Report) -> list[str]:
 def label(record: CellRecord) -> str:
     """Return what tells a cell from the others of its report."""
     cell = Cell(**record["cell"])
-    name = cell.name
     shown = stands_apart(record) or (cell.fast and record["summary"] is not None)  # also where it fell back
-    path = f", {record['path'].partition(', ')[0]} path" if shown else ""
-    return name + path + (", logits of all positions" if record["cell"]["logits"] == "all" else "")
+    path = f", {runner(record)} path" if shown else ""
+    return cell.name + path + (", logits of all positions" if record["cell"]["logits"] == "all" else "")
 
 
 def stands_apart(record: CellRecord) -> bool:
@@ -149,18 +152,24 @@ def stands_apart(record: CellRecord) -> bool:
     return record["cell"]["engine"] == "llama" and record["path"] not in ("plain", "")
 
 
-def path_words(path: str) -> str:
-    """Return how one of our paths is called: native path, plain path with int8 weights."""
-    way, _, weights = path.partition(", ")
-    return f"{way} path" + (f" with {weights}" if weights else "")
+def runner(record: CellRecord) -> str:
+    """Return what executed the forwards of a cell of ours: its path less the kind of weights, which the cell names."""
+    return record["path"].removesuffix(f", {record['cell']['quantize']} weights")
+
+
+def path_words(record: CellRecord) -> str:
+    """Return how the path of a cell of ours is called: native path, plain path with int8 weights."""
+    kind = record["cell"]["quantize"]
+    return f"{runner(record)} path" + (f" with {kind} weights" if kind else "")
+
+
+def our_paths(report: Report) -> dict[str, str]:
+    """Return how each path on which a cell of ours ran is called."""
+    return {one["path"]: path_words(one) for one in report["cells"] if one["cell"]["engine"] == "llama"}
 
 
 def on_or_off(kv_caching: bool) -> str:
     return "on" if kv_caching else "off"
-
-
-def on_cuda(record: CellRecord) -> bool:
-    return str(record["cell"]["device"]).startswith("cuda")
 
 
 def groups(report: Report) -> list[list[CellRecord]]:
@@ -176,11 +185,8 @@ def groups(report: Report) -> list[list[CellRecord]]:
 
 def pairs(report: Report) -> list[tuple[CellRecord, CellRecord]]:
     """Return each measured cell with the cache beside the same one without, in the order of the table."""
-    return [(on, off) for group in groups(report) for on in group for off in group if _switched(on, off)]
-
-
-def _switched(on: CellRecord, off: CellRecord) -> bool:
-    return on["cell"]["kv_caching"] and not off["cell"]["kv_caching"]
+    both = [(on, off) for group in groups(report) for on in group for off in group]
+    return [(on, off) for on, off in both if on["cell"]["kv_caching"] > off["cell"]["kv_caching"]]
 
 
 def _in_order(records: Sequence[CellRecord]) -> list[CellRecord]:
@@ -192,44 +198,37 @@ def _in_order(records: Sequence[CellRecord]) -> list[CellRecord]:
     return sorted(records, key=place)
 
 
-def cell_tables(report: Report) -> list[Table]:
-    """Return the with/without table, then one for each faster path of our own: a row per cell."""
+def result_tables(report: Report) -> list[Table]:
+    """Return the with/without table and one for each faster path of our own, a row per cell; then what compares them.
+
+    That is what the cache saves, and the others against each of our paths.
+    """
     records = _in_order(report["cells"])
     plain = [record for record in records if not stands_apart(record)]
-    tables = [_cell_table("Every cell", plain)] if plain else []
+    tables = [_cell_table("Every cell", plain)]
     for path in sorted({record["path"] for record in records if stands_apart(record)}):
         apart = [record for record in records if stands_apart(record) and record["path"] == path]
-        tables.append(_cell_table(f"On the {path_words(path)}, apart from the plain one", apart))
-    return tables
-
-
-def result_tables(report: Report) -> list[Table]:
-    """Return the tables of the cells, then what the cache saves, then the others against each of our paths."""
-    more = [speedup_table(report), engines_table(report)]
-    return [*cell_tables(report), *(grid for grid in more if grid is not None)]
+        tables.append(_cell_table(f"On the {path_words(apart[0])}, apart from the plain one", apart))
+    return [grid for grid in (*tables, speedup_table(report), engines_table(report)) if grid]
 
 
 def _cell_table(name: str, records: Sequence[CellRecord]) -> Table:
     shown = ("batch_size", "kv_caching")
-    varying = [key for key in records[0]["cell"] if key not in shown and len({one["cell"][key] for one in records}) > 1]
-    heads = ["batch size", "KV cache", *(key.replace("_", " ") for key in varying)]
+    cells = [record["cell"] for record in records]
+    varying = [key for key in Cell.__dataclass_fields__ if key not in shown and len({cell[key] for cell in cells}) > 1]
+    heads = [key.replace("_", " ") for key in varying]
     notes = [f"{label(record)} {fate(record)}" for record in records if record["error"] is not None]
     rows = []
     for record in records:
         cell = record["cell"]
-        row = [str(cell["batch_size"]), on_or_off(cell["kv_caching"]), *(_asked(cell[key]) for key in varying)]
-        rows.append([*row, *_figures(record), _count(record["summary"])])
-    return Table(name, [*heads, *(head for head, _ in _FIGURES), "n"], rows, notes)
-
-
-def _asked(value: object) -> str:
-    """Return the text of a field of a cell."""
-    return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
+        row = [str(cell["batch_size"]), on_or_off(cell["kv_caching"]), *(_words(cell[key], "none") for key in varying)]
+        rows.append([*row, *_figures(record)])
+    return Table(name, ["batch size", "KV cache", *heads, *(head for head, _ in _FIGURES)], rows, notes)
 
 
 def _figures(record: CellRecord) -> list[str]:
     if record["summary"] is None:
-        return [fate(record).partition(":")[0], *(NOT_MEASURED for _ in _FIGURES[1:])]
+        return [fate(record).partition(":")[0], *(NOT_MEASURED for _ in _FIGURES[1:-1]), "0"]
     return [words(record, record["summary"]) for _, words in _FIGURES]
 
 
@@ -242,32 +241,41 @@ _FIGURES: tuple[tuple[str, Callable[[CellRecord, Summary], str]], ...] = (
     ("decode tokens/s", lambda _, summary: rate(summary["decode_tokens_per_second"])),
     ("peak of tensors, MB", lambda _, summary: in_words(summary["peak_bytes"], scale=1 / MB)),
     ("peak resident, MB", lambda _, summary: in_words(summary["resident_bytes"], scale=1 / MB)),
-    ("KV cache, MB", lambda record, _: megabytes(record["cache_bytes"], NOT_OBSERVED).removesuffix(" MB")),
-    ("work, token-forwards", lambda record, _: _forwards(record)),
+    ("KV cache, MB", lambda record, _: megabytes(record["cache_bytes"], NOT_OBSERVED, unit="")),
+    ("work, token-forwards", lambda record, _: _words(_token_forwards(record), NOT_MEASURED)),
+    ("n", lambda _, summary: _count(summary)),
 )
 
 
-def _forwards(record: CellRecord) -> str:
-    return NOT_MEASURED if record["work"] is None else f"{record['work']['token_forwards']:,}"
+def _token_forwards(record: CellRecord) -> int | None:
+    return None if record["work"] is None else record["work"]["token_forwards"]
 
 
-def _count(summary: Summary | None) -> str:
-    if summary is None:
-        return "0"
+def _count(summary: Summary) -> str:
     steps = summary["step_seconds"]
     return f"{summary['seconds']['n']}" + ("" if steps is None else f" ({steps['n']} steps)")
-
-
-def _median(figure: Spread | None) -> float | None:
-    return None if figure is None else figure["median"]
 
 
 def _ratio(more: float | None, less: float | None, digits: int = 1) -> str:
     return NOT_MEASURED if more is None or less is None else f"{more / less:.{digits}f}x"
 
 
-def engines_table(report: Report) -> Table | None:
-    """Return how many times faster each of our paths is than each of the others; None without both."""
+def _less(on: Spread | None, off: Spread | None, digits: int = 1) -> str:
+    return _ratio(median(off), median(on), digits)
+
+
+def _counts(on: Spread | None, off: Spread | None) -> str:
+    return ", ".join(f"{one['n']} {mode}" for one, mode in ((on, "on"), (off, "off")) if one is not None)
+
+
+def _both_modes(on: Spread | None, off: Spread | None, *, scale: float = 1.0, digits: int = 2) -> list[str]:
+    """Return both times, how many times less the one with the cache is, and the counts."""
+    times = [in_words(one, scale=scale, digits=digits) for one in (on, off)]
+    return [*times, _less(on, off, 2), _counts(on, off)]
+
+
+def engines_table(report: Report) -> Table:
+    """Return how many times faster each of our paths is than each of the others."""
 
     def key(one: CellRecord) -> tuple[Any, ...]:
         return one["cell"]["kv_caching"], *(one["cell"][name] for name in _SAME if name != "quantize")
@@ -275,41 +283,28 @@ def engines_table(report: Report) -> Table | None:
     records = [one for one in _in_order(report["cells"]) if one["summary"] is not None]
     ours = [one for one in records if one["cell"]["engine"] == "llama"]
     theirs = [one for one in records if one["cell"]["engine"] != "llama"]
-    paths = list(dict.fromkeys(one["path"] for one in ours))
-    if not theirs or not ours:
-        return None
-    rates = {(key(one), one["path"]): one["summary"]["tokens_per_second"] for one in reversed(ours) if one["summary"]}
+    paths = {one["path"]: path_words(one) for one in ours}
+    rates = {(key(one), one["path"]): summary_of(one)["tokens_per_second"] for one in reversed(ours)}
     rows = []
-    for one in theirs:
-        assert one["summary"] is not None
-        rate = one["summary"]["tokens_per_second"]
+    for one in theirs if ours else []:
+        rate = summary_of(one)["tokens_per_second"]
         rows.append([label(one), *(_ratio(rates.get((key(one), path)), rate, 2) for path in paths)])
     notes = ["their time over ours, same batch size and mode: above 1 ours is the faster one; weights are as named"]
-    return Table("How many times faster ours is, by path", ["than", *map(path_words, paths)], rows, notes)
+    return Table("How many times faster ours is, by path", ["than", *paths.values()], rows, notes)
 
 
-def speedup_table(report: Report) -> Table | None:
-    """Return how much work and time the cache saves in each pair of cells; None where no pair is complete."""
+def speedup_table(report: Report) -> Table:
+    """Return how much work and time the cache saves in each pair of cells."""
     rows = []
     for cached, uncached in pairs(report):
-        on, off = cached["summary"], uncached["summary"]
-        assert on is not None
-        assert off is not None
-        fed_off, fed_on = (one["work"]["token_forwards"] if one["work"] else None for one in (uncached, cached))
+        on, off = summary_of(cached), summary_of(uncached)
         limits = [one["limits"]["bound_by"] if one["limits"] else NOT_OBSERVED for one in (cached, uncached)]
-        saved = [_ratio(fed_off, fed_on), _ratio(off["seconds"]["median"], on["seconds"]["median"])]
-        saved.append(_ratio(_median(off["step_seconds"]), _median(on["step_seconds"])))
-        counts = f"{on['seconds']['n']} on, {off['seconds']['n']} off"
+        saved = [_ratio(_token_forwards(uncached), _token_forwards(cached)), _less(on["seconds"], off["seconds"])]
+        saved.append(_less(on["step_seconds"], off["step_seconds"]))
+        counts = _counts(on["seconds"], off["seconds"])
         rows.append([label(cached).replace(", cache on", ""), *saved, *limits, counts])
-    heads = [
-        "cell",
-        "less work",
-        "less time",
-        "less time per output token",
-        "bound by, cache on",
-        "bound by, cache off",
-    ]
-    return Table("What the cache saves", [*heads, "n"], rows) if rows else None
+    heads = ["cell", "less work", "less time", "less time per output token"]
+    return Table("What the cache saves", [*heads, "bound by, cache on", "bound by, cache off", "n"], rows)
 
 
 def ledger_table(record: CellRecord) -> Table | None:
@@ -317,9 +312,12 @@ def ledger_table(record: CellRecord) -> Table | None:
     ledger = record["ledger"]
     if ledger is None:
         return None
-    rows = [[line["name"], *_ledger_figures(line), "yes" if line["counts"] else "no"] for line in ledger["lines"]]
-    total = (ledger["predicted_peak"], ledger["measured_peak"], ledger["residual"])
-    rows.append(["peak", *(megabytes(value).removesuffix(" MB") for value in total), ""])
+    figures = [(one["name"], one["predicted"], one["measured"], _words(one["counts"])) for one in ledger["lines"]]
+    figures.append(("peak", ledger["predicted_peak"], ledger["measured_peak"], ""))
+    rows = []
+    for name, predicted, measured, counts in figures:
+        residual = None if measured is None else measured - predicted
+        rows.append([name, *(megabytes(value, unit="") for value in (predicted, measured, residual)), counts])
     notes = [f"{line['name']}: {line['note']}" for line in ledger["lines"] if line["note"]]
     notes.append(f"Measured peak: {ledger['measured_by']}")
     for words, key in (("Reserved by the allocator", "peak_reserved_bytes"), ("Taken of the device", "device_bytes")):
@@ -332,11 +330,6 @@ def ledger_table(record: CellRecord) -> Table | None:
         )
     heads = ["memory", "predicted, MB", "measured, MB", "residual, MB", "at the peak"]
     return Table(f"Memory ledger, peak at: {ledger['moment']}", heads, rows, notes)
-
-
-def _ledger_figures(line: Line) -> list[str]:
-    residual = None if line["measured"] is None else line["measured"] - line["predicted"]
-    return [megabytes(value).removesuffix(" MB") for value in (line["predicted"], line["measured"], residual)]
 
 
 def work_lines(record: CellRecord) -> list[str]:
@@ -392,13 +385,13 @@ def point_words(point: Point) -> str:
     return point["name"] + (f": {point['detail']}" if point["detail"] else "")
 
 
-def validity_table(report: Report) -> Table | None:
+def validity_table(report: Report) -> Table:
     """Return a row per point of the validity block and a column per cell."""
     records = [record for record in _in_order(report["cells"]) if record["points"]]
     names = list(dict.fromkeys(point["name"] for record in records for point in record["points"]))
     seen = [{point["name"]: point_mark(point) for point in record["points"]} for record in records]
     rows = [[name, *(points.get(name, NOT_OBSERVED) for points in seen)] for name in names]
-    return Table("What was seen in each cell", ["point", *map(label, records)], rows) if rows else None
+    return Table("What was seen in each cell", ["point", *map(label, records)], rows)
 
 
 def crossover_tables(report: Report) -> list[Table]:
@@ -416,7 +409,7 @@ def crossover_tables(report: Report) -> list[Table]:
     steps = [step for one in crossovers for step in one["steps"]]
     # The steps are timed on the path of the first cell of ours.
     ours = [record for record in report["cells"] if record["cell"]["engine"] == "llama"][:1]
-    path = "".join(f", on the {path_words(record['path'])}" for record in ours if stands_apart(record))
+    path = "".join(f", on the {path_words(record)}" for record in ours if stands_apart(record))
     return [Table(f"Where the cache begins to pay{path}", heads, rows), step_table("Time of a step, ms", steps)]
 
 
@@ -433,31 +426,24 @@ def step_table(name: str, steps: Sequence[StepTimes]) -> Table:
     rows = []
     for batch, context in dict.fromkeys((batch, context) for batch, context, _ in times):
         on, off = (times.get((batch, context, kv_caching)) for kv_caching in (True, False))
-        counts = ", ".join(f"{one['n']} {mode}" for one, mode in ((on, "on"), (off, "off")) if one is not None)
-        figures = [in_words(one, scale=1e3, digits=1) for one in (on, off)]
-        figures.append(_ratio(_median(off), _median(on), 2))
-        rows.append([str(batch), str(context), *figures, counts])
+        rows.append([str(batch), str(context), *_both_modes(on, off, scale=1e3, digits=1)])
     return Table(name, ["batch size", "context, tokens", "cache on", "cache off", "less time", "n"], rows)
 
 
 def sweep_tables(sweep: Sweep) -> list[Table]:
     """Return the tables of a sweep, as far as it has come."""
-    tables = [
+    return [
         _growth_table(sweep),
         _size_table(sweep),
         step_table("Time per token against context, ms", sweep["contexts"]),
         _fit_table(sweep),
         step_table("Time per step against batch size, ms", sweep["batches"]),
     ]
-    return [grid for grid in tables if grid.rows]
 
 
 def _growth_table(sweep: Sweep) -> Table:
-    rows = []
-    for one in sweep["growth"]:
-        on, off = one["cached_seconds"], one["uncached_seconds"]
-        rows.append([str(one["generated"]), in_words(on), in_words(off), f"{one['speedup']:.2f}x"])
-        rows[-1].append(f"{on['n']} on, {off['n']} off")
+    growth = sweep["growth"]
+    rows = [[str(one["generated"]), *_both_modes(one["cached_seconds"], one["uncached_seconds"])] for one in growth]
     heads = ["generated tokens", "cache on, s", "cache off, s", "less time", "n"]
     return Table("Speed-up against generation length", heads, rows)
 
@@ -496,11 +482,11 @@ def _fit_table(sweep: Sweep) -> Table:
     return Table("How time grows with the context", heads, rows, notes)
 
 
-def comparison_line(comparison: Comparison) -> str:
-    """Return what a comparison found, and of which cells."""
+def comparison_line(comparison: Comparison, paths: Mapping[str, str]) -> str:
+    """Return what a comparison found, and of which cells; `paths` are `our_paths`."""
     where = f"{comparison['engine']}, batch {comparison['batch_size']}"
     if comparison["engine"] == "llama" and comparison["path"] != "plain":
-        where += f", {path_words(comparison['path'])}"
+        where += f", {paths[comparison['path']]}"
     return f"{where}: {comparison_words(comparison)}"
 
 
@@ -547,9 +533,9 @@ def _named(values: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _words(value: Any) -> str:
+def _words(value: Any, missing: str = NOT_OBSERVED) -> str:
     if value is None:
-        return NOT_OBSERVED
+        return missing
     if isinstance(value, dict):
         told = {key: part for key, part in value.items() if part is not None}
         return ", ".join(" ".join(pair) for pair in _named(told)) or "none"

@@ -18,8 +18,8 @@ from llama.bench.report.tables import (
     fate,
     fit_name,
     ledger_table,
+    median,
     megabytes,
-    on_cuda,
     on_or_off,
     point_mark,
     point_words,
@@ -41,43 +41,30 @@ def cell_text(record: CellRecord, *, color: bool) -> str:
 
     `color` prints a violated point in red (ANSI).
     """
-    summary = record["summary"]
-    blocks = [_asked(record)]
-    if summary is None:
-        blocks = [[*_asked(record), f"This cell: {fate(record)}"]]
-    else:
-        blocks = [[*_asked(record), *_first_figures(record, summary)], _sample(record), _more_figures(record, summary)]
-        ledger = ledger_table(record)
-        blocks += [[f"Memory ledger: {NOT_MEASURED}"] if ledger is None else _aligned(ledger), work_lines(record)]
-    points = [_point_line(point, color=color) for point in record["points"]]
-    blocks += [["Validity", *points]] if points else []
-    blocks += [["Notes", *(f"  {note}" for note in record["notes"])]] if record["notes"] else []
-    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
-
-
-def _asked(record: CellRecord) -> list[str]:
-    cell = record["cell"]
-    return [
+    cell, summary, ledger = record["cell"], record["summary"], ledger_table(record)
+    first = [
         f"Batch size: {cell['batch_size']}",
         f"Input length: {cell['input_len']} tokens",
         f"Output length: {cell['output_len']} tokens",
     ]
-
-
-def _first_figures(record: CellRecord, summary: Summary) -> list[str]:
-    peak = summary["peak_bytes"]
-    return [
-        f"Inference time: {summary['seconds']['median']:.2f} seconds",
-        f"Tokens per second: {summary['tokens_per_second']:.2f}",
-        f"Model weights memory usage: {megabytes(record['weights_bytes'])}",
-        f"Peak memory usage: {megabytes(None if peak is None else peak['median'])}",
-    ]
-
-
-def _sample(record: CellRecord) -> list[str]:
-    """Return the text of the first row; what could steer a terminal is shown as an escape instead."""
-    shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in record["text"])
-    return ["=== Sample Output ===", shown]
+    blocks = [first]
+    if summary is None:
+        first.append(f"This cell: {fate(record)}")
+    else:
+        first += [
+            f"Inference time: {summary['seconds']['median']:.2f} seconds",
+            f"Tokens per second: {summary['tokens_per_second']:.2f}",
+            f"Model weights memory usage: {megabytes(record['weights_bytes'])}",
+            f"Peak memory usage: {megabytes(median(summary['peak_bytes']))}",
+        ]
+        # The text of the first row; what could steer a terminal is shown as an escape instead.
+        text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in record["text"])
+        blocks += [["=== Sample Output ===", text], _more_figures(record, summary)]
+        blocks += [_aligned(ledger) if ledger else [f"Memory ledger: {NOT_MEASURED}"], work_lines(record)]
+    points = [_point_line(point, color=color) for point in record["points"]]
+    blocks += [["Validity", *points]] if points else []
+    blocks += [["Notes", *(f"  {note}" for note in record["notes"])]] if record["notes"] else []
+    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
 
 
 def _more_figures(record: CellRecord, summary: Summary) -> list[str]:
@@ -85,7 +72,9 @@ def _more_figures(record: CellRecord, summary: Summary) -> list[str]:
     kind = cell["kv_cache"] if cell["engine"] == "llama" else "its own"
     kind = f"on ({kind})" if cell["kv_caching"] else "off"
     return [
-        *_peak_lines(record),
+        "Peak memory: the bytes in tensors",
+        f"Peak resident memory of the process: {megabytes(median(summary['resident_bytes']))}",
+        *(_cuda_lines(record) if cell["device"].startswith("cuda") else []),
         f"KV cache: {kind}, {megabytes(record['cache_bytes'], 'bytes ' + NOT_OBSERVED)}",
         f"Engine: {cell['engine']} ({record['path']}), {cell['model']} in {cell['dtype']} on {cell['device']}",
         f"Repetitions: {count} ({'times are medians' if count > 1 else 'a single one: no spread'})",
@@ -102,21 +91,16 @@ def _more_figures(record: CellRecord, summary: Summary) -> list[str]:
 def _timed(figure: Spread | None, scale: float, digits: int, unit: str) -> str:
     if figure is None:
         return NOT_MEASURED
-    median, low, high = (f"{figure[key] * scale:.{digits}f}" for key in ("median", "p10", "p90"))
+    middle, low, high = (f"{figure[key] * scale:.{digits}f}" for key in ("median", "p10", "p90"))
     between = f"p10 {low}, p90 {high}, " if figure["n"] > 1 else ""
-    return f"{median} {unit} ({between}n = {figure['n']})"
+    return f"{middle} {unit} ({between}n = {figure['n']})"
 
 
-def _peak_lines(record: CellRecord) -> list[str]:
-    samples, summary = record["samples"], record["summary"]
-    resident = None if summary is None or summary["resident_bytes"] is None else summary["resident_bytes"]["median"]
-    lines = ["Peak memory: the bytes in tensors", f"Peak resident memory of the process: {megabytes(resident)}"]
-    if not on_cuda(record):
-        return lines
+def _cuda_lines(record: CellRecord) -> list[str]:
+    samples = record["samples"]
     reserved = [one["peak_reserved_bytes"] for one in samples if one["peak_reserved_bytes"] is not None]
     device = [one["device_bytes"] for one in samples if one["device_bytes"] is not None]
     return [
-        *lines,
         f"Peak memory reserved by the allocator: {megabytes(max(reserved, default=None))}",
         f"Taken of the device since before the model: {megabytes(max(device, default=None))}",
     ]
@@ -199,23 +183,16 @@ def _cell_row(record: CellRecord) -> dict[str, Any]:
     row: dict[str, Any] = {"figures": "cell", "kv_caching": on_or_off(cell["kv_caching"]), "path": record["path"]}
     row |= {key: cell[key] for key in (*asked, "device", "dtype", "threads")}
     if summary is not None:
-        for name, unit, key in _CSV_FIGURES:
-            row |= _spread_row(name, unit, summary[key])  # type: ignore[literal-required]
+        row |= _spread_row("time", "s", summary["seconds"])
+        row |= _spread_row("first_token", "s", summary["first_token_seconds"])
+        row |= _spread_row("step", "s", summary["step_seconds"])
+        row |= _spread_row("tensor_peak", "bytes", summary["peak_bytes"])
+        row |= _spread_row("resident_peak", "bytes", summary["resident_bytes"])
         row |= {key: rate for key, rate in summary.items() if key.endswith("tokens_per_second")}
     row |= {key: record[key] for key in ("weights_bytes", "cache_bytes", "error")}
     row["predicted_tensor_peak_bytes"] = None if ledger is None else ledger["predicted_peak"]
     row |= {} if work is None else {"token_forwards": work["token_forwards"], "flops": work["flops"]}
     return row | {"violated_points": sum(point["status"] == "violated" for point in record["points"])}
-
-
-# The columns of a cell's spreads: name, unit, and the field of its summary.
-_CSV_FIGURES = (
-    ("time", "s", "seconds"),
-    ("first_token", "s", "first_token_seconds"),
-    ("step", "s", "step_seconds"),
-    ("tensor_peak", "bytes", "peak_bytes"),
-    ("resident_peak", "bytes", "resident_bytes"),
-)
 
 
 def _spread_row(name: str, unit: str, figure: Spread | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from llama.bench.cell import Cell
 from llama.bench.run.jobs import run_job
 from llama.bench.run.validity import worse
 from llama.bench.schema import CellRecord, Comparison, Divergence, Report
-from llama.bench.statistics import limits_of, summarise
+from llama.bench.statistics import roofline_shares, summarise
 from llama.costs import Ceilings
 
 NONE = -1  # stands for the token of a row that has ended
@@ -16,9 +16,8 @@ NONE = -1  # stands for the token of a row that has ended
 
 def aggregated(old: CellRecord, new: CellRecord) -> CellRecord:
     """Return a cell's record with one more repetition."""
-    different = bool(old["ids"]) and old["ids"] != new["ids"]
     notes = list(dict.fromkeys([*old["notes"], *new["notes"]]))
-    if different:
+    if old["ids"] and old["ids"] != new["ids"]:
         notes.append("repetitions made different tokens")
     return {
         **new,
@@ -36,7 +35,7 @@ def with_figures(record: CellRecord, ceilings: Ceilings | None) -> CellRecord:
     summary = summarise(Cell(**record["cell"]), record["samples"])
     work = record["work"]
     alone = record["cell"].get("ranks", 1) == 1  # the ceilings are those of one process
-    limits = limits_of(work, summary, ceilings) if work is not None and ceilings is not None and alone else None
+    limits = roofline_shares(work, summary, ceilings) if work is not None and ceilings is not None and alone else None
     return {**record, "summary": summary, "limits": limits}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llama.bench.cell import Cell
 from llama.bench.report.files import write_json
-from llama.bench.schema import SCHEMA, CellRecord, Report
+from llama.bench.schema import SCHEMA, Report
 
 RESULTS = "results.json"
 
@@ -28,11 +28,6 @@ class RunDirectory:
 
     def save(self) -> None:
         write_json(self.report, self.folder / RESULTS)
-
-    def put(self, place: int, record: CellRecord) -> None:
-        """Keep a cell's new record, on disk too."""
-        self.report["cells"][place] = record
-        self.save()
 
 
 def new_run_directory(out: Path, report: Report) -> RunDirectory:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -97,6 +98,7 @@ class LlamaEngine:
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
         self.weights_bytes: int | None = weights_bytes(model)
+        self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
@@ -125,12 +127,6 @@ class LlamaEngine:
         names = [step.name] if step is not None and fast else []
         names += [plain] if fast < all or not names else []
         return str(replace(self.model.execution, runner=" and ".join(names)))
-
-    def encode(self, text: str) -> list[int]:
-        return encode_prompt(self.tokenizer, text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids))
 
     @contextmanager
     def _watched(self, run: Run, times: list[float], *, output_len: int, steps: int | None) -> Iterator[None]:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,10 @@ def _run(job: dict[str, Any], number: str, waiting: Callable[[], None]) -> dict[
                 words, env=_environment(folder, number), stdin=subprocess.PIPE, stdout=said, stderr=said
             )
             try:
-                _wait(process, waiting)
+                while process.poll() is None:
+                    waiting()
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=0.5)
             finally:
                 process.kill()  # where waiting was interrupted
                 process.communicate()
@@ -129,15 +133,6 @@ def _environment(folder: Path, number: str) -> dict[str, str]:
     paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "TMPDIR": str(folder), "LLAMA_JOB": number}
     return {**os.environ, **own}
-
-
-def _wait(process: "subprocess.Popen[bytes]", waiting: Callable[[], None]) -> None:
-    while True:
-        try:
-            process.wait(timeout=0.5)
-            return
-        except subprocess.TimeoutExpired:
-            waiting()
 
 
 def _how_it_died(code: int, last_words: str) -> str:

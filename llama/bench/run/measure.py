@@ -72,10 +72,8 @@ def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
     """Return every row's prompt: random ids, or the cell's text."""
     if cell.text is not None:
         return [engine.encode(cell.text)] * cell.batch_size
-    stream = torch.Generator().manual_seed(cell.seed)
-    ids: list[list[int]] = torch.randint(
-        engine.vocab_size, (cell.batch_size, cell.input_len), generator=stream
-    ).tolist()
+    stream, size = torch.Generator().manual_seed(cell.seed), (cell.batch_size, cell.input_len)
+    ids: list[list[int]] = torch.randint(engine.vocab_size, size, generator=stream).tolist()
     return ids
 
 
@@ -120,18 +118,15 @@ def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Wor
 
 
 def _ledger(
-    cell: Cell,
-    engine: LlamaEngine,
-    run: Run,
-    sample: Sample,
-    device: torch.device,
-    resident_before_model: int | None,
+    cell: Cell, engine: LlamaEngine, run: Run, sample: Sample, device: torch.device, resident_before_model: int | None
 ) -> Ledger:
     """Return the ledger of a cell, and beside it, on a CPU, the resident memory of the process."""
-    peak = sample["peak_allocated_bytes"]
+    peak, resident = sample["peak_allocated_bytes"], None
+    if device.type == "cpu" and resident_before_model is not None and sample["peak_resident_bytes"] is not None:
+        resident = resident_before_model, sample["peak_resident_bytes"]
     measured_by = "max_memory_allocated" if device.type == "cuda" else "a trace of PyTorch's CPU allocator"
     head, embedding = engine.model.output.weight, engine.model.tok_embeddings.weight
-    ledger = make_ledger(
+    return make_ledger(
         engine.model.args,
         cell,
         predict(engine.model.args, cell, workspace=workspace(device)),
@@ -141,12 +136,8 @@ def _ledger(
         logits=run.logits_bytes,
         peak=peak,
         measured_by=measured_by if peak is not None else "not measured",
+        resident=resident,
     )
-    resident = sample["peak_resident_bytes"]
-    if resident is not None and resident_before_model is not None and device.type == "cpu":
-        ledger["resident_before_model"], ledger["resident_peak"] = resident_before_model, resident
-        ledger["resident_residual"] = resident - resident_before_model - ledger["predicted_peak"]
-    return ledger
 
 
 def _largest_forwards(cell: Cell, engine: Engine, prompts: Sequence[list[int]], run: Run) -> None:

@@ -6,7 +6,7 @@ Knows nothing of models or of what the memory is for. None stands where the mach
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import TypedDict
@@ -58,19 +58,16 @@ class Peak:
         has given away by now, beyond `device_bytes_before`, to whomever: the allocator's segments, which it keeps,
         graphs, kernels, and other processes' memory.
         """
-        resident = peak_resident_bytes()
-        if self.device.type != "cuda":
-            return PeakBytes(
-                peak_resident_bytes=resident, peak_allocated_bytes=None, peak_reserved_bytes=None, device_bytes=None
-            )
-        torch.cuda.synchronize(self.device)
-        used = device_bytes_used(self.device)
-        return PeakBytes(
-            peak_resident_bytes=resident,
-            peak_allocated_bytes=torch.cuda.max_memory_allocated(self.device),
-            peak_reserved_bytes=torch.cuda.max_memory_reserved(self.device),
-            device_bytes=None if used is None or self.device_bytes_before is None else used - self.device_bytes_before,
-        )
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self.device)
+        used, before = device_bytes_used(self.device), self.device_bytes_before
+        return {
+            "peak_resident_bytes": peak_resident_bytes(),
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device) if cuda else None,
+            "device_bytes": None if used is None or before is None else used - before,
+        }
 
 
 def device_bytes_used(device: torch.device) -> int | None:
@@ -98,12 +95,11 @@ def peak_resident_bytes() -> int | None:
 
     Pages of a file that is mapped count once they are touched.
     """
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return _peak_of_usage()
-    peaks = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]
-    return peaks[0] if peaks else _peak_of_usage()
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return _peak_of_usage()
 
 
 def _peak_of_usage() -> int | None:

@@ -52,23 +52,24 @@ def make_ledger(
     logits: int | None = None,
     peak: int | None = None,
     measured_by: str = "not measured",
+    resident: tuple[int, int] | None = None,
 ) -> Ledger:
-    """Return the ledger of the tensors; the resident memory of the process is for the caller to add.
+    """Return the ledger of the tensors, and beside it the resident memory of the process.
 
-    `weights`, of which `head` are those of a head of its own, `cache`, `logits` and `peak` are measured bytes, None
-    where none was measured.
+    `weights`, of which `head` are those of a head of its own, `cache`, `logits`, `peak`, and `resident`, before the
+    model was there and at the peak, are measured bytes, None where none was measured.
     """
     own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, int8=cell.int8)
     untied = 0 if args.tied_head else own_head
     at_head = predicted.at_head
     lines = [
         _line("weights", predicted.weights - untied, None if weights is None else weights - (head or 0)),
-        _line("tied head" if args.tied_head else "head", untied, head),
+        _line("tied head", 0, head, note=f"is the embedding; on its own it would take {size(own_head)}")
+        if args.tied_head
+        else _line("head", own_head, head),
         _line("KV cache", predicted.cache, cache),
         _line("logits", predicted.logits, logits, counts=at_head),
     ]
-    if args.tied_head:
-        lines[1]["note"] = f"is the embedding; on its own it would take {size(own_head)}"
     if cell.kv_cache != "static" and cell.kv_caching:
         lines[2]["note"] = f"predicted for a static cache; this one is {cell.kv_cache}"
     if predicted.narrow_logits:
@@ -79,9 +80,9 @@ def make_ledger(
     moment = "prefill" if predicted.forward == 0 else "step"
     known = [line["predicted"] if line["measured"] is None else line["measured"] for line in lines if line["counts"]]
     rest = None if peak is None else peak - sum(known) - predicted.workspace
-    lines.append(_line(f"{moment} activations", doing, rest))
+    note = _of_activations(cell, measured=rest is not None)
+    lines.append(_line(f"{moment} activations", doing, rest, note=note))
     lines.append(_line("workspace", predicted.workspace, None))
-    lines[-2]["note"] = _of_activations(cell, measured=rest is not None)
     return {
         "moment": f"{'at the head' if at_head else 'in a layer'} of the {moment}",
         "lines": lines,
@@ -89,9 +90,9 @@ def make_ledger(
         "measured_peak": peak,
         "measured_by": measured_by,
         "residual": None if peak is None else peak - predicted.total,
-        "resident_before_model": None,
-        "resident_peak": None,
-        "resident_residual": None,
+        "resident_before_model": resident and resident[0],
+        "resident_peak": resident and resident[1],
+        "resident_residual": resident and resident[1] - resident[0] - predicted.total,
     }
 
 
@@ -105,14 +106,8 @@ def _of_activations(cell: Cell, *, measured: bool) -> str:
     return "measured is what the other lines leave of the measured peak" if measured else ""
 
 
-def _line(name: str, predicted: int, measured: int | None, *, counts: bool = True) -> Line:
-    return {"name": name, "predicted": predicted, "measured": measured, "counts": counts, "note": ""}
-
-
-def ledger_words(ledger: Ledger) -> str:
-    """Return the predicted lines in one sentence, for a refusal."""
-    parts = [f"{line['name']} {size(line['predicted'])}" for line in ledger["lines"] if line["counts"]]
-    return f"{', '.join(parts)}: {size(ledger['predicted_peak'])} at the peak"
+def _line(name: str, predicted: int, measured: int | None, *, counts: bool = True, note: str = "") -> Line:
+    return {"name": name, "predicted": predicted, "measured": measured, "counts": counts, "note": note}
 
 
 def check_length(cell: Cell, max_seq_len: int) -> None:
@@ -131,8 +126,10 @@ def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, held: int
     if free is not None and device.type != "cuda":
         free //= local_size()  # the other ranks of this host take as much
     if free is not None and predicted.total - held > free:
+        lines = [line for line in make_ledger(args, cell, predicted)["lines"] if line["counts"]]
+        parts = ", ".join(f"{line['name']} {size(line['predicted'])}" for line in lines)
         raise ValueError(
-            f"{cell.name} does not fit: {ledger_words(make_ledger(args, cell, predicted))}, and {size(free)} are free "
+            f"{cell.name} does not fit: {parts}: {size(predicted.total)} at the peak, and {size(free)} are free "
             f"on {device}; make batch_size, input_len or output_len smaller"
         )
 

@@ -51,9 +51,9 @@ def make_cell(
     """
     if model is not None and ckpt_dir is not None:
         raise ValueError("model and ckpt_dir both name a model; give one of them")
-    if model is not None and model not in ("demo", *RELEASED, *GPT2):
-        known = ", ".join(["demo", *RELEASED, *GPT2])
-        raise ValueError(f"model={model} is not known; known are {known}; ckpt_dir takes a path")
+    known = ("demo", *RELEASED, *GPT2)
+    if model is not None and model not in known:
+        raise ValueError(f"model={model} is not known; known are {', '.join(known)}; ckpt_dir takes a path")
     on = pick_device(device)
     name = ckpt_dir or model or ("llama-3.2-1b" if on.type == "cuda" else "demo")
     cell = Cell(model=name, device=str(on), dtype=dtype_name(pick_dtype(dtype, on)), ranks=world_size(), **rest)
@@ -87,26 +87,27 @@ def find_model(cell: Cell) -> Source:
     """
     device = own_device(pick_device(cell.device))
     dtype = pick_dtype(DTYPES[cell.dtype], device)
+    checkpoint = None
     if cell.model in RELEASED:
-        args = replace(RELEASED[cell.model], kv_cache=cache_kind(cell.kv_cache))
-        tokenizer = Tokenizer(cell.tokenizer_path or meta_tokenizer_path())
-        made = lambda: _in_mode(cell, random_model(args, dtype=dtype, device=device, int8=cell.int8))  # noqa: E731
-        return Source(args, tokenizer, "random", device, dtype, made)
-    path = demo_model_path() if cell.model == "demo" else cell.model
-    checkpoint = open_checkpoint(path, tokenizer_path=cell.tokenizer_path)
-    args = replace(checkpoint.args, kv_cache=cache_kind(cell.kv_cache))
-    build = lambda: _in_mode(  # noqa: E731
-        cell,
-        load_weights(checkpoint, args, dtype=dtype, device=device, ranks=join(device), int8=cell.int8).eval(),
-    )
-    return Source(args, checkpoint.tokenizer, "checkpoint", device, dtype, build)
+        args, tokenizer = RELEASED[cell.model], Tokenizer(cell.tokenizer_path or meta_tokenizer_path())
+    else:
+        path = demo_model_path() if cell.model == "demo" else cell.model
+        checkpoint = open_checkpoint(path, tokenizer_path=cell.tokenizer_path)
+        args, tokenizer = checkpoint.args, checkpoint.tokenizer
+    args = replace(args, kv_cache=cache_kind(cell.kv_cache))
 
+    def build() -> Transformer:
+        if checkpoint is None:
+            model = random_model(args, dtype=dtype, device=device, int8=cell.int8)
+        else:
+            ranks = join(device)
+            model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, int8=cell.int8).eval()
+        model.exact = cell.exact
+        if cell.fast:  # which compiles here, if at all, before anything is timed
+            make_fast(model, cache_dir() / "native")
+        return model
 
-def _in_mode(cell: Cell, model: Transformer) -> Transformer:
-    model.exact = cell.exact
-    if cell.fast:  # which compiles here, if at all, before anything is timed
-        make_fast(model, cache_dir() / "native")
-    return model
+    return Source(args, tokenizer, "random" if checkpoint is None else "checkpoint", device, dtype, build)
 
 
 def random_model(
@@ -117,15 +118,8 @@ def random_model(
     With `int8` they are those numbers rounded, and no matrix is ever there in a wider dtype as a whole.
     """
     ranks = join(device)
-    ranks.agree(
-        lambda: {
-            "configuration": args,
-            "dtype": dtype,
-            "device": device.type,
-            "versions": torch.__version__,
-            "seed": seed,
-        }
-    )
+    facts = {"configuration": args, "dtype": dtype, "device": device.type, "versions": torch.__version__, "seed": seed}
+    ranks.agree(lambda: facts)
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
         if int8:

@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +43,7 @@ _GGML_LOG_ERROR = 4  # of enum ggml_log_level
 _GPT2_OWNERS = ("", "openai-community/", "distilbert/")  # the hub moved them, and caches hold old names and new ones
 
 
-def open_peer(
-    engine: str,
-    model: Transformer,
-    tokenizer: TextCodec,
-    *,
-    quantize: str | None = None,
-) -> Engine:
+def open_peer(engine: str, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> Engine:
     """Return the engine of that name, with the weights, the dtype and the device of `model`.
 
     It computes on as many threads as torch is set to. `quantize` lets llama.cpp bring the weights into int8 or int4.
@@ -81,24 +75,11 @@ def check_engine(engine: str) -> Any:
     return llama_cpp
 
 
-class TextWays(NamedTuple):
-    """How an engine's ids are made of text, and shown as text."""
-
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Sequence[int]], str]
 
 
-def our_text(tokenizer: TextCodec) -> TextWays:
-    """Return the ways of a tokenizer of ours."""
-    return TextWays(partial(encode_prompt, tokenizer), lambda ids: tokenizer.decode(list(ids)))
-
-
-def hub_text(tokenizer: Any) -> TextWays:
-    """Return the ways of a tokenizer of transformers."""
-    return TextWays(lambda text: list(tokenizer.encode(text)), lambda ids: str(tokenizer.decode(list(ids))))
-
-
-def no_text(name: str) -> TextWays:
+def no_text(name: str) -> tuple[Encode, Decode]:
     """Return what stands where there is no vocabulary."""
 
     def encode(text: str) -> list[int]:
@@ -107,7 +88,7 @@ def no_text(name: str) -> TextWays:
             "leave the text out for random ids"
         )
 
-    return TextWays(encode, lambda ids: " ".join(["ids", *map(str, ids)]))
+    return encode, lambda ids: " ".join(["ids", *map(str, ids)])
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
@@ -121,7 +102,7 @@ class TransformersEngine:
 
     max_batch_size = None  # no limit on rows, for the common check of what is asked
 
-    def __init__(self, model: Any, text: TextWays, *, args: ModelArgs | None, weights: str = "given") -> None:
+    def __init__(self, model: Any, encode: Encode, decode: Decode, args: ModelArgs | None, weights: str) -> None:
         transformers = check_engine("transformers")
         # What a hub's file says of ends and sampling must not end a row early.
         model.generation_config = transformers.GenerationConfig(pad_token_id=0)
@@ -130,7 +111,7 @@ class TransformersEngine:
         self.vocab_size: int = model.config.vocab_size
         self.max_seq_len: int = model.config.max_position_embeddings if args is None else args.max_seq_len
         self.weights_bytes: int | None = weights_bytes(model)
-        self.encode, self.decode = text
+        self.encode, self.decode = encode, decode
 
     @classmethod
     def of(cls, model: Transformer, tokenizer: TextCodec) -> "TransformersEngine":
@@ -144,7 +125,7 @@ class TransformersEngine:
         twin.load_state_dict(huggingface_tensors(model), assign=True)
         # Its frequencies are no part of the weights, so they are still on the meta device.
         twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)
-        return cls(twin, our_text(tokenizer), args=model.args)
+        return cls(twin, partial(encode_prompt, tokenizer), tokenizer.decode, model.args, "given")
 
     @classmethod
     def gpt2(
@@ -167,11 +148,11 @@ class TransformersEngine:
         found = _pretrained_gpt2(transformers, name, cache_dir, dtype)
         if found is not None:
             model, tokenizer = found
-            return cls(model.to(device), hub_text(tokenizer), args=None, weights="pretrained")
+            return cls(model.to(device), tokenizer.encode, tokenizer.decode, None, "pretrained")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2[name]))
-        return cls(model.to(device, dtype), no_text(name), args=None, weights="random")
+        return cls(model.to(device, dtype), *no_text(name), None, "random")
 
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
@@ -184,14 +165,8 @@ class TransformersEngine:
         with self._watched(run, last=count), torch.inference_mode():
             run.started = time.perf_counter()
             ids, mask = _left_padded(prompts, self.model.device)
-            made = self.model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=count,
-                do_sample=False,
-                use_cache=kv_caching,
-                streamer=clock,
-            )
+            asked = {"max_new_tokens": count, "do_sample": False, "use_cache": kv_caching}
+            made = self.model.generate(ids, attention_mask=mask, streamer=clock, **asked)
         run.token_times = clock.times[1:]  # the first is the prompt's
         run.ids = made[:, ids.shape[1] :].tolist()
         return run
@@ -269,13 +244,7 @@ class LlamaCppEngine:
     max_batch_size = None  # no limit on rows, for the common check of what is asked
 
     def __init__(
-        self,
-        held: ExitStack,
-        pointer: Any,
-        model: Transformer,
-        tokenizer: TextCodec,
-        *,
-        quantize: str | None = None,
+        self, held: ExitStack, pointer: Any, model: Transformer, tokenizer: TextCodec, *, quantize: str | None
     ) -> None:
         """Take over llama.cpp's model at `pointer`, and what is to be given back with it."""
         self._api, self._pointer = check_engine("llama.cpp"), pointer
@@ -286,7 +255,7 @@ class LlamaCppEngine:
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
         self.weights_bytes: int | None = self._api.llama_model_size(pointer)
-        self.encode, self.decode = our_text(tokenizer)
+        self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
     @classmethod
     def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> "LlamaCppEngine":
@@ -301,6 +270,7 @@ class LlamaCppEngine:
         with ExitStack() as stack:
             file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"
             save_gguf(model, file)
+            _let_only_errors_through(api)
             if quantize is not None:
                 file = _quantized(api, file, quantize)
             pointer = _loaded(api, file)
@@ -323,8 +293,10 @@ class LlamaCppEngine:
         run = Run(fed=[], ids=[[] for _ in prompts])
         fed, starts = request.prompts, [0] * len(prompts)
         # The context is made before the clock starts, because it also plans every kind of batch. Its cache is cleared
-        # then; ours is allocated within the time.
-        with self._context(len(prompts), request.longest) as context, self._batch(sum(map(len, fed))) as batch:
+        # then; ours is allocated within the time. A batch is of ids, not embeddings (0), each of one row (1).
+        with self._context(len(prompts), request.longest) as context, ExitStack() as held:
+            batch = self._api.llama_batch_init(sum(map(len, fed)), 0, 1)
+            held.callback(self._api.llama_batch_free, batch)
             run.cache_length = self._api.llama_n_ctx(context) // len(prompts)
             run.started = time.perf_counter()
             for _ in range(min(steps or output_len, output_len)):
@@ -334,8 +306,7 @@ class LlamaCppEngine:
                 run.fed.append((len(fed), max(map(len, fed))))
                 starts = [start + len(row) for start, row in zip(starts, fed, strict=True)]
                 fed = [[id] for id in ids]
-                for row, id in zip(run.ids, ids, strict=True):
-                    row.append(id)
+                run.ids = [row + new for row, new in zip(run.ids, fed, strict=True)]
         return run
 
     def _forward(self, context: Any, batch: Any, fed: Sequence[Sequence[int]], starts: Sequence[int]) -> list[int]:
@@ -352,13 +323,9 @@ class LlamaCppEngine:
         code = self._api.llama_decode(context, batch)
         if code != 0:
             raise RuntimeError(f"llama_decode ended with code {code}; what llama.cpp says of it stands on stderr")
-        return [self._most_likely(context, end) for end in ends]
-
-    def _most_likely(self, context: Any, at: int) -> int:
-        """Return the id with the largest logit after the token at this place of the batch."""
-        row = ctypes.POINTER(ctypes.c_float * self.vocab_size)
-        logits = ctypes.cast(self._api.llama_get_logits_ith(context, at), row).contents
-        return int(torch.frombuffer(logits, dtype=torch.float32).argmax())
+        vector = ctypes.POINTER(ctypes.c_float * self.vocab_size)
+        logits = [ctypes.cast(self._api.llama_get_logits_ith(context, end), vector).contents for end in ends]
+        return [int(torch.frombuffer(each, dtype=torch.float32).argmax()) for each in logits]
 
     @contextmanager
     def _context(self, rows: int, length: int) -> Iterator[Any]:
@@ -387,18 +354,9 @@ class LlamaCppEngine:
         finally:
             self._api.llama_free(context)
 
-    @contextmanager
-    def _batch(self, n_tokens: int) -> Iterator[Any]:
-        batch = self._api.llama_batch_init(n_tokens, 0, 1)  # 0: ids and no embeddings; 1: a token is of one row
-        try:
-            yield batch
-        finally:
-            self._api.llama_batch_free(batch)
-
 
 def _quantized(api: ModuleType, file: Path, quantize: str) -> Path:
     """Return a file beside this one with its weights quantized by llama.cpp itself, and delete this one."""
-    _let_only_errors_through(api)
     name, number = _GGML_QUANTIZED[quantize]
     made = file.with_name(f"model-{name}.gguf")
     wanted = api.llama_model_quantize_default_params()
@@ -411,7 +369,6 @@ def _quantized(api: ModuleType, file: Path, quantize: str) -> Path:
 
 
 def _loaded(api: ModuleType, file: Path) -> Any:
-    _let_only_errors_through(api)
     api.llama_backend_init()
     wanted = api.llama_model_default_params()
     wanted.n_gpu_layers = 0

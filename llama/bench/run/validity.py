@@ -132,17 +132,15 @@ def _statistics(reset_seen: tuple[int, int] | None) -> Point:
     return _point("statistics reset", fine, f"the peak was {size(peak)} at the start, with {size(present)} in use")
 
 
-_OTHERS = ", the others by the plain path"
-
-
 def _fast_step(run: "Run") -> Point:
     """Did the fast step that was asked for execute every forward, or the plain path some of them?"""
     if run.fed is None or run.fast_forwards is None or run.fast_wanted is None:
         return _point("fast step", None, "asked for; the engine does not tell")
     fine = 0 < run.fast_forwards == run.fast_wanted
     words = f"asked for; {run.fast_forwards} of {len(run.fed)} forwards ran by it"
-    others = "" if run.fast_forwards == len(run.fed) else ", the prompt by the plain path" if fine else _OTHERS
-    return _point("fast step", fine, words + others)
+    if run.fast_forwards != len(run.fed):
+        words += f", {'the prompt' if fine else 'the others'} by the plain path"
+    return _point("fast step", fine, words)
 
 
 def _sampler(warm_up: "Run | None") -> Point:

@@ -45,12 +45,9 @@ def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
     check_memory(cell, source.args, source.device, held=0)
     before = resident_bytes()
     model = source.build()
-    facts: ModelFacts = {
-        "name": cell.model,
-        "weights": source.weights,
-        "parameters": parameters(source.args),
-        "sizes": _plain(source.args),
-    }
+    sizes = json.loads(json.dumps(vars(source.args), default=vars))
+    count = parameters(source.args)
+    facts: ModelFacts = {"name": cell.model, "weights": source.weights, "parameters": count, "sizes": sizes}
     if cell.engine == "llama":
         return LlamaEngine(model, source.tokenizer, logits=cell.logits), facts, before
     return open_peer(cell.engine, model, source.tokenizer, quantize=cell.quantize), facts, before
@@ -94,10 +91,7 @@ def _heard() -> Iterator[list[str]]:
 def describe(cell: Cell) -> dict[str, Any]:
     """Return what machine this is and can do, with no model in memory."""
     device = torch.device(cell.device)
-    return {
-        "environment": environment(device),
-        "ceilings": ceilings(device, DTYPES[cell.dtype]),
-    }
+    return {"environment": environment(device), "ceilings": ceilings(device, DTYPES[cell.dtype])}
 
 
 def calibrate(cell: Cell) -> dict[str, Any]:
@@ -162,11 +156,6 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "kernels": time_kernels,
     "profile": profile_step,
 }
-
-
-def _plain(args: object) -> dict[str, Any]:
-    sizes: dict[str, Any] = json.loads(json.dumps(vars(args), default=vars))
-    return sizes
 
 
 def main(job_path: str, result_path: str) -> None:
