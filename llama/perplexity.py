@@ -10,7 +10,7 @@ import json as json_format
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -188,6 +188,7 @@ def with_cache_kind(model: Transformer, kind: str) -> Transformer:
     # What deepcopy finds in its memo it takes from there.
     other = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     other.kv_cache = kind
+    other.args = replace(model.args, kv_cache=other.kv_cache)
     if model.exact:  # it was shown for another kind, and has to be shown anew
         other.exact = False
         other.exact = True
