@@ -263,7 +263,7 @@ class Transformer(nn.Module, Generation):
     def _plain(self, tokens: Tensor, start_pos: Positions, logits: str, lengths: Sequence[int] | None) -> Tensor:
         """Compute what `forward` returns, by the modules."""
         self.batch_rows.lengths, self.batch_rows.rope = lengths, self.rope
-        freqs_cis = self.rope.at(self.first_attention.cache.places(start_pos), tokens.shape[1], tokens.device)
+        freqs_cis = self.rope.at(self.first_attention.cache.rope_positions(start_pos), tokens.shape[1], tokens.device)
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
             h = layer(h, start_pos, freqs_cis)

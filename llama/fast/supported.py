@@ -21,7 +21,19 @@ _KNOWN = {
 PATH = {
     *("forward", "_plain", "last_real", "rms_norm", "sum_linear", "linear", "_onednn_serves"),
     *("attend", "_attend_in_step", "_mask", "apply_rotary_emb", "rotate", "_rotate", "_cos_sin", "at", "up_to"),
-    *("update", "check", "visible", "places", "key_positions", "room", "fits", "_grow", "_allocate", "_write", "rows"),
+    *(
+        "update",
+        "check",
+        "visible",
+        "rope_positions",
+        "key_positions",
+        "room",
+        "fits",
+        "_grow",
+        "_allocate",
+        "_write",
+        "rows",
+    ),
     *("check_fed", "row_starts", "check_room"),
     *("torch", "nn", "F"),
 }

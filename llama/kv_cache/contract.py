@@ -111,7 +111,7 @@ class KVCache(nn.Module):
             return None
         return positions[..., None, :] <= query_positions(start_pos, seqlen, positions.device)
 
-    def places(self, start_pos: int | Sequence[int]) -> int | Sequence[int]:
+    def rope_positions(self, start_pos: int | Sequence[int]) -> int | Sequence[int]:
         """Return by which positions RoPE rotates the queries: their own, or, where `unrotated`, those of the kind."""
         return start_pos
 

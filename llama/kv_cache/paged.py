@@ -76,13 +76,17 @@ class PagedCache(KVCache, kind="paged"):
         """Give every row blocks of its own for the positions that it is about to write, or raise with none taken."""
         self.tables += [[] for _ in range(len(starts) - len(self.tables))]
         needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken
+        left = list(self.shares)  # by how many rows each block is had once others have copied it
         for row, (start, count) in enumerate(zip(starts, real, strict=True)):
             if not count:  # the row has ended
                 self._give_back(row)
                 continue
             table, end = self.tables[row], -(-(start + count) // BLOCK)
-            shared = (i for i in range(start // BLOCK, min(end, len(table))) if self.shares[table[i]] > 1)
-            needed += [(row, place) for place in (*shared, *range(len(table), end))]
+            for place in range(start // BLOCK, min(end, len(table))):
+                if left[table[place]] > 1:
+                    left[table[place]] -= 1
+                    needed.append((row, place))
+            needed += [(row, place) for place in range(len(table), end)]
         self._grow(len(needed) - len(self._spare), like)
         for row, place in needed:
             self._take_one(row, place)

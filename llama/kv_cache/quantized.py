@@ -38,8 +38,6 @@ class QuantizedCache(KVCache):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
-        if args.head_dim * self.bits % 8:
-            raise ValueError(f"head_dim={args.head_dim}: numbers of {self.bits} bits do not fill whole bytes")
         for side in _SIDES:
             for part in ("codes", "scale", "zero"):
                 self.register_buffer(f"{side}_{part}", None, persistent=False)

@@ -66,7 +66,7 @@ class WindowCache(KVCache, kind="window"):
     def slots(self) -> None:
         return None
 
-    def places(self, start_pos: int | Sequence[int]) -> int | Sequence[int]:
+    def rope_positions(self, start_pos: int | Sequence[int]) -> int | Sequence[int]:
         return min(start_pos, self.last) if isinstance(start_pos, int) else [min(pos, self.last) for pos in start_pos]
 
     def visible(self, start_pos: int | Sequence[int], seqlen: int) -> Tensor | None:

@@ -419,7 +419,7 @@ def run(*words: str) -> int:
         (["--text", "a", "--input_len", "3"], "leave out --input_len"),
         (["--engine", "vllm"], "engine='vllm' is not known"),
         (["--model", "gpt2"], "--engine transformers"),
-        (["--kv_cache", "paged"], "is not a known kind of cache"),
+        (["--kv_cache", "lru"], "is not a known kind of cache"),
         (["--logits", "some"], "must be last or all"),
         (["--repeats", "0"], "repeats=0"),
         (["--budget", "-1", "--preset", "table"], "--budget=-1.0"),

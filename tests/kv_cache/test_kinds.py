@@ -1,0 +1,303 @@
+"""Every kind of cache keeps the contract, and one that does not is caught; names, and what is asked of a kind."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import some_tokens, tiny_model
+from torch import Tensor
+
+from llama import testing
+from llama.args import ModelArgs
+from llama.kv_cache import KVCache, StaticCache, cache_kind
+from llama.ops import attend, attention_mass
+from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
+
+OURS = ["static", "concat", "paged", "int8", "int4", "window", "window:20+3", "window:100+0", "paged:60"]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_every_kind_of_ours_keeps_the_contract(kind: str) -> None:
+    passed = check_cache_kind(kind)
+    lossless = KVCache.named(kind).lossless
+    assert len(passed) == (len(CLAIMS) if lossless else len(CLAIMS) - 2)
+
+
+def test_every_kind_that_the_library_registers_is_tried() -> None:
+    ours = {name for name, kind in KVCache.kinds.items() if kind.__module__.startswith("llama.")}
+    assert ours == {name.partition(":")[0] for name in OURS}
+
+
+# ---- kinds that break one promise each -------------------------------------------------------------------------------
+
+
+class Rounds(StaticCache, kind="rounds"):
+    """Says that it is lossless, and is not."""
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        return super().update(start_pos, xk, (xv * 16).round() / 16)
+
+
+class Remembers(StaticCache, kind="remembers"):
+    """Lets a text be seen by the next one."""
+
+    lossless = False
+    extra: Tensor | None = None
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(start_pos, xk, xv)
+        values = values if self.extra is None else values + self.extra
+        self.extra = xv.mean() if self.extra is None else self.extra + xv.mean()
+        return keys, values
+
+
+class Crosstalk(StaticCache, kind="crosstalk"):
+    """Lets rows touch each other."""
+
+    lossless = False
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(start_pos, xk, xv)
+        return keys, values + xv.mean()
+
+
+class Grows(StaticCache, kind="grows"):
+    """Holds more than it predicts."""
+
+    def reserve(self, rows: int, length: int) -> None:
+        super().reserve(rows, length + 1)
+
+
+class Keeps(StaticCache, kind="keeps"):
+    """Does not give its memory back."""
+
+    def free(self) -> None: ...
+
+
+class Shares(StaticCache, kind="shares"):
+    """Its copy is itself."""
+
+    def copy(self) -> KVCache:
+        return self
+
+
+class Forgets(StaticCache, kind="forgets to spread"):
+    """Leaves the other rows of a shared prefix as they are."""
+
+    def spread(self, rows: int) -> None: ...
+
+
+class Rewinds(KVCache.kinds["concat"], kind="rewinds"):  # type: ignore[misc]
+    """Says that it can be rewound, and goes on where it was."""
+
+    lossless = False
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(start_pos, xk, xv)
+        self.most = max(getattr(self, "most", 0), keys.shape[1])
+        return keys, values * (2 if keys.shape[1] < self.most else 1)
+
+    def free(self) -> None:
+        super().free()
+        self.most = 0
+
+
+class Takes(StaticCache, kind="takes anything"):
+    """Refuses nothing."""
+
+    def check(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> list[int]:
+        starts = [start_pos] * len(xk) if isinstance(start_pos, int) else start_pos
+        return [max(start, 0) + xk.shape[1] for start in starts]
+
+
+BREAKS = {
+    "rounds": testing.lossless_in_any_chunks,
+    "remembers": testing.texts_leave_nothing_behind,
+    "crosstalk": testing.rows_do_not_touch_each_other,
+    "grows": testing.bytes_are_as_predicted,
+    "keeps": testing.bytes_are_as_predicted,
+    "shares": testing.a_copy_goes_on_by_itself,
+    "forgets to spread": testing.a_prefix_may_be_shared,
+    "rewinds": testing.a_text_may_be_rewound,
+    "takes anything": testing.bad_writes_are_refused,
+}
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_a_kind_that_breaks_a_promise_is_caught(kind: str) -> None:
+    claim = BREAKS[kind]
+    with torch.inference_mode(), pytest.raises((Broken, RuntimeError)):
+        claim(ModelArgs(**{**vars(SIZES), "kv_cache": kind}))
+
+
+@pytest.mark.parametrize("kind", ["remembers", "shares"])
+def test_a_broken_kind_fails_the_whole_check(kind: str) -> None:
+    with pytest.raises(Broken):
+        check_cache_kind(kind)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+MINE = """
+from llama.kv_cache import StaticCache
+
+class Mine(StaticCache, kind="from a file"):
+    def configure(self, params):
+        self.params = params
+"""
+
+
+def test_a_kind_may_stand_in_a_file_with_parameters(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    assert cache_kind(f"{file}:from a file:3+4") == "from a file:3+4"
+    model = tiny_model()
+    model.kv_cache = f"{file}:from a file:7"
+    assert {cache.params for cache in model.caches} == {"7"}  # type: ignore[union-attr]
+    assert model.generate_tokens([[1, 2]], 3, kv_cache=f"{file}:from a file:9")[0]
+    assert {cache.params for cache in model.caches} == {"7"}  # type: ignore[union-attr]
+    assert check_cache_kind(f"{file}:from a file")
+
+
+BAD: dict[str, tuple[str, str]] = {
+    "unknown": ("lru", "known are: .*concat.*int4.*int8.*paged.*static.*window"),
+    "no parameters": ("static:7", "takes no parameters"),
+    "window of nothing": ("window:0", "empty"),
+    "window smaller than its sinks": ("window:3+4", "smaller than its 4 sinks"),
+    "window that is no number": ("window:big", "W\\+S"),
+    "window past the limit": ("window:24+4", "max_seq_len=24"),
+    "pool that is no number": ("paged:-1", "how many blocks"),
+    "file that is not there": ("nowhere.py:mine", "nowhere.py cannot be run: FileNotFoundError"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_name_is_refused_in_a_line_and_the_model_stays_as_it_was(what: str) -> None:
+    name, words = BAD[what]
+    model = tiny_model()
+    before = model.caches
+    wanted = model.generate_tokens([[1, 2, 3]], 4, temperature=0.0)
+    for ask in (lambda: setattr(model, "kv_cache", name), lambda: model.generate_tokens([[1]], 2, kv_cache=name)):
+        with pytest.raises(ValueError, match=words) as refusal:
+            ask()
+        assert "\n" not in str(refusal.value)
+    assert all(a is b for a, b in zip(model.caches, before, strict=True))
+    assert model.generate_tokens([[1, 2, 3]], 4, temperature=0.0) == wanted
+
+
+@pytest.mark.parametrize("code", ["import nothing_of_the_sort", "1 / 0", "def"])
+def test_a_file_that_cannot_be_run_is_refused_in_a_line_and_may_be_mended(tmp_path: Path, code: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    with pytest.raises(ValueError, match=r"mine\.py cannot be run"):
+        cache_kind(f"{file}:mine")
+    file.write_text(MINE)
+    assert cache_kind(f"{file}:from a file") == "from a file"
+
+
+def test_a_file_that_registers_nothing_is_told_what_is_known(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("x = 1")
+    with pytest.raises(ValueError, match="not a known kind of cache; known are"):
+        tiny_model().kv_cache = f"{tmp_path / 'empty.py'}:mine"
+
+
+# ---- what is asked of a kind ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "window:8+2"])
+def test_exact_mode_and_a_lossy_kind_exclude_each_other(kind: str) -> None:
+    model = tiny_model(kv_cache=kind, head_dim=8)
+    with pytest.raises(ValueError, match="does not keep all it is given; choose static, concat or paged"):
+        model.exact = True
+    model.kv_cache = "static"
+    model.exact = True
+    for ask in (lambda: setattr(model, "kv_cache", kind), lambda: model.generate_tokens([[1]], 2, kv_cache=kind)):
+        with pytest.raises(ValueError, match="exact mode promises"):
+            ask()
+    assert model.exact
+
+
+@pytest.mark.parametrize("kind", OURS[:6])
+def test_a_kind_for_one_call_gives_what_a_model_of_that_kind_gives_and_is_undone(kind: str) -> None:
+    prompts, options = [[1, 2, 3, 4], [5, 6]], {"temperature": 0.7, "seed": 3}
+    model, other = tiny_model(max_seq_len=80), tiny_model(max_seq_len=80, kv_cache=kind)
+    wanted = other.generate_tokens(prompts, 60, **options)  # type: ignore[arg-type]
+    plain = model.generate_tokens(prompts, 60, **options)  # type: ignore[arg-type]
+    caches = model.caches
+    assert model.generate_tokens(prompts, 60, kv_cache=kind, **options) == wanted  # type: ignore[arg-type]
+    assert model.kv_cache == "static"
+    assert all(a is b for a, b in zip(model.caches, caches, strict=True))
+
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate_tokens(prompts, 60, kv_cache=kind, on_step=stop)
+    assert model.kv_cache == "static"
+    assert model.generate_tokens(prompts, 60, **options) == plain  # type: ignore[arg-type]
+
+
+class Weighing(StaticCache, kind="weighing"):
+    """Notes the attention that it is told of."""
+
+    weighs = True
+
+    def weigh(self, mass: Tensor) -> None:
+        self.told = [*getattr(self, "told", []), mass]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_kind_that_asks_is_told_how_much_attention_every_key_drew(ragged: bool) -> None:
+    model = tiny_model(kv_cache="weighing")
+    with torch.inference_mode():
+        model(some_tokens(2, 6), 0)
+        model(some_tokens(2, 3), [4, 2] if ragged else 4)
+    for cache in model.caches:
+        first, second = cache.told  # type: ignore[union-attr]
+        assert first.shape == (2, 2, 6)
+        assert second.shape == (2, 2, 7)
+        torch.testing.assert_close(first.sum(-1), torch.full((2, 2), 12.0, dtype=torch.float64))  # queries x heads
+        torch.testing.assert_close(second.sum(-1), torch.full((2, 2), 6.0, dtype=torch.float64))
+        if ragged:
+            assert torch.equal(second[1, :, 5:], torch.zeros(2, 2, dtype=torch.float64))
+
+
+def test_attention_mass_is_that_of_the_softmax() -> None:
+    """A value that is 1 at one key alone makes attention return that key's share."""
+    xq, keys = torch.randn(2, 3, 4, 8, dtype=torch.float64), torch.randn(2, 7, 2, 8, dtype=torch.float64)
+    visible = torch.rand(2, 3, 7) > 0.3
+    visible[..., 0] = True
+    for start, seen in ((4, None), ([4, 1], None), (4, visible), ([4, 1], visible), (4, visible[0])):
+        mass = attention_mass(xq, keys, start, seen)
+        for key in range(7):
+            values = torch.zeros_like(keys)
+            values[:, key] = 1
+            share = attend(xq, keys, values, start, seen)[..., 0].unflatten(2, (2, 2)).sum((1, 3))
+            torch.testing.assert_close(mass[..., key], share)
+
+
+def test_a_model_in_another_dtype_takes_its_cache_along() -> None:
+    for kind in OURS[:6]:
+        model = tiny_model(kv_cache=kind, dtype=torch.float32, max_seq_len=60, head_dim=8)
+        with torch.inference_mode():
+            model(some_tokens(1, 40), 0)
+            model.to(torch.bfloat16)
+            assert model(some_tokens(1, 2), 40).isfinite().all()
+
+
+def test_limits_of_a_kind_count_what_it_holds() -> None:
+    args: dict[str, Any] = {"kv_cache": "window:10+2", "max_seq_len": 16}
+    model = tiny_model(**args)
+    ids, _ = model.generate_tokens([[1, 2, 3]], 60, temperature=0.0)
+    assert len(ids[0]) == 60
+    with pytest.raises(ValueError, match="max_seq_len=16"):
+        model.generate_tokens([[1, 2, 3]], 60, kv_caching=False)
+    model.kv_caching = False
+    with pytest.raises(ValueError, match="max_seq_len=16"):
+        model(some_tokens(1, 17))
+    model.kv_caching = True
+    with pytest.raises(ValueError, match="log-probabilities depend on positions that this cache drops: it holds 12"):
+        model.generate_tokens([list(range(13))], 2, echo=True, logprobs=True)
+    assert model.generate_tokens([list(range(12))], 2, echo=True, logprobs=True)

@@ -1,0 +1,150 @@
+"""A paged cache takes blocks as texts grow, shares those of a common prefix, and gives them back."""
+
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from oracles import some_tokens, tiny_args, tiny_model
+from torch import Tensor
+
+from llama.kv_cache import KVCache, PagedCache
+from llama.kv_cache.paged import BLOCK
+
+HEADS, HEAD_DIM = 2, 8
+
+
+def made(kind: str = "paged", **changes: int) -> PagedCache:
+    cache = KVCache.of(tiny_args(n_kv_heads=HEADS, head_dim=HEAD_DIM, kv_cache=kind, max_seq_len=2048, **changes))
+    assert isinstance(cache, PagedCache)
+    return cache
+
+
+def new(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, length, HEADS, HEAD_DIM), torch.randn(rows, length, HEADS, HEAD_DIM)
+
+
+def in_use(cache: PagedCache) -> int:
+    """Return how many blocks some row has; check that every block is counted as often as rows have it."""
+    counted = Counter(block for table in cache.tables for block in table)
+    assert cache.shares == [counted[block] for block in range(len(cache.shares))]
+    assert sorted(cache._spare) == [block for block, rows in enumerate(cache.shares) if not rows]
+    return len(counted)
+
+
+def test_blocks_are_taken_as_a_row_grows() -> None:
+    cache = made()
+    for start, end, blocks in ((0, 1, 1), (1, BLOCK, 1), (BLOCK, BLOCK + 1, 2), (BLOCK + 1, 5 * BLOCK, 5)):
+        cache.update(start, *new(1, end - start))
+        assert in_use(cache) == blocks
+    assert cache.nbytes <= 5 * BLOCK * HEADS * HEAD_DIM * 2 * 4 * 9 // 8
+
+
+def test_padding_takes_no_blocks() -> None:
+    cache = made()
+    cache.batch_rows.lengths = [3, 100, 40]
+    xk, xv = new(3, 100)
+    keys, values = cache.update(0, xk, xv)
+    assert [len(table) for table in cache.tables] == [1, 7, 3]
+    for row, length in enumerate((3, 100, 40)):
+        assert torch.equal(keys[row, :length], xk[row, :length])
+        assert torch.equal(values[row, :length], xv[row, :length])
+
+
+def test_sixteen_rows_that_share_a_thousand_tokens_take_a_fifth_of_a_static_cache() -> None:
+    """1,000 shared and 64 of their own: 62 blocks once, one of which each row copies, and 4 or 5 more a row."""
+    xk, xv = new(1, 1000)
+    cache = made()
+    cache.update(0, xk, xv)
+    cache.spread(16)
+    own = new(16, 64)
+    keys, values = cache.update(1000, *own)
+    assert torch.equal(keys[:, :1000], xk.expand(16, -1, -1, -1))
+    assert torch.equal(values, torch.cat((xv.expand(16, -1, -1, -1), own[1]), dim=1))
+    static = 16 * 1064 * HEADS * HEAD_DIM * 2 * 4
+    assert static / cache.nbytes >= 5
+    assert in_use(cache) == 62 + 16 * 5
+
+
+def test_a_shared_block_is_copied_before_a_row_writes_into_it() -> None:
+    cache = made()
+    xk, xv = new(1, BLOCK + 4)
+    cache.update(0, xk, xv)
+    cache.spread(3)
+    assert in_use(cache) == 2
+    fresh = new(3, 1)
+    keys, _ = cache.update(BLOCK + 4, *fresh)
+    assert torch.equal(keys[:, -1:], fresh[0])
+    assert in_use(cache) == 1 + 3
+    cache.update(2, *new(3, 1))  # into the first block, which all of them share
+    assert in_use(cache) == 2 * 3
+
+
+def test_rows_that_end_give_their_blocks_back_and_the_others_take_them() -> None:
+    cache = made()
+    cache.update(0, *new(4, 64))
+    size = cache.nbytes
+    cache.batch_rows.live = {0}
+    kept, _ = cache.update(64, *new(4, 1))
+    assert in_use(cache) == 5
+    for position in range(65, 64 + 3 * 64):
+        keys, _ = cache.update(position, *new(4, 1))
+    assert torch.equal(keys[0, :65], kept[0])
+    assert cache.nbytes == size
+    assert in_use(cache) == 16
+
+
+def test_a_generation_gives_back_what_ended_rows_held() -> None:
+    """Rows of 3, 3, and 100 new tokens never need room for 3 x 100."""
+    model = tiny_model(kv_cache="paged", max_seq_len=256)
+    held: list[int] = []
+    prompts = [some_tokens(1, 40, seed=seed)[0].tolist() for seed in range(3)]
+    model.generate_tokens(
+        prompts, [3, 3, 100], temperature=0.0,
+        on_step=lambda _: held.append(in_use(model.caches[0]) if held else held.append(0) or 0),  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert max(held) == 9
+    assert held[-1] == 9
+
+
+@pytest.mark.parametrize("kind", ["static", "concat", "paged", "int8", "int4", "window:40+2"])
+def test_a_shared_prefix_is_fed_once_and_the_text_is_the_same(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = tiny_model(kv_cache=kind, max_seq_len=128, head_dim=8)
+    prefix = some_tokens(1, 32)[0].tolist()  # full groups: a lossy kind rounds what it was fed before
+    prompts = [[*prefix, 1, 2], [*prefix, 3], [*prefix, 3]]
+    fed: list[list[list[int]]] = []
+    shared, _ = model.generate_tokens(
+        prompts, 6, temperature=0.0, share_prefix=True, on_step=lambda step: fed.append(step.fed)
+    )
+    assert fed[0] == [prefix]
+    assert fed[1] == [[1, 2], [3], [3]]
+    assert "32 tokens that all 3 prompts begin with are fed once" in caplog.text
+    if model.caches[0].lossless:
+        assert shared == model.generate_tokens(prompts, 6, temperature=0.0)[0]
+
+
+def test_a_prefix_is_shared_only_where_there_is_one_and_the_cache_is_on() -> None:
+    model = tiny_model(kv_cache="paged")
+    fed: list[list[list[int]]] = []
+    for prompts in ([[1, 2, 3]], [[1, 2], [3, 4]], [[1], [1]]):
+        fed.clear()
+        model.generate_tokens(prompts, 2, share_prefix=True, on_step=lambda step: fed.append(step.fed))
+        assert fed[0] == prompts
+    fed.clear()
+    model.generate_tokens([[1, 2], [1, 2]], 2, share_prefix=True, on_step=lambda step: fed.append(step.fed))
+    assert fed[:2] == [[[1]], [[2], [2]]]
+    with pytest.raises(ValueError, match="share_prefix=True needs the KV cache"):
+        model.generate_tokens([[1, 2], [1, 2]], 2, share_prefix=True, kv_caching=False)
+
+
+def test_a_pool_that_is_too_small_says_what_would_do_and_nothing_is_lost() -> None:
+    cache = made("paged:4")
+    xk, xv = new(2, 2 * BLOCK)
+    cache.update(0, xk, xv)
+    with pytest.raises(ValueError, match="6 blocks of 16 positions are needed, and the pool may have 4; take a larger"):
+        cache.update(2 * BLOCK, *new(2, 1))
+    assert in_use(cache) == 4
+    keys, values = cache.update(2 * BLOCK - 1, xk[:, -1:], xv[:, -1:])
+    assert torch.equal(keys, xk)
+    assert torch.equal(values, xv)

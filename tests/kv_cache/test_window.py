@@ -1,0 +1,170 @@
+"""The window cache is its definition in plain loops, in memory and angles that do not grow."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import some_tokens, tiny_args, tiny_model
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.kv_cache import KVCache
+from llama.ops import attend
+from llama.rope import rope_frequencies
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+# Angles come from a float32 table; positions of some dozens, numbers of about 1.
+TOLERANCE = 2e-5
+
+
+def args(window: int, sinks: int) -> ModelArgs:
+    return tiny_args(dim=32, head_dim=HEAD_DIM, kv_cache=f"window:{window}+{sinks}", max_seq_len=64)
+
+
+def turned(x: Tensor, place: int) -> Tensor:
+    """Rotate the pairs of x, (..., head_dim), by the angles of a place."""
+    angles = place * rope_frequencies(HEAD_DIM, 10000.0).double()
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+def by_loops(xq: Tensor, xk: Tensor, xv: Tensor, window: int, sinks: int) -> Tensor:
+    """Attend one row, (length, heads, head_dim), query by query, each over its own window."""
+    out = torch.zeros_like(xq, dtype=torch.float64)
+    for p in range(len(xq)):
+        seen = sorted({*range(min(sinks, p + 1)), *range(max(0, p - window + 1), p + 1)})
+        place = min(p, sinks + window - 1)
+        for head in range(HEADS):
+            query, own = turned(xq[p, head], place), head // (HEADS // KV_HEADS)
+            far = {k: k if k < sinks else place - (p - k) for k in seen}
+            scores = torch.stack([query @ turned(xk[k, own], far[k]) for k in seen]) / HEAD_DIM**0.5
+            out[p, head] = scores.softmax(0) @ xv[seen, own].double()
+    return out
+
+
+def numbers(length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    stream = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(length, heads, HEAD_DIM, generator=stream, dtype=torch.float64)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )  # type: ignore[return-value]
+
+
+def attended(cache: KVCache, xq: Tensor, xk: Tensor, xv: Tensor, start: int | Sequence[int]) -> Tensor:
+    """Attend a call's queries, (bsz, seqlen, heads, head_dim), not rotated yet, through a cache."""
+    keys, values = cache.update(start, xk, xv)
+    places = cache.rope_positions(start)
+    first = [places] * len(xq) if isinstance(places, int) else places
+    rotated = torch.stack(
+        [torch.stack([turned(xq[row, i], first[row] + i) for i in range(xq.shape[1])]) for row in range(len(xq))]
+    )
+    return attend(rotated, keys, values, start, cache.visible(start, xq.shape[1]))
+
+
+@given(
+    st.integers(1, 9), st.integers(0, 4), st.integers(0, 30), st.lists(st.integers(1, 29), max_size=6), st.integers()
+)
+def test_each_query_of_any_chunk_sees_its_own_window(
+    window: int, sinks: int, length: int, cuts: list[int], seed: int
+) -> None:
+    window, length = max(window, sinks), length + 1
+    xq, xk, xv = numbers(length, seed % 1000)
+    cache = KVCache.of(args(window, sinks))
+    edges = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    parts = [attended(cache, xq[None, a:b], xk[None, a:b], xv[None, a:b], a)[0] for a, b in pairwise(edges)]
+    torch.testing.assert_close(torch.cat(parts), by_loops(xq, xk, xv, window, sinks), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(1, 9), st.integers(0, 3))
+def test_rows_at_positions_of_their_own_each_have_their_window(lengths: list[int], window: int, sinks: int) -> None:
+    """A ragged prompt, padded on the right with what must not be kept, then a step of every row."""
+    window = max(window, sinks)
+    texts = [numbers(length + 1, seed) for seed, length in enumerate(lengths)]
+    longest = max(lengths)
+    padded = [torch.full((len(texts), longest, n, HEAD_DIM), 9.0, dtype=torch.float64) for n in (HEADS, 2, 2)]
+    for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        for whole, part in zip(padded, text, strict=True):
+            whole[row, :length] = part[:length]
+    cache = KVCache.of(args(window, sinks))
+    cache.batch_rows.lengths = lengths
+    prompt = attended(cache, *padded, 0)
+    cache.batch_rows.lengths = None
+    newest = [torch.stack([text[i][-1:] for text in texts]) for i in range(3)]
+    step = attended(cache, newest[0], newest[1], newest[2], lengths)
+    for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        wanted = by_loops(*text, window, sinks)
+        torch.testing.assert_close(prompt[row, :length], wanted[:length], atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(step[row, 0], wanted[length], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_what_the_window_has_dropped_cannot_be_seen() -> None:
+    cache, other = KVCache.of(args(5, 2)), KVCache.of(args(5, 2))
+    xq, xk, xv = numbers(20, 0)
+    changed = xk.clone(), xv.clone()
+    for part in changed:
+        part[2:15] = torch.randn_like(part[2:15])
+    ours = attended(cache, xq[None], xk[None], xv[None], 0)
+    theirs = attended(other, xq[None], changed[0][None], changed[1][None], 0)
+    assert torch.equal(ours[0, 19], theirs[0, 19])  # looks at 0, 1 and 15 to 19
+    assert not torch.equal(ours[0, 18], theirs[0, 18])
+
+
+def test_a_text_that_fits_the_window_has_the_models_own_logits() -> None:
+    model = tiny_model(max_seq_len=24)
+    tokens = some_tokens(2, 20)
+    with torch.inference_mode(), model.switched(kv_caching=False):
+        wanted = model(tokens)
+    model.kv_cache = "window:18+2"
+    with torch.inference_mode():
+        logits = torch.cat([model(tokens[:, :7], 0), *(model(tokens[:, i : i + 1], i) for i in range(7, 20))], dim=1)
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_memory_and_angles_do_not_grow_with_the_text() -> None:
+    model = tiny_model(dtype=torch.float32, kv_cache="window:10+2", max_seq_len=16)
+    held: list[int] = []
+    asked: list[int] = []
+    up_to = model.rope.up_to
+
+    def watched(end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        asked.append(end)
+        return up_to(end, device)
+
+    model.rope.up_to = watched  # type: ignore[method-assign]
+
+    def note(_: object) -> None:
+        held.append(sum(cache.nbytes for cache in model.caches))
+
+    ids, _ = model.generate_tokens([[1, 2, 3]], 400, temperature=0.0, on_step=note)
+    assert len(ids[0]) == 400
+    own = model.caches[0]
+    assert set(held[1:]) == {2 * own.predicted_bytes(own.args, rows=1, length=403, itemsize=4)}
+    assert max(asked) <= 16
+
+
+STARTS: list[tuple[int, str]] = [(11, "would leave a gap"), (4, "has dropped positions before 5")]
+
+
+@pytest.mark.parametrize(("start", "words"), STARTS)
+def test_a_start_that_the_window_cannot_serve_is_refused_and_the_text_goes_on(start: int, words: str) -> None:
+    xq, xk, xv = numbers(12, 1)
+    cache = KVCache.of(args(5, 2))
+    attended(cache, xq[None, :10], xk[None, :10], xv[None, :10], 0)
+    before = {name: tensor.clone() for name, tensor in cache.state().items()}
+    with pytest.raises(ValueError, match=words):
+        cache.update(start, xk[None, :1], xv[None, :1])
+    assert all(torch.equal(before[name], tensor) for name, tensor in cache.state().items())
+    step = attended(cache, xq[None, 10:], xk[None, 10:], xv[None, 10:], 10)[0]
+    torch.testing.assert_close(step, by_loops(xq, xk, xv, 5, 2)[10:], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_by_default_the_window_fills_the_limit_with_four_sinks() -> None:
+    cache = KVCache.of(replace(args(1, 0), kv_cache="window"))
+    assert (cache.window, cache.sinks, cache.bound) == (60, 4, 64)  # type: ignore[attr-defined]
+    made: Callable[[str], KVCache] = lambda kind: KVCache.of(replace(args(1, 0), kv_cache=kind))  # noqa: E731
+    assert made("window:32").bound == 36
+    assert made("window:32+0").bound == 32
