@@ -21,22 +21,18 @@ class WindowCache(KVCache, kind="window"):
     """`window:W+S` lets each query see the last W positions, its own among them, and the first S, the sinks.
 
     Keys are held as they are before RoPE, and rotated by their place in the query's window: the sinks have the places
-    0 to S - 1 and the window the S to S + W - 1 behind them, so no angle grows with the text. Until S + W positions are
-    there, places are positions. A query of a chunk sees its own window, whichever way a text is cut.
+    0 to S - 1 and the window those behind them, so no angle grows with the text. Until S + W positions are there,
+    places are positions. A query of a chunk sees its own window, however a text is cut.
 
-    The window is a ring, in which position p has the slot p % W: keys and values are (rows, up to W, ...), and
-    sink_keys and sink_values (rows, S, ...).
+    keys and values are (rows, up to S + W, n_kv_heads, head_dim). Position p has the slot p, until all are taken; then
+    the S first stay where they are, and the others go round, see `_slots`.
     """
 
     lossless = False
     unrotated = True
-    sink_keys: Tensor | None
-    sink_values: Tensor | None
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
-        self.register_buffer("sink_keys", None, persistent=False)
-        self.register_buffer("sink_values", None, persistent=False)
         self.reserved = (0, 0)
         self._ends: list[int] = []  # how far each row was written: what a ring holds depends on it
         self._seen: Tensor | None = None
@@ -48,19 +44,16 @@ class WindowCache(KVCache, kind="window"):
 
     @classmethod
     def predicted_bytes(cls, args: ModelArgs, *, rows: int, length: int, itemsize: int) -> int:
-        window, sinks = window_and_sinks(args, read_kind(args.kv_cache).params)
-        return rows * (min(window, length) + sinks) * cls.position_bytes(args, itemsize)
+        bound = sum(window_and_sinks(args, read_kind(args.kv_cache).params))
+        return rows * min(bound, length) * cls.position_bytes(args, itemsize)
 
     def reserve(self, rows: int, length: int) -> None:
         super().reserve(rows, length)
-        self.reserved = (rows, min(length, self.window))
+        self.reserved = (rows, min(length, self.window + self.sinks))
 
     def free(self) -> None:
         super().free()
         self.reserved, self._ends, self._seen = (0, 0), [], None
-
-    def key_positions(self) -> Tensor | None:
-        return None  # a sink may be there several times, each for another query: see `visible`
 
     @property
     def slots(self) -> None:
@@ -73,112 +66,133 @@ class WindowCache(KVCache, kind="window"):
         return self._seen
 
     def rewind(self, position: int) -> bool:
-        return all(end <= max(position + 1, self.window) for end in self._ends)
+        return all(self._has_the_window_of(position, end) for end in self._ends)
 
     def spread(self, rows: int) -> None:
         super().spread(rows)
         self._ends = self._ends[:1] * rows
 
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        ends = self.check(start_pos, xk, xv)
+        self.check(start_pos, xk, xv)
         bsz, seqlen = xk.shape[:2]
         starts = row_starts(start_pos, bsz)
         real = self.batch_rows.real(bsz, seqlen)
-        self._refuse_what_is_gone([start if count else 0 for start, count in zip(starts, real, strict=True)])
+        self._refuse_what_is_gone(starts, real)
         check_room(bsz, 0, self.args)
-        self._take(bsz, min(max(ends), self.window), like=xk)
-        first = torch.tensor(starts, device="cpu").to(xk.device, non_blocking=True)[:, None]  # (bsz, 1)
-        old_len = min(self.window - 1, max(starts))
-        old = first - old_len + torch.arange(old_len, device=xk.device)  # positions of the window before the call
-        queries = first + torch.arange(seqlen, device=xk.device)  # (bsz, seqlen)
-        keys, values = self._gathered(old, xk, xv)
+        self._take(bsz, min(max(starts) + seqlen, self.window + self.sinks), like=xk)
+        whole = None if seqlen == 1 else self._chunk(starts, xk, xv)  # before what it looks at is written over
         self._keep(starts, real, xk, xv)
-        self._ends = [start + kept for start, kept in zip(starts, real, strict=True)] + self._ends[bsz:]
-        furthest = max(min(start, self.last) for start in starts) + seqlen - 1
-        return self._arranged(first, queries, torch.cat((old, queries), dim=1), keys, values, furthest)
+        self._ends[:bsz] = [start + count for start, count in zip(starts, real, strict=True)]
+        return self._step(starts) if whole is None else whole
 
-    def _refuse_what_is_gone(self, starts: Sequence[int]) -> None:
-        """Refuse a start that leaves a gap, or whose window has been written over."""
-        for row, start in enumerate(starts):
+    def _has_the_window_of(self, start: int, end: int) -> bool:
+        """Tell whether a row that was written up to `end` still holds all that a query at `start` looks at."""
+        return start == 0 or max(start - self.window + 1, self.sinks) >= end - self.window
+
+    def _refuse_what_is_gone(self, starts: Sequence[int], real: Sequence[int]) -> None:
+        """Refuse a start that leaves a gap, or whose window has been written over; a row that has ended may stay."""
+        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
             end = self._ends[row] if row < len(self._ends) else 0
-            if start > end:
+            if count and start > end:
                 raise ValueError(
                     f"the window cache holds {end} positions of row {row}, so position {start} would leave a gap; "
                     "feed the positions before it first"
                 )
-            oldest = max(start - self.window + 1, self.sinks)  # that a query at `start` looks at
-            if start > 0 and oldest < end - self.window:
+            if count and not self._has_the_window_of(start, end):
                 raise ValueError(
                     f"start_pos={start}: the window of {self.window} has dropped positions before {end - self.window}, "
-                    f"which that one looks at; feed the text from 0 on, or take a larger window"
+                    "which that one looks at; feed the text from 0 on, or take a larger window"
                 )
 
     def _take(self, rows: int, length: int, like: Tensor) -> None:
-        """Have room for `rows` rings of `length`; a longer ring by doubling, up to the window."""
-        held = (0, 0) if self.keys is None else (self.keys.shape[0], self.keys.shape[1])
-        if held[0] >= rows and held[1] >= length:
+        """Have room for `length` positions of `rows` rows; more of them by doubling, up to the bound."""
+        held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
+        if held_rows >= rows and held >= length:
             return
-        grown = max(length, min(2 * held[1], self.window)) if held[1] and length > held[1] else max(length, held[1])
-        wanted = max(rows, held[0], self.reserved[0]), max(grown, self.reserved[1])
-        for name, length_of in (("keys", wanted[1]), ("values", wanted[1]), ("sink_keys", 0), ("sink_values", 0)):
-            size = (wanted[0], length_of or self.sinks, *like.shape[2:])
+        if held and length > held:
+            length = max(length, min(2 * held, self.window + self.sinks))
+        size = (max(rows, held_rows, self.reserved[0]), max(length, held, self.reserved[1]), *like.shape[2:])
+        for name in ("keys", "values"):
             with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
                 new = torch.empty(size, dtype=like.dtype, device=like.device)
             old = self._buffers[name]
-            if old is not None:  # a ring that has not come round yet: its slots are its positions
+            if old is not None:
                 new[: old.shape[0], : old.shape[1]] = old
             self._buffers[name] = new
 
-    def _gathered(self, old: Tensor, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values at the positions `old`, (bsz, old_len), out of the ring, and the new ones behind."""
-        assert self.keys is not None
-        assert self.values is not None
-        rows = torch.arange(old.shape[0], device=old.device)[:, None]
-        slots = old.clamp(min=0) % self.keys.shape[1]
-        return torch.cat((self.keys[rows, slots], xk), dim=1), torch.cat((self.values[rows, slots], xv), dim=1)
+    def _slots(self, positions: Tensor) -> Tensor:
+        """Return where positions stand, or will."""
+        return torch.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % self.window)
 
     def _keep(self, starts: Sequence[int], real: Sequence[int], xk: Tensor, xv: Tensor) -> None:
-        """Write each row's real tokens: the first of a text among the sinks, the last ones into the ring."""
+        """Write each row's real tokens, of many the first and the last ones."""
         assert self.keys is not None
         assert self.values is not None
-        assert self.sink_keys is not None
-        assert self.sink_values is not None
         for row, (start, count) in enumerate(zip(starts, real, strict=True)):
-            begin = min(max(self.sinks - start, 0), count)
-            self.sink_keys[row, start : start + begin] = xk[row, :begin]
-            self.sink_values[row, start : start + begin] = xv[row, :begin]
-            kept = min(count, self.window)
-            slots = torch.arange(start + count - kept, start + count, device=xk.device) % self.keys.shape[1]
-            self.keys[row, slots] = xk[row, count - kept : count]
-            self.values[row, slots] = xv[row, count - kept : count]
+            end = start + count
+            positions = torch.arange(start, end, device=xk.device)
+            kept = positions[(positions < self.sinks) | (positions >= end - self.window)]
+            slots = self._slots(kept)
+            self.keys[row, slots], self.values[row, slots] = xk[row, kept - start], xv[row, kept - start]
 
-    def _arranged(
-        self, first: Tensor, queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor, furthest: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return sinks and window, rotated by their places, and note who may see what.
+    def _step(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return what the newest token of each row looks at, in the order of the slots."""
+        assert self.keys is not None
+        assert self.values is not None
+        bsz, furthest = len(starts), min(max(starts), self.last)
+        slots = torch.arange(furthest + 1, device=self.keys.device)
+        together = len(set(starts)) == 1
+        newest = torch.tensor(starts[:1] if together else starts, device=slots.device)[:, None]
+        # The newest position of each slot; in one that a row has not reached yet, one before the window.
+        positions = torch.where(slots < self.sinks, slots, newest - (newest - slots) % self.window)
+        places = torch.where(slots < self.sinks, slots, positions - (newest - self.last).clamp(min=0))
+        keys, values = self.keys[:bsz, : furthest + 1], self.values[:bsz, : furthest + 1]
+        self._seen = None
+        if not together:
+            seen = torch.where(slots < self.sinks, slots <= newest, positions >= self.sinks)  # (bsz, slots)
+            unseen = ~seen[..., None, None]  # and may hold anything, which no mask would take out
+            keys, values, self._seen = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0), seen[:, None]
+        return self.rotated(keys, places[0] if together else places.clamp(min=0), furthest), values
 
-        A query of a chunk whose place lies past the last one gets the sinks once more, as far before it as they stand
-        before that. `furthest` is the last query's place.
+    def _chunk(self, starts: Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what several tokens of each row look at: sinks, the window before them, and themselves.
+
+        A query whose place lies past the last one gets the sinks once more, as far before it as they stand before that.
         """
-        assert self.sink_keys is not None
-        assert self.sink_values is not None
-        bsz = queries.shape[0]
-        base = (first - self.last).clamp(min=0)  # (bsz, 1): which position has the place 0
+        assert self.keys is not None
+        assert self.values is not None
+        bsz, seqlen = xk.shape[:2]
+        furthest = max(min(start, self.last) for start in starts) + seqlen - 1  # the last query's place
+        first = torch.tensor(starts, device="cpu").to(xk.device, non_blocking=True)[:, None]  # (bsz, 1)
+        old_len = min(self.window - 1, max(starts))
+        positions = first + torch.arange(-old_len, seqlen, device=xk.device)  # (bsz, old_len + seqlen)
+        queries = positions[:, old_len:]
+        base = (first - self.last).clamp(min=0)  # which position has the place 0
         late = (queries - base - self.last).clamp(min=0)  # (bsz, seqlen): how far a query stands past the last place
-        copies = torch.arange(max(furthest - self.last, 0) + 1, device=queries.device)
-        sinks = torch.arange(self.sinks, device=queries.device)
-        sink_places = (copies[:, None] + sinks).flatten().expand(bsz, -1)  # (bsz, copies x sinks)
-        places = torch.cat((sink_places, (positions - base).clamp(min=0)), dim=1)
+        copies = torch.arange(max(furthest - self.last, 0) + 1, device=xk.device)
+        sinks = torch.arange(min(self.sinks, self.keys.shape[1]), device=xk.device)
+        places = torch.cat(
+            ((copies[:, None] + sinks).flatten().expand(bsz, -1), (positions - base).clamp(min=0)), dim=1
+        )
         to_sinks = (late[..., None] == copies)[..., None] & (sinks <= queries[..., None])[:, :, None]
         inside = (positions[:, None] <= queries[..., None]) & (positions[:, None] > queries[..., None] - self.window)
         inside &= positions[:, None] >= self.sinks
         self._seen = torch.cat((to_sinks.flatten(2), inside), dim=-1)  # (bsz, seqlen, kv_len)
-        again = (1, len(copies), 1, 1)
-        keys = torch.cat((self.sink_keys[:bsz].repeat(again), keys), dim=1)
-        values = torch.cat((self.sink_values[:bsz].repeat(again), values), dim=1)
-        unseen = ~self._seen.any(1)[..., None, None]  # and may hold anything, which no mask would take out
-        keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
-        return self.rotated(keys, places, max(furthest, len(copies) + self.sinks)), values
+        rows, slots = torch.arange(bsz, device=xk.device)[:, None], self._slots(positions[:, :old_len].clamp(min=0))
+        unseen = ~self._seen.any(1)[..., None, None]
+        parts = []
+        for held, new in ((self.keys, xk), (self.values, xv)):
+            # A text that begins has its first tokens among the new ones, not in their slots yet.
+            own = torch.where((sinks >= first)[..., None, None], self._begun(sinks, first, new), held[:bsz, sinks])
+            whole = torch.cat((own.repeat(1, len(copies), 1, 1), held[rows, slots], new), dim=1)
+            parts.append(whole.masked_fill(unseen, 0))
+        return self.rotated(parts[0], places, max(furthest, len(copies) + self.sinks)), parts[1]
+
+    @staticmethod
+    def _begun(sinks: Tensor, first: Tensor, new: Tensor) -> Tensor:
+        """Return the new tokens that are sinks, in their order; anything where there are none."""
+        columns = (sinks - first).clamp(0, new.shape[1] - 1)  # (bsz, sinks)
+        return new[torch.arange(len(new), device=new.device)[:, None], columns]
 
 
 def window_and_sinks(args: ModelArgs, params: str) -> tuple[int, int]:
