@@ -191,8 +191,10 @@ def a_text_may_be_rewound(args: ModelArgs) -> bool:
 
 def bad_writes_are_refused(args: ModelArgs) -> bool:
     """What must not be written is refused with ValueError, and leaves the cache as it was."""
+    args = replace(args, max_batch_size=2)
     cache = KVCache.of(args)
     heads, width = args.n_kv_heads, args.head_dim
+    refused(partial(cache.update, 0, *torch.randn(2, 3, 1, heads, width)))  # a row too many
     cache.update(0, torch.randn(2, 3, heads, width), torch.randn(2, 3, heads, width))
     before = {name: buffer.clone() for name, buffer in cache.state().items()}
     shapes: list[tuple[tuple[int, ...], int | list[int]]] = [
@@ -205,6 +207,9 @@ def bad_writes_are_refused(args: ModelArgs) -> bool:
     new = torch.randn(2, 1, heads, width)
     refused(lambda: cache.update(3, new.double(), new.double()))
     refused(lambda: cache.update(-1, new, new))
+    if cache.bound is None:
+        past = torch.randn(2, args.max_seq_len - 2, heads, width)
+        refused(lambda: cache.update(3, past, past))
     after = cache.state()
     if before.keys() != after.keys() or not all(same_bits(before[name], after[name]) for name in before):
         raise Broken("a write that was refused has changed the cache")
