@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama import cli
 from llama.bench.cell import Cell, Modes, read_engine
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["benchmark_inference"]
 
-VIOLATED, DIED = 3, 1  # exit codes: a measurement is not what it claims to be; a cell died or was refused
+# Exit codes: a measurement is not what it claims to be; a cell died or was refused; with --strict, it was disturbed.
+VIOLATED, DIED, DISTURBED = 3, 1, 4
 
 
 def main(
@@ -53,9 +54,13 @@ def main(
     out: str = "results",
     budget: float = 15.0,
     resume: bool = False,
+    wait_until_quiet: float = 0.0,
+    strict: bool = False,
     timeout: float = 60.0,
 ) -> int:
-    """Measure time and memory of generation, with and without the KV cache; exit code 3 where a check is violated.
+    """Measure time and memory of generation, with and without the KV cache.
+
+    The exit code is 3 where a check is violated, 1 where a cell died or was refused, and else 0.
 
     Args:
         batch_size: Rows that are generated together, 1 by default; a preset has its own.
@@ -86,16 +91,21 @@ def main(
         seed: Which random ids.
         json: Write everything that is known of the run into this file.
         out: The folder that a preset makes its own folder in.
-        budget: Minutes that a preset may take; decides how often each cell is repeated: 5 times where that fits.
+        budget: Minutes that a preset may take. Each cell is repeated up to 5 times as far as they go, and what does not
+            fit at all is left out, the longest first, and named. 0 measures every cell once, however long it takes.
         resume: Go on with the newest run of this very preset: finish its cells, or repeat them more often.
+        wait_until_quiet: Minutes to wait, before measuring, until other work on this machine is low; 0 does not wait.
+        strict: End with exit code 4 where a table was disturbed by other work; it says so in any case.
         timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.
     """
     logging.getLogger("llama").setLevel(logging.WARNING)  # what a checkpoint consists of stands in the ledger
     if text is not None and input_len is not None:
         raise ValueError("--text has a length of its own; leave out --input_len")
-    check_flags(preset, batch_size, kv_caching, repeats, compare, engine, budget, resume)
+    check_flags(preset, batch_size, kv_caching, repeats, compare, engine, resume)
+    check_minutes(budget=budget, wait_until_quiet=wait_until_quiet)
 
     os.environ["LLAMA_TIMEOUT"] = str(timeout)  # for the processes that measure
+    from llama.bench import quiet
     from llama.bench.run.jobs import followers
     from llama.bench.run.models import make_cell
     from llama.bench.run.peers import GPT2, check_engine
@@ -129,10 +139,13 @@ def main(
     command = shlex.join(["python", "benchmark_inference.py", *sys.argv[1:]])
     json_path = None if json is None else Path(json)
     try:
-        if preset is None:
-            return run_cell(cell, repeats=repeats, compare=compare, command=command, json_path=json_path)
-        report = plan(preset, cell, engine, command=command, budget=budget)
-        return run_preset(report, out=Path(out), budget=budget, resume=resume, json_path=json_path)
+        report = None if preset is None else plan(preset, cell, engine, command=command, budget=budget)
+        if wait_until_quiet:
+            quiet.wait_until_quiet(wait_until_quiet)
+        if report is None:
+            single: dict[str, Any] = {"repeats": repeats, "compare": compare, "command": command}
+            return run_cell(cell, **single, json_path=json_path, strict=strict)
+        return run_preset(report, out=Path(out), budget=budget, resume=resume, json_path=json_path, strict=strict)
     finally:
         followers().dismiss()
 
@@ -156,14 +169,11 @@ def check_flags(
     repeats: int,
     compare: bool,
     engines: list[str],
-    budget: float,
     resume: bool,
 ) -> None:
     """Refuse flags that would be ignored, by name."""
     if preset not in (None, "table", "sweep"):
         raise ValueError(f"--preset={preset} is not known; choose table or sweep")
-    if not (math.isfinite(budget) and budget >= 0):
-        raise ValueError(f"--budget={budget} must be minutes, at least 0")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"--batch_size={batch_size} must be at least 1")
     if preset is None:
@@ -178,6 +188,13 @@ def check_flags(
         raise ValueError(f"{', '.join(given)}: a preset decides this itself; leave it out")
     if preset == "sweep" and engines:
         raise ValueError("--engine: the sweep measures this library alone; --preset table takes engines")
+
+
+def check_minutes(**flags: float) -> None:
+    """Refuse what is no time to wait or to measure."""
+    for name, minutes in flags.items():
+        if not (math.isfinite(minutes) and minutes >= 0):
+            raise ValueError(f"--{name}={minutes} must be minutes, at least 0")
 
 
 def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: float) -> "Report":
@@ -198,7 +215,7 @@ def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: f
     return new_report(preset, cells, command=command, budget_minutes=budget)
 
 
-def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path: Path | None) -> int:
+def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path: Path | None, strict: bool) -> int:
     """Measure one cell and print it."""
     from llama.bench.report.files import write_json
     from llama.bench.report.text import cell_text
@@ -212,10 +229,12 @@ def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path
     print(cell_text(report["cells"][0], color=sys.stdout.isatty()))
     if json_path is not None:
         write_json(report, json_path)
-    return exit_code(report)
+    return exit_code(report, strict=strict)
 
 
-def run_preset(report: "Report", *, out: Path, budget: float, resume: bool, json_path: Path | None) -> int:
+def run_preset(
+    report: "Report", *, out: Path, budget: float, resume: bool, json_path: Path | None, strict: bool
+) -> int:
     """Measure a preset, print its table, and write its report; what is finished stands there whatever ends the run."""
     from llama.bench.presets import Session, run_session
     from llama.bench.report.files import write_json, write_report
@@ -241,14 +260,20 @@ def run_preset(report: "Report", *, out: Path, budget: float, resume: bool, json
         write_json(directory.report, json_path)
     alarms = alarms_text(directory.report, color=sys.stdout.isatty())
     print("\n".join([table_markdown(directory.report), *directory.report["reading"], *alarms, "", *map(str, files)]))
-    return exit_code(directory.report)
+    return exit_code(directory.report, strict=strict)
 
 
-def exit_code(report: "Report") -> int:
-    """Return 3 where a validity point is violated, 1 where a cell has no figures, else 0."""
+def exit_code(report: "Report", *, strict: bool = False) -> int:
+    """Return 3 where a validity point is violated, 1 where a cell died or was refused, else 0.
+
+    With `strict` 4 where a cell was disturbed.
+    """
     if any(violated(record["points"]) for record in report["cells"]):
         return VIOLATED
-    return DIED if any(record["error"] is not None for record in report["cells"]) else 0
+    if any(record["error"] is not None for record in report["cells"]):
+        return DIED
+    disturbed = any(point["status"] == "disturbed" for record in report["cells"] for point in record["points"])
+    return DISTURBED if strict and disturbed else 0
 
 
 if __name__ == "__main__":

@@ -15,10 +15,15 @@ MB = 2**20
 
 
 class Ceilings(TypedDict):
-    """What a machine can do at best: bytes read, and FLOPs of a matrix product in `dtype`, a second."""
+    """What a machine can do at best: bytes read, and FLOPs of a matrix product in `dtype`, a second.
+
+    `read_by` and `flops_by` name what reached them.
+    """
 
     read_bytes_per_second: float
+    read_by: str
     flops_per_second: float
+    flops_by: str
     dtype: str
 
 

@@ -8,16 +8,18 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from llama.costs import Ceilings
-from llama.ops import linear
+from llama.ops import HAS_ONEDNN, linear, onednn_linear
 
 # How this library calls the dtypes that it computes in, everywhere: in flags, in reports, in certificates.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,6 +30,7 @@ _PEERS = ("transformers", "llama_cpp_python")
 # Beyond every cache: the largest of a CPU socket hold 256 to 1152 MiB spread over 8 to 12 parts, of a GPU 126 MiB.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31, "mps": 2**29}
 _SIDES = (256, 512, 1024, 2048, 4096, 8192)
+_FINALISTS = 3  # ways that are tried again, as long as there is time
 
 _ALL_BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal in proc(5); guests are counted in user already
 
@@ -65,18 +68,28 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 1.0) -> Ceilings:
+def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 2.0) -> Ceilings:
     """Measure how fast this process reads memory and multiplies matrices of `dtype`, in about `seconds`.
 
-    The best of all samples counts, so that other work on the machine lowers a ceiling least. Whatever the kernels make
-    of `dtype` is the ceiling: fp16 on a CPU without instructions for it is slow, and no model could be faster.
+    The best of all ways, sizes and samples counts, so that other work on the machine lowers a ceiling least. Whatever
+    the kernels make of `dtype` is the ceiling: fp16 on a CPU without instructions for it is slow, and no model could be
+    faster.
     """
-    with torch.inference_mode():
-        return {
-            "read_bytes_per_second": _read_rate(device, seconds / 2),
-            "flops_per_second": _matrix_rate(device, dtype, seconds / 2),
-            "dtype": dtype_name(dtype),
-        }
+    threads = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            read, read_by = _best_rate(_reads(device), device, seconds / 2)
+            torch.set_num_threads(threads)
+            flops, flops_by = _best_rate(_products(device, dtype), device, seconds / 2)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "read_bytes_per_second": read,
+        "read_by": read_by,
+        "flops_per_second": flops,
+        "flops_by": flops_by,
+        "dtype": dtype_name(dtype),
+    }
 
 
 def available_memory(device: torch.device) -> int | None:
@@ -127,46 +140,81 @@ def _busy_seconds() -> float | None:
     return sum(ticks[i] for i in _ALL_BUSY) / os.sysconf("SC_CLK_TCK")
 
 
-def _read_rate(device: torch.device, seconds: float) -> float:
-    """Return the bytes a second of the fastest way to read a tensor that no cache holds."""
+class _Way(NamedTuple):
+    """A way to do `amount` bytes or FLOPs."""
+
+    name: str
+    amount: int
+    work: Callable[[], object]
+
+
+def _reads(device: torch.device) -> Iterator[_Way]:
+    """Yield ways to read a tensor that no cache holds."""
     size = min(_READ_BYTES[device.type], (available_memory(device) or 2**62) // 4)
     # Ones, not zeros: pages of zeros that were never written to may all be one page, which a cache holds.
-    matrix = torch.ones(max(1, size // 4 // 8192), 8192, device=device)
+    matrix = torch.ones(max(2, size // 4 // 8192), 8192, device=device)
     flat, vector = matrix.view(-1), matrix[:1].clone()
+    half = flat.numel() // 2
     # Which is fastest differs between machines: on an AMD CPU sum and dot are, max comes close, and a matrix-vector
     # product reaches 65 to 80 % of them. That product is among them all the same: the model reads its weights in this
-    # very way, and must not seem to beat the ceiling. Copies are not: what they write would have to count.
-    ways: list[Callable[[], object]] = [
-        flat.sum,
-        flat.max,
-        partial(torch.dot, *flat.chunk(2)),
-        partial(linear, vector, matrix),
-    ]
-    return flat.nbytes / min(_quickest(way, device, seconds / len(ways)) for way in ways)
+    # very way, and must not seem to beat the ceiling. What a copy writes passes the same bus and counts.
+    ways: dict[str, Callable[[], object]] = {
+        "sum": flat.sum,
+        "dot": partial(torch.dot, flat[:half], flat[half : 2 * half]),
+        "matrix-vector product": partial(linear, vector, matrix),
+        "max": flat.max,
+        "copy": partial(flat[:half].copy_, flat[half : 2 * half]),
+    }
+    all_threads = torch.get_num_threads()
+    # Half of the threads are enough to fill some buses, and then do not get into each other's way.
+    for threads in dict.fromkeys((all_threads, max(1, all_threads // 2))) if device.type == "cpu" else (all_threads,):
+        for name, work in ways.items():
+            torch.set_num_threads(threads)
+            yield _Way(f"{name}, threads: {threads}", flat.nbytes, partial(_with_threads, threads, work))
 
 
-def _matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Return the FLOPs a second of the fastest product of two square matrices."""
+def _with_threads(threads: int, work: Callable[[], object]) -> object:
+    torch.set_num_threads(threads)
+    return work()
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> Iterator[_Way]:
+    """Yield products of matrices, square and tall, small ones first, in every way that this library or a peer has."""
     # Not zeros: a GPU draws less power for them and runs faster.
-    dice = torch.Generator(device).manual_seed(0)
-    best = 0.0
+    noise = torch.randn(2**20, generator=torch.Generator(device).manual_seed(0), device=device).to(dtype)
+    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"linear": linear, "PyTorch's linear": functional.linear}
+    if device.type == "cpu" and dtype == torch.bfloat16 and HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        ways["oneDNN"] = onednn_linear
     for side in _SIDES:
-        left, right = (torch.randn(side, side, generator=dice, device=device).to(dtype) for _ in range(2))
-        took = _quickest(partial(linear, left, right), device, seconds / len(_SIDES))
-        best = max(best, 2 * side**3 / took)
-        if 8 * took > seconds / 2:  # one product of the next size would take up what time is left
+        x = noise.repeat(-(-4 * side * side // noise.numel()))[: 4 * side * side].view(4 * side, side)
+        for rows in (side, 4 * side):
+            for name, way in ways.items():
+                product = partial(way, x[:rows], x[:side].contiguous())
+                yield _Way(f"{name}, {rows} x {side} x {side}", 2 * rows * side * side, product)
+
+
+def _best_rate(ways: Iterable[_Way], device: torch.device, seconds: float) -> tuple[float, str]:
+    """Return the best rate of all ways, and the name of the one that reached it.
+
+    Each is tried once while half of the time lasts, and the best then share what is left: in a moment of quiet any of
+    them may show what the machine can.
+    """
+    spent, tried = 0.0, list[tuple[float, _Way]]()
+    for way in ways:
+        way.work()
+        took = _seconds_of(way.work, device)
+        tried = sorted([*tried, (way.amount / took, way)], key=lambda one: one[0], reverse=True)[:_FINALISTS]
+        spent += 2 * took
+        if spent > seconds / 2:
             break
-    return best
-
-
-def _quickest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the least seconds that `work` took, after one time that does not count, and once at least."""
-    work()
-    deadline = time.perf_counter() + seconds
-    best = _seconds_of(work, device)
-    while time.perf_counter() < deadline:
-        best = min(best, _seconds_of(work, device))
-    return best
+    rates = {way: rate for rate, way in tried}
+    while spent < seconds:
+        for way in rates:
+            took = _seconds_of(way.work, device)
+            rates[way] = max(rates[way], way.amount / took)
+            spent += took
+    best = max(rates, key=lambda way: rates[way])
+    return rates[best], best.name
 
 
 def _seconds_of(work: Callable[[], object], device: torch.device) -> float:

@@ -17,15 +17,20 @@ from torch.autograd import forward_ad
 
 from llama.ranks import Ranks
 
-_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
+HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features)."""
     if _onednn_serves(x, weight):
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return product
+        return onednn_linear(x, weight)
     return F.linear(x, weight)
+
+
+def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T by oneDNN's own operator, which is there where HAS_ONEDNN says so."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
 
 
 def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
@@ -37,7 +42,7 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
         and x.device.type == "cpu"
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and forward_ad._current_level < 0
-        and _HAS_ONEDNN
+        and HAS_ONEDNN
     )
 
 

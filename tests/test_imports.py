@@ -82,6 +82,7 @@ MAY_IMPORT = {
     "llama/bench/statistics.py": ("bench costs", ""),
     "llama/bench/single.py": ("bench", ""),
     "llama/bench/presets.py": ("bench costs", ""),
+    "llama/bench/quiet.py": ("bench machine", ""),
     "llama/bench/report/plots.py": ("bench.schema bench.report costs", "matplotlib"),
     "llama/bench/report/": ("bench.cell bench.schema bench.statistics bench.report costs files", ""),
     "llama/bench/run/directory.py": ("bench", ""),

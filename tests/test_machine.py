@@ -105,7 +105,32 @@ def test_ceilings_are_positive_and_finite_whatever_the_dtype(dtype: torch.dtype,
     assert found["dtype"] == word
     for rate in (found["read_bytes_per_second"], found["flops_per_second"]):
         assert 0 < rate < math.inf
+    assert " x " in found["flops_by"]
+    assert "threads" in found["read_by"]
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_the_best_of_several_ways_is_named_and_tried_again_where_it_was_unlucky_at_first() -> None:
+    """The warm-up and the first try are slow, as beside other work; the last try of all shows the rate."""
+
+    def way(name: str, *seconds: float) -> machine._Way:
+        left = [*seconds]
+        return machine._Way(name, 1000, lambda: time.sleep(left.pop(0) if len(left) > 1 else left[0]))
+
+    steady, unlucky = way("steady", 0.02), way("unlucky", 0.03, 0.03, 0.005)
+    rate, name = machine._best_rate([steady, unlucky], CPU, 0.3)
+    assert name == "unlucky"
+    assert 100_000 < rate <= 200_000
+
+
+def test_measuring_the_ceilings_leaves_the_threads_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, asked = torch.get_num_threads(), list[int]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    ceilings(CPU, torch.float32, seconds=0.02)
+    assert asked[-1] == 4
+    monkeypatch.undo()
+    assert torch.get_num_threads() == before
 
 
 @on_linux

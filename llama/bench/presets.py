@@ -4,6 +4,7 @@
 the context and the batch. What is finished is saved at once, and a run that was interrupted can go on.
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,14 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.bench.cell import Cell, read_engine
+from llama.bench.quiet import judge_quiet
 from llama.bench.report.findings import findings, fits, growth
 from llama.bench.report.tables import comparison_words, pairs, stands_apart
-from llama.bench.run.aggregate import aggregated, check_machine, compare_modes, first_divergence, with_figures
+from llama.bench.run.aggregate import (
+    aggregated,
+    check_machine,
+    compare_modes,
+    first_divergence,
+    raise_ceilings,
+    with_figures,
+)
 from llama.bench.run.directory import RunDirectory
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.peers import GPT2
 from llama.bench.run.step_times import context_lengths, crossover
 from llama.bench.schema import CellRecord, Report, Sweep
+from llama.bench.statistics import best_ceilings
 from llama.costs import Ceilings, forwards
 
 REPETITIONS = 5
@@ -29,7 +39,7 @@ GENERATED = (10, 20, 50, 100, 200)
 CACHE_LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192]
 CONTEXTS = [16, 32, 64, 128, 256, 512, 1024, 2048]
 
-_STARTING = 3.0  # seconds that a process needs before it loads a model, about
+_STARTING = 4.0  # seconds that a process needs before it loads a model, and for the ceilings at its end, about
 _PEER_IS_SLOWER = 2.0  # what is assumed of an engine before it has run once
 
 
@@ -77,8 +87,22 @@ class Session:
     def cells(self) -> list[Cell]:
         return self.directory.cells
 
-    def has_room(self, seconds: float) -> bool:
-        return time.monotonic() + seconds <= self.deadline
+    @property
+    def keeps_to_budget(self) -> bool:
+        """Tell whether first measurements are left out where they do not fit: not with a budget of 0, or none."""
+        return bool(self.report["budget_minutes"])
+
+    @property
+    def room(self) -> float:
+        """The seconds that are left."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def has_room(self, what: str, *, must: bool = False) -> bool:
+        """Tell whether a job fits, or `must` run where no budget is kept to; note that it was left out where not."""
+        fits = self.expected[what] <= self.room or (must and not self.keeps_to_budget)
+        if not fits:
+            self.report["failures"].append(f"{what}: no room in the budget")
+        return fits
 
     def do(self, what: str, kind: str, cell: Cell, **job: Any) -> dict[str, Any]:
         """Run a job with the bar going on, and remember how long it took."""
@@ -131,33 +155,88 @@ def begin(session: Session, curves: dict[str, int]) -> None:
     report, cell = session.report, session.cells[0].but(kv_caching=True)
     machine = session.do("the machine's ceilings", "machine", cell)
     check_machine(report, machine["environment"])
-    report["ceilings"] = report["ceilings"] or machine["ceilings"]
+    report["ceilings"] = best_ceilings(report["ceilings"], machine["ceilings"])
     session.calibration = session.do("how long it will take", "calibrate", cell)
     report["model"] = session.calibration["model"]
     session.directory.save()
     session.expected |= {cell.name: expected_seconds(cell, session.calibration) for cell in session.cells}
     session.expected |= {name: expected_of_tokens(tokens, session.calibration) for name, tokens in curves.items()}
     session.curves = list(curves)
-    left = plan(session)
-    once, budget = sum(session.expected.values()), max(0.0, session.deadline - time.monotonic())
-    session.progress.write(
+    once = sum(expected_of(session, unmeasured(session))) + sum(session.expected[name] for name in curves)
+    words = (
         f"{len(session.cells)} cells and {len(curves)} curves, each repetition in a process of its own: about "
-        f"{duration(left)} in all. Everything once takes about {duration(once)}, the budget is "
-        f"{duration(budget)}; cells are repeated up to {REPETITIONS} times as far as it goes.",
-        file=sys.stderr,
+        f"{duration(plan(session))} in all. Everything once takes about {duration(once)}, of the budget are left "
+        f"{duration(session.room)}; cells are repeated up to {REPETITIONS} times as far as it goes."
     )
+    session.progress.write("\n".join([words, *too_little(session, once)]), file=sys.stderr)
+
+
+def unmeasured(session: Session) -> list[int]:
+    """Return the places of the cells without a repetition, the quickest first where they do not all fit."""
+    records = enumerate(session.report["cells"])
+    places = [place for place, record in records if not record["samples"] and record["error"] is None]
+    if not session.keeps_to_budget or sum(expected_of(session, places)) <= session.room:
+        return places
+    return sorted(places, key=lambda place: expected_of(session, [place]))
+
+
+def expected_of(session: Session, places: Sequence[int]) -> list[float]:
+    """Return how long a repetition of each of these cells is expected to take."""
+    cells = session.cells
+    return [session.expected[cells[place].name] for place in places]
+
+
+def first_round(session: Session) -> list[int]:
+    """Return the places of the unmeasured cells that get a first repetition, in the order in which they do."""
+    places: list[int] = []
+    for place in unmeasured(session):
+        if not session.keeps_to_budget or sum(expected_of(session, [*places, place])) <= session.room:
+            places.append(place)
+    return places
+
+
+def too_little(session: Session, once: float) -> list[str]:
+    """Say what a budget leaves out, and with which flags everything fits; nothing where it does."""
+    if not session.keeps_to_budget or once <= session.room:
+        return []
+    left_out = set(unmeasured(session)) - set(first_round(session))
+    minutes = session.report["budget_minutes"] or 0.0
+    enough = math.ceil((60 * minutes - session.room + once) / 60)
+    flags = [f"--budget {enough}", *shorter(session)]
+    names = "; ".join(session.cells[place].name for place in sorted(left_out)) or "some curves"
+    return [
+        f"The budget is too small, and left out are: {names}. "
+        f"Everything fits once with {' or with '.join(flags)}; --budget 0 measures every cell once, whatever it takes."
+    ]
+
+
+def shorter(session: Session) -> list[str]:
+    """Return the flag of the longest output, and of the longest prompt, halved, with which all cells fit once."""
+    base, found = session.cells[0], []
+    of_table = ["output_len"] if session.report["preset"] == "table" else []  # the sweep has a length of its own
+    for name in [*of_table, *(["input_len"] if base.text is None else [])]:
+        lengths = (getattr(base, name) >> halved for halved in range(1, 16))
+        for length in (length for length in lengths if length > 1):
+            cells = [session.cells[place].but(**{name: length}) for place in unmeasured(session)]
+            if sum(expected_seconds(cell, session.calibration) for cell in cells) <= session.room:
+                found.append(f"--{name} {length}")
+                break
+    return found
 
 
 def plan(session: Session) -> float:
     """Return how long all is expected to take that is still to come, as far as the budget goes, and tell the bar."""
-    now = time.monotonic()
-    seconds = [session.expected[name] for name in session.curves]
-    for repetition in range(REPETITIONS):
-        for cell, record in zip(session.cells, session.report["cells"], strict=True):
-            expected = session.expected[cell.name]
-            fits = repetition == 0 or now + sum(seconds) + expected <= session.deadline
-            if record["error"] is None and len(record["samples"]) <= repetition and fits:
-                seconds.append(expected)
+    first, room = first_round(session), session.room
+    seconds = expected_of(session, first)
+    for curve in (session.expected[name] for name in session.curves):
+        whatever = session.report["preset"] == "sweep" and not session.keeps_to_budget
+        seconds += [curve] if whatever or sum(seconds) + curve <= room else []
+    for repetition in range(1, REPETITIONS):
+        for place, record in enumerate(session.report["cells"]):
+            more = place in first or 0 < len(record["samples"]) <= repetition
+            expected = expected_of(session, [place])
+            if record["error"] is None and more and sum(seconds + expected) <= room:
+                seconds += expected
     session.progress.total = session.progress.n + sum(seconds)
     return sum(seconds)
 
@@ -185,15 +264,19 @@ def duration(seconds: float) -> str:
 def one_round(session: Session, repetition: int) -> None:
     """Measure every cell once more, in turn, so that a machine that drifts does so for all of them.
 
-    The first repetition always runs; a later one only where it is expected to end within the budget.
+    A repetition runs where it is expected to end within the budget. Without one all run once; else, where not all fit,
+    the quickest come first and the others are left out.
     """
-    for place, cell in enumerate(session.cells):
-        record = session.report["cells"][place]
+    for place in unmeasured(session) if repetition == 0 else range(len(session.cells)):
+        cell, record = session.cells[place], session.report["cells"][place]
         if len(record["samples"]) > repetition or record["error"] is not None:
             continue
-        if repetition > 0 and not session.has_room(session.expected[cell.name]):
+        if repetition > 0 and (not record["samples"] or session.expected[cell.name] > session.room):
+            continue
+        if repetition == 0 and not session.has_room(cell.name, must=True):
             continue
         session.report["cells"][place] = repeat(session, cell, record)
+        judge_quiet(session.report)
         session.directory.save()
         plan(session)
 
@@ -207,6 +290,8 @@ def repeat(session: Session, cell: Cell, record: CellRecord) -> CellRecord:
             return {**record, "notes": [*record["notes"], f"a repetition failed: {error}"]}
         return {**record, "error": f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"}
     check_machine(session.report, done["environment"])
+    if "ceilings" in done:
+        session.report["ceilings"] = best_ceilings(session.report["ceilings"], done["ceilings"])
     return with_figures(aggregated(record, done["record"]), session.report["ceilings"])
 
 
@@ -222,8 +307,7 @@ def measure_crossovers(session: Session) -> None:
     """Time single steps by context, for every batch of ours in the table, as far as the budget goes."""
     for what, cell in crossover_cells(session).items():
         session.curves.remove(what)
-        if not session.has_room(session.expected[what]):
-            session.report["failures"].append(f"{what}: no room in the budget, so there is no crossover")
+        if not session.has_room(what):
             continue
         with session.noting_failure(what):
             steps = session.do(what, "steps", cell, contexts=context_lengths(cell.input_len))["steps"]
@@ -236,21 +320,21 @@ def measure_curves(session: Session) -> None:
     sweep: Sweep = report["sweep"] or {"growth": [], "cache": [], "contexts": [], "batches": [], "fits": []}
     report["sweep"] = sweep
     session.curves.clear()
-    if not sweep["cache"]:
+    if not sweep["cache"] and session.has_room("cache sizes", must=True):
         with session.noting_failure("cache sizes"):
             lengths = [length for length in CACHE_LENGTHS if length <= limit]
             sweep["cache"] = session.do("cache sizes", "caches", cell, lengths=lengths)["sizes"]
-    if not sweep["contexts"]:
+    if not sweep["contexts"] and session.has_room("steps by context", must=True):
         with session.noting_failure("steps by context"):
             contexts = [length for length in CONTEXTS if length <= limit]
             done = session.do("steps by context", "steps", cell, contexts=contexts)
             slope = predicted_slope(cell, done["position_bytes"], report["ceilings"])
             sweep["contexts"], sweep["fits"] = done["steps"], fits(done["steps"], predicted_slope=slope)
     for batch in SWEEP_BATCHES:
-        if all(step["batch_size"] != batch for step in sweep["batches"]):
-            with session.noting_failure(f"steps at batch {batch}"):
-                one = cell.but(batch_size=batch)
-                done = session.do(f"steps at batch {batch}", "steps", one, contexts=[cell.input_len])
+        what, known = f"steps at batch {batch}", any(step["batch_size"] == batch for step in sweep["batches"])
+        if not known and session.has_room(what, must=True):
+            with session.noting_failure(what):
+                done = session.do(what, "steps", cell.but(batch_size=batch), contexts=[cell.input_len])
                 sweep["batches"] += done["steps"]
 
 
@@ -264,7 +348,8 @@ def predicted_slope(cell: Cell, position_bytes: int, ceilings: Ceilings | None) 
 def finish(session: Session) -> None:
     """Compare the modes' tokens, and the peers' with ours, and read what follows from the numbers."""
     report = session.report
-    report["cells"] = [with_figures(record, report["ceilings"]) for record in report["cells"]]
+    raise_ceilings(report)
+    judge_quiet(report)
     report["comparisons"] = []
     for on, off in pairs(report):
         with session.noting_failure(f"the comparison at batch {on['cell']['batch_size']}"):

@@ -13,7 +13,7 @@ from llama.costs import Ceilings
 
 SCHEMA = "llama-kv/benchmark/1"
 
-Status = Literal["ok", "violated", "not observed"]
+Status = Literal["ok", "violated", "disturbed", "not observed"]
 
 
 class Spread(TypedDict):

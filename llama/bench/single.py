@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from llama.bench.cell import Cell
+from llama.bench.quiet import judge_quiet
 from llama.bench.report.tables import comparison_words
-from llama.bench.run.aggregate import aggregated, check_machine, compare_modes, with_figures
+from llama.bench.run.aggregate import aggregated, check_machine, compare_modes, raise_ceilings, with_figures
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.validity import worse
 from llama.bench.schema import CellRecord, Report, new_report
+from llama.bench.statistics import best_ceilings
 
 
 def benchmark_inference(
@@ -61,11 +63,15 @@ def measure_cell(
             done = run_job("cell", cell, waiting=waiting, trace=repetition == 0)
             check_machine(report, done["environment"])
             report["model"] = done["model"]
+            if "ceilings" in done:
+                report["ceilings"] = best_ceilings(report["ceilings"], done["ceilings"])
             record = aggregated(record, done["record"])
         record["notes"].append(_compare(report, record, waiting) if compare else "cache on and off: not compared")
     except JobDied as death:
         record["error"] = f"died: {death}"
     report["cells"] = [with_figures(record, report["ceilings"])]
+    raise_ceilings(report)
+    judge_quiet(report)
     return report
 
 

@@ -35,18 +35,51 @@ def summarise(cell: Cell, samples: Sequence[Sample]) -> Summary:
     }
 
 
-def roofline_shares(work: Work, summary: Summary, ceilings: Ceilings) -> RooflineShares:
-    """Return how much of the machine's ceilings a cell used, and what held its middle step back."""
-    prefill = summary["first_token_seconds"]["median"]
-    step = summary["step_seconds"]["median"] if summary["step_seconds"] else prefill
-    flops_share = work["step_flops"] / step / ceilings["flops_per_second"]
-    bytes_share = work["step_bytes"] / step / ceilings["read_bytes_per_second"]
+def reached(cell: Cell, work: Work, summary: Summary) -> Ceilings:
+    """Return the rates that a cell itself reached, in its median prefill and step."""
+    prefill, step = _seconds(summary)
+    flops = {"prefill": work["prefill_flops"] / prefill, "step": work["step_flops"] / step}
+    best = max(flops, key=lambda phase: flops[phase])
     return {
-        "prefill_flops_share": work["prefill_flops"] / prefill / ceilings["flops_per_second"],
+        "read_bytes_per_second": work["step_bytes"] / step,
+        "read_by": f"the step of {cell.name}",
+        "flops_per_second": flops[best],
+        "flops_by": f"the {best} of {cell.name}",
+        "dtype": cell.dtype,
+    }
+
+
+def best_ceilings(a: Ceilings | None, b: Ceilings) -> Ceilings:
+    """Return the higher ceiling of each kind."""
+    best: Ceilings = {**(a or b)}
+    if b["read_bytes_per_second"] > best["read_bytes_per_second"]:
+        best |= {"read_bytes_per_second": b["read_bytes_per_second"], "read_by": b["read_by"]}
+    if b["flops_per_second"] > best["flops_per_second"]:
+        best |= {"flops_per_second": b["flops_per_second"], "flops_by": b["flops_by"]}
+    return best
+
+
+def roofline_shares(cell: Cell, work: Work, summary: Summary, ceilings: Ceilings) -> RooflineShares:
+    """Return how much of the machine's ceilings a cell used, and what held its middle step back.
+
+    What the cell itself reached counts as a ceiling, so that no share passes 1; one that is 1 is the best seen.
+    """
+    prefill, step = _seconds(summary)
+    best = best_ceilings(ceilings, reached(cell, work, summary))
+    flops_share = work["step_flops"] / step / best["flops_per_second"]
+    bytes_share = work["step_bytes"] / step / best["read_bytes_per_second"]
+    return {
+        "prefill_flops_share": work["prefill_flops"] / prefill / best["flops_per_second"],
         "step_flops_share": flops_share,
         "step_bandwidth_share": bytes_share,
         "bound_by": bound_by(flops_share=flops_share, bytes_share=bytes_share),
     }
+
+
+def _seconds(summary: Summary) -> tuple[float, float]:
+    """Return the median seconds of the prefill and of a step; of a single token the prefill is the step."""
+    prefill = summary["first_token_seconds"]["median"]
+    return prefill, summary["step_seconds"]["median"] if summary["step_seconds"] else prefill
 
 
 def bound_by(*, flops_share: float, bytes_share: float) -> str:

@@ -68,8 +68,8 @@ def rehearse(script: ModuleType, tiny: Cell, tmp_path: Path, monkeypatch: pytest
     """Return a function that runs the script, and all that it starts, here: its exit code, its JSON, its Markdown."""
     for module in (script, presets, aggregate):
         monkeypatch.setattr(module, "run_job", job_here)
-    ceilings = {"read_bytes_per_second": 1e9, "flops_per_second": 1e9, "dtype": "fp32"}
-    monkeypatch.setattr(worker, "ceilings", lambda *_: ceilings)
+    ceilings = {"read_bytes_per_second": 1e9, "read_by": "sum", "flops_per_second": 1e9, "flops_by": "linear"}
+    monkeypatch.setattr(worker, "ceilings", lambda *_, **__: {**ceilings, "dtype": "fp32"})
     monkeypatch.setattr(presets, "BATCHES", (1, 2))
     monkeypatch.setattr(kernels, "SECONDS", 0.01)
     monkeypatch.setattr(script, "run_benchmark", lambda command: cli.run(benchmark_inference.main, command[2:]))

@@ -16,9 +16,9 @@ from llama import costs
 from llama.args import ModelArgs
 from llama.bench.cell import Cell, read_engine
 from llama.bench.report.findings import findings, fit, fit_words, fits, growth
-from llama.bench.report.tables import comparison_words, label, stands_apart
+from llama.bench.report.tables import comparison_words, label, stands_apart, work_lines
 from llama.bench.run import engines, memory, worker
-from llama.bench.run.aggregate import aggregated, compare_modes, first_divergence
+from llama.bench.run.aggregate import aggregated, compare_modes, first_divergence, raise_ceilings
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory_ledger import make_ledger, predict
@@ -36,7 +36,7 @@ from llama.bench.schema import (
     new_record,
     new_report,
 )
-from llama.bench.statistics import bound_by, percentiles, roofline_shares, summarise
+from llama.bench.statistics import best_ceilings, bound_by, percentiles, roofline_shares, summarise
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
@@ -569,10 +569,93 @@ def test_what_bounds_a_step_is_the_ceiling_that_it_uses_half_of() -> None:
     assert bound_by(flops_share=0.3, bytes_share=0.4) == "neither ceiling"
     record = measured(CELL)
     assert record["work"] is not None
-    ceilings: Ceilings = {"read_bytes_per_second": 1e9, "flops_per_second": 1e9, "dtype": "fp32"}
-    limits = roofline_shares(record["work"], summarise(CELL, record["samples"]), ceilings)
+    limits = roofline_shares(CELL, record["work"], summarise(CELL, record["samples"]), rates(1e15, 1e15))
     middle = sorted(record["samples"][0]["step_seconds"])[1:3]
-    assert limits["step_bandwidth_share"] == pytest.approx(record["work"]["step_bytes"] / 1e9 / (sum(middle) / 2))
+    assert limits["step_bandwidth_share"] == pytest.approx(record["work"]["step_bytes"] / 1e15 / (sum(middle) / 2))
+
+
+@pytest.mark.parametrize(
+    ("flops_share", "bytes_share", "expected"),
+    [
+        (0.5, 0.49, "arithmetic"),
+        (0.49, 0.5, "memory bandwidth"),
+        (0.49, 0.49, "neither ceiling"),
+        (0.5, 0.5, "memory bandwidth"),
+        (0.51, 0.5, "arithmetic"),
+        (0.0, 1.0, "memory bandwidth"),
+    ],
+)
+def test_a_ceiling_binds_from_half_of_it_on_and_the_nearer_one_where_both_do(
+    flops_share: float, bytes_share: float, expected: str
+) -> None:
+    assert bound_by(flops_share=flops_share, bytes_share=bytes_share) == expected
+
+
+def rates(read: float, flops: float, by: str = "measured") -> Ceilings:
+    return {"read_bytes_per_second": read, "read_by": by, "flops_per_second": flops, "flops_by": by, "dtype": "fp32"}
+
+
+def worked(prefill: float, step: float, **asked: Any) -> CellRecord:
+    """Return a cell of 1000 FLOPs in the prefill, 60 in a step that reads 800 bytes, after so many seconds of each."""
+    cell = Cell(output_len=3, **asked)
+    work: Any = {"token_forwards": 258, "flops": 1120, "bytes": 2400, "prefill_flops": 1000}
+    work |= {"step_flops": 60, "step_bytes": 800}
+    samples = [sample(prefill, [step, step])]
+    return {**new_record(cell), "samples": samples, "summary": summarise(cell, samples), "work": work}
+
+
+def test_shares_are_of_the_measured_ceilings_and_a_single_token_is_its_own_step() -> None:
+    record = worked(2.0, 0.5)
+    assert record["work"] is not None
+    assert record["summary"] is not None
+    assert roofline_shares(CELL, record["work"], record["summary"], rates(3200, 1000)) == {
+        "prefill_flops_share": 0.5,
+        "step_flops_share": 0.12,
+        "step_bandwidth_share": 0.5,
+        "bound_by": "memory bandwidth",
+    }
+    alone = summarise(CELL.but(output_len=1), [sample(2.0, [])])
+    shares = roofline_shares(CELL, record["work"], alone, rates(3200, 1000))
+    assert (shares["step_flops_share"], shares["step_bandwidth_share"]) == (0.03, 0.125)
+
+
+def test_the_best_of_two_ceilings_is_kept_of_each_kind_with_what_reached_it() -> None:
+    assert best_ceilings(None, rates(1, 2, "b")) == rates(1, 2, "b")
+    assert best_ceilings(rates(1, 2, "a"), rates(1, 2, "b")) == rates(1, 2, "a")
+    assert best_ceilings(rates(1, 2, "a"), rates(3, 1, "b")) == {**rates(3, 2, "a"), "read_by": "b"}
+    assert best_ceilings(rates(1, 2, "a"), rates(0, 3, "b")) == {**rates(1, 3, "a"), "flops_by": "b"}
+
+
+def test_a_cell_that_beats_the_ceilings_raises_them_and_no_share_passes_1() -> None:
+    report = new_report("table", [])
+    report["ceilings"] = rates(1000, 100)
+    report["cells"] = [worked(2.0, 0.5), worked(4.0, 0.5, kv_caching=False), worked(4.0, 4.0, batch_size=8)]
+    raise_ceilings(report)
+    assert report["ceilings"] == {
+        **rates(1600, 500),
+        "read_by": "the step of batch 1, cache on",
+        "flops_by": "the prefill of batch 1, cache on",
+    }
+    assert [one["limits"] and one["limits"]["prefill_flops_share"] for one in report["cells"]] == [1.0, 0.5, 0.5]
+    assert [one["limits"] and one["limits"]["step_bandwidth_share"] for one in report["cells"]] == [1.0, 1.0, 0.125]
+    own = [any("this cell's own" in words for words in work_lines(one)) for one in report["cells"]]
+    assert own == [True, True, False]
+    quick_step = worked(40.0, 0.5)
+    report["cells"], report["ceilings"] = [quick_step], rates(1000, 100)
+    raise_ceilings(report)
+    assert report["ceilings"]["flops_by"] == "the step of batch 1, cache on"
+    assert report["ceilings"]["flops_per_second"] == 120
+
+
+@pytest.mark.parametrize("asked", [{"quantize": "int8"}, {"ranks": 2}], ids=str)
+def test_quantized_weights_and_several_ranks_raise_no_ceiling_of_the_others(asked: dict[str, Any]) -> None:
+    report = new_report("table", [])
+    report["ceilings"], report["cells"] = rates(1000, 100), [worked(2.0, 0.5, **asked)]
+    raise_ceilings(report)
+    assert report["ceilings"] == rates(1000, 100)
+    shares = report["cells"][0]["limits"]
+    assert (shares is None) == ("ranks" in asked)
+    assert shares is None or shares["prefill_flops_share"] == 1.0
 
 
 def test_repetitions_are_gathered_and_a_violation_in_one_of_them_stays() -> None:
@@ -649,11 +732,9 @@ def test_a_kind_of_cache_that_holds_its_numbers_in_fewer_bytes_has_them_predicte
 
 def test_notes_say_what_a_reader_should_know_and_no_more() -> None:
     plain = Cell(text="a text")
-    assert notes(plain, other_load=0.1, weights="checkpoint") == []
-    words = " ".join(notes(Cell(dtype="bf16", logits="all"), other_load=1.5, weights="random"))
-    assert all(
-        part in words for part in ("random weights", "random token ids", "low precision", "all positions", "1.5")
-    )
+    assert notes(plain, weights="checkpoint") == []
+    words = " ".join(notes(Cell(dtype="bf16", logits="all"), weights="random"))
+    assert all(part in words for part in ("random weights", "random token ids", "low precision", "all positions"))
 
 
 def step(context: int, kv_caching: bool, seconds: float) -> StepTimes:

@@ -19,6 +19,7 @@ from llama import cli
 from llama.bench import presets, single
 from llama.bench.cell import Cell
 from llama.bench.presets import Session, plan, run_session, sweep_cells, table_cells
+from llama.bench.report.text import report_markdown
 from llama.bench.run import aggregate, jobs, worker
 from llama.bench.run.directory import RunDirectory, new_run_directory, resumed_run_directory
 from llama.bench.run.jobs import JobDied, run_job
@@ -26,6 +27,9 @@ from llama.bench.run.progress import progress_bar
 from llama.bench.schema import new_record, new_report
 from llama.bench.single import benchmark_inference
 
+# Beyond what the tiny model reaches anywhere, so that it raises neither.
+CEILINGS = {"read_bytes_per_second": 1e15, "read_by": "sum", "flops_per_second": 1e15, "flops_by": "linear"}
+CEILINGS |= {"dtype": "fp32"}
 REPETITIONS = 2  # as many as the claims need
 
 
@@ -54,9 +58,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     jobs_done_here = Here()
     for module in (presets, aggregate, single):
         monkeypatch.setattr(module, "run_job", jobs_done_here)
-    monkeypatch.setattr(
-        worker, "ceilings", lambda *_: {"read_bytes_per_second": 1e9, "flops_per_second": 1e9, "dtype": "fp32"}
-    )
+    monkeypatch.setattr(worker, "ceilings", lambda *_, **__: CEILINGS)
     monkeypatch.setattr(presets, "BATCHES", (1, 2))
     monkeypatch.setattr(presets, "REPETITIONS", REPETITIONS)
     monkeypatch.setattr(presets, "SWEEP_BATCHES", [1, 2])
@@ -88,6 +90,189 @@ def test_without_a_budget_every_cell_is_measured_once(base: Cell, here: Here, tm
     report = table(base, tmp_path, minutes=0).report
     assert [len(record["samples"]) for record in report["cells"]] == [1, 1, 1, 1]
     assert report["crossovers"] == []
+
+
+def test_a_budget_of_a_moment_measures_nothing_and_names_all_that_is_left_out(
+    base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = table(base, tmp_path, minutes=0.001).report
+    assert here.done == ["machine", "calibrate"]
+    left_out = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]
+    curves = [f"steps at batch {batch}: no room in the budget" for batch in (1, 2)]
+    assert {*report["failures"]} == {*(f"{name}: no room in the budget" for name in left_out), *curves}
+    assert all(record["error"] is None for record in report["cells"])
+    assert script.exit_code(report) == 0
+    said = capsys.readouterr().err
+    assert f"left out are: {'; '.join(left_out)}." in said
+    assert "not measured: batch 2, cache off: no room in the budget" in report_markdown(report)
+
+
+CALIBRATION = {"input_len": 10, "load_seconds": 2.0, "prefill_seconds": 5.0, "step_seconds": 0.25, "max_seq_len": 256}
+SIX = Cell(input_len=6, output_len=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 3.0 + 0.5 + 0.5 + 3.0 + 0.5),  # a prompt of six at half a second, two steps; the first two warm up
+        ({"kv_caching": False}, 3.0 + 3.5 + 4.0 + 3.0 + 3.5),
+        ({"batch_size": 4}, 12.0 + 2.0 + 2.0 + 12.0 + 2.0),
+        ({"output_len": 1}, 3.0 + 3.0),
+        ({"engine": "transformers"}, 2 * 7.5),
+    ],
+    ids=str,
+)
+def test_a_repetition_is_expected_to_take_its_forwards_and_its_warm_up(changes: Any, expected: float) -> None:
+    start = 4.0 + 2.0
+    assert presets.expected_seconds(SIX.but(**changes), CALIBRATION) == start + expected
+
+
+def test_a_step_is_never_expected_to_take_less_than_one_that_was_timed() -> None:
+    slow = {**CALIBRATION, "step_seconds": 0.75}
+    assert presets.expected_seconds(SIX, slow) == 6.0 + 3.0 + 0.75 + 0.75 + 3.0 + 0.75
+
+
+def test_the_time_of_tokens_and_of_a_start_is_worked_out() -> None:
+    assert presets.expected_of_tokens(0, CALIBRATION) == 6.0
+    assert presets.expected_of_tokens(100, CALIBRATION) == 56.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (89.4, "89 s"), (89.999, "90 s"), (90, "1.5 min"), (600, "10.0 min")]
+)
+def test_a_duration_is_told_in_seconds_up_to_a_minute_and_a_half(seconds: float, words: str) -> None:
+    assert presets.duration(seconds) == words
+
+
+class Bar:
+    """Counts as a progress bar does."""
+
+    n, total = 7.0, 0.0
+
+
+def session(
+    tmp_path: Path, *, room: float, budget: float | None, preset: str = "table", base: Cell = SIX
+) -> presets.Session:
+    """Return a session of four cells, which take 10, 40, 20 and 80 s, and of a curve of 30 s."""
+    cells = [base.but(batch_size=rows, kv_caching=on) for rows in (1, 2) for on in (True, False)]
+    directory = RunDirectory(tmp_path, new_report(preset, cells, budget_minutes=budget))
+    expected = {cell.name: seconds for cell, seconds in zip(cells, (10.0, 40.0, 20.0, 80.0), strict=True)}
+    made = Session(directory, time.monotonic() + room, Bar(), calibration=CALIBRATION)
+    made.expected, made.curves = {**expected, "a curve": 30.0}, ["a curve"]
+    return made
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock stand still, so that all the room is there at each look."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1024.0)
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize(
+    ("room", "budget", "first", "seconds"),
+    [
+        (1000, 15, [0, 1, 2, 3], 5 * 150 + 30),
+        (1000, None, [0, 1, 2, 3], 5 * 150 + 30),
+        (180, 3, [0, 1, 2, 3], 180),
+        (179, 3, [0, 1, 2, 3], 170),  # no room for the curve, but for two of the quickest again
+        (150, 3, [0, 1, 2, 3], 150),
+        (149, 3, [0, 2, 1], 140),  # the curve, the two quickest again, and the quickest a third time
+        (0, 3, [], 0),
+        (0, 0, [0, 1, 2, 3], 150),
+        (0, None, [0, 1, 2, 3], 150),
+        (9, 3, [], 0),
+        (10, 3, [0], 10),
+        (29, 3, [0], 20),
+        (30, 3, [0, 2], 30),
+    ],
+)
+def test_a_plan_measures_all_once_then_curves_then_again_as_far_as_the_budget_goes(
+    tmp_path: Path, room: float, budget: float | None, first: list[int], seconds: float
+) -> None:
+    planned = session(tmp_path, room=room, budget=budget)
+    assert presets.first_round(planned) == first
+    assert plan(planned) == seconds
+    assert planned.progress.total == 7.0 + seconds
+
+
+@pytest.mark.usefixtures("still")
+def test_a_plan_leaves_out_what_is_measured_and_what_died_and_runs_a_sweeps_curves_without_a_budget(
+    tmp_path: Path,
+) -> None:
+    planned = session(tmp_path, room=0, budget=0)
+    planned.report["cells"][0]["samples"] = [{}]  # type: ignore[typeddict-item]
+    planned.report["cells"][3]["error"] = "died: gone"
+    assert presets.unmeasured(planned) == [1, 2]
+    assert plan(planned) == 60
+    assert plan(session(tmp_path, room=0, budget=0, preset="sweep")) == 180
+    assert plan(session(tmp_path, room=0, budget=3, preset="sweep")) == 0
+    again = session(tmp_path, room=100, budget=3)
+    for record, count in zip(again.report["cells"], (4, 1, 2, 5), strict=True):
+        record["samples"] = [{}] * count  # type: ignore[typeddict-item]
+    again.curves = []
+    assert plan(again) == 100  # in turn: the second of the second cell, the third of the second and of the third
+
+    dead = session(tmp_path, room=1000, budget=3)
+    dead.curves = []
+    dead.report["cells"][1] |= {"samples": [{}], "error": "died: gone"}  # type: ignore[typeddict-item]
+    assert plan(dead) == 5 * 110
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize(
+    ("what", "room", "budget", "must", "expected"),
+    [
+        ("a curve", 30, 3, False, True),
+        ("a curve", 29.9, 3, False, False),
+        ("a curve", 29.9, 3, True, False),
+        ("a curve", 0, 0, True, True),
+        ("a curve", 0, None, True, True),
+        ("a curve", 0, 0, False, False),
+    ],
+)
+def test_a_job_has_room_or_must_run_and_what_is_left_out_is_kept(
+    tmp_path: Path, what: str, room: float, budget: float | None, must: bool, expected: bool
+) -> None:
+    planned = session(tmp_path, room=room, budget=budget)
+    assert planned.has_room(what, must=must) == expected
+    assert planned.report["failures"] == ([] if expected else ["a curve: no room in the budget"])
+
+
+@pytest.mark.usefixtures("still")
+def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path) -> None:
+    assert presets.too_little(session(tmp_path, room=180, budget=3), 180) == []
+    assert presets.too_little(session(tmp_path, room=0, budget=0), 180) == []
+    (words,) = presets.too_little(session(tmp_path, room=66, budget=2), 180)
+    assert words == (
+        "The budget is too small, and left out are: batch 1, cache off; batch 2, cache off. Everything fits once with "
+        "--budget 4 or with --input_len 3; --budget 0 measures every cell once, whatever it takes."
+    )  # 54 s are spent, and 180 s are to come
+    (words,) = presets.too_little(session(tmp_path, room=170, budget=3), 180)
+    assert "left out are: some curves. Everything fits once with --budget 4 or" in words
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize(
+    ("changes", "preset", "room", "flags"),
+    [
+        ({}, "table", 66, ["--input_len 3"]),
+        ({}, "table", 65.9, []),
+        ({"text": "a b"}, "table", 66, []),
+        ({"output_len": 64}, "table", 409.5, ["--output_len 16"]),
+        ({"output_len": 64}, "table", 409.4, ["--output_len 8"]),
+        ({"output_len": 64}, "table", 3452, ["--output_len 32", "--input_len 3"]),
+        ({"output_len": 64}, "sweep", 3452, ["--input_len 3"]),
+        ({"output_len": 4}, "table", 84, ["--output_len 2", "--input_len 3"]),
+    ],
+    ids=str,
+)
+def test_shorter_lengths_with_which_all_would_fit_are_halves(
+    tmp_path: Path, changes: dict[str, Any], preset: str, room: float, flags: list[str]
+) -> None:
+    """By the prediction, all four cells of 6 in and 16 out take 409.5 s, 6 in and 8 out 187.5, 3 in and 3 out 66."""
+    made = session(tmp_path, room=room, budget=15, preset=preset, base=SIX.but(**changes))
+    assert presets.shorter(made) == flags
 
 
 def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here, tmp_path: Path) -> None:
@@ -202,7 +387,8 @@ def test_a_cache_of_ones_own_is_measured_by_its_name(
         assert run(*words, "--out", str(tmp_path / kind[-4:]), "--budget", "0", "--kv_cache", kind) == 0
         (path,) = (tmp_path / kind[-4:]).glob("*/results.json")
         report = json.loads(path.read_text())
-        assert all(point["status"] == "ok" for record in report["cells"] for point in record["points"])
+        assert all(point["status"] == "ok" for record in report["cells"] for point in record["points"][:-1])
+        assert {record["points"][-1]["name"] for record in report["cells"]} == {"undisturbed"}  # this machine may be
         assert report["cells"][0]["cell"]["kv_cache"] == kind
         assert not report["sweep"] or all(e["measured"] == e["predicted"] for e in report["sweep"]["cache"])
     assert "VIOLATED" not in capsys.readouterr().out
@@ -266,7 +452,7 @@ def test_a_sweep_fits_its_steps_beside_what_the_bytes_predict(base: Cell, here: 
     assert report["sweep"] is not None
     cached = report["sweep"]["fits"][0]
     position = report["sweep"]["cache"][0]["predicted"] / 128  # bytes of one
-    assert cached["predicted_slope"] == position / 1e9
+    assert cached["predicted_slope"] == position / 1e15
     assert [fit["predicted_slope"] for fit in report["sweep"]["fits"][1:]] == [None] * 3
     assert any(sentence.startswith("A token with the cache takes") for sentence in report["reading"])
 
@@ -326,7 +512,9 @@ def measured_and_compared(base: Cell, *, kv_caching: bool) -> None:
     record = benchmark_inference(2, 6, 4, kv_caching, compare=True, ckpt_dir=base.model, threads=1, device="cpu")
     assert record["summary"] is not None
     assert record["summary"]["seconds"]["n"] == 1
-    assert all(point["status"] == "ok" for point in record["points"]), record["points"]
+    assert all(point["status"] == "ok" for point in record["points"][:-1]), record["points"]
+    assert record["points"][-1]["name"] == "undisturbed"
+    assert "n = 1, too few to judge by" in record["points"][-1]["detail"]
     assert record["notes"][-1] == "cache on and off made the same 8 tokens"
     assert record["limits"] is not None
 

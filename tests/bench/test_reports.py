@@ -286,6 +286,25 @@ def test_modes_are_paired_on_one_path_and_each_path_has_its_sentences() -> None:
     assert "llama, batch 1, native path: cache on and off did not make the same 32 tokens" in report_markdown(report)
 
 
+def test_the_lead_quotes_every_batch_with_its_times_and_its_memory() -> None:
+    sentences = findings(table_report())
+    for place, batch in enumerate((1, 8, 16)):
+        assert sentences[2 * place].startswith(f"At batch {batch} the cache turns ")
+        assert sentences[2 * place + 1].startswith("There the cache holds ")
+    assert not any(sentence.startswith("At batch") for sentence in sentences[6:])
+
+
+def test_a_share_is_the_cells_own_best_where_it_is_all_of_a_ceiling() -> None:
+    record = cell_record()
+    assert record["limits"] is not None
+    for share, own in ((0.999, False), (1.0, True)):
+        record["limits"]["prefill_flops_share"] = share
+        assert ("the best that was seen is this cell's own" in cell_text(record, color=False)) == own
+    shown = report_markdown(table_report())
+    assert "26.0 GB/s (10^9 bytes), by sum, threads: 2" in shown
+    assert "330.00 GFLOP/s in fp32, by linear, 1024 x 1024 x 1024" in shown
+
+
 def test_curves_on_another_path_say_so() -> None:
     fast = table_report([cell_record(fast=True, path="native")])
     assert "**Where the cache begins to pay, on the native path**" in report_markdown(fast)

@@ -6,7 +6,7 @@ import pytest
 
 from llama.bench.cell import Cell
 from llama.bench.run.engines import Run
-from llama.bench.run.validity import judge
+from llama.bench.run.validity import judge, notes, violated, worse
 from llama.bench.schema import Point
 from llama.costs import MB
 
@@ -71,6 +71,120 @@ def test_a_cache_is_on_or_off_by_what_is_fed_and_by_what_is_held(
 ) -> None:
     run = good_run(fed=fed, cache_bytes=held)
     assert status(run, good_warm_up(), "cache", CELL.but(kv_caching=kv_caching)) == expected
+
+
+def details(run: Run, warm_up: Run | None = None, cell: Cell = CELL, **changes: Any) -> dict[str, str]:
+    found = points(run, warm_up or good_warm_up(), cell, **changes)
+    return {name: point["detail"] for name, point in found.items()}
+
+
+def test_each_point_says_what_was_seen() -> None:
+    assert details(good_run(cache_bytes=3 * MB), reset_seen=(5 * MB, 4 * MB)) == {
+        "cache": "asked for on; 1 fed per row and step, 3.0 MB held",
+        "tokens": "3 x 7 in, 3 x 3 out, 27 fed of 27 worked out",
+        "no overflow": "9 positions fed, the cache had room for 10, the model's limit is 64",
+        "no early end": "0 rows ended before 3 tokens",
+        "warm-up": "3 x 7, 3 x 1 fed before the clock was started",
+        "statistics reset": "the peak was 5.0 MB at the start, with 4.0 MB in use",
+        "same sampler": "greedy was asked for; what the warm-up fed back was the most likely one",
+    }
+    told = details(good_run(fed=None, cache_bytes=None, ids=[[1], [1, 2]]), Run(), reset_seen=None)
+    assert told == {
+        "cache": "asked for on; the engine does not tell",
+        "tokens": "2 rows of [1, 2] new tokens; what was fed is not told",
+        "no overflow": "9 positions fed, the cache had room for 10, the model's limit is 64",
+        "no early end": "2 rows ended before 3 tokens",
+        "warm-up": "0 tokens of this shape",
+        "statistics reset": "this system's peak cannot be reset; the process is a fresh one",
+        "same sampler": "greedy was asked for; the engine does not show its logits",
+    }
+
+
+def test_what_was_fed_and_held_is_told_in_the_mode_that_was_asked_for() -> None:
+    off = CELL.but(kv_caching=False)
+    told = details(good_run(fed=WHOLE, cache_bytes=0, ids=[[1, 2], [1], [1]]), good_warm_up(fed=WHOLE[:2]), off)
+    assert told["cache"] == "asked for off; 8 to 9 fed per row and step, 0.0 MB held"
+    assert told["tokens"] == "3 x 7 in, 3 x 1/2 out, 72 fed of 72 worked out"
+    assert told["no overflow"] == "9 positions fed, the model's limit is 64"
+    longer = "3 x 7, 3 x 8 fed before the clock was started; the 1 longer steps are each the first of their shape"
+    assert told["warm-up"] == longer
+    assert details(good_run(fed=WHOLE, cache_bytes=None), cell=off)["cache"].endswith("8 to 9 fed per row and step")
+    assert details(good_run(fed=[], cache_bytes=100))["tokens"] == "0 x 0 in, 3 x 3 out, 0 fed of 27 worked out"
+    unlikely = details(good_run(), good_warm_up(greedy=False, fed=[]))
+    assert unlikely["same sampler"].endswith("was not always the most likely one")
+    assert unlikely["warm-up"] == "nothing fed before the clock was started"
+
+
+def test_longer_steps_are_named_only_where_there_are_any() -> None:
+    for kv_caching, output_len, named in ((False, 2, False), (False, 3, True), (True, 3, False)):
+        cell = CELL.but(kv_caching=kv_caching, output_len=output_len)
+        assert ("longer steps" in details(good_run(), cell=cell)["warm-up"]) == named
+
+
+def test_a_warm_up_of_one_token_is_a_prefill_alone() -> None:
+    one = CELL.but(output_len=1)
+    for fed, expected in ((CACHED[:1], "ok"), (CACHED[:2], "ok"), (CACHED[1:], "violated"), ([], "violated")):
+        assert status(good_run(), good_warm_up(fed=fed), "warm-up", one) == expected
+
+
+def test_a_small_process_may_stand_four_megabytes_above_its_start_and_no_more() -> None:
+    for peak, expected in ((102 * MB + 4 * MB, "ok"), (102 * MB + 4 * MB + 1, "violated")):
+        assert status(good_run(), good_warm_up(), "statistics reset", reset_seen=(peak, 100 * MB)) == expected
+
+
+def test_a_fast_point_needs_all_three_counts() -> None:
+    fast = CELL.but(fast=True)
+    for changes in ({"fed": None, "fast_forwards": 3, "fast_wanted": 3}, {"fast_forwards": 3}, {"fast_wanted": 3}):
+        assert status(good_run(**changes), good_warm_up(), "fast step", fast) == "not observed"
+
+
+def test_of_two_repetitions_the_violated_point_stays_and_else_the_first() -> None:
+    def seen(*statuses: str) -> list[Point]:
+        return [{"name": str(i), "status": one, "detail": where} for i, one in enumerate(statuses)]  # type: ignore[typeddict-item]
+
+    where = "first"
+    first = seen("ok", "violated", "ok", "not observed", "violated")
+    where = "second"
+    second = seen("ok", "ok", "violated", "ok", "violated")
+    both = worse(first, second)
+    assert [point["status"] for point in both] == ["ok", "violated", "violated", "not observed", "violated"]
+    assert [point["detail"] for point in both] == ["first", "first", "second", "first", "second"]
+    assert worse([], second) == second
+    assert [point["name"] for point in violated(both)] == ["1", "2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "expected"),
+    [
+        ({"text": "a"}, "checkpoint", []),
+        ({"text": "a"}, "random", ["random weights: times and sizes are the model's, the text is noise"]),
+        ({"text": "a"}, "pretrained", []),
+        ({}, "checkpoint", ["random token ids as prompts, of exactly the length asked for"]),
+        ({"text": "a", "dtype": "fp64"}, "checkpoint", []),
+        *(
+            ({"text": "a", "dtype": dtype}, "checkpoint", [f"low precision ({dtype}): near ties may fall differently "])
+            for dtype in ("bf16", "fp16")
+        ),
+        ({"text": "a", "quantize": "int8"}, "checkpoint", ["int8 weights: rounded, so that another text may come out"]),
+        (
+            {"text": "a", "logits": "all"},
+            "checkpoint",
+            ["logits of all positions, on purpose: generation needs"],
+        ),
+        (
+            {"dtype": "bf16", "quantize": "int8", "logits": "all"},
+            "random",
+            ["random weights", "random token ids", "low precision (bf16)", "int8 weights", "logits of all positions"],
+        ),
+    ],
+    ids=str,
+)
+def test_each_note_stands_where_it_is_true_and_nowhere_else(
+    changes: dict[str, Any], weights: str, expected: list[str]
+) -> None:
+    found = notes(Cell(**changes), weights=weights)
+    assert len(found) == len(expected)
+    assert all(note.startswith(start) for note, start in zip(found, expected, strict=True))
 
 
 def test_a_measurement_without_a_warm_up_is_violated() -> None:

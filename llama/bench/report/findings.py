@@ -20,9 +20,8 @@ LEAST_LENGTHS = 3  # that a straight line takes: it goes through any two
 def findings(report: Report) -> list[str]:
     """Return what a reader should take from a report, in sentences."""
     ours = [pair for pair in pairs(report) if pair[0]["cell"]["engine"] == "llama"]
-    last = {pair[0]["path"]: pair for pair in ours}  # of each path, because no two of them are held together
     return [
-        *(sentence for on, off in last.values() for sentence in [_time(on, off), *_memory(on, off)]),
+        *(sentence for on, off in ours for sentence in [_time(on, off), *_memory(on, off)]),
         *_crossover(report["crossovers"]),
         *_same_text(report),
         *_growth(report),

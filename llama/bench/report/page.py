@@ -10,7 +10,7 @@ from importlib import resources
 from itertools import groupby
 
 from llama.bench.report.plots import as_svg, figures, heading
-from llama.bench.report.tables import Section, Table, byline, deaths, sections, title, violations
+from llama.bench.report.tables import Section, Table, alarms, byline, deaths, sections, title
 from llama.bench.schema import Report
 
 
@@ -34,9 +34,9 @@ def page(report: Report) -> str:
 
 
 def _head(report: Report) -> str:
-    alarms = [f"<p><b>VIOLATED</b> {escape(line)}</p>" for line in violations(report)]
-    alarms += [f"<p>{escape(line)}</p>" for line in deaths(report)]
-    alarm = f'<div class="alarm">{"".join(alarms)}</div>' if alarms else ""
+    lines = [f"<p><b>{mark}</b> {escape(line)}</p>" for mark, line in alarms(report)]
+    lines += [f"<p>{escape(line)}</p>" for line in deaths(report)]
+    alarm = f'<div class="alarm">{"".join(lines)}</div>' if lines else ""
     lead = "".join(f"<p>{escape(sentence)}</p>" for sentence in report["reading"])
     below = escape(" · ".join(byline(report)))
     return f'<h1>{escape(title(report))}</h1>\n<p class="byline">{below}</p>\n{alarm}\n<div class="lead">{lead}</div>'
@@ -79,7 +79,7 @@ def _marked(text: str) -> str:
     """Return a cell's text, escaped; on, off and violations in their colours, a spread small beneath its median."""
     if text in ("on", "off"):
         return f'<span class="{text}">{text}</span>'
-    if text.startswith(("VIOLATED", "died", "refused")):
+    if text.startswith(("VIOLATED", "DISTURBED", "died", "refused")):
         return f'<span class="bad">{escape(text)}</span>'
     if text.startswith("not "):
         return f'<span class="faint">{escape(text)}</span>'

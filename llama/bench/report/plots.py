@@ -18,6 +18,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, NullLocator
 
 from llama.bench.report.tables import (
+    DISTURBED,
+    disturbances,
     fit_name,
     groups,
     least_to_most,
@@ -61,7 +63,12 @@ def figures(report: Report) -> dict[str, Figure]:
             drawn = {name: draw(report) for name, draw in of_table.items()}
         else:
             drawn = {name: draw(sweep) for name, draw in of_sweep.items()}
-    return {name: _settled(figure) for name, figure in drawn.items() if figure is not None}
+    found = {name: figure for name, figure in drawn.items() if figure is not None}
+    for figure in found.values() if disturbances(report) else ():
+        # Across the picture, so that it is there too where only a part of it is shown.
+        words = DISTURBED.replace(", ", "\n")
+        figure.text(0.5, 0.45, words, ha="center", va="center", rotation=20, fontsize=32, color="#B00020", alpha=0.3)
+    return {name: _settled(figure) for name, figure in found.items()}
 
 
 def _settled(figure: Figure) -> Figure:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.schema import CellRecord, Comparison, Fit, Point, Report, Spread, StepTimes, Summary, Sweep
+from llama.bench.schema import CellRecord, Comparison, Fit, Point, Report, Spread, Status, StepTimes, Summary, Sweep
 from llama.costs import MB, size
 
 NOT_MEASURED, NOT_OBSERVED = "not measured", "not observed"
+DISTURBED = "DISTURBED, do not rely on these times"
 
 TITLES = {"table": "With and without KV cache", "sweep": "What the KV cache saves as batch and length grow"}
 
@@ -34,7 +35,10 @@ DEFINITIONS = (
     ("KV cache", "the bytes that the tensors of the cache held at the last step"),
     ("token-forwards", "tokens fed through the model, over all rows and steps: the work"),
     ("less work, less time", "token-forwards, and median times, without the cache over those with it"),
-    ("bound by", "what holds the middle step back, by its share of the rates measured on this machine at the start"),
+    (
+        "bound by",
+        "what holds the middle step back, by its share of the best rates that were seen on this machine",
+    ),
     ("predicted", "worked out from the model's sizes alone; the residual is measured less predicted"),
     ("R^2", "the share of the variance of the times that a fitted line explains"),
     ("crossover", "the context from which on a step with the cache is faster than one without"),
@@ -127,7 +131,9 @@ def rate(value: float | None) -> str:
 
 
 def title(report: Report) -> str:
-    return TITLES.get(report["preset"], "A KV cache benchmark")
+    """Return the first line of the report, which says whether its times are to be believed."""
+    about = TITLES.get(report["preset"], "A KV cache benchmark")
+    return f"{about}: {DISTURBED}" if disturbances(report) else about
 
 
 def byline(report: Report) -> list[str]:
@@ -344,11 +350,13 @@ def work_lines(record: CellRecord) -> list[str]:
         ]
     if limits is None:
         return [*lines, f"Limits: {NOT_MEASURED}"]
+    shares = [limits[key] for key in ("prefill_flops_share", "step_flops_share", "step_bandwidth_share")]
+    own = "; the best that was seen is this cell's own" if 1.0 in shares else ""
+    prefill, step, read = (f"{share:.1%}" for share in shares)
     return [
         *lines,
-        f"The prefill reaches {limits['prefill_flops_share']:.1%} of the measured matrix rate",
-        f"The middle step reaches {limits['step_flops_share']:.1%} of the measured matrix rate "
-        f"and {limits['step_bandwidth_share']:.1%} of the measured read bandwidth",
+        f"The prefill reaches {prefill} of the best matrix rate that was seen",
+        f"The middle step reaches {step} of that rate and {read} of the best read bandwidth{own}",
         f"The middle step is bound by: {limits['bound_by']}",
     ]
 
@@ -360,10 +368,21 @@ def _flops(count: float) -> str:
     return f"{count / 1e6:,.2f} MFLOP"
 
 
-def violations(report: Report) -> list[str]:
-    """Return every violated point, with its cell and what was seen."""
-    broken = [(one, point) for one in report["cells"] for point in one["points"] if point["status"] == "violated"]
-    return [f"{label(one)}: {point['name']}: {point['detail']}" for one, point in broken]
+def violations(report: Report, status: Status = "violated") -> list[str]:
+    """Return every violated point, or those of another status, with its cell and what was seen."""
+    found = [(one, point) for one in report["cells"] for point in one["points"] if point["status"] == status]
+    return [f"{label(one)}: {point['name']}: {point['detail']}" for one, point in found]
+
+
+def disturbances(report: Report) -> list[str]:
+    """Return the cells whose times are those of other work too, and what was seen of it."""
+    return violations(report, "disturbed")
+
+
+def alarms(report: Report) -> list[tuple[str, str]]:
+    """Return what a reader must not miss of the points, each as a mark and a sentence."""
+    marked = (("VIOLATED", violations(report)), ("DISTURBED", disturbances(report)))
+    return [(mark, line) for mark, lines in marked for line in lines]
 
 
 def deaths(report: Report) -> list[str]:
@@ -378,7 +397,7 @@ def fate(record: CellRecord) -> str:
 
 
 def point_mark(point: Point) -> str:
-    return "VIOLATED" if point["status"] == "violated" else point["status"]
+    return point["status"].upper() if point["status"] in ("violated", "disturbed") else point["status"]
 
 
 def point_words(point: Point) -> str:
@@ -515,9 +534,9 @@ def environment_table(report: Report) -> Table:
     rows += _named(report["environment"])
     ceilings = report["ceilings"]
     if ceilings is not None:
-        rows.append(["measured read bandwidth", f"{ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s (10^9 bytes)"])
-        flops = f"{_flops(ceilings['flops_per_second'])}/s in {ceilings['dtype']}"
-        rows.append(["measured matrix rate", flops])
+        read = f"{ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s (10^9 bytes), by {ceilings['read_by']}"
+        flops = f"{_flops(ceilings['flops_per_second'])}/s in {ceilings['dtype']}, by {ceilings['flops_by']}"
+        rows += [["best read bandwidth that was seen", read], ["best matrix rate that was seen", flops]]
     return Table("Machine, versions and model", ["what", "value"], rows)
 
 

@@ -10,11 +10,14 @@ from itertools import groupby
 from typing import Any
 
 from llama.bench.report.tables import (
+    DISTURBED,
     NOT_MEASURED,
     NOT_OBSERVED,
     Table,
+    alarms,
     byline,
     deaths,
+    disturbances,
     fate,
     fit_name,
     ledger_table,
@@ -27,7 +30,6 @@ from llama.bench.report.tables import (
     result_tables,
     sections,
     title,
-    violations,
     work_lines,
 )
 from llama.bench.schema import CellRecord, Point, Report, Spread, StepTimes, Summary, Sweep
@@ -48,6 +50,8 @@ def cell_text(record: CellRecord, *, color: bool) -> str:
         f"Output length: {cell['output_len']} tokens",
     ]
     blocks = [first]
+    if any(point["status"] == "disturbed" for point in record["points"]):
+        first.insert(0, DISTURBED)
     if summary is None:
         first.append(f"This cell: {fate(record)}")
     else:
@@ -122,13 +126,17 @@ def _aligned(shown: Table) -> list[str]:
 
 
 def table_markdown(report: Report) -> str:
-    """Return the with/without table, the faster paths in tables of their own, and what cache and paths save."""
-    return "\n".join(map(markdown, result_tables(report)))
+    """Return the with/without table, the faster paths in tables of their own, and what cache and paths save.
+
+    One that was disturbed says so first.
+    """
+    first = [f"{DISTURBED}\n"] if disturbances(report) else []
+    return "\n".join([*first, *map(markdown, result_tables(report))])
 
 
 def report_markdown(report: Report) -> str:
     """Return the whole report, what follows from the figures first."""
-    lines = [f"**VIOLATED** {_safe(line)}" for line in violations(report)] + [f"**{_safe(x)}**" for x in deaths(report)]
+    lines = [f"**{mark}** {_safe(line)}" for mark, line in alarms(report)] + [f"**{_safe(x)}**" for x in deaths(report)]
     parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report))), *lines, *map(_safe, report["reading"])]
     shown = [one for one in sections(report) if one.parts]
     for parent, group in groupby(shown, key=lambda one: one.parent):
@@ -142,7 +150,8 @@ def report_markdown(report: Report) -> str:
 def alarms_text(report: Report, *, color: bool) -> list[str]:
     """Return what a reader must not miss, for the terminal: violations, in red, and what has no figures."""
     red, plain = (_RED, _PLAIN) if color else ("", "")
-    return [f"{red}VIOLATED {line}{plain}" for line in violations(report)] + deaths(report)
+    lines = [(f"{mark} {line}", mark == "VIOLATED") for mark, line in alarms(report)]
+    return [f"{red}{line}{plain}" if is_red else line for line, is_red in lines] + deaths(report)
 
 
 def markdown(shown: Table) -> str:
@@ -166,10 +175,12 @@ def report_csv(report: Report) -> str:
 
     A figure that was not measured is an empty field.
     """
+    disturbed = "yes" if disturbances(report) else ""  # other figures of the report are no better than its cells
     rows = [_cell_row(record) for record in report["cells"]]
     rows += [_step_row("crossover", step) for one in report["crossovers"] for step in one["steps"]]
     rows += _sweep_rows(report["sweep"]) if report["sweep"] is not None else []
-    columns = list(dict.fromkeys(["figures", *(name for row in rows for name in row)]))
+    rows = [{"figures": row["figures"], "disturbed": disturbed, **row} for row in rows]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
     writer.writeheader()
@@ -192,7 +203,8 @@ def _cell_row(record: CellRecord) -> dict[str, Any]:
     row |= {key: record[key] for key in ("weights_bytes", "cache_bytes", "error")}
     row["predicted_tensor_peak_bytes"] = None if ledger is None else ledger["predicted_peak"]
     row |= {} if work is None else {"token_forwards": work["token_forwards"], "flops": work["flops"]}
-    return row | {"violated_points": sum(point["status"] == "violated" for point in record["points"])}
+    seen = [point["status"] for point in record["points"]]
+    return row | {"violated_points": seen.count("violated"), "disturbed": "yes" if "disturbed" in seen else ""}
 
 
 def _spread_row(name: str, unit: str, figure: Spread | None) -> dict[str, Any]:

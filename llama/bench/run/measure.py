@@ -60,7 +60,7 @@ def measure(
         "ids": run.ids,
         "text": engine.decode(run.ids[0]),
         "points": judge(cell, run, warm_up, max_seq_len=engine.max_seq_len, reset_seen=peak.reset_seen),
-        "notes": notes(cell, other_load=sample["other_load_cores"], weights=weights),
+        "notes": notes(cell, weights=weights),
         "work": None if engine.args is None else make_work(cell, engine.args, weights=engine.weights_bytes),
     }
     if trace and isinstance(engine, LlamaEngine):

@@ -13,8 +13,6 @@ from llama.costs import forwards, size
 if TYPE_CHECKING:
     from llama.bench.run.engines import Run
 
-BUSY = 0.25  # cores of other work from which on a measurement says so
-
 
 def judge(
     cell: Cell, run: "Run", warm_up: "Run | None", *, max_seq_len: int, reset_seen: tuple[int, int] | None
@@ -32,7 +30,7 @@ def judge(
     ]
 
 
-def notes(cell: Cell, *, other_load: float | None, weights: str) -> list[str]:
+def notes(cell: Cell, *, weights: str) -> list[str]:
     """Return what is no violation, and a reader should know."""
     found = []
     if weights == "random":
@@ -47,8 +45,6 @@ def notes(cell: Cell, *, other_load: float | None, weights: str) -> list[str]:
         )
     if cell.logits == "all":
         found.append("logits of all positions, on purpose: generation needs the last one's only")
-    if other_load is not None and other_load > BUSY:
-        found.append(f"other work kept {other_load:.1f} cores of this machine busy meanwhile")
     return found
 
 

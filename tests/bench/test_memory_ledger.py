@@ -1,0 +1,200 @@
+"""The ledger is arithmetic over sizes: every line, note and moment by hand, of a model whose head makes the peak and
+of one whose layer does; and what does not fit is refused at the byte.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from oracles import tiny_args
+
+from llama.args import ModelArgs
+from llama.bench.cell import Cell
+from llama.bench.run import memory_ledger
+from llama.bench.run.memory_ledger import check_length, check_memory, make_ledger, position_bytes, predict, workspace
+from llama.bench.schema import Ledger, Line
+from llama.costs import MB
+
+CPU = torch.device("cpu")
+CELL = Cell(batch_size=2, input_len=6, output_len=3)
+LAYER = tiny_args(dim=32, ffn_dim=256, vocab_size=40, max_seq_len=64)  # its feed-forward is wide, its vocabulary small
+HEAD = tiny_args(dim=32, ffn_dim=32, vocab_size=4096, max_seq_len=64)
+
+
+def ledger_of(args: ModelArgs, cell: Cell = CELL, *, device_workspace: int = 0, **measured: Any) -> Ledger:
+    return make_ledger(args, cell, predict(args, cell, workspace=device_workspace), **measured)
+
+
+def lines_of(ledger: Ledger) -> dict[str, Line]:
+    return {line["name"]: line for line in ledger["lines"]}
+
+
+@pytest.mark.parametrize(
+    ("args", "kv_caching", "moment", "activations"),
+    [
+        (LAYER, True, "in a layer of the prefill", 2 * 6 * (3 * 32 + 3 * 256) * 4),
+        (LAYER, False, "in a layer of the step", 2 * 8 * (3 * 32 + 3 * 256) * 4),
+        (HEAD, True, "at the head of the step", 2 * (1 + 1) * 32 * 4),
+        (HEAD, False, "at the head of the step", 2 * (8 + 1) * 32 * 4),
+    ],
+)
+def test_the_peak_stands_in_the_layer_or_at_the_head_whichever_takes_more(
+    args: ModelArgs, kv_caching: bool, moment: str, activations: int
+) -> None:
+    ledger = ledger_of(args, CELL.but(kv_caching=kv_caching))
+    lines = lines_of(ledger)
+    assert ledger["moment"] == moment
+    assert lines["logits"]["counts"] == moment.startswith("at the head")
+    assert lines["logits"]["predicted"] == 2 * args.vocab_size * 4
+    assert lines[f"{moment.rpartition(' ')[2]} activations"]["predicted"] == activations
+    counted = [line["predicted"] for line in ledger["lines"] if line["counts"]]
+    assert sum(counted) == ledger["predicted_peak"]
+
+
+def test_the_logits_of_the_prompt_make_the_prefill_of_a_wide_head_the_peak() -> None:
+    """Of one new token there is no step; with all logits the prefill's stand beside nothing else."""
+    for cell in (CELL.but(output_len=1), CELL.but(output_len=1, logits="all")):
+        assert ledger_of(HEAD, cell)["moment"] == "at the head of the prefill"
+    assert ledger_of(LAYER, CELL.but(output_len=1))["moment"] == "in a layer of the prefill"
+
+
+def test_lines_of_the_head_are_those_of_the_dtype() -> None:
+    """In 16 bits the logits are there twice, once before they are widened; the loop holds those of the step before."""
+    names = ["weights", "head", "KV cache", "logits"]
+    ends = ["step activations", "workspace"]
+    wide = ledger_of(HEAD, CELL.but(logits="all"))
+    assert [*lines_of(wide)] == [*names, "logits of the step before", *ends]
+    narrow = lines_of(ledger_of(HEAD, CELL.but(dtype="bf16")))
+    assert [*narrow] == [*names, "logits in 16 bits", "logits of the step before", *ends]
+    assert narrow["logits in 16 bits"]["predicted"] == 2 * 4096 * 2
+    assert narrow["logits in 16 bits"]["counts"]
+    assert narrow["logits of the step before"]["predicted"] == 2 * 4096 * 4
+    assert all(line["measured"] is None for line in narrow.values())
+    first = ledger_of(LAYER, CELL.but(output_len=1, dtype="bf16"))
+    assert not lines_of(first)["logits in 16 bits"]["counts"]
+    assert "logits of the step before" not in lines_of(first)
+
+
+def test_a_tied_head_is_told_and_takes_nothing() -> None:
+    tied, untied = (tiny_args(dim=32, vocab_size=40, tied_head=tied) for tied in (True, False))
+    embedding = 40 * 32 * 4
+    own = lines_of(ledger_of(untied, weights=1000 + embedding, head=embedding))
+    assert (own["head"]["predicted"], own["head"]["measured"], own["head"]["note"]) == (embedding, embedding, "")
+    assert own["weights"]["measured"] == 1000
+    shared = lines_of(ledger_of(tied, weights=1000, head=0))
+    assert (shared["tied head"]["predicted"], shared["tied head"]["measured"]) == (0, 0)
+    assert shared["tied head"]["note"] == "is the embedding; on its own it would take 0.0 MB"
+    assert shared["weights"]["predicted"] == own["weights"]["predicted"]
+    assert shared["weights"]["measured"] == 1000
+    assert lines_of(ledger_of(untied, weights=1000))["weights"]["measured"] == 1000
+    assert "head" not in shared
+
+
+def test_what_the_lines_leave_of_the_measured_peak_are_the_activations() -> None:
+    predicted = ledger_of(LAYER, device_workspace=500)
+    known = {"weights": 90_000, "head": 5_000, "cache": 8_000, "logits": 320}
+    ledger = ledger_of(LAYER, **known, peak=200_000, measured_by="a trace", device_workspace=500)
+    lines = lines_of(ledger)
+    before = lines["logits of the step before"]["predicted"] if "logits of the step before" in lines else 0
+    assert lines["prefill activations"]["measured"] == 200_000 - 90_000 - 8_000 - 500 - before
+    assert lines["prefill activations"]["note"] == "measured is what the other lines leave of the measured peak"
+    assert (lines["KV cache"]["measured"], lines["logits"]["measured"]) == (8_000, 320)
+    assert (lines["workspace"]["predicted"], lines["workspace"]["measured"]) == (500, None)
+    assert ledger["residual"] == 200_000 - ledger["predicted_peak"]
+    assert ledger["predicted_peak"] == predicted["predicted_peak"]
+    assert (ledger["measured_peak"], ledger["measured_by"]) == (200_000, "a trace")
+
+
+def test_what_was_not_measured_is_none_and_has_no_note() -> None:
+    ledger = ledger_of(LAYER)
+    assert ledger["measured_by"] == "not measured"
+    assert ledger["measured_peak"] is ledger["residual"] is None
+    assert ledger["resident_before_model"] is ledger["resident_peak"] is ledger["resident_residual"] is None
+    assert lines_of(ledger)["prefill activations"]["measured"] is None
+    assert {line["note"] for line in ledger["lines"]} == {""}
+
+
+def test_resident_memory_stands_beside_the_tensors() -> None:
+    ledger = ledger_of(LAYER, resident=(1_000_000, 5_000_000))
+    assert (ledger["resident_before_model"], ledger["resident_peak"]) == (1_000_000, 5_000_000)
+    assert ledger["resident_residual"] == 4_000_000 - ledger["predicted_peak"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"exact": True}, "predicted for the plain path; exact mode pads and copies"),
+        ({"fast": True}, "predicted for the plain path; the fast step takes a workspace, or on a GPU a pool"),
+        ({"quantize": "int8"}, "predicted for weights as they are; int8 layers widen some outputs at a time"),
+        ({"fast": True, "quantize": "int8"}, "predicted for the plain path; the fast step takes a workspace"),
+        ({}, ""),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("peak", [None, 10**6])
+def test_the_note_on_activations_says_what_they_were_predicted_for(
+    changes: dict[str, Any], note: str, peak: int | None
+) -> None:
+    args = tiny_args(dim=64, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=50)
+    lines = lines_of(ledger_of(args, CELL.but(**changes), peak=peak))
+    (words,) = [line["note"] for name, line in lines.items() if name.endswith("activations")]
+    measured = "measured is what the other lines leave of the measured peak" if peak else ""
+    assert words.startswith(note) if note else words == measured
+
+
+def test_a_position_of_a_cache_is_the_kinds_own_and_a_peers_is_keys_and_values() -> None:
+    args = tiny_args(kv_cache="static")
+    one = 2 * args.n_layers * args.n_kv_heads * args.head_dim
+    assert position_bytes(args, Cell()) == 4 * one
+    assert position_bytes(args, Cell(dtype="bf16")) == 2 * one
+    assert position_bytes(args, Cell(engine="llama.cpp", quantize="int8")) == 2 * one
+    assert position_bytes(tiny_args(kv_cache="int8"), Cell(engine="transformers")) == 4 * one
+    assert position_bytes(tiny_args(kv_cache="int8"), Cell()) < 4 * one
+
+
+def test_a_length_up_to_the_models_limit_is_allowed_and_one_more_is_refused() -> None:
+    check_length(CELL, 9)
+    with pytest.raises(ValueError, match=r"input_len=6 \+ output_len=3 = 9 passes the model's max_seq_len=8; shorten"):
+        check_length(CELL, 8)
+
+
+def test_memory_is_refused_beyond_the_last_free_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = predict(LAYER, CELL).total
+    for free, held, ranks, fits in [
+        (needed, 0, 1, True),
+        (needed - 1, 0, 1, False),
+        (needed - 100, 100, 1, True),
+        (needed - 101, 100, 1, False),
+        (2 * needed, 0, 2, True),  # the other rank of this host takes as much
+        (2 * needed - 1, 0, 2, False),
+        (None, 0, 1, True),
+    ]:
+        monkeypatch.setattr(memory_ledger, "available_memory", lambda _, free=free: free)
+        monkeypatch.setattr(memory_ledger, "local_size", lambda ranks=ranks: ranks)
+        if fits:
+            check_memory(CELL, LAYER, CPU, held=held)
+        else:
+            with pytest.raises(ValueError, match=r"does not fit: weights .*KV cache .*at the peak, and .* are free on"):
+                check_memory(CELL, LAYER, CPU, held=held)
+
+
+def test_a_refusal_names_the_lines_of_the_peak_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_ledger, "available_memory", lambda _: 0)
+    for args, named in ((LAYER, False), (HEAD, True)):
+        with pytest.raises(ValueError, match="make batch_size, input_len or output_len smaller") as refused:
+            check_memory(CELL, args, CPU, held=0)
+        assert ("logits 0" in str(refused.value).replace("before 0", "")) == named
+
+
+def test_cublas_takes_its_workspace_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert workspace(CPU) == 0
+    for capability, expected in (((8, 9), 8_519_680), ((9, 0), 32 * MB), ((10, 0), 32 * MB)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert workspace(torch.device("cuda")) == expected
+
+
+def test_the_gpus_memory_is_not_shared_out_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_ledger, "available_memory", lambda _: predict(LAYER, CELL).total)
+    monkeypatch.setattr(memory_ledger, "workspace", lambda _: 0)
+    monkeypatch.setattr(memory_ledger, "local_size", lambda: 2)
+    check_memory(CELL, LAYER, torch.device("cuda"), held=0)
