@@ -2,6 +2,7 @@
 
 python benchmark_inference.py --batch_size 8 --kv_caching        one cell
 python benchmark_inference.py --preset table                     batch 1, 8, 16 x cache on, off, as a page to send on
+python benchmark_inference.py --preset caches                    kinds of cache: bytes, time and quality
 """
 
 import logging
@@ -31,7 +32,7 @@ def main(
     *,
     batch_size: int | None = None,
     input_len: int | None = None,
-    output_len: int = 32,
+    output_len: int | None = None,
     kv_caching: bool = True,
     preset: str | None = None,
     model: str | None = None,
@@ -41,7 +42,7 @@ def main(
     repeats: int = 1,
     compare: bool = False,
     engine: list[str] = [],  # noqa: B006  (read only)
-    kv_cache: str = "static",
+    kv_cache: list[str] = [],  # noqa: B006  (read only)
     logits: str = "last",
     exact: bool = False,
     fast: bool = False,
@@ -65,9 +66,10 @@ def main(
     Args:
         batch_size: Rows that are generated together, 1 by default; a preset has its own.
         input_len: Tokens of each prompt, random ids of exactly this length; 256 by default.
-        output_len: Tokens made for each row; no end-of-text ends a row early.
+        output_len: Tokens made for each row, 32 by default; no end-of-text ends a row early.
         kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
-        preset: table (batch 1, 8, 16 x cache on, off) or sweep (how the difference grows with length and batch).
+        preset: table (batch 1, 8, 16 x cache on, off), sweep (how the difference grows with length and batch) or caches
+            (kinds of cache beside the full one: bytes, time per token, and what they cost in quality).
         model: demo, or the shape of a released model with random weights and Meta's tokenizer: llama-3.2-1b,
             llama-3.2-3b, llama-3.1-8b, ...; gpt2 with --engine transformers. By default demo on a CPU, and on a GPU
             llama-3.2-1b.
@@ -79,7 +81,8 @@ def main(
         engine: transformers or llama.cpp, on the same weights, prompts, threads and dtype; a table takes several and
             puts them beside ours. Modes may stand behind the name, so that one table holds them all: llama.cpp:int8,
             llama.cpp:int4, and of ours llama:fast, llama:int8, llama:fast:int8.
-        kv_cache: The kind of cache: static, concat, or file.py:kind for one of your own.
+        kv_cache: The kind of cache, NAME or NAME:PARAMS: static, by default, concat, window:1024+4, int8, int4, paged;
+            or FILE.py:NAME[:PARAMS] for one of your own. --preset caches takes several; without any, all there are.
         logits: last, or all: compute those of every position at each step, as published code does.
         exact: Measure exact mode, in which the bits of the logits do not depend on the cache or the batch.
         fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU; in a table, of our own cells.
@@ -92,7 +95,8 @@ def main(
         json: Write everything that is known of the run into this file.
         out: The folder that a preset makes its own folder in.
         budget: Minutes that a preset may take. Each cell is repeated up to 5 times as far as they go, and what does not
-            fit at all is left out, the longest first, and named. 0 measures every cell once, however long it takes.
+            fit at all is left out, the longest first, and named. 0 measures every cell once, however long it takes. Of
+            caches it decides on how much text the quality is measured: 2,048 tokens where that fits.
         resume: Go on with the newest run of this very preset: finish its cells, or repeat them more often.
         wait_until_quiet: Minutes to wait, before measuring, until other work on this machine is low; 0 does not wait.
         strict: End with exit code 4 where a table was disturbed by other work; it says so in any case.
@@ -102,6 +106,7 @@ def main(
     if text is not None and input_len is not None:
         raise ValueError("--text has a length of its own; leave out --input_len")
     check_flags(preset, batch_size, kv_caching, repeats, compare, engine, resume)
+    check_flags_of_caches(preset, kv_cache, input_len, output_len, text, logits, engine)
     check_minutes(budget=budget, wait_until_quiet=wait_until_quiet)
 
     os.environ["LLAMA_TIMEOUT"] = str(timeout)  # for the processes that measure
@@ -124,13 +129,12 @@ def main(
         device=device,
         dtype=dtype,
         batch_size=batch_size or 1,
-        input_len=256 if input_len is None else input_len,
-        output_len=output_len,
+        **job_lengths(preset, input_len, output_len),
         kv_caching=kv_caching,
         **(one_engine(engine, own) if preset is None else own),
         tokenizer_path=tokenizer_path,
         text=text,
-        kv_cache=kv_cache,
+        kv_cache=kv_cache[0] if kv_cache and preset != "caches" else "static",
         logits=logits,
         exact=exact,
         threads=threads,
@@ -139,7 +143,10 @@ def main(
     command = shlex.join(["python", "benchmark_inference.py", *sys.argv[1:]])
     json_path = None if json is None else Path(json)
     try:
-        report = None if preset is None else plan(preset, cell, engine, command=command, budget=budget)
+        if preset == "caches":
+            report = plan_caches(cell, kv_cache, command=command, budget=budget)
+        else:
+            report = None if preset is None else plan(preset, cell, engine, command=command, budget=budget)
         if wait_until_quiet:
             quiet.wait_until_quiet(wait_until_quiet)
         if report is None:
@@ -172,8 +179,8 @@ def check_flags(
     resume: bool,
 ) -> None:
     """Refuse flags that would be ignored, by name."""
-    if preset not in (None, "table", "sweep"):
-        raise ValueError(f"--preset={preset} is not known; choose table or sweep")
+    if preset not in (None, "table", "sweep", "caches"):
+        raise ValueError(f"--preset={preset} is not known; choose table, sweep or caches")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"--batch_size={batch_size} must be at least 1")
     if preset is None:
@@ -195,6 +202,48 @@ def check_minutes(**flags: float) -> None:
     for name, minutes in flags.items():
         if not (math.isfinite(minutes) and minutes >= 0):
             raise ValueError(f"--{name}={minutes} must be minutes, at least 0")
+
+
+def check_flags_of_caches(
+    preset: str | None,
+    kinds: list[str],
+    input_len: int | None,
+    output_len: int | None,
+    text: str | None,
+    logits: str,
+    engines: list[str],
+) -> None:
+    """Refuse several kinds of cache where one is measured, and what the preset of them decides itself."""
+    if preset != "caches":
+        if len(kinds) > 1:
+            raise ValueError("--kv_cache: a cell has one kind of cache; --preset caches takes several")
+        return
+    own = {"input_len": input_len is not None, "output_len": output_len is not None, "text": text is not None}
+    own |= {"logits": logits != "last", "engine": bool(engines)}
+    given = [f"--{name}" for name, changed in own.items() if changed]
+    if given:
+        raise ValueError(f"{', '.join(given)}: --preset caches decides this itself; leave it out")
+
+
+def job_lengths(preset: str | None, input_len: int | None, output_len: int | None) -> dict[str, int]:
+    """Return the lengths of a cell's job; those of the preset of kinds are the least that a prediction is made from."""
+    if preset == "caches":
+        return {"input_len": 64, "output_len": 1}
+    return {
+        "input_len": 256 if input_len is None else input_len,
+        "output_len": 32 if output_len is None else output_len,
+    }
+
+
+def plan_caches(cell: Cell, kinds: list[str], *, command: str, budget: float) -> "Report":
+    """Return the report of the preset of kinds of cache, none of them measured; refuse what cannot be, at once."""
+    from llama.bench.caches import caches_report
+    from llama.bench.run.models import find_model
+    from llama.bench.run.peers import GPT2
+
+    if cell.model in GPT2:
+        raise ValueError(f"{cell.model} is no Llama, and has a cache of its own; --preset caches measures a Llama's")
+    return caches_report(cell, kinds, find_model(cell).args, command=command, budget=budget)
 
 
 def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: float) -> "Report":
@@ -236,6 +285,7 @@ def run_preset(
     report: "Report", *, out: Path, budget: float, resume: bool, json_path: Path | None, strict: bool
 ) -> int:
     """Measure a preset, print its table, and write its report; what is finished stands there whatever ends the run."""
+    from llama.bench.caches import run_caches
     from llama.bench.presets import Session, run_session
     from llama.bench.report.files import write_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
@@ -249,7 +299,7 @@ def run_preset(
     print(f"everything goes into {directory.folder}", file=sys.stderr)
     session = Session(directory, time.monotonic() + 60 * budget, progress_bar())
     try:
-        run_session(session)
+        (run_session if report["caches"] is None else run_caches)(session)
     except KeyboardInterrupt:
         print("interrupted; what is finished is kept, and --resume goes on", file=sys.stderr)
         return 130
@@ -270,7 +320,9 @@ def exit_code(report: "Report", *, strict: bool = False) -> int:
     """
     if any(violated(record["points"]) for record in report["cells"]):
         return VIOLATED
-    if any(record["error"] is not None for record in report["cells"]):
+    caches = report.get("caches")
+    records = report["cells"] if caches is None else caches["kinds"]
+    if any(record["error"] is not None for record in records):
         return DIED
     disturbed = any(point["status"] == "disturbed" for record in report["cells"] for point in record["points"])
     return DISTURBED if strict and disturbed else 0

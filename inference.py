@@ -49,6 +49,7 @@ def main(
     stop: list[str] = [],  # noqa: B006  (read only)
     kv_caching: bool = True,
     kv_cache: str = "static",
+    share_prefix: bool = False,
     fast: bool = False,
     quantize: str | None = None,
     exact: bool = False,
@@ -77,7 +78,9 @@ def main(
         seed: Prompt i draws from the random stream seed + i.
         stop: End a text before this string; may be given several times.
         kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
-        kv_cache: The kind of cache: static or concat.
+        kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, window:1024+4, int8, int4, paged; or
+            FILE.py:NAME[:PARAMS] for one of your own.
+        share_prefix: Feed the tokens that all prompts begin with once, for all of them.
         fast: Take the fastest way to compute that this machine has, native code on a CPU or CUDA graphs on a GPU, and
             say which.
         quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory; give --fast with it.
@@ -102,6 +105,7 @@ def main(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
         "kv_caching": kv_caching,
+        "share_prefix": share_prefix,
     }
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
     modes: dict[str, Any] = {"fast": fast, "quantize": quantize, "exact": exact}
@@ -165,14 +169,15 @@ def check_without_a_model(
     """Refuse what would be refused anyway, before a checkpoint is read or the demo model downloaded."""
     from llama.api import check_modes, pick_device, pick_dtype
     from llama.args import ModelArgs
-    from llama.kv_cache import KVCache
+    from llama.kv_cache import KVCache, cache_kind
     from llama.request import make_request
 
     if "" in stop:
         raise ValueError("--stop is empty, so it would end every text before it began; give it a character")
     on = pick_device(device)
     check_modes(on, pick_dtype(dtype, on), **modes)
-    KVCache.of(ModelArgs(**{name: value for name, value in limits.items() if value is not None}))
+    longest = sys.maxsize if limits["max_seq_len"] is None else limits["max_seq_len"]  # the checkpoint's is not known
+    KVCache.of(ModelArgs(**{**limits, "max_seq_len": longest, "kv_cache": cache_kind(limits["kv_cache"])}))
     least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=limits["max_batch_size"])
     make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest prompts there could be
 

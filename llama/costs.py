@@ -5,7 +5,7 @@ Units: bytes, and FLOPs where a multiplication and an addition are two. "rows" a
 positions a row, `itemsize` the bytes of a number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -217,17 +217,19 @@ def peak_memory(
     workspace: int = 0,
     ranks: int = 1,
     int8: bool = False,
-    position_bytes: int | None = None,
+    held: Callable[[int], int] | None = None,
 ) -> PeakMemory:
     """Predict the peak of a greedy generation by the plain path, on each of the ranks that share the model.
 
     `all_logits`: every forward computes those of all its positions, as much published code does. `workspace`: what the
     device's libraries take for themselves. `int8`: the matrices are, and what widening them takes is not counted.
-    `position_bytes`: what the cache takes for a position of a row, on one rank; by default keys and values alone.
+    `held`: the bytes that the cache has on one rank once so many positions of each row were fed; by default those of a
+    static one, which takes all its room at once.
     """
     fed = [seqlen for _, seqlen in forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching)]
     wide, own = max(4, itemsize), args.share(ranks)
-    position = position_bytes or cache_bytes(own, rows=1, length=1, itemsize=itemsize)
+    static = cache_bytes(own, rows=rows, length=input_len + output_len, itemsize=itemsize)
+    cache_after = held or (lambda _: static)
 
     def at(forward: int) -> PeakMemory:
         tokens, before = fed[forward], fed[forward - 1] if forward else 0
@@ -241,7 +243,7 @@ def peak_memory(
         return PeakMemory(
             forward=forward,
             weights=weights_bytes(own, itemsize=itemsize, int8=int8),
-            cache=rows * (input_len + output_len) * position if kv_caching else 0,
+            cache=cache_after(input_len + forward) if kv_caching else 0,
             logits=logits,
             narrow_logits=narrow,
             previous_logits=logits_bytes(args, rows=rows, positions=scored_before, itemsize=wide),

@@ -8,7 +8,7 @@ Knows models and ids; text and checkpoints enter in `main` alone. Log-likelihood
 import copy
 import json as json_format
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -138,6 +138,15 @@ def expected(model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT
     the iterator until it ends or is closed. They are float64 where the device has it: two caches that differ by little
     more than rounding would differ by the rounding of float32 here.
     """
+    with closing(next_logits(model, ids, prompt_len=prompt_len)) as steps:
+        for logits in steps:
+            yield log_probabilities(logits)
+
+
+def next_logits(
+    model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
+) -> Generator[Tensor, None, None]:
+    """Yield the logits, (vocab,), of which `expected` gives the log-probabilities."""
     _check_prompt(len(ids), prompt_len=prompt_len)
     check_room(
         1, 0 if model.bound() else len(ids) - 1, model.args
@@ -150,6 +159,11 @@ def expected(model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT
             yield _step(model, tokens[:, start:end], start)
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Return the log-softmax of logits, (vocab,), in float64 where the device has it."""
+    return logits.log_softmax(-1, dtype=logits.dtype if logits.device.type == "mps" else torch.float64)
+
+
 def compare(
     reference: Transformer, other: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
 ) -> Comparison:
@@ -160,13 +174,20 @@ def compare(
     """
     if {id(cache) for cache in reference.caches} & {id(cache) for cache in other.caches}:
         raise ValueError("a model cannot be compared with itself: make the other by with_cache_kind(model, kind)")
-    kl = same = nll = other_nll = 0.0
-    wanted = ids[prompt_len:]
     with (
         closing(expected(reference, ids, prompt_len=prompt_len)) as ours,
         closing(expected(other, ids, prompt_len=prompt_len)) as theirs,
-        _progress(len(wanted)) as bar,
     ):
+        return compared(ours, theirs, ids, prompt_len=prompt_len)
+
+
+def compared(
+    ours: Iterable[Tensor], theirs: Iterable[Tensor], ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
+) -> Comparison:
+    """Return how far `theirs` are from `ours`, both what `expected` yields for the same ids."""
+    kl = same = nll = other_nll = 0.0
+    wanted = ids[prompt_len:]
+    with _progress(len(wanted)) as bar:
         for full, changed, token in zip(ours, theirs, wanted, strict=True):
             kl += float(F.kl_div(changed, full, reduction="sum", log_target=True))  # KL(full || changed)
             same += int(full.argmax()) == int(changed.argmax())
@@ -197,9 +218,9 @@ def with_cache_kind(model: Transformer, kind: str) -> Transformer:
 
 @torch.inference_mode()
 def _step(model: Transformer, fed: Tensor, start: int) -> Tensor:
-    """Return the log-probabilities that follow what is fed, (vocab,)."""
+    """Return the logits that follow what is fed, (vocab,)."""
     logits: Tensor = model(fed, start, logits="last")[0, -1]
-    return logits.log_softmax(-1, dtype=logits.dtype if logits.device.type == "mps" else torch.float64)
+    return logits
 
 
 def _nll(logits: Tensor, ids: Tensor) -> float:

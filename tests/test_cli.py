@@ -321,6 +321,27 @@ def test_text_is_the_same_with_and_without_the_cache_streamed_or_not(
     assert without_speed(infer(inference, checkpoint, capsys, *words[:-1], "5")) != without_speed(printed[()])
 
 
+@pytest.mark.parametrize("kind", ["window:40+4", "paged:64", "int8", "{file}:mine"])
+def test_every_kind_of_cache_is_taken_and_named(
+    kind: str, inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from llama.kv_cache import ConcatCache\n\n\nclass Mine(ConcatCache, kind='mine'): ...\n")
+    named = kind.format(file=file)
+    words = ["--max_gen_len=4", "--temperature=0", "hello the x", "hello the y", "--kv_cache", named]
+    printed = [infer(inference, checkpoint, capsys, *words, *more) for more in ((), ("--share_prefix",))]
+    assert all(f"KV cache on ({named})" in text for text in printed)
+    assert without_speed(printed[0]) == without_speed(printed[1])
+
+
+def test_a_window_longer_than_the_model_reads_is_refused_in_one_line(
+    inference: Callable[..., int], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(inference, ["--ckpt_dir", str(checkpoint), "hello", "--kv_cache", "window:99999999+4"]) == 2
+    _, err = capsys.readouterr()
+    assert (err.count("\n"), "take a smaller window" in err) == (1, True)
+
+
 def test_a_prompt_is_read_from_a_file_or_standard_input(
     inference: Callable[..., int],
     checkpoint: Path,
@@ -367,6 +388,10 @@ def test_a_missing_prompt_file_and_a_missing_checkpoint_are_one_line(
         ["--device", "gpu"],
         ["--dtype", "fp8"],
         ["--kv_cache", "rolling"],
+        ["--kv_cache", "window:4+8"],
+        ["--kv_cache", "int8:2"],
+        ["--kv_cache", "nowhere.py:mine"],
+        ["--share_prefix", "--kv_caching=False"],
         ["--max_seq_len", "0"],
         ["--max_batch_size", "0"],
         ["--max_batch_size", "3"],  # of the four example prompts

@@ -83,6 +83,7 @@ MAY_IMPORT = {
     "llama/bench/single.py": ("bench", ""),
     "llama/bench/presets.py": ("bench costs", ""),
     "llama/bench/quiet.py": ("bench machine", ""),
+    "llama/bench/caches.py": ("args bench kv_cache", ""),
     "llama/bench/report/plots.py": ("bench.schema bench.report costs", "matplotlib"),
     "llama/bench/report/": ("bench.cell bench.schema bench.statistics bench.report costs files", ""),
     "llama/bench/run/directory.py": ("bench", ""),
@@ -95,7 +96,8 @@ MAY_IMPORT = {
     ),
     "llama/bench/run/worker.py": (f"{FLOOR} bench exact", "torch"),
     "llama/bench/run/": (
-        f"{FLOOR} api checkpoint demo exact fast tokenizer bench.cell bench.schema bench.statistics bench.run",
+        f"{FLOOR} api checkpoint demo exact fast tokenizer "
+        "bench.cell bench.schema bench.statistics bench.texts bench.run",
         "torch",
     ),
     "llama/bench/gpu/": (f"{FLOOR} bench exact fast", "torch"),

@@ -196,6 +196,68 @@ class Sweep(TypedDict):
     fits: list[Fit]
 
 
+class CachesPlan(TypedDict):
+    """How the quality of kinds of cache is measured: as much of it as the budget has room for, and the text allows."""
+
+    prompt_len: int
+    tokens: int
+    greedy_tokens: int
+    needle_lengths: list[int]
+    needle_seeds: int
+
+
+class Parting(TypedDict):
+    """Where the greedy text of a kind leaves the full cache's: `margin` is the gap of the latter's largest logits."""
+
+    token: int
+    full_id: int
+    kind_id: int
+    margin: float
+
+
+class NeedleRecall(TypedDict):
+    """How many of the needles in texts of so many tokens were found."""
+
+    length: int
+    tries: int
+    found: int
+
+
+class CacheQuality(TypedDict):
+    """A kind of cache against the full one on the same tokens, in nats; `parting` is None where there is none."""
+
+    path: str
+    tokens: int
+    mean_kl: float
+    top1_agreement: float
+    reference_nll: float
+    nll: float
+    greedy_tokens: int
+    parting: Parting | None
+    needles: list[NeedleRecall]
+
+
+class KindRecord(TypedDict):
+    """One kind of cache: bytes and step times by context, and its quality; `error` where something was not measured."""
+
+    kind: str
+    lossless: bool | None
+    path: str
+    bytes: list[CacheSize]
+    steps: list[StepTimes]
+    quality: CacheQuality | None
+    error: str | None
+
+
+class Caches(TypedDict):
+    """Kinds of cache side by side, in the order of the report's cells; the first is the full one."""
+
+    text: str
+    contexts: list[int]
+    plan: CachesPlan | None
+    kinds: list[KindRecord]
+
+
 class ModelFacts(TypedDict):
     """`parameters` and `sizes` are None for an engine that does not tell."""
 
@@ -220,6 +282,7 @@ class Report(TypedDict):
     comparisons: list[Comparison]
     crossovers: list[Crossover]
     sweep: Sweep | None
+    caches: Caches | None
     reading: list[str]
     failures: list[str]
 

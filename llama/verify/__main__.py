@@ -6,6 +6,7 @@ is printed is the sum of that file. Knows models by their paths, files and words
 
 import hashlib
 import random
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from llama.api import load
 from llama.costs import size
 from llama.exact import slowdown
 from llama.files import check_writable
-from llama.kv_cache import cache_kind
+from llama.kv_cache import KVCache, cache_kind
 from llama.machine import available_memory, environment
 from llama.model import Transformer
 from llama.parallel import world_size
@@ -62,7 +63,8 @@ def main(
         seed: Of the first run, which draws its prompts; by default the first number that the file does not have.
         runs: How many runs to add to the file; 0 prints what it holds.
         exact: Measure exact mode, and allow not a bit to differ.
-        kv_cache: The kind of cache: static, concat, or file.py:kind.
+        kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. One that
+            keeps less than it is given is refused: benchmark_inference.py --preset caches measures those.
         device: auto, cpu, cuda or mps.
         output: The file in which runs add up.
     """
@@ -75,8 +77,9 @@ def main(
         if not before:
             raise ValueError(f"{path} holds no runs yet; make some with --runs 1")
         return report(before, path)
+    kind = lossless_kind(kv_cache)
     check_writable(path)
-    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=cache_kind(kv_cache), exact=exact)
+    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact)
     config = {
         "model": ckpt_dir,
         "weights": weights_id(model),
@@ -110,6 +113,17 @@ def check_numbers(*, seed: int | None, runs: int, **sizes: int) -> None:
         raise ValueError(f"seed={seed} must not be negative")
     if seed is not None and runs == 0:
         raise ValueError(f"seed={seed} means nothing with runs=0, which makes none; leave one of them out")
+
+
+def lossless_kind(text: str) -> str:
+    """Return the name of the kind that is asked for; refuse one that says itself that it changes what it is given."""
+    kind = cache_kind(text)
+    if not KVCache.named(kind).lossless:
+        raise ValueError(
+            f"kv_cache={text!r} does not keep all it is given, so it is not equal by design and cannot be certified; "
+            f"python benchmark_inference.py --preset caches --kv_cache {shlex.quote(text)} measures how far off it is"
+        )
+    return kind
 
 
 def check_room(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from llama.bench.run import engines, memory, worker
 from llama.bench.run.aggregate import aggregated, compare_modes, first_divergence, raise_ceilings
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
-from llama.bench.run.memory_ledger import make_ledger, predict
+from llama.bench.run.memory_ledger import cache_bytes, make_ledger, predict
 from llama.bench.run.models import find_model, make_cell, random_model
 from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, cache_sizes, context_lengths, crossover, step_times
 from llama.bench.run.validity import notes, violated
@@ -701,15 +701,26 @@ def test_the_ids_of_another_engine_are_compared_without_its_logits() -> None:
     ("changes", "note"),
     [
         ({}, ""),
-        ({"kv_cache": "concat"}, "predicted for a static cache; this one is concat"),
+        ({"kv_cache": "concat"}, "predicted for a cache that is read in place; concat may copy what it returns"),
         ({"kv_cache": "concat", "kv_caching": False}, ""),
     ],
     ids=str,
 )
-def test_a_ledger_says_where_its_cache_is_not_the_one_that_was_predicted(changes: dict[str, Any], note: str) -> None:
+def test_a_ledger_says_where_a_cache_may_take_more_meanwhile_than_it_holds(changes: dict[str, Any], note: str) -> None:
     cell = CELL.but(**changes)
     ledger = make_ledger(tiny_args(), cell, predict(tiny_args(), cell))
-    assert next(line["note"] for line in ledger["lines"] if line["name"] == "KV cache") == note
+    assert next(line["note"] for line in ledger["lines"] if line["name"].endswith("activations")) == note
+
+
+@pytest.mark.parametrize("kind", ["static", "concat", "paged", "paged:9", "int8", "int4", "window", "window:5+1"])
+def test_what_a_kind_of_cache_holds_is_predicted_to_the_byte(kind: str) -> None:
+    cell = CELL.but(kv_cache=kind)
+    record = measured(cell)
+    assert record["cache_bytes"] == cache_bytes(tiny_args(kv_cache=kind), cell, cell.total_len - 1)
+    predicted, held = line(record, "KV cache")
+    assert predicted == cache_bytes(tiny_args(kv_cache=kind), cell, cell.input_len), "the prefill makes the peak"
+    assert held == (record["cache_bytes"] if predicted == record["cache_bytes"] else None)
+    assert [point["status"] for point in record["points"] if point["name"] == "no overflow"] == ["ok"]
 
 
 def test_a_kind_of_cache_that_holds_its_numbers_in_fewer_bytes_has_them_predicted() -> None:
@@ -767,6 +778,12 @@ def test_a_step_is_timed_a_few_times_at_least_and_a_quick_one_until_it_took_long
     assert [_more([slow] * n, model) for n in range(LEAST + 2)] == [True] * LEAST + [False] * 2
     assert _more([quick] * (MOST - 1), model)
     assert not _more([quick] * MOST, model)
+
+
+@pytest.mark.parametrize("kind", ["concat", "paged", "int8", "int4", "window:9+2"])
+def test_every_kind_has_the_sizes_that_it_predicts(kind: str) -> None:
+    sizes = cache_sizes(tiny_model(dtype=torch.float32, kv_cache=kind), [1, 8, 24])
+    assert [entry["measured"] for entry in sizes] == [entry["predicted"] for entry in sizes]
 
 
 def test_cache_sizes_are_as_predicted() -> None:

@@ -442,6 +442,8 @@ def test_a_damaged_file_is_refused_and_left_alone(command: Command, how: str, ru
         (["--device=abacus"], "device='abacus' is not known"),
         (["--kv_cache=none_such"], "kv_cache='none_such' is not a known kind"),
         (["--kv_cache=nowhere/x.py:never_defined"], "No such file"),
+        (["--kv_cache=int8"], "--preset caches --kv_cache int8 measures how far off it is"),
+        (["--kv_cache=window:20+4"], "is not equal by design"),
         (["--token=4"], "did you mean --tokens?"),
     ],
 )

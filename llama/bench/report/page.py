@@ -9,15 +9,16 @@ from html import escape
 from importlib import resources
 from itertools import groupby
 
+from llama.bench.report.caches import report_sections
 from llama.bench.report.plots import as_svg, figures, heading
-from llama.bench.report.tables import Section, Table, alarms, byline, deaths, sections, title
+from llama.bench.report.tables import Section, Table, alarms, byline, deaths, title
 from llama.bench.schema import Report
 
 
 def page(report: Report) -> str:
     """Return the report as one HTML page, complete in itself."""
     drawn = {name: _picture(heading(figure), as_svg(figure)) for name, figure in figures(report).items()}
-    shown = [one for one in sections(report) if one.parts or drawn.keys() & set(one.pictures)]
+    shown = [one for one in report_sections(report) if one.parts or drawn.keys() & set(one.pictures)]
     body = [_head(report)]
     for parent, group in groupby(shown, key=lambda one: one.parent):
         parts = [_details(section) if parent else _section(section, drawn) for section in group]

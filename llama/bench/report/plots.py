@@ -8,7 +8,7 @@ import io
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, NullLocator
 
+from llama.bench.report.caches import context_of_size, held_at, step_at
 from llama.bench.report.tables import (
     DISTURBED,
     disturbances,
@@ -31,7 +32,7 @@ from llama.bench.report.tables import (
     stands_apart,
     summary_of,
 )
-from llama.bench.schema import CellRecord, Crossover, Fit, Report, Spread, StepTimes, Sweep
+from llama.bench.schema import Caches, CellRecord, Crossover, Fit, Report, Spread, StepTimes, Sweep
 from llama.costs import MB, size
 
 COLORS = {True: "#0072B2", False: "#D55E00"}
@@ -58,8 +59,12 @@ def figures(report: Report) -> dict[str, Figure]:
     sweep = report["sweep"]
     of_table = {"time": _time, "memory": _memory, "steps": _steps, "crossover": _crossover}
     of_sweep = {"speedup": _speedup, "cache": _cache, "context": _context, "batch": _batch}
+    caches = report.get("caches")
+    of_caches = {"cache_quality": _cache_quality, "cache_time": _cache_time}
     with matplotlib.rc_context(_STYLE):
-        if sweep is None:
+        if caches is not None:
+            drawn = {name: draw(caches) for name, draw in of_caches.items()}
+        elif sweep is None:
             drawn = {name: draw(report) for name, draw in of_table.items()}
         else:
             drawn = {name: draw(sweep) for name, draw in of_sweep.items()}
@@ -408,6 +413,79 @@ def _batch_title(steps: Sequence[StepTimes]) -> str:
 
 def _per_second(step: StepTimes) -> Spread:
     return _changed(step["seconds"], lambda seconds: step["batch_size"] / seconds)
+
+
+def _cache_quality(caches: Caches) -> Figure | None:
+    """Draw how often each kind finds the full cache's most likely token against the bytes that it holds."""
+    at = context_of_size(caches)
+    points = [
+        _Kind(one["kind"], held / MB, 100 * one["quality"]["top1_agreement"], one["lossless"] is True)
+        for one in caches["kinds"]
+        if (held := held_at(one, at)) is not None and one["quality"] is not None
+    ]
+    if not points:
+        return None
+    figure, ax = _kinds_figure("Memory against quality, by kind of cache", at, points)
+    ax.set_ylabel(f"same most likely token as {caches['kinds'][0]['kind']}, %")
+    return figure
+
+
+def _cache_time(caches: Caches) -> Figure | None:
+    """Draw each kind's time per token against the bytes that it holds."""
+    at = context_of_size(caches)
+    points = [
+        _Kind(one["kind"], held / MB, 1e3 * step["seconds"]["median"], one["lossless"] is True)
+        for one in caches["kinds"]
+        if (held := held_at(one, at)) is not None and (step := step_at(one, at)) is not None
+    ]
+    if not points:
+        return None
+    figure, ax = _kinds_figure("Memory against time per token, by kind of cache", at, points)
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel(f"time per token at {at:,} tokens, ms, median")
+    return figure
+
+
+class _Kind(NamedTuple):
+    """A point of a picture of kinds: x is MB."""
+
+    name: str
+    x: float
+    y: float
+    lossless: bool
+
+
+def _kinds_figure(heading: str, context: int, points: Sequence[_Kind]) -> tuple[Figure, Axes]:
+    """Return a figure with a named point for each kind; those that lie on one another share their words."""
+    below = f"one row of {context:,} tokens; hollow: a kind that does not keep all it is given"
+    figure, (ax,) = _figure(heading, below)
+    for one in points:
+        face = COLORS[True] if one.lossless else "white"
+        ax.plot(one.x, one.y, "o", ms=9, mec=COLORS[True], mfc=face, mew=1.8, clip_on=False)
+    ax.set_xlim(0, 1.25 * max(one.x for one in points))
+    ax.margins(y=0.15)
+    ax.set_xlabel(f"bytes held at {context:,} tokens, MB (2^20 bytes)")
+    for names, x, y in _together(points):
+        right = x < 0.7 * ax.get_xlim()[1]
+        ax.annotate(names, (x, y), (9 if right else -9, 5), **_LABEL | {"ha": "left" if right else "right"})
+    return figure, ax
+
+
+def _together(points: Sequence[_Kind]) -> list[tuple[str, float, float]]:
+    """Return names and places; points that words could not tell apart have their names in one."""
+    width = 1.25 * max(one.x for one in points) or 1.0
+    height = max(one.y for one in points) - min(one.y for one in points) or 1.0
+    groups: list[list[_Kind]] = []
+    for one in sorted(points, key=lambda point: (point.x, point.y)):
+        near = [
+            group for group in groups
+            if abs(group[0].x - one.x) < 0.15 * width and abs(group[0].y - one.y) < 0.05 * height
+        ]  # fmt: skip
+        if near:
+            near[0].append(one)
+        else:
+            groups.append([one])
+    return [(", ".join(one.name for one in group), group[-1].x, group[-1].y) for group in groups]
 
 
 def _figure(

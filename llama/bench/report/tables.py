@@ -14,7 +14,11 @@ from llama.costs import MB, size
 NOT_MEASURED, NOT_OBSERVED = "not measured", "not observed"
 DISTURBED = "DISTURBED, do not rely on these times"
 
-TITLES = {"table": "With and without KV cache", "sweep": "What the KV cache saves as batch and length grow"}
+TITLES = {
+    "table": "With and without KV cache",
+    "sweep": "What the KV cache saves as batch and length grow",
+    "caches": "Kinds of KV cache: bytes, time and quality",
+}
 
 DEFINITIONS = (
     ("time", "the whole job: from the call with the prompts until the last token of all rows is on the host"),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from llama.bench.report.caches import report_sections, result_tables
 from llama.bench.report.tables import (
     DISTURBED,
     NOT_MEASURED,
@@ -27,12 +28,10 @@ from llama.bench.report.tables import (
     point_mark,
     point_words,
     rate,
-    result_tables,
-    sections,
     title,
     work_lines,
 )
-from llama.bench.schema import CellRecord, Point, Report, Spread, StepTimes, Summary, Sweep
+from llama.bench.schema import Caches, CellRecord, KindRecord, Point, Report, Spread, StepTimes, Summary, Sweep
 from llama.costs import table
 
 _RED, _PLAIN = "\033[31m", "\033[0m"
@@ -138,7 +137,7 @@ def report_markdown(report: Report) -> str:
     """Return the whole report, what follows from the figures first."""
     lines = [f"**{mark}** {_safe(line)}" for mark, line in alarms(report)] + [f"**{_safe(x)}**" for x in deaths(report)]
     parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report))), *lines, *map(_safe, report["reading"])]
-    shown = [one for one in sections(report) if one.parts]
+    shown = [one for one in report_sections(report) if one.parts]
     for parent, group in groupby(shown, key=lambda one: one.parent):
         parts += [f"## {_safe(parent)}"] if parent else []
         for section in group:
@@ -176,7 +175,8 @@ def report_csv(report: Report) -> str:
     A figure that was not measured is an empty field.
     """
     disturbed = "yes" if disturbances(report) else ""  # other figures of the report are no better than its cells
-    rows = [_cell_row(record) for record in report["cells"]]
+    caches = report.get("caches")  # whose cells are kinds, which have rows of their own
+    rows = [_cell_row(record) for record in report["cells"]] if caches is None else _cache_rows(caches)
     rows += [_step_row("crossover", step) for one in report["crossovers"] for step in one["steps"]]
     rows += _sweep_rows(report["sweep"]) if report["sweep"] is not None else []
     rows = [{"figures": row["figures"], "disturbed": disturbed, **row} for row in rows]
@@ -217,6 +217,33 @@ def _spread_row(name: str, unit: str, figure: Spread | None) -> dict[str, Any]:
 def _step_row(figures: str, step: StepTimes) -> dict[str, Any]:
     row = {"figures": figures, "kv_caching": on_or_off(step["kv_caching"]), "batch_size": step["batch_size"]}
     return row | {"context_tokens": step["context"]} | _spread_row("step", "s", step["seconds"])
+
+
+def _cache_rows(caches: Caches) -> list[dict[str, Any]]:
+    """Return a row of each kind's quality, and one of its bytes and step time at each context."""
+    rows: list[dict[str, Any]] = []
+    for record in caches["kinds"]:
+        rows.append({"figures": "kind", "kv_cache": record["kind"], **_quality_row(record)})
+        for held in record["bytes"]:
+            sizes = {"cache_bytes": held["measured"], "predicted_cache_bytes": held["predicted"]}
+            length = {"context_tokens": held["length"]}
+            rows.append({"figures": "kind by context", "kv_cache": record["kind"], **length, **sizes})
+            times = [step for step in record["steps"] if step["context"] == held["length"]]
+            rows[-1] |= {"path": record["path"]} | (_spread_row("step", "s", times[0]["seconds"]) if times else {})
+    return rows
+
+
+def _quality_row(record: KindRecord) -> dict[str, Any]:
+    quality = record["quality"]
+    row: dict[str, Any] = {"lossless": record["lossless"], "error": record["error"]}
+    if quality is None:
+        return row
+    plain = ("path", "tokens", "mean_kl", "top1_agreement", "reference_nll", "nll", "greedy_tokens")
+    row |= {name: value for name, value in quality.items() if name in plain}
+    if quality["parting"] is not None:
+        row |= {f"parting_{name}": quality["parting"][name] for name in ("token", "margin")}
+    needles = {f"needles_{one['length']}": one["found"] / one["tries"] for one in quality["needles"]}
+    return row | needles
 
 
 def _sweep_rows(sweep: Sweep) -> list[dict[str, Any]]:

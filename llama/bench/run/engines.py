@@ -89,6 +89,14 @@ def hooked(model: nn.Module, before: Callable[..., Any], after: Callable[..., An
             hook.remove()
 
 
+def path_of(model: Transformer, *, fast: int, all: int) -> str:
+    """Return what executed so many forwards of a model, of which its runner did `fast`."""
+    plain, step = model.ops.name, model.runner
+    names = [step.name] if step is not None and fast else []
+    names += [plain] if fast < all or not names else []
+    return str(replace(model.execution, runner=" and ".join(names)))
+
+
 class LlamaEngine:
     """This library. `logits="all"` makes every forward compute the logits of all positions, as published code does."""
 
@@ -123,10 +131,7 @@ class LlamaEngine:
 
     def _path(self, *, fast: int, all: int) -> str:
         """Return what executed so many forwards, of which the fast step did some: by what it counted, not by intent."""
-        plain, step = self.model.ops.name, self.model.runner
-        names = [step.name] if step is not None and fast else []
-        names += [plain] if fast < all or not names else []
-        return str(replace(self.model.execution, runner=" and ".join(names)))
+        return path_of(self.model, fast=fast, all=all)
 
     @contextmanager
     def _watched(self, run: Run, times: list[float], *, output_len: int, steps: int | None) -> Iterator[None]:
@@ -190,8 +195,7 @@ class LlamaEngine:
     def _ask_caches(self, run: Run) -> None:
         caches = self.model.caches
         run.cache_bytes = sum(cache.nbytes for cache in caches)
-        if caches[0].keys is not None and caches[0].key_positions() is None:  # else no slot belongs to a position
-            run.cache_length = caches[0].keys.shape[1]
+        run.cache_length = caches[0].slots
 
 
 class DeviceClock:

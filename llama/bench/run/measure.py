@@ -14,11 +14,20 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.engines import Engine, LlamaEngine, Run
 from llama.bench.run.memory import Peak, PeakBytes, tensor_peak
-from llama.bench.run.memory_ledger import check_length, check_memory, make_ledger, position_bytes, predict, workspace
+from llama.bench.run.memory_ledger import (
+    cache_bytes,
+    check_length,
+    check_memory,
+    make_ledger,
+    position_bytes,
+    predict,
+    workspace,
+)
 from llama.bench.run.models import settled
 from llama.bench.run.validity import judge, notes
 from llama.bench.schema import CellRecord, Ledger, Sample, Work, new_record
 from llama.costs import forward_flops, forwards, parameters, step_bytes
+from llama.kv_cache import KVCache
 from llama.machine import OtherLoad
 
 
@@ -95,6 +104,7 @@ def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Wor
     `weights` are the bytes that a peer's weights take, which only it knows where it has quantized them.
     """
     fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
+    bound = KVCache.of(args).bound if cell.engine == "llama" else None
 
     def flops(start_pos: int, seqlen: int) -> int:
         scored = seqlen if cell.logits == "all" else 1
@@ -104,7 +114,8 @@ def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Wor
         whole = step_bytes(args, rows=cell.batch_size, context=0, itemsize=cell.itemsize, int8=cell.int8)
         if weights is not None and cell.quantize is not None and not cell.int8:
             whole = whole * weights // (parameters(args) * cell.itemsize)
-        return whole + cell.batch_size * start_pos * position_bytes(args, cell)
+        kept = start_pos if bound is None else min(start_pos, bound)
+        return whole + cell.batch_size * kept * position_bytes(args, cell)
 
     middle = fed[1:][len(fed[1:]) // 2] if len(fed) > 1 else fed[0]
     return {
@@ -126,13 +137,15 @@ def _ledger(
         resident = resident_before_model, sample["peak_resident_bytes"]
     measured_by = "max_memory_allocated" if device.type == "cuda" else "a trace of PyTorch's CPU allocator"
     head, embedding = engine.model.output.weight, engine.model.tok_embeddings.weight
+    predicted = predict(engine.model.args, cell, workspace=workspace(device))
+    at_end = cache_bytes(engine.model.args.share(cell.ranks), cell, cell.total_len - 1) if cell.kv_caching else 0
     return make_ledger(
         engine.model.args,
         cell,
-        predict(engine.model.args, cell, workspace=workspace(device)),
+        predicted,
         weights=engine.weights_bytes,
         head=0 if head is embedding else head.nbytes,
-        cache=run.cache_bytes,
+        cache=run.cache_bytes if predicted.cache == at_end else None,  # it was looked at in the last forward alone
         logits=run.logits_bytes,
         peak=peak,
         measured_by=measured_by if peak is not None else "not measured",

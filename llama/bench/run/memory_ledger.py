@@ -4,6 +4,8 @@ The predictions are `llama.costs`' and come from ModelArgs alone; what would not
 of how anything was measured.
 """
 
+from functools import partial
+
 import torch
 
 from llama.args import ModelArgs
@@ -31,14 +33,28 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
         workspace=workspace,
         ranks=cell.ranks,
         int8=cell.int8,
-        position_bytes=position_bytes(args.share(cell.ranks), cell),
+        held=partial(cache_bytes, args.share(cell.ranks), cell),
     )
 
 
 def position_bytes(args: ModelArgs, cell: Cell) -> int:
     """Return the bytes of one position of a row over all layers: of our own cells, as their kind of cache tells."""
-    kind = KVCache.kinds[args.kv_cache] if cell.engine == "llama" else KVCache
-    return args.n_layers * kind.position_bytes(args, cell.cache_itemsize)
+    return args.n_layers * _kind(args, cell).position_bytes(args, cell.cache_itemsize)
+
+
+def cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
+    """Return what the caches of all layers hold once `fed` positions of each row were fed, as the kind predicts it.
+
+    One that preallocates, so that `reserve` is its own, has the room of the whole text from its first position on.
+    """
+    kind = _kind(args, cell)
+    length = fed if kind.reserve is KVCache.reserve and cell.engine == "llama" else cell.total_len
+    itemsize = cell.cache_itemsize
+    return args.n_layers * kind.predicted_bytes(args, rows=cell.batch_size, length=length, itemsize=itemsize)
+
+
+def _kind(args: ModelArgs, cell: Cell) -> type[KVCache]:
+    return KVCache.named(args.kv_cache) if cell.engine == "llama" else KVCache
 
 
 def make_ledger(
@@ -70,8 +86,6 @@ def make_ledger(
         _line("KV cache", predicted.cache, cache),
         _line("logits", predicted.logits, logits, counts=at_head),
     ]
-    if cell.kv_cache != "static" and cell.kv_caching:
-        lines[2]["note"] = f"predicted for a static cache; this one is {cell.kv_cache}"
     if predicted.narrow_logits:
         lines.append(_line("logits in 16 bits", predicted.narrow_logits, None, counts=at_head))
     if predicted.previous_logits:
@@ -103,7 +117,10 @@ def _of_activations(cell: Cell, *, measured: bool) -> str:
         return "predicted for the plain path; the fast step takes a workspace, or on a GPU a pool"
     if cell.int8:
         return "predicted for weights as they are; int8 layers widen some outputs at a time"
-    return "measured is what the other lines leave of the measured peak" if measured else ""
+    words = ["measured is what the other lines leave of the measured peak"] if measured else []
+    if cell.kv_caching and cell.kv_cache != "static":
+        words.append(f"predicted for a cache that is read in place; {cell.kv_cache} may copy what it returns")
+    return "; ".join(words)
 
 
 def _line(name: str, predicted: int, measured: int | None, *, counts: bool = True, note: str = "") -> Line:

@@ -58,10 +58,11 @@ def make_cell(
     name = ckpt_dir or model or ("llama-3.2-1b" if on.type == "cuda" else "demo")
     cell = Cell(model=name, device=str(on), dtype=dtype_name(pick_dtype(dtype, on)), ranks=world_size(), **rest)
     check_cell(cell)
-    KVCache.of(ModelArgs(kv_cache=cache_kind(cell.kv_cache)))
+    KVCache.named(cache_kind(cell.kv_cache))
     if name in GPT2:
         return cell
     source = find_model(cell)
+    KVCache.of(source.args)
     cell = settled(cell, lambda text: encode_prompt(source.tokenizer, text))
     check_length(cell, source.args.max_seq_len)
     check_memory(cell, source.args, source.device, held=0)

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from llama.bench.run.filling import fill_caches
 from llama.bench.schema import CacheSize, Crossover, StepTimes
 from llama.bench.statistics import percentiles
 from llama.model import Transformer
@@ -80,14 +81,14 @@ def crossover(steps: Sequence[StepTimes]) -> Crossover:
 def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
     """Take caches of one row of each length, and compare their bytes with the prediction."""
     sizes: list[CacheSize] = []
-    weight, own = model.norm.weight, model.args.share(model.ranks.size)  # a matrix may be in int8, the cache is not
+    itemsize = model.norm.weight.itemsize  # a matrix may be in int8, what the cache is given is not
     for length in lengths:
         model.reserve_cache(1, length)
-        written = weight.new_zeros(1, length, own.n_kv_heads, own.head_dim)
-        for cache in model.caches:
-            cache.update(0, written, written.clone())
+        fill_caches(model, 0, length)
         measured = sum(cache.nbytes for cache in model.caches)
-        predicted = length * sum(cache.position_bytes(own, weight.itemsize) for cache in model.caches)
+        predicted = sum(
+            cache.predicted_bytes(cache.args, rows=1, length=length, itemsize=itemsize) for cache in model.caches
+        )
         sizes.append({"length": length, "predicted": predicted, "measured": measured})
     model.free_cache()
     return sizes

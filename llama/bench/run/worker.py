@@ -20,6 +20,7 @@ import torch
 from llama.bench.cell import Cell
 from llama.bench.gpu.checks import run_checks
 from llama.bench.gpu.kernels import profile_step, time_kernels
+from llama.bench.run.cache_kind import cache_costs, cache_quality, cache_reference
 from llama.bench.run.engines import Engine, LlamaEngine
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory import device_bytes_used, resident_bytes
@@ -153,6 +154,9 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "calibrate": calibrate,
     "steps": time_steps,
     "caches": size_caches,
+    "cache_costs": cache_costs,
+    "cache_reference": cache_reference,
+    "cache_quality": cache_quality,
     "margin": margin,
     "checks": run_checks,
     "kernels": time_kernels,

@@ -1,0 +1,187 @@
+"""What a kind of cache costs: bytes and time by context, and how far off the full one what the model expects is.
+
+Each function is a job of `llama.bench.run.worker`: it loads the model with the cell's kind, and returns what goes into
+JSON. The full cache's logits for all positions of the text are written to a file once, which every other kind is held
+against: 400 MB for 2,048 tokens and a vocabulary of 49,152.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama.bench.cell import Cell
+from llama.bench.run.engines import path_of
+from llama.bench.run.filling import CHUNK, fill_caches
+from llama.bench.run.memory_ledger import check_memory
+from llama.bench.run.models import find_model
+from llama.bench.run.needle import needles
+from llama.bench.schema import CacheQuality, CacheSize, CachesPlan, NeedleRecall, Parting, StepTimes
+from llama.bench.statistics import percentiles
+from llama.bench.texts import read_text
+from llama.model import Transformer
+from llama.perplexity import compared, expected, log_probabilities, next_logits
+from llama.streaming import TextCodec, encode_prompt
+
+STEPS = 8  # timed at each context, behind one that warms up
+
+
+def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
+    """Fill the caches up to each context, time the steps that reach it, and count the bytes that are held there."""
+    source = find_model(cell)
+    longest = max(contexts)
+    check_memory(cell.but(input_len=min(CHUNK, longest - 1), output_len=1), source.args, source.device, held=0)
+    started = time.perf_counter()
+    model = source.build()
+    loaded = time.perf_counter() - started
+    before = _by_runner(model)
+    sizes: list[CacheSize] = []
+    steps: list[StepTimes] = []
+    with model.switched(kv_caching=True):
+        for context in contexts:
+            model.reserve_cache(1, context)
+            seconds = _steps_up_to(model, context)
+            steps.append({"batch_size": 1, "context": context, "kv_caching": True, "seconds": percentiles(seconds)})
+            sizes.append(_size(model, context))
+    return {
+        "lossless": all(cache.lossless for cache in model.caches),
+        "path": path_of(model, fast=_by_runner(model) - before, all=len(contexts) * (STEPS + 1)),
+        "bytes": sizes,
+        "steps": steps,
+        "load_seconds": loaded,
+    }
+
+
+@torch.inference_mode()
+def _steps_up_to(model: Transformer, context: int) -> list[float]:
+    """Return the seconds of the last STEPS steps of a text of `context` tokens, whose other positions are filled in."""
+    begin = context - STEPS - 1
+    fill_caches(model, 0, begin)
+    seconds = []
+    for position in range(begin, context):
+        fed = torch.tensor([[position % model.args.vocab_size]], device=model.device)
+        started = time.perf_counter()
+        int(model(fed, position, logits="last")[0, -1].argmax())  # on the host, as the loop has it
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def _size(model: Transformer, length: int) -> CacheSize:
+    itemsize = model.norm.weight.itemsize  # a matrix may be in int8, what the cache is given is not
+    held = [(cache.nbytes, cache.predicted_bytes(cache.args, rows=1, length=length, itemsize=itemsize))
+            for cache in model.caches]  # fmt: skip
+    return {
+        "length": length,
+        "predicted": sum(predicted for _, predicted in held),
+        "measured": sum(measured for measured, _ in held),
+    }
+
+
+def cache_reference(cell: Cell, *, plan: CachesPlan, logits: str) -> dict[str, Any]:
+    """Measure the full cache's quality, write its logits into the file `logits`, and return its greedy text, too."""
+    model, tokenizer, ids = _opened(cell, plan)
+    kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=True)
+    nll, before = 0.0, _by_runner(model)
+    with closing(next_logits(model, ids, prompt_len=plan["prompt_len"])) as steps:
+        for place, (scores, token) in enumerate(zip(steps, ids[plan["prompt_len"] :], strict=True)):
+            kept[place] = scores
+            nll -= float(log_probabilities(scores)[token])
+    nll /= len(kept)
+    path = path_of(model, fast=_by_runner(model) - before, all=len(kept))
+    texts, margins = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
+    quality: CacheQuality = {
+        "path": path,
+        "tokens": len(kept),
+        "mean_kl": 0.0,
+        "top1_agreement": 1.0,
+        "reference_nll": nll,
+        "nll": nll,
+        "greedy_tokens": len(texts),
+        "parting": None,
+        "needles": _recalled(model, tokenizer, plan),
+    }
+    return {"quality": quality, "greedy": {"ids": texts, "margins": margins}}
+
+
+def cache_quality(cell: Cell, *, plan: CachesPlan, logits: str, greedy_text: dict[str, Any]) -> dict[str, Any]:
+    """Compare the cell's kind with the full cache, whose logits stand in a file, on the same text."""
+    model, tokenizer, ids = _opened(cell, plan)
+    kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=False)
+    ours, before = (log_probabilities(scores) for scores in kept), _by_runner(model)
+    with closing(expected(model, ids, prompt_len=plan["prompt_len"])) as steps:
+        theirs = (logprobs.cpu() for logprobs in steps)
+        found = compared(ours, theirs, ids, prompt_len=plan["prompt_len"])
+    path = path_of(model, fast=_by_runner(model) - before, all=found.tokens)
+    text, _ = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
+    quality: CacheQuality = {
+        "path": path,
+        "tokens": found.tokens,
+        "mean_kl": found.mean_kl,
+        "top1_agreement": found.top1_agreement,
+        "reference_nll": found.reference_nll,
+        "nll": found.other_nll,
+        "greedy_tokens": len(text),
+        "parting": parting(greedy_text["ids"], text, greedy_text["margins"]),
+        "needles": _recalled(model, tokenizer, plan),
+    }
+    if not math.isfinite(quality["mean_kl"] + quality["nll"]):
+        raise ValueError(f"kv_cache={cell.kv_cache}: the model gives what the text says a probability of 0, or none")
+    return {"quality": quality}
+
+
+def _opened(cell: Cell, plan: CachesPlan) -> tuple[Transformer, TextCodec, list[int]]:
+    """Return the model with the cell's kind, its tokenizer, and the ids of the text."""
+    source = find_model(cell)
+    last = plan["prompt_len"] + plan["tokens"]
+    check_memory(cell.but(input_len=plan["prompt_len"], output_len=plan["tokens"]), source.args, source.device, held=0)
+    model = source.build()
+    return model, source.tokenizer, encode_prompt(source.tokenizer, read_text())[:last]
+
+
+def _by_runner(model: Transformer) -> int:
+    """Return how many forwards the model's runner has run so far."""
+    return 0 if model.runner is None else model.runner.forwards
+
+
+def _logits_file(path: Path, tokens: int, model: Transformer, *, new: bool) -> Tensor:
+    """Return the tensor in a file, (tokens, vocab), in the dtype of the model's logits; what is written stays there."""
+    dtype = torch.promote_types(model.norm.weight.dtype, torch.float32)
+    size = tokens * model.args.vocab_size
+    held = torch.from_file(str(path), shared=new, size=size, dtype=dtype, device="cpu")
+    return held.view(tokens, model.args.vocab_size)
+
+
+@torch.inference_mode()
+def greedy(model: Transformer, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    """Return the `count` most likely ids behind a prompt, one after the other, and the gap of each to the runner-up."""
+    ids, gaps = [], []
+    fed, start = torch.tensor([list(prompt)], device=model.device), 0
+    with model.switched(kv_caching=True):
+        model.reserve_cache(1, len(prompt) + count)
+        for _ in range(count):
+            top = model(fed, start, logits="last")[0, -1].topk(2)
+            ids.append(int(top.indices[0]))
+            gaps.append(float(top.values[0] - top.values[1]))
+            fed, start = top.indices[None, :1], start + fed.shape[1]
+    return ids, gaps
+
+
+def parting(full: Sequence[int], kind: Sequence[int], margins: Sequence[float]) -> Parting | None:
+    """Return the first token at which two texts differ, None where none does; `margins` are those of `full`."""
+    for token, (full_id, kind_id, margin) in enumerate(zip(full, kind, margins, strict=True)):
+        if full_id != kind_id:
+            return {"token": token, "full_id": full_id, "kind_id": kind_id, "margin": margin}
+    return None
+
+
+def _recalled(model: Transformer, tokenizer: TextCodec, plan: CachesPlan) -> list[NeedleRecall]:
+    lengths, seeds = plan["needle_lengths"], range(plan["needle_seeds"])
+    found: dict[int, list[bool]] = {length: [] for length in lengths}
+    for one in needles(model, tokenizer, read_text(), lengths=lengths, seeds=seeds):
+        found[one.length].append(one.found)
+    return [{"length": length, "tries": len(those), "found": sum(those)} for length, those in found.items() if those]
