@@ -34,6 +34,8 @@ def feed(model: Transformer, lengths: list[int], threads: int, *, caching: bool)
     model(tokens, logits="last", lengths=lengths)
     model(tokens)
     if caching:
+        model.free_cache()
+        model(tokens, logits="last", lengths=lengths)
         model(tokens[:, :1], lengths)
         model.free_cache()
 
@@ -63,7 +65,13 @@ def main(*words: str) -> None:
             for length, caching in itertools.product(LENGTHS, (False, True)):
                 lengths = [length, *(dice.choice(LENGTHS) for _ in range(dice.choice((0, 0, 1, 2))))]
                 feed(model, lengths, dice.choice((1, 2, 3)), caching=caching)
-            assert served(model) == len(LENGTHS) * 5
+            assert served(model) == len(LENGTHS) * 6
+            for cache in ("int8", "int4"):
+                model.kv_cache = cache
+                before = served(model)
+                for length in LENGTHS:
+                    feed(model, [length, *dice.choices(LENGTHS, k=dice.choice((0, 2)))], length % 3 + 1, caching=True)
+                assert served(model) == before + len(LENGTHS) * 4
     print("clean")
 
 

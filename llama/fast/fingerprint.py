@@ -23,16 +23,25 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from llama import layers, limits, model, ops, quantize, rope
+from llama import layers, limits, model, ops, quantize, rope, rows
 from llama.fast.supported import PATH, Unsupported
-from llama.kv_cache import contract, static
+from llama.kv_cache import contract, quantized, static
 from llama.model import Transformer
 
 Description = TypeVar("Description")
 
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
-_FILES = (contract, static, layers, limits, model, ops, quantize, rope)
+_FILES = (contract, quantized, static, layers, limits, model, ops, quantize, rope, rows)
+# Numbers of ours by which native code was written.
+_NUMBERS: dict[tuple[Any, str], object] = {
+    (quantized, "GROUP"): 32,
+    (quantized, "SCALES"): torch.float16,
+    (quantized.Int8Cache, "bits"): 8,
+    (quantized.Int8Cache, "unrotated"): False,
+    (quantized.Int4Cache, "bits"): 4,
+    (quantized.Int4Cache, "unrotated"): True,
+}
 _TORCH = (
     (nn.Module, ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")),
     (nn.Embedding, ("forward",)),
@@ -44,9 +53,10 @@ def _code() -> Iterator[tuple[Any, str, object]]:
     """Yield the code that the plain path runs: whose it is, its name, and what stands there now."""
     for file in _FILES:
         classes = (one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__)
-        for owner in (file, *(one for one in classes if issubclass(one, nn.Module | rope.RopeTable))):
+        for owner in (file, *(one for one in classes if issubclass(one, nn.Module | rope.RopeTable | rows.Rows))):
             yield from ((owner, name, getattr(owner, name)) for name in sorted(PATH & vars(owner).keys()))
     yield from ((owner, name, getattr(owner, name)) for owner, names in _TORCH for name in names)
+    yield from ((owner, name, number) for (owner, name), number in _NUMBERS.items())
 
 
 _OWNERS, _NAMES, _CODE = zip(*_code(), strict=True)
@@ -56,7 +66,7 @@ def _replaced_before() -> str | None:
     """Return the name of code of ours that had been replaced before it was noted here, if any."""
     ours = {file.__file__ for file in _FILES}
     for owner, name, value in zip(_OWNERS, _NAMES, _CODE, strict=True):
-        elsewhere = owner in dict(_TORCH) or isinstance(value, ModuleType)
+        elsewhere = owner in dict(_TORCH) or isinstance(value, ModuleType) or (owner, name) in _NUMBERS
         if not elsewhere and (not isinstance(value, FunctionType) or value.__code__.co_filename not in ours):
             return f"{owner.__name__}.{name}"
     return None
@@ -90,8 +100,8 @@ def check_moment() -> None:
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
 # Attributes of modules that are no facts: PyTorch's own; the switch, which a step reads by itself, and what a cache was
-# asked to reserve; those of the model that lead back to whoever holds its facts.
-_NO_FACTS = {*vars(nn.Module()), "kv_caching", "reserved", "runner", "ownership"}
+# asked to reserve and was fed; those of the model that lead back to whoever holds its facts.
+_NO_FACTS = {*vars(nn.Module()), "kv_caching", "reserved", "_ends", "runner", "ownership"}
 
 
 class TensorFacts:

@@ -365,7 +365,7 @@ class StepBlock:
 
 def _describe(model: Transformer) -> object:
     """Return something new for every model that is another than before. Raises Unsupported."""
-    check_modules(model)
+    check_modules(model, (StaticCache,))
     if int8_weights(model):
         raise Unsupported("int8 weights are for a CPU so far")
     return object()

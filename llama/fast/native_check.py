@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
+from llama.fast.native_description import CACHES
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
+from llama.kv_cache import KVCache
 from llama.model import Transformer
 from llama.quantize import Int8Weight, quantize_layers, weights_of
 from llama.self_comparison import first_difference
@@ -45,6 +47,28 @@ def check_library(folder: Path, dtype: torch.dtype, *, int8: bool) -> None:
     difference = first_difference(model, rows=3, length=150)  # more than two chunks of keys
     if difference is not None:
         raise Unsupported(f"the native code compiled here rounds {kind} differently from call to call: {difference}")
+    for held in CACHES[1:]:  # behind the static one, which has been compared
+        off = _off_from_cache(model, runner, held)
+        if not off <= _TOLERANCE[dtype]:
+            raise Unsupported(
+                f"the native code compiled here is wrong for {kind} with {held.__name__}: off by {off:.2g} of the "
+                "largest logit"
+            )
+
+
+def _off_from_cache(model: Transformer, runner: NativeRunner, cache: type[KVCache]) -> float:
+    """Return how far native logits are from the modules', behind a prompt that is in a cache of a kind."""
+    name = next(name for name, kind in KVCache.kinds.items() if kind is cache)
+    prompt, step = torch.arange(80, device="cpu").view(1, 80), torch.arange(5, device="cpu").view(1, 5)
+    with torch.inference_mode():
+        model.kv_cache = name
+        model(prompt)
+        held = [cache.copy() for cache in model.caches]
+        native = model(step, 80)
+        model.runner, model.caches = None, held
+        plain = model(step, 80)
+        model.runner = runner
+    return float((native - plain).abs().max() / plain.abs().max())
 
 
 def _tiny_model(dtype: torch.dtype, *, int8: bool) -> Transformer:

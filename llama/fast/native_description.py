@@ -6,17 +6,18 @@ every tensor is of the dtype, shape, device and layout that the code reads. Know
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from llama.fast.native_library import Layer, Matrix, Model
 from llama.fast.supported import Unsupported, check_modules
-from llama.kv_cache import StaticCache
+from llama.kv_cache import Int4Cache, Int8Cache, KVCache, StaticCache
 from llama.model import Attention, Transformer, TransformerBlock
 from llama.quantize import GROUP, LANES, Int8Embedding, Int8Weight
+from llama.rows import Rows
 
+CACHES = (StaticCache, Int8Cache, Int4Cache)  # the kinds that native code reads where they lie
 _MULTIPLE = 32  # of numbers that the native code takes at a time
 
 
@@ -33,7 +34,7 @@ class NativeModel:
     vocab_size: int
     trainable: bool
     attentions: list[Attention]
-    caches: list[StaticCache]
+    caches: list[KVCache]
 
     @property
     def layers(self) -> list[Layer]:
@@ -42,10 +43,11 @@ class NativeModel:
 
 def describe(model: Transformer) -> NativeModel:
     """Return what native code has to know of the model. Raises Unsupported."""
-    check_modules(model)
+    check_modules(model, CACHES)
     dtype = model.norm.weight.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise Unsupported(f"there is native code for float32 and bfloat16, not for {dtype}")
+    _check_caches([block.attention.cache for block in model.blocks], model.batch_rows)
     sizes = _sizes(model)
     sizes.norm = check_tensor(model.norm.weight, (sizes.dim,), dtype)
     sizes.embedding = _matrix(model.tok_embeddings.weight, model.tok_embeddings.weight.shape[0], sizes.dim, sizes)
@@ -57,8 +59,18 @@ def describe(model: Transformer) -> NativeModel:
         vocab_size=sizes.embedding.columns,
         trainable=any(weight.requires_grad for weight in model.parameters()),
         attentions=[block.attention for block in model.blocks],
-        caches=[cast(StaticCache, block.attention.cache) for block in model.blocks],  # `check_modules` has looked
+        caches=[block.attention.cache for block in model.blocks],
     )
+
+
+def _check_caches(caches: Sequence[KVCache], rows: Rows) -> None:
+    """Raise Unsupported where a cache of this model is none that native code serves; `rows` are those of the model."""
+    kinds = {type(cache) for cache in caches}
+    if len(kinds) > 1:
+        raise Unsupported("the layers' caches are of different kinds")
+    for cache in caches:
+        if cache.batch_rows is not rows:
+            raise Unsupported("a layer's cache is not told of the model's rows")
 
 
 def check_tensor(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -29,8 +29,8 @@ class Layer(ctypes.Structure):
         ("attention_norm", c_void_p),
         ("ffn_norm", c_void_p),
         *((name, Matrix) for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((f"{side}_{part}", c_void_p) for side in ("key", "value") for part in ("codes", "scale", "zero")),
     )
 
 
@@ -57,8 +57,10 @@ class NativeBatch(ctypes.Structure):
         ("all", c_int64),
         ("cos", c_void_p),
         ("sin", c_void_p),
-        ("cached", c_int64),
+        ("kind", c_int64),  # of the cache, see native_caches.py
         ("slots", c_int64),
+        ("places", c_void_p),
+        ("kept", c_void_p),
         ("logits", c_void_p),
         ("threads", c_int64),
         ("workspace", c_void_p),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from llama.batch import Batch, Chosen
-from llama.fast.fingerprint import Described, TensorFacts, must_look
+from llama.fast.fingerprint import Described, must_look
+from llama.fast.native_caches import Call, NativeCaches, Taken
 from llama.fast.native_description import NativeModel, check_tensor, describe
 from llama.fast.native_library import NativeBatch, NativeForward
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
@@ -32,8 +33,7 @@ class NativeRunner:
         self.forwards = 0
         self._warn = WarnOnce(logger)
         self._described = Described(describe)
-        # Of which model the layers were told the addresses of their caches, and of which buffers.
-        self._caches: tuple[NativeModel, TensorFacts] | tuple[None, None] = (None, None)
+        self._caches = NativeCaches()
 
     def __reduce__(self) -> tuple[type["NativeRunner"], tuple[Path]]:
         return NativeRunner, (self._folder,)  # the copy of a model has weights of its own
@@ -49,24 +49,27 @@ class NativeRunner:
     ) -> Tensor | None:
         """Return what `model(...)` returns, or None where the plain path has to do it, which is said once."""
         bsz, seqlen = tokens.shape
+        model.batch_rows.lengths, model.batch_rows.rope = lengths, model.rope
+        kept = model.batch_rows.real(bsz, seqlen)
         starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
         if logits == "all" or lengths is None:
             lengths = [seqlen] * bsz
         end = max(map(sum, zip(starts, lengths, strict=True)))
         look = must_look(model)
+        call = Call(starts, lengths, kept, width=seqlen, look=look)
         try:
             described = self._described.of(model, look=look)
             if described.trainable and torch.is_grad_enabled():
                 return None  # whoever records gradients needs the modules
             ids = _ids(tokens, described)
             cos_sin = _rotations(model, end, described)
-            slots = None
+            cache = None
             if caching_of(described.attentions if look else described.attentions[:1]):
-                slots = self._take_cache(described, model.norm.weight, bsz, end, look=look)
+                cache = self._caches.take(described, call)
         except Unsupported as why:
             self._warn(why)
             return None
-        return self._forward(described, ids, starts, lengths, cos_sin, slots, all=logits == "all")
+        return self._forward(described, ids, call, cos_sin, cache, all=logits == "all")
 
     def run_ahead(self, model: Transformer, batch: Batch) -> Iterator[Chosen]:
         """Leave the loop to the host, which is here the same CPU."""
@@ -79,42 +82,22 @@ class NativeRunner:
         """Return what the native code is told of the model now. Raises Unsupported."""
         return self._described.of(model)
 
-    def _take_cache(self, described: NativeModel, like: Tensor, rows: int, length: int, *, look: bool) -> int:
-        """Make room in every layer's cache, and return for how many positions there is."""
-        told, facts = self._caches
-        first = described.caches[0]._buffers["keys"]
-        holds = told is described and facts is not None and described.caches[0].fits(rows, length)
-        if holds and look:
-            assert facts is not None
-            holds = facts.hold([cache._buffers[name] for cache in described.caches for name in ("keys", "values")])
-        if not holds:
-            self._caches = None, None
-            rooms = [cache.room(rows, length, like=like) for cache in described.caches]
-            buffers = [buffer for room in rooms for buffer in room]
-            shape = (*rooms[0][0].shape[:2], described.sizes.kv_heads, described.sizes.head_dim)
-            for layer, (keys, values) in zip(described.layers, rooms, strict=True):
-                layer.keys = check_tensor(keys, shape, described.dtype)
-                layer.values = check_tensor(values, shape, described.dtype)
-            self._caches = described, TensorFacts(buffers)
-            first = buffers[0]
-        assert first is not None
-        return first.shape[1]
-
     def _forward(
         self,
         described: NativeModel,
         ids: Tensor,
-        starts: list[int],
-        lengths: Sequence[int],
+        call: Call,
         cos_sin: tuple[Tensor, Tensor],
-        slots: int | None,
+        cache: Taken | None,
         *,
         all: bool,
     ) -> Tensor:
         bsz, seqlen = ids.shape
         vocab = described.sizes.output.columns
         scores = torch.empty((bsz, seqlen if all else 1, vocab), dtype=torch.float32, device="cpu")
-        first, count = (c_int64 * bsz)(*starts), (c_int64 * bsz)(*lengths)
+        numbers = c_int64 * bsz
+        first, count, kept = numbers(*call.starts), numbers(*call.lengths), numbers(*call.kept)
+        places = numbers(*range(bsz))
         batch = NativeBatch(
             rows=bsz,
             width=seqlen,
@@ -124,8 +107,10 @@ class NativeRunner:
             all=all,
             cos=cos_sin[0].data_ptr(),
             sin=cos_sin[1].data_ptr(),
-            cached=slots is not None,
-            slots=slots or 0,
+            kind=0 if cache is None else cache.kind,
+            slots=0 if cache is None else cache.slots,
+            places=addressof(places),
+            kept=addressof(kept),
             logits=scores.data_ptr(),
             threads=torch.get_num_threads(),
         )

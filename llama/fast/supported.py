@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from torch import nn
 
-from llama.kv_cache import StaticCache
+from llama.kv_cache import KVCache
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
@@ -14,7 +14,7 @@ from llama.quantize import Int8Embedding, Int8Linear, Int8Weight
 from llama.ranks import ALONE
 
 _KNOWN = {
-    *(Transformer, TransformerBlock, Attention, FeedForward, RMSNorm, StaticCache, nn.ModuleList),
+    *(Transformer, TransformerBlock, Attention, FeedForward, RMSNorm, nn.ModuleList),
     *(ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, Int8Linear, Int8Embedding, Int8Weight),
 }
 # What the plain path runs of our files: functions, methods, and the names under which it reaches PyTorch.
@@ -34,6 +34,8 @@ PATH = {
         "_write",
         "rows",
     ),
+    *("quantize", "dequantize", "_packed", "_unpacked", "_newest", "value_parts", "_whole", "_keep", "_take"),
+    *("_refuse_what_is_gone", "rotated", "real"),
     *("check_fed", "row_starts", "check_room"),
     *("torch", "nn", "F"),
 }
@@ -55,15 +57,19 @@ class WarnOnce:
         self._said.add(str(words))
 
 
-def check_modules(model: Transformer) -> None:
-    """Raise Unsupported where a module, hook, method or operation of the user's own would be ignored."""
+def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
+    """Raise Unsupported where a module, hook, method or operation of the user's own would be ignored.
+
+    And where a layer's cache is none of the kinds that the step serves.
+    """
     if model.ranks.size > 1:
         raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:
         raise Unsupported(f"the model's operations are {model.ops.name}")
     for module in model.modules():
         kind = type(module)
-        if kind not in _KNOWN or getattr(module, "ops", PLAIN) != PLAIN or getattr(module, "ranks", ALONE).size > 1:
+        ours = getattr(module, "ops", PLAIN) == PLAIN and getattr(module, "ranks", ALONE).size == 1
+        if not ours or (kind not in _KNOWN and kind not in caches):
             raise Unsupported(f"{kind.__name__} is not one of the modules that the fast step computes")
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
             raise Unsupported(f"a hook watches {kind.__name__}")

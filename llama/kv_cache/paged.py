@@ -70,7 +70,11 @@ class PagedCache(KVCache, kind="paged"):
         slots, kept = self._slots(starts, real, seqlen, xk.device)
         for pool, new in ((self.keys, xk), (self.values, xv)):
             pool.flatten(0, 1)[slots] = new.flatten(0, 1)[kept]
-        return self._gathered(self.keys, max(ends), bsz), self._gathered(self.values, max(ends), bsz)
+        keys, values = self._gathered(self.keys, max(ends), bsz), self._gathered(self.values, max(ends), bsz)
+        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+            if count < seqlen:  # what is not kept is attended to under a mask, and so must be finite
+                keys[row, start : start + seqlen], values[row, start : start + seqlen] = xk[row], xv[row]
+        return keys, values
 
     def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
         """Give every row blocks of its own for the positions that it is about to write, or raise with none taken."""

@@ -148,3 +148,18 @@ def test_a_pool_that_is_too_small_says_what_would_do_and_nothing_is_lost() -> No
     keys, values = cache.update(2 * BLOCK - 1, xk[:, -1:], xv[:, -1:])
     assert torch.equal(keys, xk)
     assert torch.equal(values, xv)
+
+
+def test_padding_that_is_not_kept_is_finite_where_a_mask_hides_it() -> None:
+    """A mask multiplies by zero, and memory that nobody wrote may hold what is no number."""
+    cache = KVCache.of(tiny_args(kv_cache="paged", max_seq_len=64))
+    sizes = cache.args.n_kv_heads, cache.args.head_dim
+    assert isinstance(cache, PagedCache)
+    whole = torch.ones(2, 64, *sizes)
+    cache.update(0, whole, whole)
+    assert cache.keys is not None
+    cache.keys.fill_(torch.nan)
+    cache.batch_rows.lengths = [3, 40]
+    keys, values = cache.update(0, whole[:, :40], whole[:, :40])
+    assert torch.equal(keys, whole[:, :40])
+    assert torch.equal(values, whole[:, :40])

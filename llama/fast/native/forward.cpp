@@ -7,6 +7,7 @@
 #include <atomic>
 #include <thread>
 
+#include "groups.h"
 #include "products.h"
 
 #if defined(_OPENMP)
@@ -18,7 +19,17 @@ namespace {
 struct Layer {
     const void *attention_norm, *ffn_norm;
     Matrix wq, wk, wv, wo, w1, w2, w3;
-    void *keys, *values;  // (rows, slots, kv_heads, head_dim), from the cache, or null
+    // Of the layer's cache, or null:
+    void *keys, *values;         // (rows, slots, kv_heads, head_dim); those of INT8 and INT4 are the newest TOKENS
+    Quantized key, value;        // (rows, slots, kv_heads, ...)
+};
+
+// What a cache holds. Between a step and the next the plain path may write and read the same.
+enum Kind : Int {
+    NONE,    // nothing
+    STATIC,  // a slot for every position
+    INT8,    // groups of TOKENS positions in 8 bits, as groups.h has them, and the newest as they came
+    INT4,    // the same in 4 bits, keys as they are before RoPE
 };
 
 struct Model {
@@ -37,7 +48,8 @@ struct Batch {
     const Int *starts, *lengths;  // (rows,)
     Int all;                 // whether the logits of all positions are wanted, (rows, width, vocab), else (rows, vocab)
     const float *cos, *sin;  // (positions, head_dim), as rope.py has them
-    Int cached, slots;       // slots: positions that the cache has room for
+    Int kind, slots;         // of the cache; slots: positions that it has room for, groups of INT8 and INT4
+    const Int *places, *kept;  // (rows,): which row of the cache each is, and how many of its tokens are to be kept
     float* logits;
     Int threads;
     char* workspace;
@@ -120,8 +132,12 @@ struct Forward {
     std::int32_t *row, *position;  // of every token
     Int* begin;                    // the first token of every row
     float *h, *q;                  // of every token
-    T *keys, *values;              // of every token, where there is no cache
-    float *k, *v, *gate, *up;      // of a block's tokens
+    // What attention reads as it came, row behind row: keys, turned, and values of every token; where the cache has
+    // groups, also of those before them in a group that is not full.
+    T *keys, *values;
+    T* unturned;  // the same keys before RoPE, for INT4
+    Int* own;     // where in them a row begins
+    float *k, *v, *gate, *up;  // of a block's tokens
     char *rounded, *attention;     // each thread's
     float* parts;                  // of every token, chunk and head, where keys are shared out
     float* scaled_row;             // each thread's
@@ -151,17 +167,29 @@ struct Forward {
         const Int held = together ? block_rows : threads * block_rows;
         k = carver.take<float>(held * kv), v = carver.take<float>(held * kv);
         gate = carver.take<float>(held * widest()), up = carver.take<float>(held * widest());
-        keys = values = nullptr;
-        if (!batch.cached) keys = carver.take<T>(tokens * kv), values = carver.take<T>(tokens * kv);
+        keys = values = unturned = nullptr, own = carver.take<Int>(batch.rows + 1);
+        if (owns()) keys = carver.take<T>(owned() * kv), values = carver.take<T>(owned() * kv);
+        if (batch.kind == INT4) unturned = carver.take<T>(owned() * kv);
         rounded_bytes = block_rows * Product::bytes(std::max(queries, widest()));
         rounded_bytes = std::max(rounded_bytes, scored_rows() * Product::bytes(model.dim));
         rounded = carver.take<char>(threads * rounded_bytes);
         const Int floats_of_query = KEYS + part_size() + model.head_dim + 2;
         attention_bytes = most_queries() * (model.head_dim * sizeof(T) + floats_of_query * sizeof(float));
-        attention_bytes = (attention_bytes + 6 * 64) / 64 * 64;
+        if (grouped()) attention_bytes += 2 * KEYS * model.head_dim * sizeof(T);
+        attention_bytes = (attention_bytes + 8 * 64) / 64 * 64;
         attention = carver.take<char>(threads * attention_bytes);
         parts = apart ? carver.take<float>(tokens * chunks * model.heads * part_size()) : nullptr;
         workspace_size = carver.used;
+    }
+
+    bool grouped() const { return batch.kind == INT8 || batch.kind == INT4; }
+    bool owns() const { return batch.kind == NONE || grouped(); }
+    // The first position of a row that attention reads as it came, and how many of all rows it reads so.
+    Int first_own(Int row) const { return grouped() ? batch.starts[row] / TOKENS * TOKENS : 0; }
+    Int owned() const {
+        Int count = tokens;
+        for (Int r = 0; r < batch.rows; r++) count += batch.starts[r] - first_own(r);
+        return count;
     }
 
     Int widest() const { return std::max(model.dim, model.hidden); }
@@ -169,9 +197,10 @@ struct Forward {
     Int scored_rows() const { return std::min(scored, SCORED); }
 
     void run() {
-        Int t = 0;
+        Int t = 0, held = 0;
         for (Int r = 0; r < batch.rows; r++) {
-            begin[r] = t;
+            begin[r] = t, own[r] = held;
+            held += batch.starts[r] + batch.lengths[r] - first_own(r);
             for (Int i = 0; i < batch.lengths[r]; i++, t++) row[t] = r, position[t] = batch.starts[r] + i;
         }
         begin[batch.rows] = t;
@@ -214,7 +243,9 @@ struct Forward {
                 for (Int t = team.rank; t < count; t += team.size)
                     place(layer, first + t, k + (slot + t) * kv, v + (slot + t) * kv);
             });
+            if (grouped()) recall(layer, all);
             all.wait();
+            if (grouped()) keep(layer, all);
             each_block([&](Int first, Int count) {
                 attend(layer, first, count, team, attention + all.rank * attention_bytes);
                 team.wait();
@@ -228,7 +259,7 @@ struct Forward {
                 added(layer.w2, own, count, team, h + first * model.dim, up + slot * widest());
                 team.wait();
             });
-            if (!batch.cached) all.wait();  // before the next layer's keys replace these
+            if (owns()) all.wait();  // before the next layer's keys replace these
         }
         all.wait();
         head(all, scaled, own);
@@ -283,10 +314,14 @@ struct Forward {
         });
     }
 
-    // Where a token's keys stand, or its values: in the layer's cache, or where there is none in `own`.
-    T* place_of(void* cache, T* own, Int row, Int position) const {
-        return batch.cached ? (T*)cache + (row * batch.slots + position) * kv : own + (begin[row] + position) * kv;
+    // Where the keys of a position stand, or its values: in the layer's cache, or in `own_side`, as it came.
+    T* place_of(void* cache, T* own_side, Int row, Int position) const {
+        if (owns()) return own_side + place_of_own(row, position);
+        return (T*)cache + (batch.places[row] * batch.slots + position) * kv;
     }
+    Int place_of_own(Int row, Int position) const { return (own[row] + position - first_own(row)) * kv; }
+    // Where the newest group's keys of a position stand, or its values.
+    Int place_of_newest(Int row, Int position) const { return (batch.places[row] * TOKENS + position % TOKENS) * kv; }
 
     // Turn pairs of neighbours by the token's position.
     void turn(float* x, Int count, Int position) const {
@@ -299,13 +334,70 @@ struct Forward {
             }
     }
 
+    // The same of numbers of the cache's kind, rounded to it again.
+    void turn_rounded(const T* x, T* to, Int count, Int position) const {
+        for (Int i = 0; i < count; i += LANES) {
+            const Int at = position * model.head_dim + i % model.head_dim;
+            narrow(turned<T>(widen(x + i), batch.cos + at, batch.sin + at), to + i);
+        }
+    }
+
     // Turn a token's queries and keys by its position, and put its keys and values where they belong.
     void place(const Layer& layer, Int t, float* k, float* v) const {
         turn(q + t * queries, model.heads, position[t]);
+        if (unturned) {  // what is kept is rounded before it is turned
+            T* to = unturned + place_of_own(row[t], position[t]);
+            for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to + i), store(k + i, widen(to + i));
+        }
         turn(k, model.kv_heads, position[t]);
         T *to_keys = place_of(layer.keys, keys, row[t], position[t]),
           *to_values = place_of(layer.values, values, row[t], position[t]);
         for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to_keys + i), narrow(widen(v + i), to_values + i);
+    }
+
+    // Bring what the cache has of groups that are not full to where attention reads it as it came.
+    void recall(const Layer& layer, const Team& all) const {
+        for (Int r = 0; r < batch.rows; r++)
+            for (Int p = first_own(r) + all.rank; p < batch.starts[r]; p += all.size) {
+                const Int from = place_of_newest(r, p), to = place_of_own(r, p);
+                std::memcpy(values + to, (const T*)layer.values + from, kv * sizeof(T));
+                std::memcpy((unturned ? unturned : keys) + to, (const T*)layer.keys + from, kv * sizeof(T));
+                if (unturned) turn_rounded(unturned + to, keys + to, kv, p);
+            }
+    }
+
+    // Quantise the groups that this call filled, and keep the newest one as it came.
+    void keep(const Layer& layer, const Team& all) const {
+        const T* ks = unturned ? unturned : keys;
+        Int task = 0;
+        for (Int r = 0; r < batch.rows; r++) {
+            if (!batch.kept[r]) continue;
+            const Int end = batch.starts[r] + batch.kept[r];
+            for (Int group = first_own(r) / TOKENS; group < end / TOKENS; group++)
+                for (Int head = 0; head < model.kv_heads; head++)
+                    if (task++ % all.size == all.rank) keep_group(layer, ks, r, group, head);
+            for (Int p = (end - 1) / TOKENS * TOKENS; p < end; p++) {  // also where it is full: it may be fed once more
+                if (task++ % all.size != all.rank) continue;
+                const Int from = place_of_own(r, p), to = place_of_newest(r, p);
+                std::memcpy((T*)layer.keys + to, ks + from, kv * sizeof(T));
+                std::memcpy((T*)layer.values + to, values + from, kv * sizeof(T));
+            }
+        }
+    }
+
+    void keep_group(const Layer& layer, const T* ks, Int row, Int group, Int head) const {
+        const Int d = model.head_dim, from = place_of_own(row, group * TOKENS) + head * d;
+        const Quantized key = group_of(layer.key, row, group, head, d);
+        const Quantized value = group_of(layer.value, row, group, head, TOKENS * d / PART);
+        if (batch.kind == INT8)
+            make_keys<8>(ks + from, kv, d, key), make_values<8>(values + from, kv, d, value);
+        else
+            make_keys<4>(ks + from, kv, d, key), make_values<4>(values + from, kv, d, value);
+    }
+
+    Quantized group_of(const Quantized& side, Int row, Int group, Int head, Int shared) const {
+        const Int place = (batch.places[row] * batch.slots + group) * model.kv_heads + head;
+        return side.at(place, TOKENS * model.head_dim * (batch.kind == INT8 ? 8 : 4) / 8, shared);
     }
 
     // Attention over a block's tokens; what comes out stands where the queries stood.
@@ -365,7 +457,7 @@ struct Forward {
     // What a look needs, for so many queries at most. A part is what a query took from one chunk of keys: the largest
     // score, the sum of the weights against it, and the weighted values.
     struct Look {
-        T* queries;
+        T *queries, *keys, *values;  // keys and values: of one chunk and kv head, where the cache has groups
         float *scores, *parts, *sums, *most, *total;
 
         Look(const Forward& f, char* scratch) {
@@ -374,7 +466,15 @@ struct Forward {
             queries = carver.take<T>(n * d), scores = carver.take<float>(n * KEYS);
             parts = carver.take<float>(n * f.part_size()), sums = carver.take<float>(n * d);
             most = carver.take<float>(n), total = carver.take<float>(n);
+            const Int held = f.grouped() ? KEYS * d : 0;
+            keys = carver.take<T>(held), values = carver.take<T>(held);
         }
+    };
+
+    // Keys and values of some positions and one kv head, and how far it is from one position to the next.
+    struct Chunk {
+        const T *keys, *values;
+        Int stride;
     };
 
     Int part_size() const { return model.head_dim + LANES; }
@@ -401,14 +501,38 @@ struct Forward {
         const Int seen = std::min(KEYS, position[t + count - 1] + 1 - from);
         for (Int i = 0; i < heads * count; i += group) {
             const Int at = (head + i / count) / rep * d;
-            const T* ks = place_of(layer.keys, keys, row[t], from) + at;
-            const T* vs = place_of(layer.values, values, row[t], from) + at;
-            all_dots(it.queries + i * d, d, group, ks, kv, seen, d, it.scores + i * KEYS, KEYS);
+            Chunk chunk{it.keys, it.values, d};
+            if (grouped() && from < first_own(row[t]))
+                read_groups(it, layer, row[t], from, from + seen, at / d);
+            else
+                chunk = {place_of(layer.keys, keys, row[t], from) + at,
+                         place_of(layer.values, values, row[t], from) + at, kv};
+            all_dots(it.queries + i * d, d, group, chunk.keys, chunk.stride, seen, d, it.scores + i * KEYS, KEYS);
             for (Int j = i; j < i + group; j++)
                 weigh(it.scores + j * KEYS, std::min(seen, position[t + j % count] + 1 - from), to + j * size);
             by_rows(group, [&](auto rows, Int j) {
-                sums<decltype(rows)::value>(it.scores + (i + j) * KEYS, vs, seen, to + (i + j) * size + LANES, size);
+                sums<decltype(rows)::value>(it.scores + (i + j) * KEYS, chunk, seen, to + (i + j) * size + LANES, size);
             });
+        }
+    }
+
+    // Bring keys and values of positions `from` to `end`, out of groups and as they came, to where `it` has room.
+    void read_groups(Look& it, const Layer& layer, Int row, Int from, Int end, Int head) const {
+        const Int d = model.head_dim, quantized = std::min(end, first_own(row));
+        for (Int p = from; p < quantized; p += TOKENS) {
+            const Quantized key = group_of(layer.key, row, p / TOKENS, head, d);
+            const Quantized value = group_of(layer.value, row, p / TOKENS, head, TOKENS * d / PART);
+            T *ks = it.keys + (p - from) * d, *vs = it.values + (p - from) * d;
+            if (batch.kind == INT8) {
+                read_keys<8>(key, d, nullptr, nullptr, ks), read_values<8>(value, d, vs);
+            } else {
+                read_keys<4>(key, d, batch.cos + p * d, batch.sin + p * d, ks), read_values<4>(value, d, vs);
+            }
+        }
+        for (Int p = quantized; p < end; p++) {
+            const Int at = place_of_own(row, p) + head * d;
+            std::memcpy(it.keys + (p - from) * d, keys + at, d * sizeof(T));
+            std::memcpy(it.values + (p - from) * d, values + at, d * sizeof(T));
         }
     }
 
@@ -451,11 +575,11 @@ struct Forward {
 
     // sum[i] = the sum of weights[i][key] * values[key], for ROWS queries and WIDTH vectors of a head.
     template <int ROWS, int WIDTH>
-    void some_sums(const float* weights, const T* vs, Int seen, float* sum, Int stride) const {
+    void some_sums(const float* weights, const T* vs, Int apart, Int seen, float* sum, Int stride) const {
         floats part[ROWS][WIDTH] = {};
         for (Int key = 0; key < seen; key++)
             for (int j = 0; j < WIDTH; j++) {
-                const floats value = widen(vs + key * kv + j * LANES);
+                const floats value = widen(vs + key * apart + j * LANES);
                 for (int r = 0; r < ROWS; r++) part[r][j] = multiply_add(part[r][j], value, weights[r * KEYS + key]);
             }
         for (int r = 0; r < ROWS; r++)
@@ -463,11 +587,11 @@ struct Forward {
     }
 
     template <int ROWS>
-    void sums(const float* weights, const T* vs, Int seen, float* sum, Int stride) const {
+    void sums(const float* weights, const Chunk& chunk, Int seen, float* sum, Int stride) const {
         Int j = 0;
         for (; j + 4 * LANES <= model.head_dim; j += 4 * LANES)
-            some_sums<ROWS, 4>(weights, vs + j, seen, sum + j, stride);
-        for (; j < model.head_dim; j += LANES) some_sums<ROWS, 1>(weights, vs + j, seen, sum + j, stride);
+            some_sums<ROWS, 4>(weights, chunk.values + j, chunk.stride, seen, sum + j, stride);
+        for (; j < model.head_dim; j += LANES) some_sums<ROWS, 1>(weights, chunk.values + j, chunk.stride, seen, sum + j, stride);
     }
 
     // The logits, by all threads together: of every row's last token, or of all.

@@ -36,6 +36,9 @@ typedef std::int32_t ints __attribute__((vector_size(VECTOR)));
 typedef std::uint32_t words __attribute__((vector_size(VECTOR)));
 typedef std::uint16_t shorts __attribute__((vector_size(VECTOR / 2)));
 typedef std::int16_t signed_shorts __attribute__((vector_size(VECTOR / 2)));
+typedef std::uint64_t longs __attribute__((vector_size(VECTOR)));
+typedef std::uint8_t bytes __attribute__((vector_size(VECTOR / 4)));
+typedef std::uint8_t half_bytes __attribute__((vector_size(VECTOR / 8)));
 
 constexpr int LANES = VECTOR / 4;
 constexpr int TOGETHER = 4;  // rows that are taken at a time
@@ -89,8 +92,34 @@ INLINE floats widen(const half* x) {
 #else
     words bits = __builtin_convertvector(load<shorts>(x), words);
     floats size = (floats)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponent's bias of float32 for that of float16
-    return (floats)((words)size | (bits & 0x8000u) << 16);
+    words endless = (words)((ints)(bits & 0x7c00u) == 0x7c00) & 0x7f800000u;  // infinities, and what is no number
+    return (floats)((words)size | endless | (bits & 0x8000u) << 16);
 #endif
+}
+
+// LANES whole numbers of 8 bits.
+INLINE floats widen(const std::uint8_t* x) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, load<__m128i>(x)));
+#elif defined(__AVX2__)
+    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)x)));
+#else
+    return __builtin_convertvector(load<bytes>(x), floats);
+#endif
+}
+
+// LANES whole numbers of 4 bits, the low ones of a byte first.
+INLINE floats widen_halves(const std::uint8_t* x) {
+#if defined(__AVX512F__)
+    const longs pairs = (longs)_mm512_maskz_cvtepu8_epi64(0xff, _mm_loadl_epi64((const __m128i*)x));
+#elif defined(__AVX2__)
+    std::int32_t four;
+    std::memcpy(&four, x, sizeof four);
+    const longs pairs = (longs)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+#else
+    const longs pairs = __builtin_convertvector(load<half_bytes>(x), longs);
+#endif
+    return __builtin_convertvector((ints)((pairs | pairs << 28) & 0x0000000f0000000full), floats);
 }
 
 INLINE void narrow(floats x, float* to) { store(to, x); }
@@ -100,6 +129,22 @@ INLINE void narrow(floats x, bfloat* to) {
     words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
     words quiet = (words)(x != x);                                 // a nan stays one
     store(to, __builtin_convertvector((rounded & ~quiet) | (0x7fc0u & quiet), shorts));
+}
+
+INLINE void narrow(floats x, half* to) {
+#if defined(__AVX512F__)
+    store(to, _mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    store(to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    const words bits = (words)x & 0x7fffffffu, sign = ((words)x >> 16) & 0x8000u;
+    const words normal = (bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;  // to nearest, ties to even
+    const words small = (words)((floats)bits + 0.5f) - 0x3f000000u;  // below 2**-14: a step of 2**-24 is float's at 0.5
+    words size = (ints)bits < (113 << 23) ? small : normal;
+    size = (ints)bits >= 0x477ff000 ? words{} + 0x7c00u : size;  // what rounds past 65504
+    size = (ints)bits > 0x7f800000 ? words{} + 0x7e00u : size;
+    store(to, __builtin_convertvector(size | sign, shorts));
+#endif
 }
 
 INLINE float sum_of(floats x) {
@@ -163,6 +208,15 @@ INLINE signed_shorts swapped(signed_shorts x) {
     return __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
 #else
     return __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7);
+#endif
+}
+
+// Return every two in the other order.
+INLINE floats neighbours(floats x) {
+#if VECTOR == 64
+    return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+#else
+    return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
 #endif
 }
 

@@ -1,0 +1,389 @@
+"""Native code over the kinds of cache that it reads where they lie gives what the plain path gives from the same state.
+
+Codes of a quantised cache jump where a key's last bit differs, so one step is compared from equal states; the state
+that comes of it is compared group by group.
+"""
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native import (
+    ARGS,
+    FOLDER,
+    KINDS,
+    VOCAB,
+    compiled_with,
+    cpu_flags,
+    model_of,
+    needs_a_compiler,
+    served,
+    tolerance,
+    twins,
+)
+from oracles import bits, some_tokens, tiny_args
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.fast.choose import make_fast
+from llama.kv_cache import KVCache, StaticCache, quantized
+from llama.kv_cache.quantized import GROUP, QuantizedCache, _unpacked, quantize
+from llama.model import Transformer
+
+pytestmark = needs_a_compiler
+CACHES = ("int8", "int4")
+TOKENS = some_tokens(3, 200, vocab_size=VOCAB)
+
+
+def pair(kv_cache: str, kind: str = "fp32", args: ModelArgs = ARGS) -> tuple[Transformer, Transformer]:
+    return twins(kind, replace(args, kv_cache=kv_cache))
+
+
+def same_state(plain: Transformer, fast: Transformer) -> None:
+    """Let the fast model go on from what the plain one holds."""
+    fast.caches = [cache.copy() for cache in plain.caches]
+
+
+def check_step(
+    plain: Transformer, fast: Transformer, tokens: Tensor, start: int | list[int], kind: str = "fp32", **how: object
+) -> None:
+    """Feed both from equal states, and compare the logits of the rows that are live."""
+    same_state(plain, fast)
+    before = served(fast)
+    theirs, ours = plain(tokens, start, **how), fast(tokens, start, **how)
+    assert served(fast) == before + 1
+    live = sorted(plain.batch_rows.live) if plain.batch_rows.live is not None else list(range(len(tokens)))
+    torch.testing.assert_close(ours[live], theirs[live], rtol=0, atol=tolerance(kind, theirs))
+
+
+def check_held(plain: Transformer, fast: Transformer, ends: list[int]) -> None:
+    """Both hold the same but for rounding: a code of a full group is seldom another, and then the next one."""
+    for theirs, ours in zip(plain.caches, fast.caches, strict=True):
+        assert isinstance(theirs, QuantizedCache)
+        assert isinstance(ours, QuantizedCache)
+        assert ours._ends == theirs._ends
+        assert ours.nbytes == theirs.nbytes
+        for side, row in itertools.product(("key", "value"), range(len(ends))):
+            full, newest = ends[row] // GROUP, max(ends[row] - 1, 0) // GROUP * GROUP
+            one, other = (cache.get_buffer(f"{side}s")[row, : ends[row] - newest] for cache in (theirs, ours))
+            torch.testing.assert_close(other, one, rtol=0, atol=1e-3)
+            if not full:
+                continue
+            (codes, *scales), (ours_codes, *our_scales) = (
+                [cache.get_buffer(f"{side}_{part}")[row, :full] for part in ("codes", "scale", "zero")]
+                for cache in (theirs, ours)
+            )
+            torch.testing.assert_close(our_scales, scales, rtol=1e-2, atol=1e-3)
+            off = (_unpacked(codes, theirs.bits).int() - _unpacked(ours_codes, ours.bits)).abs()
+            assert off.max() <= 1
+            assert float(off.float().mean()) < 0.02
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_steps_and_chunks_over_groups_are_the_plain_ones(kv_cache: str, kind: str) -> None:
+    plain, fast = pair(kv_cache, kind)
+    done = 0
+    for width in (1, 31, 1, 40, 1, 22, 1, 1, 64, 1, 37):  # into, at and over the edges of groups and chunks of keys
+        check_step(plain, fast, TOKENS[:, done : done + width], done, kind)
+        done += width
+        if kind == "fp32":
+            check_held(plain, fast, [done] * 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_ragged_rows_keep_their_own_tokens_only(kv_cache: str, kind: str) -> None:
+    plain, fast = pair(kv_cache, kind)
+    lengths = [33, 70, 64]
+    check_step(plain, fast, TOKENS[:, :70], 0, kind, logits="last", lengths=lengths)
+    for step in range(3):
+        check_step(plain, fast, TOKENS[:, step : step + 1], [length + step for length in lengths], kind)
+    starts = [36, 73, 67]
+    check_step(plain, fast, TOKENS[:, 80:130], starts, kind, logits="last", lengths=[50, 1, 29])
+    check_step(plain, fast, TOKENS[:, :7], [86, 74, 96], kind, lengths=[7, 2, 5])  # all logits, those of padding too
+    if kind == "fp32":
+        check_held(plain, fast, [93, 76, 101])
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_rows_that_ended_are_not_kept(kv_cache: str) -> None:
+    plain, fast = pair(kv_cache)
+    check_step(plain, fast, TOKENS[:, :60], 0)
+    for model in (plain, fast):
+        model.batch_rows.live = {0, 2}
+    for position in range(60, 70):
+        check_step(plain, fast, TOKENS[:, position : position + 1], position)
+    check_held(plain, fast, [70, 60, 70])
+    for model in (plain, fast):
+        model.batch_rows.live = set()
+    check_step(plain, fast, TOKENS[:, 70:71], 70)
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_generation_with_rows_that_end_is_native_throughout(kv_cache: str) -> None:
+    plain, fast = pair(kv_cache)
+    prompts = [[5, 6, 7], [1] * 40, [9, 8]]
+    made = [model.generate_tokens(prompts, [50, 5, 33], temperature=0.0)[0] for model in (plain, fast)]
+    assert served(fast) == 50
+    assert [len(ids) for ids in made[1]] == [50, 5, 33]
+    for theirs, ours in zip(*made, strict=True):
+        assert ours[:5] == theirs[:5]  # behind it a code that jumped may have changed the text
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_rows_that_share_their_beginning_go_on_apart(kv_cache: str) -> None:
+    plain, fast = pair(kv_cache)
+    check_step(plain, fast, TOKENS[:1, :45], 0)
+    for model in (plain, fast):
+        for cache in model.caches:
+            cache.spread(3)
+    for position in range(45, 66, 7):
+        check_step(plain, fast, TOKENS[:, position : position + 7], position)
+    check_held(plain, fast, [66] * 3)
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_a_text_may_change_between_native_and_plain_steps(kv_cache: str) -> None:
+    plain, fast = pair(kv_cache)
+    runner = fast.runner
+    for model in (plain, fast):
+        model(TOKENS[:, :50])
+    for start in range(50, 110, 5):
+        fast.runner = None if start // 5 % 2 else runner
+        theirs, ours = plain(TOKENS[:, start : start + 5], start), fast(TOKENS[:, start : start + 5], start)
+        same_state(plain, fast)  # so that what was rounded does not add up
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=20 * tolerance("fp32", theirs))
+    fast.runner = runner
+    assert served(fast) == 7
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_a_row_in_a_batch_has_the_bits_it_has_alone(kv_cache: str) -> None:
+    _, fast = pair(kv_cache)
+    cuts = [50, 51, 52, 80, 81, 130]
+
+    def logits_of(rows: Tensor, threads: int) -> list[Tensor]:
+        torch.set_num_threads(threads)
+        fast.free_cache()
+        try:
+            return [fast(rows[:, a:b], a) for a, b in zip([0, *cuts], cuts, strict=False)]
+        finally:
+            torch.set_num_threads(1)
+
+    together = logits_of(TOKENS, 2)
+    for row in range(3):
+        for threads in (1, 2, 3):
+            alone = logits_of(TOKENS[row : row + 1], threads)
+            for one, all in zip(alone, together, strict=True):
+                assert torch.equal(bits(one), bits(all[row : row + 1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_what_was_never_written_is_never_read(kv_cache: str, kind: str) -> None:
+    _, fast = pair(kv_cache, kind)
+    ends = [80, 20, 33]
+    fast(TOKENS[:, :80], logits="last", lengths=ends)
+    before = [cache.copy() for cache in fast.caches]
+    expected = fast(TOKENS[:, :1], ends)
+    fast.caches = before
+    for cache in fast.caches:
+        for name, buffer in cache.state().items():
+            bad = torch.nan if buffer.is_floating_point() else 255
+            for row, end in enumerate(ends):
+                if name in ("keys", "values"):
+                    buffer[row, (end - 1) % GROUP + 1 :] = bad
+                else:
+                    buffer[row, end // GROUP :] = bad
+    assert torch.equal(bits(fast(TOKENS[:, :1], ends)), bits(expected))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv_cache", CACHES)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
+def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: float) -> None:
+    """The rule itself is compared, on numbers of the newest group, which is held as it came."""
+    _, fast = pair(kv_cache, kind)
+    fast(TOKENS[:, :63])
+    drawn = torch.Generator().manual_seed(1)
+    for cache in fast.caches:
+        for side in ("keys", "values"):
+            newest = cache.get_buffer(side)
+            newest[:, :31] = size * torch.randn(newest[:, :31].shape, generator=drawn)
+            newest[0, :31] = newest[0, 0]  # one number alone has no range
+            newest[1, :31] = newest[1, :31].sign() * size  # the two ends of a range
+            newest[2, 3] = 70000.0 if size > 1 else 0.5  # past float16
+    expected = [{side: cache.get_buffer(side).clone() for side in ("keys", "values")} for cache in fast.caches]
+    fast(TOKENS[:, 63:64], 63)
+    for cache, newest in zip(fast.caches, expected, strict=True):
+        assert isinstance(cache, QuantizedCache)
+        for side in ("key", "value"):
+            whole = cache.get_buffer(f"{side}s").clone()
+            assert torch.equal(whole[:, :31], newest[f"{side}s"][:, :31])
+            groups = whole.transpose(1, 2)  # (rows, n_kv_heads, GROUP, head_dim)
+            parts = None if side == "key" else quantized.value_parts(groups.shape[-1])
+            wanted = quantize(groups, bits=cache.bits, parts=parts)
+            for part, numbers in zip(("scale", "zero", "codes"), (wanted[1], wanted[2], wanted[0]), strict=True):
+                held = cache.get_buffer(f"{side}_{part}")[:, 1]
+                assert torch.equal(held, numbers), (side, part)
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_models_of_many_shapes_and_ragged_rows(data: st.DataObject) -> None:
+    heads = data.draw(st.sampled_from([1, 2, 4, 8]))
+    args = tiny_args(
+        dim=32 * data.draw(st.integers(1, 3)),
+        n_layers=data.draw(st.integers(1, 2)),
+        n_heads=heads,
+        n_kv_heads=data.draw(st.sampled_from([n for n in (1, 2, 4, 8) if heads % n == 0])),
+        head_dim=data.draw(st.sampled_from([32, 64, 96, 128])),
+        multiple_of=32,
+        vocab_size=VOCAB,
+        max_seq_len=200,
+    )
+    plain, fast = pair(data.draw(st.sampled_from(CACHES)), "fp32", args)
+    torch.set_num_threads(data.draw(st.integers(1, 3)))
+    try:
+        lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
+        tokens = some_tokens(len(lengths), max(lengths), vocab_size=VOCAB)
+        check_step(plain, fast, tokens, 0, logits="last", lengths=lengths)
+        for width in data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)):
+            check_step(plain, fast, tokens[:, :1].expand(-1, width), lengths, "int8")
+            lengths = [length + width for length in lengths]
+    finally:
+        torch.set_num_threads(1)
+
+
+# ---- what is refused or left to the plain path -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+@pytest.mark.parametrize("start", [70, 33])
+def test_a_start_that_the_plain_path_refuses_is_refused_alike(kv_cache: str, start: int) -> None:
+    plain, fast = pair(kv_cache)
+    said = []
+    for model in (plain, fast):
+        model(TOKENS[:, :66])
+        with pytest.raises(ValueError, match=r"gap|quantised") as refused:
+            model(TOKENS[:, :1], start)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    check_step(plain, fast, TOKENS[:, 66:70], 66)  # nothing was written
+    check_step(plain, fast, TOKENS[:, 66:68], 64)  # the newest group may be fed once more
+
+
+def move(cache: KVCache) -> None:
+    for name, buffer in cache.state().items():
+        cache._buffers[name] = buffer.clone()
+
+
+def cut(cache: KVCache) -> None:
+    for name, buffer in cache.state().items():
+        cache._buffers[name] = torch.stack([buffer, buffer], -1)[..., 0]  # not contiguous
+
+
+def edit(cache: KVCache) -> None:
+    for buffer in cache.state().values():
+        buffer.copy_(buffer.flip(0))
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+@pytest.mark.parametrize(("change", "native"), [(move, True), (cut, False), (edit, True)])
+def test_buffers_that_are_moved_or_edited_in_the_middle(
+    kv_cache: str, change: Callable[[KVCache], None], native: bool
+) -> None:
+    plain, fast = pair(kv_cache)
+    check_step(plain, fast, TOKENS[:, :40], 0)
+    check_step(plain, fast, TOKENS[:, 40:41], 40)
+    same_state(plain, fast)
+    before = served(fast)
+    for model in (plain, fast):
+        for cache in model.caches:
+            change(cache)
+    theirs, ours = plain(TOKENS[:, 41:42], 41), fast(TOKENS[:, 41:42], 41)
+    assert (served(fast) > before) == native
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance("fp32", theirs))
+    check_step(plain, fast, TOKENS[:, 42:43], 42) if native else None
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_a_copy_in_the_middle_holds_memory_of_its_own(kv_cache: str) -> None:
+    _, fast = pair(kv_cache)
+    fast(TOKENS[:, :70])
+    other = copy.deepcopy(fast)
+    expected = fast(TOKENS[:, 70:71], 70)
+    fast.free_cache()
+    fast(TOKENS.flip(0))
+    assert torch.equal(bits(other(TOKENS[:, 70:71], 70)), bits(expected))
+
+
+def test_a_change_of_kind_is_served() -> None:
+    plain, fast = pair("static")
+    for kv_cache in ("int8", "static", "int4"):
+        for model in (plain, fast):
+            model.kv_cache = kv_cache
+        check_step(plain, fast, TOKENS[:, :40], 0)
+        check_step(plain, fast, TOKENS[:, 40:41], 40)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (quantized, "quantize", lambda x, **how: quantize(2 * x, **how)),
+        (quantized, "GROUP", 64),
+        (quantized.Int8Cache, "bits", 4),
+        (QuantizedCache, "update", StaticCache.update),
+        (QuantizedCache, "_refuse_what_is_gone", lambda *given: None),
+    ],
+)
+def test_a_patched_rule_is_left_to_the_plain_path(
+    owner: object, name: str, value: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, fast = pair("int8")
+    fast(TOKENS[:, :40])
+    before = served(fast)
+    monkeypatch.setattr(owner, name, value)
+    caplog.set_level(logging.WARNING, "llama")
+    with suppress(RuntimeError, AssertionError, AttributeError):  # what the plain path makes of it is its own
+        fast(TOKENS[:, 40:41], 40)
+    assert served(fast) == before
+    assert f"{name} was replaced" in caplog.text
+
+
+def test_layers_that_hold_different_kinds_or_ends_stay_plain(caplog: pytest.LogCaptureFixture) -> None:
+    plain, fast = pair("int8")
+    for model in (plain, fast):
+        model(TOKENS[:, :40])
+        model.caches[1]._ends[0] = 39  # type: ignore[attr-defined]
+        model.batch_rows.live = {1, 2}
+    before = served(fast)
+    with caplog.at_level(logging.WARNING, "llama"):
+        fast(TOKENS[:, 40:41], 40)
+    assert served(fast) == before
+    assert "different positions" in caplog.text
+    mixed = model_of("fp32", replace(ARGS, kv_cache="int8"))
+    caches = mixed.caches
+    mixed.caches = [KVCache.of(replace(ARGS, kv_cache="static")), *caches[1:]]
+    make_fast(mixed, FOLDER)
+    assert mixed.runner is None
+    assert "different kinds" in caplog.text
+
+
+@pytest.mark.skipif("fma" not in cpu_flags(), reason="no x86")
+@pytest.mark.parametrize("kv_cache", CACHES)
+@pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-march=x86-64-v3", "-mno-f16c")])
+def test_older_cpus_read_and_make_the_same_groups(kv_cache: str, flags: tuple[str, ...]) -> None:
+    with compiled_with(*flags):
+        for kind in ("fp32", "bf16"):
+            test_steps_and_chunks_over_groups_are_the_plain_ones(kv_cache, kind)
+        for size in (1e-6, 1.0, 3e4):
+            test_groups_have_the_bits_of_the_plain_rule(kv_cache, "fp32", size)
