@@ -197,10 +197,10 @@ def first_round(session: Session) -> list[int]:
 
 def too_little(session: Session, once: float) -> list[str]:
     """Say what a budget leaves out, and with which flags everything fits; nothing where it does."""
-    if not session.keeps_to_budget or once <= session.room:
+    minutes = session.report["budget_minutes"]
+    if not minutes or once <= session.room:
         return []
     left_out = set(unmeasured(session)) - set(first_round(session))
-    minutes = session.report["budget_minutes"] or 0.0
     enough = math.ceil((60 * minutes - session.room + once) / 60)
     flags = [f"--budget {enough}", *shorter(session)]
     names = "; ".join(session.cells[place].name for place in sorted(left_out)) or "some curves"
@@ -226,16 +226,15 @@ def shorter(session: Session) -> list[str]:
 
 def plan(session: Session) -> float:
     """Return how long all is expected to take that is still to come, as far as the budget goes, and tell the bar."""
-    first, room = first_round(session), session.room
-    seconds = expected_of(session, first)
+    seconds, room = expected_of(session, first_round(session)), session.room
     for curve in (session.expected[name] for name in session.curves):
         whatever = session.report["preset"] == "sweep" and not session.keeps_to_budget
         seconds += [curve] if whatever or sum(seconds) + curve <= room else []
     for repetition in range(1, REPETITIONS):
         for place, record in enumerate(session.report["cells"]):
-            more = place in first or 0 < len(record["samples"]) <= repetition
             expected = expected_of(session, [place])
-            if record["error"] is None and more and sum(seconds + expected) <= room:
+            more = record["error"] is None and len(record["samples"]) <= repetition
+            if more and sum(seconds + expected) <= room:
                 seconds += expected
     session.progress.total = session.progress.n + sum(seconds)
     return sum(seconds)

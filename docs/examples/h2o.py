@@ -1,0 +1,70 @@
+import torch
+
+from llama.kv_cache import KVCache
+from llama.kv_cache.contract import query_positions
+from llama.kv_cache.names import read_kind
+from llama.limits import check_room, row_starts
+
+
+class HeavyHitters(KVCache, kind="h2o"):
+    """`h2o:K` keeps K positions of a row: the last K / 2, and of those before the ones that drew the most attention.
+
+    Source: Zhang et al., H2O, https://arxiv.org/abs/2306.14048. All heads of a layer keep the same positions.
+    """
+
+    lossless = False
+    weighs = True  # so `weigh` is called after each update
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.register_buffer("positions", None, persistent=False)  # (rows, slots); -1: the slot holds nothing
+        self.register_buffer("mass", None, persistent=False)  # (rows, slots): the attention that each key drew so far
+
+    def configure(self, params):
+        self.budget = int(params or 256)
+
+    @classmethod
+    def predicted_bytes(cls, args, *, rows, length, itemsize):
+        kept = min(length, int(read_kind(args.kv_cache).params or 256))
+        return rows * kept * (cls.position_bytes(args, itemsize) + 4 + 4)
+
+    def update(self, start_pos, xk, xv):
+        check_room(len(xk), max(self.check(start_pos, xk, xv)), self.args)
+        starts, real = row_starts(start_pos, len(xk)), self.batch_rows.real(*xk.shape[:2])
+        first, real = torch.tensor([starts, real], device=xk.device)[..., None].int()  # (bsz, 1) each
+        steps = torch.arange(xk.shape[1], device=xk.device).int()
+        self.pads = steps >= real  # (bsz, seqlen): tokens that are fed to no effect
+        new, drawn = (first + steps).masked_fill(self.pads, -1), torch.zeros(self.pads.shape, device=xk.device)
+        if any(starts):  # else a text begins, and nothing is held
+            old = self.positions[: len(xk)]
+            new = torch.cat((old.masked_fill(old >= first, -1), new), dim=1)
+            drawn = torch.cat((self.mass[: len(xk)], drawn), dim=1)
+            xk, xv = torch.cat((self.keys[: len(xk)], xk), dim=1), torch.cat((self.values[: len(xv)], xv), dim=1)
+        self.keys, self.values, self.positions, self.mass = xk, xv, new, drawn  # all, until they are weighed
+        return xk, xv
+
+    def weigh(self, mass):
+        """Add what every key drew, (bsz, n_kv_heads, kv_len), and drop what passes the budget."""
+        self.mass = self.mass + mass.sum(1).float()
+        ends = self.positions.amax(1, keepdim=True) + 1
+        recent = self.positions >= ends - self.budget // 2
+        score = self.mass.masked_fill(recent, torch.inf).masked_fill(self.positions < 0, -torch.inf)
+        kept = score.topk(min(self.budget, score.shape[1])).indices.sort().values  # (bsz, slots), as they stood
+        rows = torch.arange(len(kept), device=kept.device)[:, None]
+        for name, held in list(self._buffers.items()):
+            self._buffers[name] = held[rows, kept]
+
+    def key_positions(self):
+        return self.positions
+
+    def visible(self, start_pos, seqlen):
+        keys, queries = self.positions[:, None], query_positions(start_pos, seqlen, self.positions.device)
+        seen = (keys >= 0) & (keys <= queries)
+        # A query that pads a row must not weigh its keys; it looks at itself.
+        own = torch.arange(seen.shape[-1], device=seen.device) == torch.arange(seqlen, device=seen.device)[:, None] + (
+            seen.shape[-1] - seqlen
+        )
+        return torch.where(self.pads[..., None], own, seen)
+
+    def rewind(self, position):
+        return False  # what was dropped is gone, and the tokens behind `position` have weighed the others

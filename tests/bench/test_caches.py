@@ -1,0 +1,347 @@
+"""The preset of kinds of cache measures bytes, time and quality of each, within its budget, and shows them."""
+
+import csv
+import io
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from fakes import NATIVE_SIZES, write_checkpoint
+from native import needs_a_compiler
+
+import benchmark_inference as script
+from llama import cli, load
+from llama.bench import caches, presets
+from llama.bench.caches import AMOUNTS, PROMPT_LEN, caches_report, default_kinds, run_caches
+from llama.bench.cell import Cell
+from llama.bench.presets import Session
+from llama.bench.report.caches import cache_tables, context_of_size
+from llama.bench.report.files import write_report
+from llama.bench.report.plots import figures, heading
+from llama.bench.report.text import report_csv, report_markdown
+from llama.bench.run import worker
+from llama.bench.run.cache_kind import STEPS, greedy, parting
+from llama.bench.run.directory import new_run_directory, resumed_run_directory
+from llama.bench.run.jobs import JobDied
+from llama.bench.run.models import find_model
+from llama.bench.run.progress import progress_bar
+from llama.bench.schema import Report
+from llama.bench.texts import read_text
+from llama.kv_cache import KVCache
+from llama.perplexity import compare, with_cache_kind
+from llama.streaming import encode_prompt
+
+KINDS = ["int8", "window:40+4", "paged"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", max_seq_len=160)
+    return Cell(input_len=PROMPT_LEN, output_len=1, model=str(folder), threads=1)
+
+
+class Here:
+    """Does jobs in this process, and keeps a list of them. `fail` may raise before one."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def fail(self, kind: str, cell: Cell) -> None: ...
+
+    def __call__(self, kind: str, cell: Cell, *, waiting: Any = None, **job: Any) -> dict[str, Any]:
+        self.fail(kind, cell)
+        self.done.append(f"{kind} {cell.kv_cache}")
+        done: dict[str, Any] = json.loads(json.dumps(worker.JOBS[kind](cell, **job)))
+        return done
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    return done_here(monkeypatch)
+
+
+def done_here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Let jobs be done in this process, on little text."""
+    jobs_done_here = Here()
+    monkeypatch.setattr(presets, "run_job", jobs_done_here)
+    monkeypatch.setattr(
+        worker,
+        "ceilings",
+        lambda *_: {
+            "read_bytes_per_second": 1e9,
+            "flops_per_second": 1e9,
+            "dtype": "fp32",
+            "read_by": "a",
+            "flops_by": "b",
+        },
+    )
+    monkeypatch.setattr(caches, "CONTEXTS", (64, 128, 512))
+    monkeypatch.setattr(caches, "LENGTHS", (120,))
+    monkeypatch.setattr(caches, "AMOUNTS", ((20, 8, 1, 1), (8, 4, 0, 0)))
+    monkeypatch.setattr(caches, "_STARTING", 0.0)
+    return jobs_done_here
+
+
+def session_of(report: Report, out: Path, *, minutes: float, resume: bool = False) -> Session:
+    directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
+    return Session(directory, time.monotonic() + 60 * minutes, progress_bar())
+
+
+def measured(base: Cell, out: Path, *, kinds: list[str] = KINDS, minutes: float = 60, resume: bool = False) -> Report:
+    report = caches_report(base, kinds, find_model(base).args, command="a command", budget=minutes)
+    session = session_of(report, out, minutes=minutes, resume=resume)
+    run_caches(session)
+    return session.report
+
+
+class Whole(NamedTuple):
+    """A run with room for everything: its report, its jobs, and the folder that it made."""
+
+    report: Report
+    jobs: list[str]
+    out: Path
+
+
+@pytest.fixture(scope="module")
+def run(base: Cell, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        here, out = done_here(monkeypatch), tmp_path_factory.mktemp("run")
+        return Whole(measured(base, out), here.done, out)
+
+
+@pytest.fixture
+def whole(run: Whole) -> Report:
+    return run.report
+
+
+def test_every_kind_is_measured_beside_the_full_cache_in_a_job_of_its_own_each(run: Whole) -> None:
+    whole = run.report
+    found = whole["caches"]
+    assert found is not None
+    all_kinds = ["static", *KINDS]
+    assert [record["kind"] for record in found["kinds"]] == all_kinds
+    assert run.jobs == [
+        "machine static", "calibrate static", *(f"cache_costs {kind}" for kind in all_kinds),
+        "cache_reference static", *(f"cache_quality {kind}" for kind in KINDS),
+    ]  # fmt: skip
+    assert found["contexts"] == [64, 128], "as far as the model's limit goes"
+    for record in found["kinds"]:
+        assert record["error"] is None
+        assert [one["measured"] for one in record["bytes"]] == [one["predicted"] for one in record["bytes"]]
+        assert [(one["context"], one["seconds"]["n"]) for one in record["steps"]] == [(64, STEPS), (128, STEPS)]
+        assert record["path"] == "plain"
+        assert record["quality"] is not None
+        assert [(one["length"], one["tries"]) for one in record["quality"]["needles"]] == [(120, 5)]
+    full, int8, window, paged = (record["quality"] for record in found["kinds"])
+    assert full is not None
+    assert int8 is not None
+    assert window is not None
+    assert paged is not None
+    assert (paged["mean_kl"], paged["top1_agreement"], paged["parting"]) == (0.0, 1.0, None)
+    assert 0 < int8["mean_kl"] < window["mean_kl"]
+    assert full["nll"] == full["reference_nll"] == pytest.approx(int8["reference_nll"])
+    assert whole["failures"] == []
+    assert any("int8 holds" in sentence for sentence in whole["reading"])
+
+
+def test_the_divergence_is_that_of_two_models_in_lockstep(base: Cell, whole: Report) -> None:
+    model, tokenizer = load(base.model, device="cpu", dtype="fp32")
+    ids = encode_prompt(tokenizer, read_text())[: PROMPT_LEN + 20]
+    assert whole["caches"] is not None
+    for record in whole["caches"]["kinds"]:
+        wanted, found = compare(model, with_cache_kind(model, record["kind"]), ids), record["quality"]
+        assert found is not None
+        assert (found["tokens"], found["top1_agreement"]) == (wanted.tokens, wanted.top1_agreement)
+        assert found["mean_kl"] == pytest.approx(wanted.mean_kl, rel=1e-6, abs=1e-12)
+        assert (found["nll"], found["reference_nll"]) == pytest.approx((wanted.other_nll, wanted.reference_nll))
+
+
+def test_greedy_text_is_what_generation_writes_and_its_gaps_are_told(base: Cell) -> None:
+    model, tokenizer = load(base.model, device="cpu", dtype="fp32")
+    prompt = encode_prompt(tokenizer, read_text())[:20]
+    ids, gaps = greedy(model, prompt, 8)
+    assert model.generate_tokens([prompt], 8, temperature=0.0)[0] == [ids]
+    with torch.inference_mode(), model.switched(kv_caching=False):
+        top = model(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1].topk(2).values
+    assert gaps == pytest.approx((top[:, 0] - top[:, 1]).tolist(), rel=1e-3, abs=1e-5)
+    assert parting([1, 2, 3], [1, 2, 3], [0.5, 0.6, 0.7]) is None
+    assert parting([1, 2, 3], [1, 4, 5], [0.5, 0.6, 0.7]) == {"token": 1, "full_id": 2, "kind_id": 4, "margin": 0.6}
+
+
+def test_a_report_comes_back_from_its_json_and_nothing_of_the_logits_is_left(run: Whole) -> None:
+    (kept,) = run.out.glob("*-caches/results.json")
+    assert json.loads(kept.read_text()) == json.loads(json.dumps(run.report))
+    assert [path.name for path in kept.parent.iterdir()] == ["results.json"]
+
+
+def test_tables_page_csv_and_both_pictures_show_every_kind(whole: Report, tmp_path: Path) -> None:
+    drawn = figures(whole)
+    assert list(drawn) == ["cache_quality", "cache_time"]
+    for figure in drawn.values():
+        words = {text for ax in figure.axes for note in ax.texts for text in note.get_text().split(", ")}
+        assert words == {"static", *KINDS}
+        assert len(figure.axes[0].lines) == 1 + len(KINDS)
+        assert "Memory against" in heading(figure)
+    files = {path.name: path for path in write_report(whole, tmp_path / "files")}
+    assert {"cache_quality.png", "cache_time.png", "page.html", "report.md", "table.csv"} <= files.keys()
+    page, markdown = files["page.html"].read_text(), report_markdown(whole)
+    assert page.count("data:image/svg+xml") == 2
+    for kind in ("static", *KINDS):
+        assert f"<td>{kind}</td>" in page
+        assert len(re.findall(rf"^\| {re.escape(kind)} \|", markdown, flags=re.MULTILINE)) == 3
+    rows = list(csv.DictReader(io.StringIO(report_csv(whole))))
+    assert [row["kv_cache"] for row in rows if row["figures"] == "kind"] == ["static", *KINDS]
+    assert {row["context_tokens"] for row in rows if row["figures"] == "kind by context"} == {"64", "128"}
+
+
+def test_the_tables_say_what_was_decided_and_that_a_quantised_cache_is_slower_on_the_plain_path(whole: Report) -> None:
+    of_bytes, times, quality = cache_tables(whole)
+    assert whole["caches"] is not None
+    assert context_of_size(whole["caches"]) == 128
+    assert of_bytes.rows[0][1] == of_bytes.rows[0][2] == "256"  # 2 layers, keys and values, 2 heads of 8, 4 bytes
+    assert "slower there than the full one" in times.notes[0]
+    assert "20 tokens of" in quality.notes[0]
+    assert "fewer than 2,048" in quality.notes[0]
+
+
+def test_a_budget_decides_on_how_much_text_the_quality_is_measured(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = measured(base, tmp_path, kinds=["int8"], minutes=0)
+    assert report["caches"] is not None
+    assert report["caches"]["contexts"] == [64]
+    plan = report["caches"]["plan"]
+    assert plan is not None
+    assert (plan["tokens"], plan["greedy_tokens"], plan["needle_lengths"]) == (8, 4, [])
+    assert all(record["quality"] is not None for record in report["caches"]["kinds"]), "the least is always measured"
+
+
+def test_a_kind_whose_turn_comes_after_the_end_of_the_budget_is_said_to_lack_its_quality(
+    base: Cell, here: Here, tmp_path: Path
+) -> None:
+    report = caches_report(base, ["int8", "paged"], find_model(base).args, command="", budget=60)
+    session = session_of(report, tmp_path, minutes=60)
+
+    def late(kind: str, cell: Cell) -> None:
+        if kind == "cache_quality":
+            session.deadline = 0.0
+
+    here.fail = late  # type: ignore[method-assign]
+    run_caches(session)
+    assert report["failures"] == ["paged: quality: no room in the budget"]
+    assert script.exit_code(report) == 0
+
+
+def test_it_is_said_beforehand_how_long_it_will_take(
+    base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(base, tmp_path, kinds=["int8"])
+    out, err = capsys.readouterr()
+    first, second = (line for line in (out + err).splitlines() if "about" in line)
+    assert "2 kinds of cache" in first
+    assert "quality on 20 tokens" in second
+
+
+def test_an_interrupted_run_goes_on_with_what_it_lacks(base: Cell, here: Here, tmp_path: Path) -> None:
+    def interrupt(kind: str, cell: Cell) -> None:
+        if (kind, cell.kv_cache) == ("cache_quality", "paged"):
+            raise KeyboardInterrupt
+
+    here.fail = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        measured(base, tmp_path)
+    here.fail, here.done = lambda kind, cell: None, []  # type: ignore[method-assign]
+    report = measured(base, tmp_path, resume=True)
+    assert here.done == ["machine static", "calibrate static", "cache_reference static", "cache_quality paged"]
+    assert report["caches"] is not None
+    assert all(record["quality"] is not None for record in report["caches"]["kinds"])
+
+
+def test_a_kind_that_dies_leaves_the_others_and_is_told(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die(kind: str, cell: Cell) -> None:
+        if (kind, cell.kv_cache) == ("cache_costs", "int8"):
+            raise JobDied("its process was ended")
+
+    here.fail = die  # type: ignore[method-assign]
+    report = measured(base, tmp_path, kinds=["int8", "paged"])
+    assert report["failures"] == ["int8: bytes and times: died: its process was ended"]
+    assert report["caches"] is not None
+    assert [record["quality"] is not None for record in report["caches"]["kinds"]] == [True, False, True]
+    assert script.exit_code(report) == script.DIED
+    assert "not measured" in report_markdown(report)
+    assert len(figures(report)) == 2
+
+
+def test_without_a_name_every_kind_of_the_library_is_measured_and_the_window_drops_something(base: Cell) -> None:
+    args = find_model(base).args
+    named = [kind.partition(":")[0] for kind in default_kinds(args)]
+    assert named == sorted(KVCache.kinds)
+    assert "window:80+4" in default_kinds(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--kv_cache", "rolling"], "rolling"),
+        (["--kv_cache", "int8", "--kv_cache", "window:4+9"], "smaller than its 9 sinks"),
+        (["--kv_cache", "int8", "--kv_cache", "int8"], "twice"),
+        (["--kv_cache", "nowhere.py:mine"], "No such file"),
+        (["--input_len", "64"], "--input_len"),
+        (["--output_len", "64"], "--output_len"),
+        (["--batch_size", "2"], "--batch_size"),
+        (["--logits", "all"], "--logits"),
+        (["--engine", "transformers"], "--engine"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(
+    words: list[str], says: str, base: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert cli.run(script.main, ["--preset=caches", "--ckpt_dir", base.model, "--out", str(out), *words]) == 2
+    _, err = capsys.readouterr()
+    assert (err.count("\n"), says in err) == (1, True), err
+    assert not out.exists()
+
+
+def test_a_cell_has_one_kind_of_cache(base: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(script.main, ["--kv_cache", "int8", "--kv_cache", "paged"]) == 2
+    assert "--preset caches takes several" in capsys.readouterr().err
+
+
+def test_a_kind_of_ones_own_goes_through_the_command_from_its_file(
+    base: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "own_kind.py", tmp_path / "out"
+    file.write_text(
+        "from llama.kv_cache import ConcatCache\n\n\nclass Own(ConcatCache, kind='own_kind'):\n    lossless = False\n\n"
+        "    def update(self, start_pos, xk, xv):\n"
+        "        keys, values = super().update(start_pos, xk, xv)\n"
+        "        return keys, (values * 4).round() / 4\n"
+    )
+    words = ["--kv_cache", f"{file}:own_kind", "--budget", "0", "--threads", "1", "--out", str(out)]
+    assert cli.run(script.main, ["--preset=caches", "--ckpt_dir", base.model, *words]) == 0
+    printed, _ = capsys.readouterr()
+    assert printed.count(f"| {file}:own_kind |") == 3
+    report: Report = json.loads(next(out.glob("*/results.json")).read_text())
+    assert report["caches"] is not None
+    quality = report["caches"]["kinds"][1]["quality"]
+    assert quality is not None
+    assert quality["mean_kl"] > 0
+    assert quality["tokens"] == min(AMOUNTS[-1][0], 160 - PROMPT_LEN)
+
+
+@needs_a_compiler
+def test_the_fast_path_is_named_where_it_ran(tmp_path: Path, here: Here) -> None:
+    folder = write_checkpoint(tmp_path / "native", max_seq_len=160, **NATIVE_SIZES)
+    cell = Cell(input_len=PROMPT_LEN, output_len=1, model=str(folder), threads=1, fast=True)
+    report = measured(cell, tmp_path / "out", kinds=["concat"], minutes=0)
+    assert report["caches"] is not None
+    full, concat = report["caches"]["kinds"]
+    assert (full["path"], concat["path"]) == ("native", "plain")
+    assert full["quality"] is not None
+    assert concat["quality"] is not None
+    assert (full["quality"]["path"], concat["quality"]["path"]) == ("native", "plain")
+    assert concat["quality"]["mean_kl"] < 1e-6
+    assert "Times on different paths" in cache_tables(report)[1].notes[-1]

@@ -1,0 +1,107 @@
+"""The kinds of cache that docs/kv_cache_kinds.md goes through keep the contract, and do what the page says of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from oracles import some_tokens, tiny_model
+
+from llama.kv_cache import KVCache, cache_kind
+from llama.testing import CLAIMS, check_cache_kind
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "kv_cache_kinds.md").read_text(encoding="utf-8")
+FILES = sorted((DOCS / "examples").glob("*.py"))
+
+
+def example(name: str) -> str:
+    return cache_kind(f"{DOCS / 'examples' / name.partition(':')[0]}.py:{name}")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_page_shows_the_file_word_for_word(file: Path) -> None:
+    assert f"```python\n{file.read_text(encoding='utf-8')}```" in PAGE
+
+
+def test_the_first_example_has_less_than_40_lines_of_code() -> None:
+    lines = (DOCS / "examples" / "every_second.py").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if line.strip()]) < 40
+
+
+def test_the_other_python_of_the_page_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(DOCS.parent)
+    files = [file.read_text(encoding="utf-8") for file in FILES]
+    others = [code for code in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if code not in files]
+    assert len(others) == 1
+    exec(compile(others[0], "kv_cache_kinds.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == len(CLAIMS) - 2  # those of lossless kinds
+
+
+def test_heavy_hitters_keep_the_contract() -> None:
+    assert len(check_cache_kind(example("h2o:16"))) == len(CLAIMS) - 2
+
+
+@pytest.mark.parametrize("name", ["every_second:8", "h2o:8"])
+def test_a_kind_that_has_dropped_nothing_writes_what_the_full_cache_writes(name: str) -> None:
+    short, long = [[1, 2, 3]], [[*range(1, 20)]]
+    full, kind = (tiny_model(kv_cache=cache, max_seq_len=64) for cache in ("static", example(name)))
+    for prompts, tokens, same in ((short, 5, True), (long, 20, False)):
+        wanted, made = (model.generate_tokens(prompts, tokens, temperature=0.0)[0] for model in (full, kind))
+        assert len(made[0]) == tokens
+        assert (made == wanted) or not same
+
+
+@torch.inference_mode()
+def test_beyond_the_last_n_only_even_positions_stay_and_every_query_sees_what_it_should() -> None:
+    model = tiny_model(kv_cache=example("every_second:6"), max_seq_len=64)
+    tokens = some_tokens(2, 21)
+    model(tokens[:, :20], 0)
+    cache = model.caches[0]
+    seen = cache.visible(0, 20)
+    assert seen is not None
+    positions = [torch.arange(20)[row].tolist() for row in seen[0]]
+    assert positions[3] == [0, 1, 2, 3]
+    assert positions[11] == [0, 2, 4, 6, 7, 8, 9, 10, 11], "in the middle of a prompt, too"
+    held = cache.state()["positions"]
+    assert sorted(held[0].tolist()) == [0, 2, 4, 6, 8, 10, 12, 14, 15, 16, 17, 18, 19]
+    model(tokens[:, 20:], 20)
+    assert 15 in cache.state()["positions"][0].tolist(), "position 20 is the sixth of the last six"
+    assert 13 not in cache.state()["positions"][0].tolist()
+
+
+def made_up(*, rows: int, length: int) -> torch.Tensor:
+    return torch.randn(rows, length, 2, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_heavy_hitters_stay_and_the_others_go() -> None:
+    cache = KVCache.of(tiny_model(kv_cache=example("h2o:6")).args)
+    keys = made_up(rows=2, length=12)
+    cache.update(0, keys, keys)
+    mass = torch.full((2, 2, 12), 0.1)
+    mass[0, :, 1], mass[0, 1, 4], mass[0, 0, 7] = 5.0, 3.0, 2.0  # row 0 looks at 1, 4 and 7, one head or both
+    mass[1, :, [0, 2, 3]] = 1.0
+    cache.weigh(mass)
+    assert cache.state()["positions"].tolist() == [[1, 4, 7, 9, 10, 11], [0, 2, 3, 9, 10, 11]]
+    assert torch.equal(cache.state()["keys"][0], keys[0, [1, 4, 7, 9, 10, 11]])
+    # Mass adds up: what was heavy stays heavy when nobody looks, and what grows heavy takes the place of the lightest.
+    new = made_up(rows=2, length=1)
+    returned, _ = cache.update(12, new, new)
+    assert returned.shape[1] == 7, "a query sees all that is held, and itself"
+    drawn = torch.zeros(2, 2, 7)
+    drawn[0, :, 3] = 9.0  # row 0 looks at position 9
+    cache.weigh(drawn)
+    assert cache.state()["positions"].tolist() == [[1, 4, 9, 10, 11, 12], [0, 2, 3, 10, 11, 12]]
+
+
+def test_a_padded_prompt_weighs_its_keys_as_it_does_alone() -> None:
+    model = tiny_model(kv_cache=example("h2o:6"), max_seq_len=64)
+    short, long = some_tokens(1, 9)[0].tolist(), some_tokens(1, 30)[0].tolist()
+    with torch.inference_mode():
+        padded = torch.tensor([short + [0] * 21, long])
+        model(padded, 0, logits="last", lengths=[9, 30])
+        beside = {name: tensor[0].clone() for name, tensor in model.caches[1].state().items()}
+        model.free_cache()
+        model(torch.tensor([short]), 0)
+    for name, tensor in model.caches[1].state().items():
+        assert torch.allclose(beside[name].double(), tensor[0].double()), name
