@@ -66,7 +66,7 @@ def main(*words: str) -> None:
                 lengths = [length, *(dice.choice(LENGTHS) for _ in range(dice.choice((0, 0, 1, 2))))]
                 feed(model, lengths, dice.choice((1, 2, 3)), caching=caching)
             assert served(model) == len(LENGTHS) * 6
-            for cache in ("int8", "int4"):
+            for cache in ("int8", "int4", "paged"):
                 model.kv_cache = cache
                 before = served(model)
                 for length in LENGTHS:

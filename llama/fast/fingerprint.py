@@ -25,16 +25,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from llama import layers, limits, model, ops, quantize, rope, rows
 from llama.fast.supported import PATH, Unsupported
-from llama.kv_cache import contract, quantized, static
+from llama.kv_cache import contract, paged, quantized, static
 from llama.model import Transformer
 
 Description = TypeVar("Description")
 
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
-_FILES = (contract, quantized, static, layers, limits, model, ops, quantize, rope, rows)
+_FILES = (contract, paged, quantized, static, layers, limits, model, ops, quantize, rope, rows)
 # Numbers of ours by which native code was written.
 _NUMBERS: dict[tuple[Any, str], object] = {
+    (paged, "BLOCK"): 16,
     (quantized, "GROUP"): 32,
     (quantized, "SCALES"): torch.float16,
     (quantized.Int8Cache, "bits"): 8,
@@ -101,7 +102,10 @@ def check_moment() -> None:
 
 # Attributes of modules that are no facts: PyTorch's own; the switch, which a step reads by itself, and what a cache was
 # asked to reserve and was fed; those of the model that lead back to whoever holds its facts.
-_NO_FACTS = {*vars(nn.Module()), "kv_caching", "reserved", "_ends", "runner", "ownership"}
+_NO_FACTS = {
+    *vars(nn.Module()),
+    *("kv_caching", "reserved", "_ends", "tables", "shares", "_spare", "runner", "ownership"),
+}
 
 
 class TensorFacts:

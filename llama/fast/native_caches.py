@@ -5,7 +5,7 @@ it takes. Knows the kinds that are served; the native forward knows addresses an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -14,38 +14,88 @@ from torch import Tensor
 from llama.fast.fingerprint import TensorFacts
 from llama.fast.native_description import NativeModel, check_tensor
 from llama.fast.supported import Unsupported
-from llama.kv_cache import KVCache, StaticCache
+from llama.kv_cache import KVCache, PagedCache, StaticCache
+from llama.kv_cache.paged import BLOCK
 from llama.kv_cache.quantized import GROUP, SCALES, Int4Cache, Int8Cache, QuantizedCache, value_parts
 from llama.limits import check_room
 
 # What `native/forward.cpp` calls them.
-KINDS: dict[type[KVCache] | None, int] = {None: 0, StaticCache: 1, Int8Cache: 2, Int4Cache: 3}
+KINDS: dict[type[KVCache] | None, int] = {None: 0, StaticCache: 1, Int8Cache: 2, Int4Cache: 3, PagedCache: 4}
 
 
 @dataclass(frozen=True)
 class Call:
     """The rows of a call: their starts, how many tokens of each are real, and how many of those the cache keeps.
 
-    width: tokens of a row, with those that pad it. look: whether other code may have run since the call before.
+    places: which row of the cache each is. width: tokens of a row, with those that pad it. all: whether the logits of
+    all tokens are asked for. look: whether other code may have run since the call before.
     """
 
     starts: Sequence[int]
     lengths: Sequence[int]
     kept: Sequence[int]
+    places: Sequence[int]
     width: int
+    all: bool
     look: bool
 
     @property
     def rows(self) -> int:
         return len(self.starts)
 
+    def only(self, rows: Sequence[int]) -> "Call":
+        """Return the call with these rows alone."""
+        starts, lengths, kept, places = (
+            [part[row] for row in rows] for part in (self.starts, self.lengths, self.kept, self.places)
+        )
+        return replace(self, starts=starts, lengths=lengths, kept=kept, places=places)
+
 
 @dataclass(frozen=True)
 class Taken:
-    """Room in every layer's cache: `kind` and `slots` as native code is told of them."""
+    """Room in every layer's cache: `kind` and `slots` as native code is told of them.
+
+    live: the rows of which the cache holds something; the others have ended, and nothing of theirs can be read.
+    """
 
     kind: int
     slots: int
+    live: Sequence[int]
+
+
+class _Tables:
+    """The layers' tables of blocks as native code reads them, and for which calls they go on to serve."""
+
+    def __init__(self, caches: Sequence[PagedCache], described: NativeModel | None) -> None:
+        self.width = max((len(table) for cache in caches for table in cache.tables), default=0)
+        self._held: list[Tensor] = []
+        self._alike = all(cache.tables == caches[0].tables for cache in caches)
+        self._tables = [list(table) for table in caches[0].tables] if caches and self._alike else []
+        if described is None:
+            return
+        for layer, cache in zip(described.layers, caches, strict=True):
+            if not (self._alike and self._held):
+                padded = [[*table, *[0] * (self.width - len(table))] for table in cache.tables]
+                self._held.append(torch.tensor(padded, dtype=torch.int32, device="cpu"))
+                low, high = self._held[-1].aminmax()
+                if not 0 <= int(low) <= int(high) < cache.get_buffer("keys").shape[0]:
+                    raise Unsupported("a table names a block that is not in the pool")
+            layer.table = self._held[-1].data_ptr()
+
+    def serve(self, caches: Sequence[PagedCache], call: Call) -> bool:
+        """Tell whether every row has the blocks that the call writes into, and no other row has them."""
+        if not self._tables or len(self._tables) < call.rows:
+            return False
+        if call.look and not all(cache.tables == self._tables for cache in caches):
+            return False
+        written: set[int] = set()
+        for table, start, kept in zip(self._tables, call.starts, call.kept, strict=False):
+            end = -(-(start + kept) // BLOCK) if kept else 0
+            if end > len(table) or (table and not kept):  # or the row has just ended, and gives its blocks back
+                return False
+            written.update(table[start // BLOCK : end])
+        looked = caches if call.look else caches[:1]
+        return all(cache.shares[block] == 1 for cache in looked for block in written)
 
 
 class NativeCaches:
@@ -55,15 +105,20 @@ class NativeCaches:
         self._told: NativeModel | None = None
         self._facts: TensorFacts | None = None
         self._slots = 0
+        self._tables = _Tables([], None)
 
     def take(self, described: NativeModel, call: Call) -> Taken:
         """Make room in every layer's cache for what a call will write. Raises Unsupported, and what `update` does."""
         kind = type(described.caches[0])
         if kind is StaticCache:
             slots = self._take_static(described, cast(list[StaticCache], described.caches), call)
+        elif kind is PagedCache:
+            slots = self._take_blocks(described, cast(list[PagedCache], described.caches), call)
         else:
             slots = self._take_groups(described, cast(list[QuantizedCache], described.caches), call)
-        return Taken(KINDS[kind], slots)
+        gone = kind is PagedCache and not all(call.kept)
+        live = [row for row, kept in enumerate(call.kept) if kept] if gone else range(call.rows)
+        return Taken(KINDS[kind], slots, live)
 
     def _take_static(self, described: NativeModel, caches: list[StaticCache], call: Call) -> int:
         length = max(map(sum, zip(call.starts, call.lengths, strict=True)))
@@ -94,18 +149,47 @@ class NativeCaches:
             cache._ends[: call.rows] = written
         return self._slots
 
+    def _take_blocks(self, described: NativeModel, caches: list[PagedCache], call: Call) -> int:
+        if call.all and any(kept < length for kept, length in zip(call.kept, call.lengths, strict=True)):
+            raise Unsupported("the logits of tokens are asked for that a paged cache does not keep")
+        if not any(call.kept):
+            raise Unsupported("every row has ended")
+        if self._holds(described, look=call.look) and self._tables.serve(caches, call):
+            return self._slots
+        check_room(call.rows, max(call.starts) + call.width, caches[0].args)
+        like = _like(described)
+        for cache in caches:
+            cache._take(call.starts, call.kept, like=like)
+        shape = (BLOCK, *like.shape[2:])
+        self._tell(described, dict.fromkeys(("keys", "values"), (shape, like.dtype)), own_length=True)
+        self._tables = _Tables(caches, described)
+        self._slots = self._tables.width
+        return self._slots
+
     def _holds(self, described: NativeModel, *, look: bool) -> bool:
         """Tell whether the layers know where their caches' buffers lie; without a `look`, those are still there."""
         if self._told is not described or self._facts is None:
             return False
         return not look or self._facts.hold(_buffers(described))
 
-    def _tell(self, described: NativeModel, shapes: dict[str, tuple[Sequence[int], torch.dtype]]) -> None:
-        """Tell every layer where the buffers of its cache lie, which must be of these shapes and dtypes."""
+    def _tell(
+        self,
+        described: NativeModel,
+        shapes: dict[str, tuple[Sequence[int], torch.dtype]],
+        *,
+        own_length: bool = False,
+    ) -> None:
+        """Tell every layer where the buffers of its cache lie, which must be of these shapes and dtypes.
+
+        With `own_length` every layer's have a length of their own, and `shapes` are without it.
+        """
         self._told = self._facts = None
         for layer, cache in zip(described.layers, described.caches, strict=True):
             for name, (shape, dtype) in shapes.items():
-                setattr(layer, name, check_tensor(cache.get_buffer(name), shape, dtype))
+                buffer = cache.get_buffer(name)
+                length = cache.get_buffer("keys").shape[:1] if own_length else ()
+                setattr(layer, name, check_tensor(buffer, (*length, *shape), dtype))
+            layer.table = None
         self._told, self._facts = described, TensorFacts(cast(list[Tensor], _buffers(described)))
         self._slots = next(iter(shapes.values()))[0][1]
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from llama.fast.native_library import Layer, Matrix, Model
 from llama.fast.supported import Unsupported, check_modules
-from llama.kv_cache import Int4Cache, Int8Cache, KVCache, StaticCache
+from llama.kv_cache import Int4Cache, Int8Cache, KVCache, PagedCache, StaticCache
 from llama.model import Attention, Transformer, TransformerBlock
 from llama.quantize import GROUP, LANES, Int8Embedding, Int8Weight
 from llama.rows import Rows
 
-CACHES = (StaticCache, Int8Cache, Int4Cache)  # the kinds that native code reads where they lie
+CACHES = (StaticCache, Int8Cache, Int4Cache, PagedCache)  # the kinds that native code reads where they lie
 _MULTIPLE = 32  # of numbers that the native code takes at a time
 
 

@@ -31,6 +31,7 @@ class Layer(ctypes.Structure):
         *((name, Matrix) for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")),
         *((name, c_void_p) for name in ("keys", "values")),
         *((f"{side}_{part}", c_void_p) for side in ("key", "value") for part in ("codes", "scale", "zero")),
+        ("table", c_void_p),
     )
 
 

@@ -56,7 +56,7 @@ class NativeRunner:
             lengths = [seqlen] * bsz
         end = max(map(sum, zip(starts, lengths, strict=True)))
         look = must_look(model)
-        call = Call(starts, lengths, kept, width=seqlen, look=look)
+        call = Call(starts, lengths, kept, range(bsz), width=seqlen, all=logits == "all", look=look)
         try:
             described = self._described.of(model, look=look)
             if described.trainable and torch.is_grad_enabled():
@@ -69,7 +69,12 @@ class NativeRunner:
         except Unsupported as why:
             self._warn(why)
             return None
-        return self._forward(described, ids, call, cos_sin, cache, all=logits == "all")
+        if cache is None or len(cache.live) == bsz:
+            return self._forward(described, ids, call, cos_sin, cache)
+        scores = torch.zeros((bsz, 1, described.sizes.output.columns), dtype=torch.float32, device="cpu")
+        live = list(cache.live)
+        scores[live] = self._forward(described, ids[live], call.only(live), cos_sin, cache)
+        return scores
 
     def run_ahead(self, model: Transformer, batch: Batch) -> Iterator[Chosen]:
         """Leave the loop to the host, which is here the same CPU."""
@@ -89,22 +94,20 @@ class NativeRunner:
         call: Call,
         cos_sin: tuple[Tensor, Tensor],
         cache: Taken | None,
-        *,
-        all: bool,
     ) -> Tensor:
         bsz, seqlen = ids.shape
         vocab = described.sizes.output.columns
-        scores = torch.empty((bsz, seqlen if all else 1, vocab), dtype=torch.float32, device="cpu")
+        scores = torch.empty((bsz, seqlen if call.all else 1, vocab), dtype=torch.float32, device="cpu")
         numbers = c_int64 * bsz
         first, count, kept = numbers(*call.starts), numbers(*call.lengths), numbers(*call.kept)
-        places = numbers(*range(bsz))
+        places = numbers(*call.places)
         batch = NativeBatch(
             rows=bsz,
             width=seqlen,
             tokens=ids.data_ptr(),
             starts=addressof(first),
             lengths=addressof(count),
-            all=all,
+            all=call.all,
             cos=cos_sin[0].data_ptr(),
             sin=cos_sin[1].data_ptr(),
             kind=0 if cache is None else cache.kind,

@@ -35,7 +35,7 @@ PATH = {
         "rows",
     ),
     *("quantize", "dequantize", "_packed", "_unpacked", "_newest", "value_parts", "_whole", "_keep", "_take"),
-    *("_refuse_what_is_gone", "rotated", "real"),
+    *("_refuse_what_is_gone", "rotated", "real", "_take_one", "_give_back", "_slots", "_gathered"),
     *("check_fed", "row_starts", "check_room"),
     *("torch", "nn", "F"),
 }

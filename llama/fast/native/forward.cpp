@@ -22,6 +22,7 @@ struct Layer {
     // Of the layer's cache, or null:
     void *keys, *values;         // (rows, slots, kv_heads, head_dim); those of INT8 and INT4 are the newest TOKENS
     Quantized key, value;        // (rows, slots, kv_heads, ...)
+    const std::int32_t* table;   // (rows, slots) of PAGED: the blocks of keys and values, (blocks, PAGE, ...), of a row
 };
 
 // What a cache holds. Between a step and the next the plain path may write and read the same.
@@ -30,6 +31,7 @@ enum Kind : Int {
     STATIC,  // a slot for every position
     INT8,    // groups of TOKENS positions in 8 bits, as groups.h has them, and the newest as they came
     INT4,    // the same in 4 bits, keys as they are before RoPE
+    PAGED,   // blocks of PAGE positions anywhere in a pool, and a table of every row's
 };
 
 struct Model {
@@ -48,7 +50,7 @@ struct Batch {
     const Int *starts, *lengths;  // (rows,)
     Int all;                 // whether the logits of all positions are wanted, (rows, width, vocab), else (rows, vocab)
     const float *cos, *sin;  // (positions, head_dim), as rope.py has them
-    Int kind, slots;         // of the cache; slots: positions that it has room for, groups of INT8 and INT4
+    Int kind, slots;         // of the cache; slots: positions that it has room for, groups or blocks
     const Int *places, *kept;  // (rows,): which row of the cache each is, and how many of its tokens are to be kept
     float* logits;
     Int threads;
@@ -112,6 +114,7 @@ struct Carver {  // hands out the workspace, or only counts
 
 // How much is taken at a time, so that it stays in the nearer caches:
 constexpr Int BLOCK = 48;    // tokens of a thread of its own
+constexpr Int PAGE = 16;     // positions of a paged cache that stand together
 constexpr Int KEYS = 64;     // keys that attention looks at
 constexpr Int QUERIES = 48;  // queries of one kv head, but at least those of one token
 constexpr Int SCORED = 64;   // tokens whose logits are computed
@@ -315,9 +318,11 @@ struct Forward {
     }
 
     // Where the keys of a position stand, or its values: in the layer's cache, or in `own_side`, as it came.
-    T* place_of(void* cache, T* own_side, Int row, Int position) const {
+    T* place_of(const std::int32_t* table, void* cache, T* own_side, Int row, Int position) const {
         if (owns()) return own_side + place_of_own(row, position);
-        return (T*)cache + (batch.places[row] * batch.slots + position) * kv;
+        if (table) position = table[batch.places[row] * batch.slots + position / PAGE] * PAGE + position % PAGE;
+        else position += batch.places[row] * batch.slots;
+        return (T*)cache + position * kv;
     }
     Int place_of_own(Int row, Int position) const { return (own[row] + position - first_own(row)) * kv; }
     // Where the newest group's keys of a position stand, or its values.
@@ -350,8 +355,8 @@ struct Forward {
             for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to + i), store(k + i, widen(to + i));
         }
         turn(k, model.kv_heads, position[t]);
-        T *to_keys = place_of(layer.keys, keys, row[t], position[t]),
-          *to_values = place_of(layer.values, values, row[t], position[t]);
+        T *to_keys = place_of(layer.table, layer.keys, keys, row[t], position[t]),
+          *to_values = place_of(layer.table, layer.values, values, row[t], position[t]);
         for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to_keys + i), narrow(widen(v + i), to_values + i);
     }
 
@@ -471,10 +476,10 @@ struct Forward {
         }
     };
 
-    // Keys and values of some positions and one kv head, and how far it is from one position to the next.
+    // Keys and values of up to KEYS positions and one kv head, `run` of them at a place, `stride` from one to the next.
     struct Chunk {
-        const T *keys, *values;
-        Int stride;
+        const T *keys[KEYS / PAGE], *values[KEYS / PAGE];
+        Int stride, run;
     };
 
     Int part_size() const { return model.head_dim + LANES; }
@@ -501,19 +506,31 @@ struct Forward {
         const Int seen = std::min(KEYS, position[t + count - 1] + 1 - from);
         for (Int i = 0; i < heads * count; i += group) {
             const Int at = (head + i / count) / rep * d;
-            Chunk chunk{it.keys, it.values, d};
-            if (grouped() && from < first_own(row[t]))
-                read_groups(it, layer, row[t], from, from + seen, at / d);
-            else
-                chunk = {place_of(layer.keys, keys, row[t], from) + at,
-                         place_of(layer.values, values, row[t], from) + at, kv};
-            all_dots(it.queries + i * d, d, group, chunk.keys, chunk.stride, seen, d, it.scores + i * KEYS, KEYS);
+            const Chunk chunk = chunk_at(it, layer, row[t], from, from + seen, at / d);
+            for (Int key = 0; key < seen; key += chunk.run)
+                all_dots(it.queries + i * d, d, group, chunk.keys[key / chunk.run], chunk.stride,
+                         std::min(chunk.run, seen - key), d, it.scores + i * KEYS + key, KEYS);
             for (Int j = i; j < i + group; j++)
                 weigh(it.scores + j * KEYS, std::min(seen, position[t + j % count] + 1 - from), to + j * size);
             by_rows(group, [&](auto rows, Int j) {
                 sums<decltype(rows)::value>(it.scores + (i + j) * KEYS, chunk, seen, to + (i + j) * size + LANES, size);
             });
         }
+    }
+
+    // Where keys and values of positions `from` to `end` stand for one kv head.
+    Chunk chunk_at(Look& it, const Layer& layer, Int row, Int from, Int end, Int head) const {
+        if (grouped() && from < first_own(row)) {
+            read_groups(it, layer, row, from, end, head);
+            return {{it.keys}, {it.values}, model.head_dim, KEYS};
+        }
+        const Int at = head * model.head_dim;
+        Chunk chunk{{}, {}, kv, batch.kind == PAGED ? PAGE : KEYS};
+        for (Int p = from, i = 0; p < end; p += chunk.run, i++) {
+            chunk.keys[i] = place_of(layer.table, layer.keys, keys, row, p) + at;
+            chunk.values[i] = place_of(layer.table, layer.values, values, row, p) + at;
+        }
+        return chunk;
     }
 
     // Bring keys and values of positions `from` to `end`, out of groups and as they came, to where `it` has room.
@@ -573,15 +590,20 @@ struct Forward {
             store(to + j, widen(it.sums + i * model.head_dim + j) / it.total[i]);
     }
 
-    // sum[i] = the sum of weights[i][key] * values[key], for ROWS queries and WIDTH vectors of a head.
+    // sum[i] = the sum of weights[i][key] * values[key], for ROWS queries and WIDTH vectors of a head from `at` on.
     template <int ROWS, int WIDTH>
-    void some_sums(const float* weights, const T* vs, Int apart, Int seen, float* sum, Int stride) const {
+    void some_sums(const float* weights, const Chunk& chunk, Int at, Int seen, float* sum, Int stride) const {
         floats part[ROWS][WIDTH] = {};
-        for (Int key = 0; key < seen; key++)
-            for (int j = 0; j < WIDTH; j++) {
-                const floats value = widen(vs + key * apart + j * LANES);
-                for (int r = 0; r < ROWS; r++) part[r][j] = multiply_add(part[r][j], value, weights[r * KEYS + key]);
-            }
+        for (Int first = 0; first < seen; first += chunk.run) {
+            const T* vs = chunk.values[first / chunk.run] + at;
+            const Int end = std::min(seen, first + chunk.run);
+            for (Int key = first; key < end; key++, vs += chunk.stride)
+                for (int j = 0; j < WIDTH; j++) {
+                    const floats value = widen(vs + j * LANES);
+                    for (int r = 0; r < ROWS; r++)
+                        part[r][j] = multiply_add(part[r][j], value, weights[r * KEYS + key]);
+                }
+        }
         for (int r = 0; r < ROWS; r++)
             for (int j = 0; j < WIDTH; j++) store(sum + r * stride + j * LANES, part[r][j]);
     }
@@ -590,8 +612,8 @@ struct Forward {
     void sums(const float* weights, const Chunk& chunk, Int seen, float* sum, Int stride) const {
         Int j = 0;
         for (; j + 4 * LANES <= model.head_dim; j += 4 * LANES)
-            some_sums<ROWS, 4>(weights, chunk.values + j, chunk.stride, seen, sum + j, stride);
-        for (; j < model.head_dim; j += LANES) some_sums<ROWS, 1>(weights, chunk.values + j, chunk.stride, seen, sum + j, stride);
+            some_sums<ROWS, 4>(weights, chunk, j, seen, sum + j, stride);
+        for (; j < model.head_dim; j += LANES) some_sums<ROWS, 1>(weights, chunk, j, seen, sum + j, stride);
     }
 
     // The logits, by all threads together: of every row's last token, or of all.

@@ -40,14 +40,17 @@ INLINE floats turned(floats x, const float* cos, const float* sin) {
     return x * widen(cos) + neighbours(x) * widen(sin);
 }
 
-// The group's keys, (TOKENS, d), to `to`. With cos and sin, (TOKENS, d), they are turned; else these are null.
+// The group's keys, (TOKENS, d), to `to`. Those of 4 bits are turned by cos and sin, (TOKENS, d); others need neither.
 template <int BITS, class T>
 void read_keys(const Quantized& group, Int d, const float* cos, const float* sin, T* to) {
     for (Int c = 0; c < d; c += LANES) {
         const floats scale = widen(group.scale + c), zero = widen(group.zero + c);
         for (Int i = c; i < TOKENS * d; i += d) {
             const floats numbers = code_numbers<BITS>(group.codes + i * BITS / 8) * scale + zero;
-            narrow(cos ? turned<T>(numbers, cos + i, sin + i) : numbers, to + i);
+            if constexpr (BITS == 4)
+                narrow(turned<T>(numbers, cos + i, sin + i), to + i);
+            else
+                narrow(numbers, to + i);
         }
     }
 }
