@@ -214,7 +214,7 @@ def test_cells_that_fail_are_told_by_the_exit_code_of_the_benchmark(
 def test_the_page_tells_command_commit_and_hardware(rehearse: Rehearse) -> None:
     _, report, page = rehearse(*only())
     assert report["command"] in page
-    for fact in ("commit", "gpu", "torch", "measured read bandwidth"):
+    for fact in ("commit", "gpu", "torch", "best read bandwidth that was seen"):
         assert f"| {fact} |" in page
 
 

@@ -145,19 +145,19 @@ def test_the_note_on_activations_says_what_they_were_predicted_for(
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"kv_cache": "concat"}, "predicted for a static cache; this one is concat"),
+        ({"kv_cache": "concat"}, "predicted for a cache that is read in place; concat may copy what it returns"),
         ({"kv_cache": "concat", "kv_caching": False}, ""),
         ({"kv_cache": "static"}, ""),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("tied_head", [True, False])
-def test_another_kind_of_cache_is_noted_on_the_caches_line_alone(
+def test_a_kind_that_copies_what_it_returns_is_noted_at_the_activations_alone(
     changes: dict[str, Any], note: str, tied_head: bool
 ) -> None:
     lines = lines_of(ledger_of(tiny_args(tied_head=tied_head), CELL.but(**changes)))
     noted = {name: line["note"] for name, line in lines.items() if line["note"] and name != "tied head"}
-    assert noted == ({"KV cache": note} if note else {})
+    assert noted == ({"prefill activations": note} if note else {})
 
 
 def test_a_position_of_a_cache_is_the_kinds_own_and_a_peers_is_keys_and_values() -> None:

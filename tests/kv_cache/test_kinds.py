@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_run_is_refused_in_a_line_and_may_be_mended(tmp_pa
 def test_a_file_that_registers_nothing_is_told_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("x = 1")
     with pytest.raises(ValueError, match="not a known kind of cache; known are"):
-        tiny_model().kv_cache = f"{tmp_path / 'empty.py'}:mine"
+        tiny_model().kv_cache = f"{tmp_path / 'empty.py'}:of no file"
 
 
 # ---- what is asked of a kind ----------------------------------------------------------------------------------------

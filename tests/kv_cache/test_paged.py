@@ -109,7 +109,7 @@ def test_a_generation_gives_back_what_ended_rows_held() -> None:
 
 @pytest.mark.parametrize("kind", ["static", "concat", "paged", "int8", "int4", "window:40+2"])
 def test_a_shared_prefix_is_fed_once_and_the_text_is_the_same(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="llama")
     model = tiny_model(kv_cache=kind, max_seq_len=128, head_dim=8)
     prefix = some_tokens(1, 32)[0].tolist()  # full groups: a lossy kind rounds what it was fed before
     prompts = [[*prefix, 1, 2], [*prefix, 3], [*prefix, 3]]
