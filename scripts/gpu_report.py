@@ -153,7 +153,7 @@ def write(facts: Report, found: dict[str, Any], folder: Path) -> None:
 
 
 def tables(facts: Report, found: dict[str, Any]) -> Iterator[Table]:
-    """Return the tables of the report. Floors are bytes that must be read, over the best read bandwidth that was seen."""
+    """Return the tables of the report. Floors are bytes that must be read, over the best read bandwidth seen."""
     assert facts["ceilings"] is not None
     rate = facts["ceilings"]["read_bytes_per_second"]
     checks = [[check["name"], OUTCOMES[check["passed"]], check["detail"]] for check in found["checks"]]
