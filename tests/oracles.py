@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from llama import testing
 from llama.args import ModelArgs, RopeScaling
 from llama.kv_cache import ConcatCache, StaticCache
 from llama.model import Transformer
@@ -39,15 +40,7 @@ def tiny_args(**changes: Any) -> ModelArgs:
 
 def tiny_model(args: ModelArgs | None = None, *, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
     """Make a model whose weights are large enough for every one of them, norms included, to show in the logits."""
-    model = Transformer(args or tiny_args(**changes))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 1:
-                weight.uniform_(0.5, 1.5, generator=generator)
-            else:
-                weight.normal_(0, 1.5 / math.sqrt(weight.shape[1]), generator=generator)
-    return model.to(dtype).eval()
+    return testing.tiny_model(args or tiny_args(**changes), dtype).requires_grad_(True)
 
 
 def some_tokens(rows: int, length: int, *, vocab_size: int = 40, seed: int = 0) -> Tensor:
@@ -205,8 +198,8 @@ def attend_by_loops(
 class PoisonedCache(StaticCache, kind="poisoned"):
     """The static cache with nan wherever nothing was written, so that reading there shows."""
 
-    def _allocate(self, rows: int, length: int, like: Tensor) -> Tensor:
-        return super()._allocate(rows, length, like).fill_(torch.nan)
+    def _allocate(self, *of: Any) -> Tensor:
+        return super()._allocate(*of).fill_(torch.nan)
 
 
 class PoisonedConcatCache(ConcatCache, kind="poisoned_concat"):

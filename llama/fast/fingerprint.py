@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from llama import layers, limits, model, ops, quantize, rope, rows
 from llama.fast.supported import PATH, Unsupported
-from llama.kv_cache import contract, paged, quantized, static
+from llama.kv_cache import contract, counting, paged, quantized, static
 from llama.model import Transformer
 
 Description = TypeVar("Description")
 
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
-_FILES = (contract, paged, quantized, static, layers, limits, model, ops, quantize, rope, rows)
+_FILES = (contract, counting, paged, quantized, static, layers, limits, model, ops, quantize, rope, rows)
 # Numbers of ours by which native code was written.
 _NUMBERS: dict[tuple[Any, str], object] = {
     (paged, "BLOCK"): 16,

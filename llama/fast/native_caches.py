@@ -16,7 +16,7 @@ from llama.fast.native_description import NativeModel, check_tensor
 from llama.fast.supported import Unsupported
 from llama.kv_cache import KVCache, PagedCache, StaticCache
 from llama.kv_cache.paged import BLOCK
-from llama.kv_cache.quantized import GROUP, SCALES, Int4Cache, Int8Cache, QuantizedCache, value_parts
+from llama.kv_cache.quantized import GROUP, Int4Cache, Int8Cache, QuantizedCache
 from llama.limits import check_room
 
 # What `native/forward.cpp` calls them.
@@ -135,7 +135,7 @@ class NativeCaches:
         ends = first._ends
         if any(cache._ends != ends for cache in caches):
             raise Unsupported("the layers' caches were written up to different positions")
-        first._refuse_what_is_gone([start if kept else 0 for start, kept in zip(call.starts, call.kept, strict=True)])
+        first._refuse_what_is_gone(call.starts, call.kept)
         length = max(call.starts) + call.width
         check_room(call.rows, length, first.args)
         groups = -(-length // GROUP)
@@ -143,10 +143,10 @@ class NativeCaches:
             like = _like(described)
             for cache in caches:
                 cache._take(call.rows, groups, like=like)
-            self._tell(described, _shapes_of_groups(first, like))
-        written = [start + kept for start, kept in zip(call.starts, call.kept, strict=True)]
+            rows, held = first.get_buffer("key_codes").shape[:2]
+            self._tell(described, first.sizes(rows, held, like))
         for cache in caches:
-            cache._ends[: call.rows] = written
+            cache._note_ends(call.starts, call.kept)
         return self._slots
 
     def _take_blocks(self, described: NativeModel, caches: list[PagedCache], call: Call) -> int:
@@ -207,17 +207,3 @@ def _like(described: NativeModel) -> Tensor:
 def _has_groups(cache: QuantizedCache, rows: int, groups: int) -> bool:
     codes = cache._buffers["key_codes"]
     return codes is not None and codes.shape[0] >= rows and codes.shape[1] >= groups
-
-
-def _shapes_of_groups(cache: QuantizedCache, like: Tensor) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-    """Return what the class says of its buffers, for as many rows and groups as there are, (rows, groups, ...)."""
-    rows, groups = cache.get_buffer("key_codes").shape[:2]
-    heads, width = like.shape[2:]
-    codes = (rows, groups, heads, GROUP, width * cache.bits // 8)
-    shared = {"key": (rows, groups, heads, 1, width), "value": (rows, groups, heads, GROUP, value_parts(width))}
-    shapes: dict[str, tuple[Sequence[int], torch.dtype]] = {}
-    for side, scales in shared.items():
-        shapes |= {f"{side}_codes": (codes, torch.uint8)}
-        shapes |= {f"{side}_{part}": (scales, SCALES) for part in ("scale", "zero")}
-        shapes |= {f"{side}s": ((rows, GROUP, heads, width), like.dtype)}
-    return shapes

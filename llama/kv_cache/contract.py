@@ -35,6 +35,8 @@ class KVCache(nn.Module):
         unrotated: it is given keys before RoPE, and rotates what it returns by itself.
         weighs: after each update it is told how much attention every key drew, see `weigh`.
         bound: how many positions it holds at most; None: as many as a text has.
+
+    `reserved` are the rows and the length that `reserve` was asked for; zeros once the memory was given back.
     """
 
     kinds: ClassVar[dict[str, type["KVCache"]]] = {}
@@ -58,6 +60,7 @@ class KVCache(nn.Module):
         super().__init__()
         self.args = args
         self.batch_rows = Rows()  # of a model's caches all have one, which is told what is fed
+        self.reserved = (0, 0)
         self.configure(read_kind(args.kv_cache).params)
         # Buffers follow the module's .to(); persistent=False keeps them out of checkpoints.
         self.register_buffer("keys", None, persistent=False)
@@ -139,11 +142,13 @@ class KVCache(nn.Module):
     def reserve(self, rows: int, length: int) -> None:
         """Drop what is held; a kind that preallocates then takes room for `rows` x `length` on its first update."""
         self.free()
+        self.reserved = (rows, length)
 
     def free(self) -> None:
         """Hold no memory until the next update."""
         for name in self._buffers:
             self._buffers[name] = None
+        self.reserved = (0, 0)
 
     @property
     def nbytes(self) -> int:
@@ -219,6 +224,19 @@ class KVCache(nn.Module):
         turns = torch.complex(cos[: furthest + 1, :, ::2], sin[: furthest + 1, :, 1::2])  # a sixth of the time
         pairs = torch.view_as_complex(keys.view(*keys.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * turns[places]).flatten(-2).type_as(keys)
+
+    def _enlarge(self, sizes: dict[str, tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
+        """Move buffers into larger ones, of these shapes and dtypes by name; where memory is out, none has moved."""
+        made = {name: self._allocate(shape, dtype, device) for name, (shape, dtype) in sizes.items()}
+        for name, new in made.items():
+            old = self._buffers[name]
+            if old is not None:
+                new[: old.shape[0], : old.shape[1]] = old
+            self._buffers[name] = new
+
+    def _allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def _write(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> None:
         """Copy xk and xv into the buffers, which must have the room."""

@@ -126,13 +126,7 @@ class PagedCache(KVCache, kind="paged"):
             )
         size = max(held + more, held + held // 8)
         size = size if self.most_blocks is None else min(size, self.most_blocks)
-        for name in ("keys", "values"):
-            with torch.inference_mode(False):  # or the pool could not be written outside inference mode
-                new = torch.empty((size, BLOCK, *like.shape[2:]), dtype=like.dtype, device=like.device)
-            old = self._buffers[name]
-            if old is not None:
-                new[:held] = old
-            self._buffers[name] = new
+        self._enlarge(dict.fromkeys(("keys", "values"), ((size, BLOCK, *like.shape[2:]), like.dtype)), like.device)
         self.shares += [0] * (size - held)
         self._spare = [*range(size - 1, held - 1, -1), *self._spare]
 

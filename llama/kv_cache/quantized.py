@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.kv_cache.contract import KVCache
+from llama.kv_cache.counting import CountingCache
 from llama.limits import check_room, row_starts
 
 # docs/log.md shows what else was tried. Tokens that share a channel's scale of the keys, and numbers of a token that
@@ -21,7 +21,7 @@ SCALES = torch.float16
 _SIDES = ("key", "value")
 
 
-class QuantizedCache(KVCache):
+class QuantizedCache(CountingCache):
     """Groups of GROUP positions in `bits` bits, and the newest group of every row in full precision.
 
     A call attends in full precision to what it was given, so a prompt does to all of it; a group is quantised once it
@@ -41,8 +41,6 @@ class QuantizedCache(KVCache):
         for side in _SIDES:
             for part in ("codes", "scale", "zero"):
                 self.register_buffer(f"{side}_{part}", None, persistent=False)
-        self.reserved = (0, 0)
-        self._ends: list[int] = []  # how far each row was written: which group is its newest depends on it
 
     @classmethod
     def position_bytes(cls, args: ModelArgs, itemsize: int) -> int:
@@ -65,53 +63,30 @@ class QuantizedCache(KVCache):
         codes = self._buffers["key_codes"]
         return None if codes is None else codes.shape[1] * GROUP
 
-    def reserve(self, rows: int, length: int) -> None:
-        super().reserve(rows, length)
-        self.reserved = (rows, -(-length // GROUP))
-
-    def free(self) -> None:
-        super().free()
-        self.reserved, self._ends = (0, 0), []
-
-    def rewind(self, position: int) -> bool:
-        return all(position % GROUP == 0 or position >= _newest(end) for end in self._ends)
-
-    def spread(self, rows: int) -> None:
-        super().spread(rows)
-        self._ends = self._ends[:1] * rows
-
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
         bsz, seqlen = xk.shape[:2]
         starts = row_starts(start_pos, bsz)
         real = self.batch_rows.real(bsz, seqlen)
-        self._refuse_what_is_gone([start if count else 0 for start, count in zip(starts, real, strict=True)])
+        self._refuse_what_is_gone(starts, real)
         check_room(bsz, max(ends), self.args)
         self._take(bsz, -(-max(ends) // GROUP), like=xk)
         keys, values = self._whole("key", starts, xk), self._whole("value", starts, xv)
-        kept_ends = [start + kept for start, kept in zip(starts, real, strict=True)]
-        for row, (start, end) in enumerate(zip(starts, kept_ends, strict=True)):
-            self._keep("key", row, start, end, keys[row])
-            self._keep("value", row, start, end, values[row])
-        self._ends[:bsz] = kept_ends
+        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+            self._keep("key", row, start, start + count, keys[row])
+            self._keep("value", row, start, start + count, values[row])
+        self._note_ends(starts, real)
         if self.unrotated:
             keys = self.rotated(keys, torch.arange(keys.shape[1], device=keys.device), keys.shape[1] - 1)
         return keys, values
 
-    def _refuse_what_is_gone(self, starts: Sequence[int]) -> None:
-        """Refuse a start that leaves a gap, or that lies within a group whose full precision is gone."""
-        for row, start in enumerate(starts):
-            end = self._ends[row] if row < len(self._ends) else 0
-            if start > end:
-                raise ValueError(
-                    f"the cache holds {end} positions of row {row}, so position {start} would leave a gap; "
-                    "feed the positions before it first"
-                )
-            if start % GROUP and start < _newest(end):
-                raise ValueError(
-                    f"start_pos={start} lies within a group of {GROUP} positions that is quantised, for {end} were "
-                    f"fed; go on from {start // GROUP * GROUP}"
-                )
+    def _refusal(self, start: int, end: int) -> str | None:
+        if start % GROUP == 0 or start >= _newest(end):
+            return None
+        return (
+            f"start_pos={start} lies within a group of {GROUP} positions that is quantised, for {end} were fed; "
+            f"go on from {start // GROUP * GROUP}"
+        )
 
     def _take(self, rows: int, groups: int, like: Tensor) -> None:
         """Have room for `groups` groups of `rows` rows; more than that by doubling, up to the model's limit."""
@@ -121,23 +96,18 @@ class QuantizedCache(KVCache):
             return
         if held and groups > held:
             groups = max(groups, min(2 * held, -(-self.args.max_seq_len // GROUP)))
-        rows, groups = max(rows, held_rows, self.reserved[0]), max(groups, held, self.reserved[1])
-        heads, width = like.shape[2:]
-        shared = {"key": (1, width), "value": (GROUP, value_parts(width))}
-        for side in _SIDES:
-            self._grow(f"{side}s", (rows, GROUP, heads, width), like.dtype, like.device)
-            packed = (rows, groups, heads, GROUP, width * self.bits // 8)
-            self._grow(f"{side}_codes", packed, torch.uint8, like.device)
-            for part in ("scale", "zero"):
-                self._grow(f"{side}_{part}", (rows, groups, heads, *shared[side]), SCALES, like.device)
+        rows, groups = max(rows, held_rows, self.reserved[0]), max(groups, held, -(-self.reserved[1] // GROUP))
+        self._enlarge(self.sizes(rows, groups, like), like.device)
 
-    def _grow(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
-            new = torch.empty(tuple(shape), dtype=dtype, device=device)
-        old = self._buffers[name]
-        if old is not None:
-            new[: old.shape[0], : old.shape[1]] = old
-        self._buffers[name] = new
+    def sizes(self, rows: int, groups: int, like: Tensor) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        """Return every buffer's shape and dtype by name, for keys like `like`, (..., n_kv_heads, head_dim)."""
+        heads, width = like.shape[2:]
+        sizes: dict[str, tuple[Sequence[int], torch.dtype]] = {}
+        for side, shared in (("key", (1, width)), ("value", (GROUP, value_parts(width)))):
+            sizes[f"{side}_codes"] = ((rows, groups, heads, GROUP, width * self.bits // 8), torch.uint8)
+            sizes |= {f"{side}_{part}": ((rows, groups, heads, *shared), SCALES) for part in ("scale", "zero")}
+            sizes[f"{side}s"] = ((rows, GROUP, heads, width), like.dtype)
+        return sizes
 
     def _whole(self, side: str, starts: Sequence[int], new: Tensor) -> Tensor:
         """Return all there is, (bsz, kv_len, n_kv_heads, head_dim): groups dequantised, and the rest as it came."""

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
 from llama.kv_cache.contract import KVCache
 from llama.limits import check_room
 
@@ -16,18 +14,6 @@ class StaticCache(KVCache, kind="static"):
     `reserve` decides their size; a write that needs more, up to the limits, moves them into larger ones. Slots that
     were never written hold whatever was in memory, and slots past a row's position whatever an earlier text left there.
     """
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__(args)
-        self.reserved = (0, 0)  # rows and length; zeros once the memory was given back
-
-    def reserve(self, rows: int, length: int) -> None:
-        super().reserve(rows, length)
-        self.reserved = (rows, length)
-
-    def free(self) -> None:
-        super().free()
-        self.reserved = (0, 0)
 
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
@@ -57,21 +43,8 @@ class StaticCache(KVCache, kind="static"):
         return self.keys is not None and self.keys.shape[0] >= rows and self.keys.shape[1] >= length
 
     def _grow(self, rows: int, length: int, like: Tensor) -> None:
-        old_keys, old_values = self.keys, self.values
-        if old_keys is None:
-            rows, length = max(rows, self.reserved[0]), max(length, self.reserved[1])
-        else:
-            rows = max(rows, old_keys.shape[0])
-            if length > old_keys.shape[1]:  # by doubling, or a text fed token by token would be copied each time
-                length = min(max(length, 2 * old_keys.shape[1]), self.args.max_seq_len)
-            length = max(length, old_keys.shape[1])
-        self.keys, self.values = self._allocate(rows, length, like), self._allocate(rows, length, like)
-        if old_keys is not None and old_values is not None:
-            self.keys[: old_keys.shape[0], : old_keys.shape[1]] = old_keys
-            self.values[: old_values.shape[0], : old_values.shape[1]] = old_values
-
-    def _allocate(self, rows: int, length: int, like: Tensor) -> Tensor:
-        with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
-            return torch.empty(
-                (rows, length, self.args.n_kv_heads, self.args.head_dim), dtype=like.dtype, device=like.device
-            )
+        held_rows, held = self.reserved if self.keys is None else self.keys.shape[:2]
+        if self.keys is not None and length > held:  # or a text fed token by token would be copied each time
+            length = min(max(length, 2 * held), self.args.max_seq_len)
+        shape = (max(rows, held_rows), max(length, held), *like.shape[2:])
+        self._enlarge(dict.fromkeys(("keys", "values"), (shape, like.dtype)), like.device)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.kv_cache.contract import KVCache
+from llama.kv_cache.counting import CountingCache
 from llama.kv_cache.names import read_kind
 from llama.limits import check_room, row_starts
 
 DEFAULT_SINKS = 4  # of which the paper finds that more help no further
 
 
-class WindowCache(KVCache, kind="window"):
+class WindowCache(CountingCache, kind="window"):
     """`window:W+S` lets each query see the last W positions, its own among them, and the first S, the sinks.
 
     Keys are held as they are before RoPE, and rotated by their place in the query's window: the sinks have the places
@@ -33,8 +33,6 @@ class WindowCache(KVCache, kind="window"):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
-        self.reserved = (0, 0)
-        self._ends: list[int] = []  # how far each row was written: what a ring holds depends on it
         self._seen: Tensor | None = None
 
     def configure(self, params: str) -> None:
@@ -47,13 +45,9 @@ class WindowCache(KVCache, kind="window"):
         bound = sum(window_and_sinks(args, read_kind(args.kv_cache).params))
         return rows * min(bound, length) * cls.position_bytes(args, itemsize)
 
-    def reserve(self, rows: int, length: int) -> None:
-        super().reserve(rows, length)
-        self.reserved = (rows, min(length, self.window + self.sinks))
-
     def free(self) -> None:
         super().free()
-        self.reserved, self._ends, self._seen = (0, 0), [], None
+        self._seen = None
 
     @property
     def slots(self) -> None:
@@ -65,13 +59,6 @@ class WindowCache(KVCache, kind="window"):
     def visible(self, start_pos: int | Sequence[int], seqlen: int) -> Tensor | None:
         return self._seen
 
-    def rewind(self, position: int) -> bool:
-        return all(self._has_the_window_of(position, end) for end in self._ends)
-
-    def spread(self, rows: int) -> None:
-        super().spread(rows)
-        self._ends = self._ends[:1] * rows
-
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(start_pos, xk, xv)
         bsz, seqlen = xk.shape[:2]
@@ -82,43 +69,28 @@ class WindowCache(KVCache, kind="window"):
         self._take(bsz, min(max(starts) + seqlen, self.window + self.sinks), like=xk)
         whole = None if seqlen == 1 else self._chunk(starts, xk, xv)  # before what it looks at is written over
         self._keep(starts, real, xk, xv)
-        self._ends[:bsz] = [start + count for start, count in zip(starts, real, strict=True)]
+        self._note_ends(starts, real)
         return self._step(starts) if whole is None else whole
 
-    def _has_the_window_of(self, start: int, end: int) -> bool:
-        """Tell whether a row that was written up to `end` still holds all that a query at `start` looks at."""
-        return start == 0 or max(start - self.window + 1, self.sinks) >= end - self.window
-
-    def _refuse_what_is_gone(self, starts: Sequence[int], real: Sequence[int]) -> None:
-        """Refuse a start that leaves a gap, or whose window has been written over; a row that has ended may stay."""
-        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
-            end = self._ends[row] if row < len(self._ends) else 0
-            if count and start > end:
-                raise ValueError(
-                    f"the window cache holds {end} positions of row {row}, so position {start} would leave a gap; "
-                    "feed the positions before it first"
-                )
-            if count and not self._has_the_window_of(start, end):
-                raise ValueError(
-                    f"start_pos={start}: the window of {self.window} has dropped positions before {end - self.window}, "
-                    "which that one looks at; feed the text from 0 on, or take a larger window"
-                )
+    def _refusal(self, start: int, end: int) -> str | None:
+        if start == 0 or max(start - self.window + 1, self.sinks) >= end - self.window:
+            return None
+        return (
+            f"start_pos={start}: the window of {self.window} has dropped positions before {end - self.window}, "
+            "which that one looks at; feed the text from 0 on, or take a larger window"
+        )
 
     def _take(self, rows: int, length: int, like: Tensor) -> None:
         """Have room for `length` positions of `rows` rows; more of them by doubling, up to the bound."""
         held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
         if held_rows >= rows and held >= length:
             return
+        most = self.window + self.sinks
         if held and length > held:
-            length = max(length, min(2 * held, self.window + self.sinks))
-        size = (max(rows, held_rows, self.reserved[0]), max(length, held, self.reserved[1]), *like.shape[2:])
-        for name in ("keys", "values"):
-            with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
-                new = torch.empty(size, dtype=like.dtype, device=like.device)
-            old = self._buffers[name]
-            if old is not None:
-                new[: old.shape[0], : old.shape[1]] = old
-            self._buffers[name] = new
+            length = max(length, min(2 * held, most))
+        length = max(length, held, min(self.reserved[1], most))
+        shape = (max(rows, held_rows, self.reserved[0]), length, *like.shape[2:])
+        self._enlarge(dict.fromkeys(("keys", "values"), (shape, like.dtype)), like.device)
 
     def _slots(self, positions: Tensor) -> Tensor:
         """Return where positions stand, or will."""

@@ -167,8 +167,8 @@ class OldestDropped(StaticCache, kind="oldest_dropped"):
     def key_positions(self) -> Tensor:
         return torch.tensor(self.places)
 
-    def _allocate(self, rows: int, length: int, like: Tensor) -> Tensor:
-        return super()._allocate(rows, length, like).zero_()  # where positions are given, all keys are read
+    def _allocate(self, *of: Any) -> Tensor:
+        return super()._allocate(*of).zero_()  # where positions are given, all keys are read
 
 
 class OtherRow(StaticCache, kind="other_row"):

@@ -1,0 +1,46 @@
+"""What kinds share that have to know how far each row was written: where a position stands depends on it."""
+
+from collections.abc import Sequence
+
+from llama.args import ModelArgs
+from llama.kv_cache.contract import KVCache
+
+
+class CountingCache(KVCache):
+    """A kind that does not hold every position as it came, so that not every position can be written again."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__(args)
+        self._ends: list[int] = []  # of each row
+
+    def free(self) -> None:
+        super().free()
+        self._ends = []
+
+    def spread(self, rows: int) -> None:
+        super().spread(rows)
+        self._ends = self._ends[:1] * rows
+
+    def rewind(self, position: int) -> bool:
+        return all(self._refusal(position, end) is None for end in self._ends)
+
+    def _refusal(self, start: int, end: int) -> str | None:
+        """Say why a row that was written up to `end` cannot go on from `start`, which is not behind that."""
+        raise NotImplementedError
+
+    def _refuse_what_is_gone(self, starts: Sequence[int], real: Sequence[int]) -> None:
+        """Refuse a start that leaves a gap, or before which something is gone; a row that has ended may stay."""
+        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+            end = self._ends[row] if row < len(self._ends) else 0
+            if count and start > end:
+                raise ValueError(
+                    f"the cache holds {end} positions of row {row}, so position {start} would leave a gap; "
+                    "feed the positions before it first"
+                )
+            why = self._refusal(start, end) if count else None
+            if why is not None:
+                raise ValueError(why)
+
+    def _note_ends(self, starts: Sequence[int], real: Sequence[int]) -> None:
+        """Remember how far each row was written."""
+        self._ends[: len(starts)] = [start + count for start, count in zip(starts, real, strict=True)]
