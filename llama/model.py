@@ -256,13 +256,13 @@ class Transformer(nn.Module, Generation):
         with nullcontext() if compiling else self.ownership.call(shared=lambda: not self.kv_caching, begins=begins):
             cache, on = self.first_attention.cache, self.kv_caching
             starts = check_fed(tokens, start_pos, logits, lengths, self.args, kv_caching=on, cache=cache)
+            self.batch_rows.lengths, self.batch_rows.rope = lengths, self.rope
             runner = None if compiling else self.runner
             done = None if runner is None else runner(self, tokens, starts, logits=logits, lengths=lengths)
             return self._plain(tokens, starts, logits, lengths) if done is None else done
 
     def _plain(self, tokens: Tensor, start_pos: Positions, logits: str, lengths: Sequence[int] | None) -> Tensor:
         """Compute what `forward` returns, by the modules."""
-        self.batch_rows.lengths, self.batch_rows.rope = lengths, self.rope
         freqs_cis = self.rope.at(self.first_attention.cache.rope_positions(start_pos), tokens.shape[1], tokens.device)
         h = self.tok_embeddings(tokens)
         for layer in self.layers:

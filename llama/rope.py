@@ -99,7 +99,7 @@ def _cos_sin(freqs: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys, (bsz, seqlen, heads, head_dim), by the (cos, sin) of their positions."""
-    return rotate(xq, freqs_cis), rotate(xk, freqs_cis)
+    return _rotate(xq, *freqs_cis), _rotate(xk, *freqs_cis)
 
 
 def rotate(x: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:

@@ -49,7 +49,6 @@ class NativeRunner:
     ) -> Tensor | None:
         """Return what `model(...)` returns, or None where the plain path has to do it, which is said once."""
         bsz, seqlen = tokens.shape
-        model.batch_rows.lengths, model.batch_rows.rope = lengths, model.rope
         kept = model.batch_rows.real(bsz, seqlen)
         starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
         if logits == "all" or lengths is None:
