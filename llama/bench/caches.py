@@ -5,7 +5,6 @@ the quality is measured. Each kind has a process of its own for both, and what i
 """
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,9 +12,8 @@ from pathlib import Path
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
-from llama.bench.presets import Session, duration
+from llama.bench.presets import Session, duration, expected_of_tokens, measure_machine
 from llama.bench.report.caches import cache_findings
-from llama.bench.run.aggregate import check_machine
 from llama.bench.run.cache_kind import STEPS
 from llama.bench.run.jobs import JobDied
 from llama.bench.run.needle import DEPTHS, LENGTHS, SEEDS
@@ -39,7 +37,6 @@ AMOUNTS: tuple[tuple[int, int, int, int], ...] = (
     (64, 32, 0, 0),
 )
 
-_STARTING = 3.0  # seconds that a process needs before it loads a model, about
 _QUESTION = 30  # tokens behind a haystack, about
 _SECRET = 8  # tokens that it takes at most
 
@@ -103,14 +100,9 @@ def caches_of(session: Session) -> Caches:
 
 
 def begin(session: Session) -> None:
-    """Measure the machine, and what a prediction of all times is made of; say how long it will take."""
-    report, caches, cell = session.report, caches_of(session), session.cells[0]
-    machine = session.do("the machine's ceilings", "machine", cell)
-    check_machine(report, machine["environment"])
-    report["ceilings"] = report["ceilings"] or machine["ceilings"]
-    session.calibration = session.do("how long it will take", "calibrate", cell.but(output_len=2))
-    report["model"] = session.calibration["model"]
-    left = max(0.0, session.deadline - time.monotonic())
+    """Measure what all begins with, drop contexts that the budget has no room for, and say how long all takes."""
+    measure_machine(session)
+    caches, left = caches_of(session), session.room
     if not any(record["steps"] for record in caches["kinds"]):
         while len(caches["contexts"]) > 1 and costs_seconds(session) > left / 2:
             caches["contexts"].pop()
@@ -129,7 +121,7 @@ def costs_seconds(session: Session) -> float:
     """Predict how long the bytes and times of all kinds take, filling a cache as long as a few steps at its end."""
     known, caches = session.calibration, caches_of(session)
     steps = sum(STEPS + 1 + 10 * context / 1024 for context in caches["contexts"])
-    one = float(_STARTING + known["load_seconds"] + steps * known["step_seconds"])
+    one = expected_of_tokens(0, known) + steps * float(known["step_seconds"])
     left = [record["kind"] for record in caches["kinds"] if not record["steps"]]
     session.expected |= dict.fromkeys(map(costs_of, left), one)
     return one * len(left)
@@ -137,11 +129,9 @@ def costs_seconds(session: Session) -> float:
 
 def quality_seconds(session: Session, plan: CachesPlan, step: float) -> float:
     """Predict how long the quality of a kind takes whose step takes `step` seconds."""
-    known = session.calibration
-    token = known["prefill_seconds"] / known["input_len"]
-    needle = [length * token + _QUESTION * step for length in plan["needle_lengths"]]
-    steps = (plan["tokens"] + plan["greedy_tokens"]) * step
-    return float(_STARTING + known["load_seconds"] + steps + len(DEPTHS) * plan["needle_seeds"] * sum(needle))
+    needles = len(DEPTHS) * plan["needle_seeds"]
+    steps = plan["tokens"] + plan["greedy_tokens"] + needles * len(plan["needle_lengths"]) * _QUESTION
+    return expected_of_tokens(needles * sum(plan["needle_lengths"]), session.calibration) + steps * step
 
 
 def amount_plan(session: Session, amount: tuple[int, int, int, int]) -> CachesPlan:

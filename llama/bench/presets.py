@@ -148,17 +148,11 @@ def sweep_curves(session: Session) -> dict[str, int]:
 
 
 def begin(session: Session, curves: dict[str, int]) -> None:
-    """Measure the machine, and what a prediction of all times is made of; say how long it will take.
+    """Measure what all begins with, and say how long all will take.
 
     `curves` are the other jobs by name, and how many tokens they feed.
     """
-    report, cell = session.report, session.cells[0].but(kv_caching=True)
-    machine = session.do("the machine's ceilings", "machine", cell)
-    check_machine(report, machine["environment"])
-    report["ceilings"] = best_ceilings(report["ceilings"], machine["ceilings"])
-    session.calibration = session.do("how long it will take", "calibrate", cell)
-    report["model"] = session.calibration["model"]
-    session.directory.save()
+    measure_machine(session)
     session.expected |= {cell.name: expected_seconds(cell, session.calibration) for cell in session.cells}
     session.expected |= {name: expected_of_tokens(tokens, session.calibration) for name, tokens in curves.items()}
     session.curves = list(curves)
@@ -169,6 +163,17 @@ def begin(session: Session, curves: dict[str, int]) -> None:
         f"{duration(session.room)}; cells are repeated up to {REPETITIONS} times as far as it goes."
     )
     session.progress.write("\n".join([words, *too_little(session, once)]), file=sys.stderr)
+
+
+def measure_machine(session: Session) -> None:
+    """Measure the machine's ceilings, and what a prediction of all times is made of."""
+    report, cell = session.report, session.cells[0].but(kv_caching=True)
+    machine = session.do("the machine's ceilings", "machine", cell)
+    check_machine(report, machine["environment"])
+    report["ceilings"] = best_ceilings(report["ceilings"], machine["ceilings"])
+    session.calibration = session.do("how long it will take", "calibrate", cell)
+    report["model"] = session.calibration["model"]
+    session.directory.save()
 
 
 def unmeasured(session: Session) -> list[int]:

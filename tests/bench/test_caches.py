@@ -6,11 +6,12 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from fakes import NATIVE_SIZES, write_checkpoint
+from jobs_here import CEILINGS, Here
 from native import needs_a_compiler
 
 import benchmark_inference as script
@@ -44,21 +45,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
     return Cell(input_len=PROMPT_LEN, output_len=1, model=str(folder), threads=1)
 
 
-class Here:
-    """Does jobs in this process, and keeps a list of them. `fail` may raise before one."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def fail(self, kind: str, cell: Cell) -> None: ...
-
-    def __call__(self, kind: str, cell: Cell, *, waiting: Any = None, **job: Any) -> dict[str, Any]:
-        self.fail(kind, cell)
-        self.done.append(f"{kind} {cell.kv_cache}")
-        done: dict[str, Any] = json.loads(json.dumps(worker.JOBS[kind](cell, **job)))
-        return done
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     return done_here(monkeypatch)
@@ -66,23 +52,13 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
 
 def done_here(monkeypatch: pytest.MonkeyPatch) -> Here:
     """Let jobs be done in this process, on little text."""
-    jobs_done_here = Here()
+    jobs_done_here = Here(lambda kind, cell: f"{kind} {cell.kv_cache}")
     monkeypatch.setattr(presets, "run_job", jobs_done_here)
-    monkeypatch.setattr(
-        worker,
-        "ceilings",
-        lambda *_: {
-            "read_bytes_per_second": 1e9,
-            "flops_per_second": 1e9,
-            "dtype": "fp32",
-            "read_by": "a",
-            "flops_by": "b",
-        },
-    )
+    monkeypatch.setattr(worker, "ceilings", lambda *_: CEILINGS)
     monkeypatch.setattr(caches, "CONTEXTS", (64, 128, 512))
     monkeypatch.setattr(caches, "LENGTHS", (120,))
     monkeypatch.setattr(caches, "AMOUNTS", ((20, 8, 1, 1), (8, 4, 0, 0)))
-    monkeypatch.setattr(caches, "_STARTING", 0.0)
+    monkeypatch.setattr(presets, "_STARTING", 0.0)
     return jobs_done_here
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fakes import NATIVE_SIZES, write_checkpoint
+from jobs_here import CEILINGS, Here
 
 import benchmark_inference as script
 from llama import cli
@@ -27,9 +28,6 @@ from llama.bench.run.progress import progress_bar
 from llama.bench.schema import new_record, new_report
 from llama.bench.single import benchmark_inference
 
-# Beyond what the tiny model reaches anywhere, so that it raises neither.
-CEILINGS = {"read_bytes_per_second": 1e15, "read_by": "sum", "flops_per_second": 1e15, "flops_by": "linear"}
-CEILINGS |= {"dtype": "fp32"}
 REPETITIONS = 2  # as many as the claims need
 
 
@@ -39,23 +37,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
     return Cell(input_len=6, output_len=4, model=str(folder), threads=1)
 
 
-class Here:
-    """Does jobs in this process, which takes milliseconds, and keeps a list of them. `fail` may raise before one."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def fail(self, kind: str, cell: Cell) -> None: ...
-
-    def __call__(self, kind: str, cell: Cell, *, waiting: Any = None, **job: Any) -> dict[str, Any]:
-        self.fail(kind, cell)
-        self.done.append(cell.name if kind == "cell" else kind)
-        return json.loads(json.dumps(worker.JOBS[kind](cell, **job)))
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Here:
-    jobs_done_here = Here()
+    jobs_done_here = Here(lambda kind, cell: cell.name if kind == "cell" else kind)
     for module in (presets, aggregate, single):
         monkeypatch.setattr(module, "run_job", jobs_done_here)
     monkeypatch.setattr(worker, "ceilings", lambda *_, **__: CEILINGS)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llama.bench.cell import Cell
-from llama.bench.run.engines import path_of
+from llama.bench.run.engines import forwards_by_runner, path_of
 from llama.bench.run.filling import CHUNK, fill_caches
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model
@@ -39,7 +39,7 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     started = time.perf_counter()
     model = source.build()
     loaded = time.perf_counter() - started
-    before = _by_runner(model)
+    before = forwards_by_runner(model)
     sizes: list[CacheSize] = []
     steps: list[StepTimes] = []
     with model.switched(kv_caching=True):
@@ -50,7 +50,7 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
             sizes.append(_size(model, context))
     return {
         "lossless": all(cache.lossless for cache in model.caches),
-        "path": path_of(model, fast=_by_runner(model) - before, all=len(contexts) * (STEPS + 1)),
+        "path": path_of(model, fast=forwards_by_runner(model) - before, all=len(contexts) * (STEPS + 1)),
         "bytes": sizes,
         "steps": steps,
         "load_seconds": loaded,
@@ -86,13 +86,13 @@ def cache_reference(cell: Cell, *, plan: CachesPlan, logits: str) -> dict[str, A
     """Measure the full cache's quality, write its logits into the file `logits`, and return its greedy text, too."""
     model, tokenizer, ids = _opened(cell, plan)
     kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=True)
-    nll, before = 0.0, _by_runner(model)
+    nll, before = 0.0, forwards_by_runner(model)
     with closing(next_logits(model, ids, prompt_len=plan["prompt_len"])) as steps:
         for place, (scores, token) in enumerate(zip(steps, ids[plan["prompt_len"] :], strict=True)):
             kept[place] = scores
             nll -= float(log_probabilities(scores)[token])
     nll /= len(kept)
-    path = path_of(model, fast=_by_runner(model) - before, all=len(kept))
+    path = path_of(model, fast=forwards_by_runner(model) - before, all=len(kept))
     texts, margins = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
     quality: CacheQuality = {
         "path": path,
@@ -112,11 +112,11 @@ def cache_quality(cell: Cell, *, plan: CachesPlan, logits: str, greedy_text: dic
     """Compare the cell's kind with the full cache, whose logits stand in a file, on the same text."""
     model, tokenizer, ids = _opened(cell, plan)
     kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=False)
-    ours, before = (log_probabilities(scores) for scores in kept), _by_runner(model)
+    ours, before = (log_probabilities(scores) for scores in kept), forwards_by_runner(model)
     with closing(expected(model, ids, prompt_len=plan["prompt_len"])) as steps:
         theirs = (logprobs.cpu() for logprobs in steps)
         found = compared(ours, theirs, ids, prompt_len=plan["prompt_len"])
-    path = path_of(model, fast=_by_runner(model) - before, all=found.tokens)
+    path = path_of(model, fast=forwards_by_runner(model) - before, all=found.tokens)
     text, _ = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
     quality: CacheQuality = {
         "path": path,
@@ -141,11 +141,6 @@ def _opened(cell: Cell, plan: CachesPlan) -> tuple[Transformer, TextCodec, list[
     check_memory(cell.but(input_len=plan["prompt_len"], output_len=plan["tokens"]), source.args, source.device, held=0)
     model = source.build()
     return model, source.tokenizer, encode_prompt(source.tokenizer, read_text())[:last]
-
-
-def _by_runner(model: Transformer) -> int:
-    """Return how many forwards the model's runner has run so far."""
-    return 0 if model.runner is None else model.runner.forwards
 
 
 def _logits_file(path: Path, tokens: int, model: Transformer, *, new: bool) -> Tensor:

@@ -89,6 +89,11 @@ def hooked(model: nn.Module, before: Callable[..., Any], after: Callable[..., An
             hook.remove()
 
 
+def forwards_by_runner(model: Transformer) -> int:
+    """Return how many forwards the model's runner has run so far."""
+    return 0 if model.runner is None else model.runner.forwards
+
+
 def path_of(model: Transformer, *, fast: int, all: int) -> str:
     """Return what executed so many forwards of a model, of which its runner did `fast`."""
     plain, step = model.ops.name, model.runner
@@ -116,18 +121,15 @@ class LlamaEngine:
         with self._watched(run, times, output_len=output_len, steps=steps):
             run.started = time.perf_counter()
             options: Options = {**GREEDY, "kv_caching": kv_caching}
-            forwards_before = self._fast_forwards()
+            forwards_before = forwards_by_runner(self.model)
             with suppress(_EnoughError):
                 run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
         run.token_times = times[1:]
-        run.fast_forwards = self._fast_forwards() - forwards_before
+        run.fast_forwards = forwards_by_runner(self.model) - forwards_before
         left = 0 if self.model.runner is None or self.model.runner.takes_prompts else 1  # the prompt
         run.fast_wanted = len(run.fed or ()) - left
         run.path = self._path(fast=run.fast_forwards, all=run.fast_wanted)
         return run
-
-    def _fast_forwards(self) -> int:
-        return 0 if self.model.runner is None else self.model.runner.forwards
 
     def _path(self, *, fast: int, all: int) -> str:
         """Return what executed so many forwards, of which the fast step did some: by what it counted, not by intent."""

@@ -1,0 +1,28 @@
+"""The jobs of a benchmark, done in this process, which takes milliseconds, and with ceilings that nothing reaches."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from llama.bench.cell import Cell
+from llama.bench.run import worker
+
+# Beyond what the tiny model reaches anywhere, so that it raises neither.
+CEILINGS = {"read_bytes_per_second": 1e15, "read_by": "sum", "flops_per_second": 1e15, "flops_by": "linear"}
+CEILINGS |= {"dtype": "fp32"}
+
+
+class Here:
+    """Stands where `run_job` does, and lists what it did, as `label` names it. `fail` may raise before a job."""
+
+    def __init__(self, label: Callable[[str, Cell], str]) -> None:
+        self.label = label
+        self.done: list[str] = []
+
+    def fail(self, kind: str, cell: Cell) -> None: ...
+
+    def __call__(self, kind: str, cell: Cell, *, waiting: Any = None, **job: Any) -> dict[str, Any]:
+        self.fail(kind, cell)
+        self.done.append(self.label(kind, cell))
+        done: dict[str, Any] = json.loads(json.dumps(worker.JOBS[kind](cell, **job)))
+        return done
