@@ -52,10 +52,14 @@ _TORCH = (
 
 def _code() -> Iterator[tuple[Any, str, object]]:
     """Yield the code that the plain path runs: whose it is, its name, and what stands there now."""
+    ours = {file.__name__ for file in _FILES}
     for file in _FILES:
-        classes = (one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__)
-        for owner in (file, *(one for one in classes if issubclass(one, nn.Module | rope.RopeTable | rows.Rows))):
-            yield from ((owner, name, getattr(owner, name)) for name in sorted(PATH & vars(owner).keys()))
+        yield from ((file, name, getattr(file, name)) for name in sorted(PATH & vars(file).keys()))
+        for owner in (one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__):
+            if issubclass(owner, nn.Module | rope.RopeTable | rows.Rows):
+                # What a class inherits may be replaced in that class alone.
+                names = {name for base in owner.__mro__ if base.__module__ in ours for name in vars(base)}
+                yield from ((owner, name, getattr(owner, name)) for name in sorted(PATH & names))
     yield from ((owner, name, getattr(owner, name)) for owner, names in _TORCH for name in names)
     yield from ((owner, name, number) for (owner, name), number in _NUMBERS.items())
 

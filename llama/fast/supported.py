@@ -23,7 +23,7 @@ PATH = {
     *("attend", "_attend_in_step", "_mask", "apply_rotary_emb", "rotate", "_rotate", "_cos_sin", "at", "up_to"),
     *("update", "check", "visible", "rope_positions", "key_positions", "rows"),
     *("room", "fits", "_grow", "_enlarge", "_allocate", "_write", "sizes", "_refusal", "_note_ends"),
-    *("quantize", "dequantize", "_packed", "_unpacked", "_newest", "value_parts", "_whole", "_keep", "_take"),
+    *("quantize", "dequantize", "_packed", "_unpacked", "_run", "_newest", "value_parts", "_whole", "_keep", "_take"),
     *("_refuse_what_is_gone", "rotated", "real", "_take_one", "_give_back", "_slots", "_gathered"),
     *("check_fed", "row_starts", "check_room"),
     *("torch", "nn", "F"),

@@ -27,10 +27,14 @@ class QuantizedCache(CountingCache):
     A call attends in full precision to what it was given, so a prompt does to all of it; a group is quantised once it
     is full. The number x is held as code = round((x - zero) / scale). By row, group and KV head:
 
-        key_codes, value_codes      (rows, groups, n_kv_heads, GROUP, head_dim x bits / 8) uint8, low bits first
+        key_codes                   (rows, groups, n_kv_heads, head_dim, GROUP x bits / 8) uint8, see `_packed`
         key_scale, key_zero         (rows, groups, n_kv_heads, 1, head_dim): of each channel
-        value_scale, value_zero     (rows, groups, n_kv_heads, GROUP, parts): of each token, see `value_parts`
+        value_codes                 (rows, groups, n_kv_heads, GROUP, head_dim x bits / 8) uint8
+        value_scale, value_zero     (rows, groups, n_kv_heads, parts, GROUP): of each token, see `value_parts`
         keys, values                (rows, GROUP, n_kv_heads, head_dim): the newest; position p has the slot p % GROUP
+
+    A step multiplies each channel of a group's keys with one number of the query, and each token of its values with one
+    weight; the numbers that one is multiplied with lie side by side.
     """
 
     lossless = False
@@ -103,9 +107,9 @@ class QuantizedCache(CountingCache):
         """Return every buffer's shape and dtype by name, for keys like `like`, (..., n_kv_heads, head_dim)."""
         heads, width = like.shape[2:]
         sizes: dict[str, tuple[Sequence[int], torch.dtype]] = {}
-        for side, shared in (("key", (1, width)), ("value", (GROUP, value_parts(width)))):
-            sizes[f"{side}_codes"] = ((rows, groups, heads, GROUP, width * self.bits // 8), torch.uint8)
-            sizes |= {f"{side}_{part}": ((rows, groups, heads, *shared), SCALES) for part in ("scale", "zero")}
+        for side, count, length, parts in (("key", width, GROUP, 1), ("value", GROUP, width, value_parts(width))):
+            sizes[f"{side}_codes"] = ((rows, groups, heads, count, length * self.bits // 8), torch.uint8)
+            sizes |= {f"{side}_{part}": ((rows, groups, heads, parts, count), SCALES) for part in ("scale", "zero")}
             sizes[f"{side}s"] = ((rows, GROUP, heads, width), like.dtype)
         return sizes
 
@@ -118,7 +122,9 @@ class QuantizedCache(CountingCache):
         whole = new.new_empty((bsz, max(starts) + seqlen, *new.shape[2:]))
         if full:
             held = [part[:bsz, :full] for part in (codes, scale, zero)]
-            groups = dequantize(held[0], held[1], held[2], bits=self.bits)  # (bsz, full, n_kv_heads, GROUP, head_dim)
+            groups = dequantize(held[0], held[1], held[2], bits=self.bits)
+            if side == "key":
+                groups = groups.mT  # (bsz, full, n_kv_heads, GROUP, head_dim)
             whole[:, : full * GROUP] = groups.transpose(2, 3).flatten(1, 2)
         for row, start in enumerate(starts):
             begin = start // GROUP * GROUP
@@ -131,8 +137,11 @@ class QuantizedCache(CountingCache):
         first, full = start // GROUP, end // GROUP
         if full > first:
             groups = whole[first * GROUP : full * GROUP].view(-1, GROUP, *whole.shape[1:]).transpose(1, 2)
-            parts = quantize(groups, bits=self.bits, parts=None if side == "key" else value_parts(groups.shape[-1]))
-            for part, numbers in zip(("codes", "scale", "zero"), parts, strict=True):
+            if side == "key":
+                held = quantize(groups.mT, bits=self.bits, parts=1)
+            else:
+                held = quantize(groups, bits=self.bits, parts=value_parts(groups.shape[-1]))
+            for part, numbers in zip(("codes", "scale", "zero"), held, strict=True):
                 self.get_buffer(f"{side}_{part}")[row, first:full] = numbers
         begin = _newest(end)  # also where it is full: its tokens may be fed once more
         if end > start:
@@ -162,43 +171,46 @@ def value_parts(head_dim: int) -> int:
     return head_dim // GROUP if head_dim % GROUP == 0 else 1
 
 
-def quantize(x: Tensor, *, bits: int, parts: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes of x, (..., tokens, head_dim), packed, and the scale and zero that they are of.
+def quantize(x: Tensor, *, bits: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes of x, (..., count, length), packed, and the scale and zero of each part of each of its rows.
 
-    With `parts` None these are of each channel over all tokens, (..., 1, head_dim); else of each of so many parts of a
-    token, (..., tokens, parts).
+    Codes are (..., count, length x bits / 8), scales and zeros (..., parts, count).
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    split = wide[..., None, :] if parts is None else wide.reshape(*wide.shape[:-1], parts, -1)
-    dim = -3 if parts is None else -1
-    low, high = split.amin(dim, keepdim=True), split.amax(dim, keepdim=True)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], parts, -1)
+    low, high = wide.amin(-1), wide.amax(-1)  # (..., count, parts)
     zero = low.to(SCALES)
     scale = ((high - low) / (2**bits - 1)).to(SCALES)
-    steps = (split - zero.to(wide.dtype)) / scale.to(wide.dtype).clamp(min=torch.finfo(SCALES).tiny)
+    divisor = scale.to(wide.dtype).clamp(min=torch.finfo(SCALES).tiny)
+    steps = (wide - zero.to(wide.dtype)[..., None]) / divisor[..., None]
     codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(-2)
-    shape = (*x.shape[:-2], 1, x.shape[-1]) if parts is None else (*x.shape[:-1], parts)
-    return _packed(codes, bits), scale.view(shape), zero.view(shape)
+    return _packed(codes, bits), scale.mT, zero.mT
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, bits: int) -> Tensor:
-    """Return the numbers that `quantize` gave codes of, (..., tokens, head_dim), in float32."""
+    """Return the numbers that `quantize` gave codes of, (..., count, length), in float32."""
     numbers = _unpacked(codes, bits).float()
-    if scale.shape[-2] == 1:
-        return numbers * scale.float() + zero.float()
-    split = numbers.reshape(*numbers.shape[:-1], scale.shape[-1], -1)
-    return (split * scale.float()[..., None] + zero.float()[..., None]).flatten(-2)
+    numbers = numbers.reshape(*numbers.shape[:-1], scale.shape[-2], -1)
+    return (numbers * scale.float().mT[..., None] + zero.float().mT[..., None]).flatten(-2)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Return codes as they are held: of 4 bits, each byte of a run has one of its first half and one of its last."""
     if bits == 8:
         return codes
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    first, last = codes.reshape(*codes.shape[:-1], -1, 2, _run(codes.shape[-1]) // 2).unbind(-2)
+    return (first | last << 4).flatten(-2)
 
 
 def _unpacked(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
-    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    halves = codes.reshape(*codes.shape[:-1], -1, _run(2 * codes.shape[-1]) // 2)
+    return torch.cat((halves & 15, halves >> 4), dim=-1).flatten(-2)
+
+
+def _run(length: int) -> int:
+    """Return how many codes are packed with one another."""
+    return GROUP if length % GROUP == 0 else length
 
 
 def _newest(end: int) -> int:

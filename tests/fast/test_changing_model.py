@@ -43,6 +43,7 @@ class ChangingModel(RuleBasedStateMachine):
         n_layers=st.integers(1, 3),
         tied_head=st.booleans(),
         caching=st.booleans(),
+        kv_cache=st.sampled_from(["static", "paged"]),  # after one step, codes of quantised caches may differ
     )
     def make(
         self,
@@ -53,6 +54,7 @@ class ChangingModel(RuleBasedStateMachine):
         n_layers: int,
         tied_head: bool,
         caching: bool,
+        kv_cache: str,
     ) -> None:
         args = tiny_args(
             dim=32 * width,
@@ -65,6 +67,7 @@ class ChangingModel(RuleBasedStateMachine):
             tied_head=tied_head,
             max_seq_len=LONGEST,
             kv_caching=caching,
+            kv_cache=kv_cache,
         )
         self.plain, self.fast = twins(kind, args)
         self.coarse = "bf16" in kind

@@ -8,11 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from native import KINDS, VOCAB, check_bits, compiled_with, cpu_flags, model_of, needs_a_compiler, twins
+from native import ARGS, KINDS, VOCAB, check_bits, compiled_with, cpu_flags, model_of, needs_a_compiler, served, twins
 from oracles import bits, some_tokens
 
 from llama.fast import native_library
@@ -56,12 +58,14 @@ def test_every_build_gives_the_same_bits_however_a_text_is_fed(architecture: str
 
 def test_builds_for_one_architecture_have_the_same_bits(architecture: str, tune: str) -> None:
     tokens = some_tokens(3, 70, vocab_size=VOCAB)
-    for kind in KINDS:
+    for kind, kv_cache in product(KINDS, ("static", "int8", "int4", "paged")):
         made = []
         for one in (tune, "generic"):
             with compiled_with(*flags_of(architecture, one)):
-                made.append(bits(twins(kind)[1](tokens)))
-        assert torch.equal(*made), kind
+                _, fast = twins(kind, replace(ARGS, kv_cache=kv_cache))
+                made.append(bits(torch.cat((fast(tokens), fast(tokens[:, :2], 70)), dim=1)))
+                assert served(fast) == 2
+        assert torch.equal(*made), (kind, kv_cache)
 
 
 def test_a_cpu_without_fused_multiply_add_is_declined_in_words(

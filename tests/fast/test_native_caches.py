@@ -242,8 +242,10 @@ def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: 
             whole = cache.get_buffer(f"{side}s").clone()
             assert torch.equal(whole[:, :31], newest[f"{side}s"][:, :31])
             groups = whole.transpose(1, 2)  # (rows, n_kv_heads, GROUP, head_dim)
-            parts = None if side == "key" else quantized.value_parts(groups.shape[-1])
-            wanted = quantize(groups, bits=cache.bits, parts=parts)
+            if side == "key":
+                wanted = quantize(groups.mT, bits=cache.bits, parts=1)
+            else:
+                wanted = quantize(groups, bits=cache.bits, parts=quantized.value_parts(groups.shape[-1]))
             for part, numbers in zip(("scale", "zero", "codes"), (wanted[1], wanted[2], wanted[0]), strict=True):
                 held = cache.get_buffer(f"{side}_{part}")[:, 1]
                 assert torch.equal(held, numbers), (side, part)
@@ -443,6 +445,7 @@ def test_a_change_of_kind_is_served() -> None:
         (quantized, "quantize", lambda x, **how: quantize(2 * x, **how)),
         (quantized, "GROUP", 64),
         (quantized.Int8Cache, "bits", 4),
+        (quantized.Int8Cache, "_keep", lambda *given: None),
         (QuantizedCache, "update", StaticCache.update),
         (PagedCache, "_take_one", lambda *given: None),
         (paged, "BLOCK", 32),

@@ -140,6 +140,7 @@ struct Forward {
     T *keys, *values;
     T* unturned;  // the same keys before RoPE, for INT4
     Int* own;     // where in them a row begins
+    float* turns;  // for INT4: cos and sin of every group's positions, (groups, head_dim / 2, 2, TOKENS)
     float *k, *v, *gate, *up;  // of a block's tokens
     char *rounded, *attention;     // each thread's
     float* parts;                  // of every token, chunk and head, where keys are shared out
@@ -172,13 +173,14 @@ struct Forward {
         gate = carver.take<float>(held * widest()), up = carver.take<float>(held * widest());
         keys = values = unturned = nullptr, own = carver.take<Int>(batch.rows + 1);
         if (owns()) keys = carver.take<T>(owned() * kv), values = carver.take<T>(owned() * kv);
-        if (batch.kind == INT4) unturned = carver.take<T>(owned() * kv);
+        turns = nullptr;
+        if (batch.kind == INT4) unturned = carver.take<T>(owned() * kv), turns = carver.take<float>(turned() * model.head_dim);
         rounded_bytes = block_rows * Product::bytes(std::max(queries, widest()));
         rounded_bytes = std::max(rounded_bytes, scored_rows() * Product::bytes(model.dim));
         rounded = carver.take<char>(threads * rounded_bytes);
         const Int floats_of_query = KEYS + part_size() + model.head_dim + 2;
         attention_bytes = most_queries() * (model.head_dim * sizeof(T) + floats_of_query * sizeof(float));
-        if (grouped()) attention_bytes += 2 * KEYS * model.head_dim * sizeof(T);
+        if (grouped()) attention_bytes += (most_queries() * model.head_dim + of_group()) * sizeof(float);
         attention_bytes = (attention_bytes + 8 * 64) / 64 * 64;
         attention = carver.take<char>(threads * attention_bytes);
         parts = apart ? carver.take<float>(tokens * chunks * model.heads * part_size()) : nullptr;
@@ -194,6 +196,14 @@ struct Forward {
         for (Int r = 0; r < batch.rows; r++) count += batch.starts[r] - first_own(r);
         return count;
     }
+
+    Int turned() const {  // positions
+        Int longest = 0;
+        for (Int r = 0; r < batch.rows; r++) longest = std::max(longest, first_own(r));
+        return longest;
+    }
+    // Numbers that reading a group needs room for.
+    Int of_group() const { return TOGETHER * std::max(model.head_dim, Int(TOKENS)); }
 
     Int widest() const { return std::max(model.dim, model.hidden); }
     Int most_queries() const { return std::max(QUERIES, model.heads); }
@@ -234,6 +244,7 @@ struct Forward {
             for (Int t = team.rank; t < count; t += team.size)
                 Product::row_of(model.embedding, token(first + t), h + (first + t) * model.dim);
         });
+        if (turns) group_turns(all);
         all.wait();
         for (Int l = 0; l < model.layer_count; l++) {
             const Layer& layer = model.layers[l];
@@ -343,8 +354,21 @@ struct Forward {
     void turn_rounded(const T* x, T* to, Int count, Int position) const {
         for (Int i = 0; i < count; i += LANES) {
             const Int at = position * model.head_dim + i % model.head_dim;
-            narrow(turned<T>(widen(x + i), batch.cos + at, batch.sin + at), to + i);
+            const floats number = widen(x + i);
+            narrow(number * widen(batch.cos + at) + neighbours(number) * widen(batch.sin + at), to + i);
         }
+    }
+
+    // Bring cos and sin of every group's positions into the order in which its keys are read.
+    void group_turns(const Team& all) const {
+        const Int d = model.head_dim, groups = turned() / TOKENS;
+        for (Int g = groups * all.rank / all.size; g < groups * (all.rank + 1) / all.size; g++)
+            for (Int c = 0; c < d; c += 2)
+                for (Int token = 0; token < TOKENS; token++) {
+                    const Int at = (g * TOKENS + token) * d + c;
+                    float* to = turns + (g * d + c) * TOKENS + token;
+                    to[0] = batch.cos[at], to[TOKENS] = batch.sin[at + 1];  // that of the first of two is -sin
+                }
     }
 
     // Turn a token's queries and keys by its position, and put its keys and values where they belong.
@@ -462,8 +486,9 @@ struct Forward {
     // What a look needs, for so many queries at most. A part is what a query took from one chunk of keys: the largest
     // score, the sum of the weights against it, and the weighted values.
     struct Look {
-        T *queries, *keys, *values;  // keys and values: of one chunk and kv head, where the cache has groups
+        T* queries;
         float *scores, *parts, *sums, *most, *total;
+        float *wide, *own;  // where the cache has groups: the queries in float32, and room to read a group
 
         Look(const Forward& f, char* scratch) {
             Carver carver{scratch};
@@ -471,8 +496,8 @@ struct Forward {
             queries = carver.take<T>(n * d), scores = carver.take<float>(n * KEYS);
             parts = carver.take<float>(n * f.part_size()), sums = carver.take<float>(n * d);
             most = carver.take<float>(n), total = carver.take<float>(n);
-            const Int held = f.grouped() ? KEYS * d : 0;
-            keys = carver.take<T>(held), values = carver.take<T>(held);
+            wide = own = nullptr;
+            if (f.grouped()) wide = carver.take<float>(n * d), own = carver.take<float>(f.of_group());
         }
     };
 
@@ -492,6 +517,7 @@ struct Forward {
         for (Int i = 0; i < heads * count; i++) {
             const float* from = q + (t + i % count) * queries + (head + i / count) * d;
             for (Int j = 0; j < d; j += LANES) narrow(widen(from + j), it.queries + i * d + j);
+            for (Int j = 0; grouped() && j < d; j += LANES) store(it.wide + i * d + j, widen(it.queries + i * d + j));
         }
     }
 
@@ -504,27 +530,28 @@ struct Forward {
     void look_at(Look& it, const Layer& layer, Int t, Int count, Int head, Int heads, Int from, float* to) const {
         const Int d = model.head_dim, group = std::min(rep, heads) * count, size = part_size();
         const Int seen = std::min(KEYS, position[t + count - 1] + 1 - from);
+        const Int quantized = grouped() ? std::clamp<Int>(first_own(row[t]) - from, 0, seen) : 0;
         for (Int i = 0; i < heads * count; i += group) {
             const Int at = (head + i / count) / rep * d;
-            const Chunk chunk = chunk_at(it, layer, row[t], from, from + seen, at / d);
-            for (Int key = 0; key < seen; key += chunk.run)
-                all_dots(it.queries + i * d, d, group, chunk.keys[key / chunk.run], chunk.stride,
+            const Chunk chunk = chunk_at(layer, row[t], from + quantized, from + seen, at);
+            for (Int key = 0; key < quantized; key += TOKENS)
+                score(it, layer, row[t], from + key, at / d, group, it.wide + i * d, it.scores + i * KEYS + key);
+            for (Int key = quantized; key < seen; key += chunk.run)
+                all_dots(it.queries + i * d, d, group, chunk.keys[(key - quantized) / chunk.run], chunk.stride,
                          std::min(chunk.run, seen - key), d, it.scores + i * KEYS + key, KEYS);
             for (Int j = i; j < i + group; j++)
                 weigh(it.scores + j * KEYS, std::min(seen, position[t + j % count] + 1 - from), to + j * size);
             by_rows(group, [&](auto rows, Int j) {
-                sums<decltype(rows)::value>(it.scores + (i + j) * KEYS, chunk, seen, to + (i + j) * size + LANES, size);
+                sums<decltype(rows)::value>(it.scores + (i + j) * KEYS + quantized, chunk, seen - quantized,
+                                            to + (i + j) * size + LANES, size);
             });
+            for (Int key = 0; key < quantized; key += TOKENS)
+                add(it, layer, row[t], from + key, at / d, group, it.scores + i * KEYS + key, to + i * size + LANES);
         }
     }
 
-    // Where keys and values of positions `from` to `end` stand for one kv head.
-    Chunk chunk_at(Look& it, const Layer& layer, Int row, Int from, Int end, Int head) const {
-        if (grouped() && from < first_own(row)) {
-            read_groups(it, layer, row, from, end, head);
-            return {{it.keys}, {it.values}, model.head_dim, KEYS};
-        }
-        const Int at = head * model.head_dim;
+    // Where keys and values of positions `from` to `end` stand as they came, `at` numbers behind a token's first.
+    Chunk chunk_at(const Layer& layer, Int row, Int from, Int end, Int at) const {
         Chunk chunk{{}, {}, kv, batch.kind == PAGED ? PAGE : KEYS};
         for (Int p = from, i = 0; p < end; p += chunk.run, i++) {
             chunk.keys[i] = place_of(layer.table, layer.keys, keys, row, p) + at;
@@ -533,24 +560,31 @@ struct Forward {
         return chunk;
     }
 
-    // Bring keys and values of positions `from` to `end`, out of groups and as they came, to where `it` has room.
-    void read_groups(Look& it, const Layer& layer, Int row, Int from, Int end, Int head) const {
-        const Int d = model.head_dim, quantized = std::min(end, first_own(row));
-        for (Int p = from; p < quantized; p += TOKENS) {
-            const Quantized key = group_of(layer.key, row, p / TOKENS, head, d);
-            const Quantized value = group_of(layer.value, row, p / TOKENS, head, TOKENS * d / PART);
-            T *ks = it.keys + (p - from) * d, *vs = it.values + (p - from) * d;
-            if (batch.kind == INT8) {
-                read_keys<8>(key, d, nullptr, nullptr, ks), read_values<8>(value, d, vs);
-            } else {
-                read_keys<4>(key, d, batch.cos + p * d, batch.sin + p * d, ks), read_values<4>(value, d, vs);
-            }
-        }
-        for (Int p = quantized; p < end; p++) {
-            const Int at = place_of_own(row, p) + head * d;
-            std::memcpy(it.keys + (p - from) * d, keys + at, d * sizeof(T));
-            std::memcpy(it.values + (p - from) * d, values + at, d * sizeof(T));
-        }
+    // The scores of the group of keys at `p`, for so many queries of a kv head.
+    void score(Look& it, const Layer& layer, Int row, Int p, Int head, Int count, const float* wide, float* to) const {
+        const Int d = model.head_dim;
+        const Quantized group = group_of(layer.key, row, p / TOKENS, head, d);
+        by_rows(count, [&](auto rows, Int r) {
+            constexpr int ROWS = decltype(rows)::value;
+            if (batch.kind == INT8)
+                score_group<8, ROWS>(group, d, wide + r * d, nullptr, it.own, to + r * KEYS, KEYS);
+            else
+                score_group<4, ROWS>(group, d, wide + r * d, turns + p * d, it.own, to + r * KEYS, KEYS);
+        });
+    }
+
+    // Add the group's values at `p`, by their weights.
+    void add(Look& it, const Layer& layer, Int row, Int p, Int head, Int count, const float* weights, float* to) const {
+        const Int d = model.head_dim;
+        const Quantized group = group_of(layer.value, row, p / TOKENS, head, TOKENS * d / PART);
+        by_rows(count, [&](auto rows, Int r) {
+            constexpr int ROWS = decltype(rows)::value;
+            float* sums = to + r * part_size();
+            if (batch.kind == INT8)
+                add_group<8, ROWS>(group, d, weights + r * KEYS, KEYS, it.own, sums, part_size());
+            else
+                add_group<4, ROWS>(group, d, weights + r * KEYS, KEYS, it.own, sums, part_size());
+        });
     }
 
     // Turn a query's scores into weights against the largest; a part begins with that and with the weights' sum.

@@ -38,7 +38,6 @@ typedef std::uint16_t shorts __attribute__((vector_size(VECTOR / 2)));
 typedef std::int16_t signed_shorts __attribute__((vector_size(VECTOR / 2)));
 typedef std::uint64_t longs __attribute__((vector_size(VECTOR)));
 typedef std::uint8_t bytes __attribute__((vector_size(VECTOR / 4)));
-typedef std::uint8_t half_bytes __attribute__((vector_size(VECTOR / 8)));
 
 constexpr int LANES = VECTOR / 4;
 constexpr int TOGETHER = 4;  // rows that are taken at a time
@@ -76,7 +75,10 @@ INLINE floats multiply_add(floats sum, floats x, floats w) {
 #endif
 }
 
-INLINE floats multiply_add(floats sum, floats x, float w) { return multiply_add(sum, x, floats{} + w); }
+// x in every lane; x + 0 would be an addition, for -0 is not 0.
+INLINE floats every(float x) { return x - floats{}; }
+
+INLINE floats multiply_add(floats sum, floats x, float w) { return multiply_add(sum, x, every(w)); }
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
@@ -98,29 +100,17 @@ INLINE floats widen(const half* x) {
 }
 
 // LANES whole numbers of 8 bits.
-INLINE floats widen(const std::uint8_t* x) {
+INLINE ints whole(const std::uint8_t* x) {
 #if defined(__AVX512F__)
-    return (floats)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, load<__m128i>(x)));
+    return (ints)_mm512_maskz_cvtepu8_epi32(0xffff, load<__m128i>(x));
 #elif defined(__AVX2__)
-    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)x)));
+    return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)x));
 #else
-    return __builtin_convertvector(load<bytes>(x), floats);
+    return __builtin_convertvector(load<bytes>(x), ints);
 #endif
 }
 
-// LANES whole numbers of 4 bits, the low ones of a byte first.
-INLINE floats widen_halves(const std::uint8_t* x) {
-#if defined(__AVX512F__)
-    const longs pairs = (longs)_mm512_maskz_cvtepu8_epi64(0xff, _mm_loadl_epi64((const __m128i*)x));
-#elif defined(__AVX2__)
-    std::int32_t four;
-    std::memcpy(&four, x, sizeof four);
-    const longs pairs = (longs)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
-#else
-    const longs pairs = __builtin_convertvector(load<half_bytes>(x), longs);
-#endif
-    return __builtin_convertvector((ints)((pairs | pairs << 28) & 0x0000000f0000000full), floats);
-}
+INLINE floats widen(const std::uint8_t* x) { return __builtin_convertvector(whole(x), floats); }
 
 INLINE void narrow(floats x, float* to) { store(to, x); }
 
@@ -283,13 +273,14 @@ INLINE float dot(const T* x, const T* w, Int length) {
     return sum_of(sum);
 }
 
-// Call act(ROWS, row) for all rows, 4, 2 or 1 at a time, where the compiler knows ROWS.
+// Call act(ROWS, row) for all rows, 4 at a time and then the others, where the compiler knows ROWS.
 template <class Act>
 void by_rows(Int rows, Act act) {
     Int r = 0;
     for (; r + TOGETHER <= rows; r += TOGETHER) act(std::integral_constant<int, TOGETHER>(), r);
-    if (r + 2 <= rows) act(std::integral_constant<int, 2>(), r), r += 2;
-    if (r < rows) act(std::integral_constant<int, 1>(), r);
+    if (rows - r == 3) act(std::integral_constant<int, 3>(), r);
+    if (rows - r == 2) act(std::integral_constant<int, 2>(), r);
+    if (rows - r == 1) act(std::integral_constant<int, 1>(), r);
 }
 
 // The same for any numbers of rows and columns.
