@@ -5,7 +5,7 @@ Knows ids and positions. Does not know a model, text, or why a row is given up: 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,8 @@ class Batch:
 
     tokens: (bsz, longest) int64, the texts, padded on the right. cur_pos: where each row ends, and its next token goes.
     live: the rows that still grow. stopped: those that ended by a stop token or a stop string. disturbed: whether code
-    of the caller may have run since the last forward.
+    of the caller may have run since the last forward. caches: those of all layers that hold the first `held` tokens of
+    every row already, in row 0; empty where a generation begins with none.
     """
 
     tokens: Tensor
@@ -62,6 +63,8 @@ class Batch:
         self.live = {row for row, tokens in enumerate(request.room) if tokens > 0}
         self.stopped: set[int] = set()
         self.disturbed = True
+        self.caches: list[Any] = []
+        self.held = 0
         self._steps = 0
 
     def begin(self, vocab_size: int, device: torch.device) -> None:

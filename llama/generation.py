@@ -19,7 +19,7 @@ from torch import Tensor
 from llama.batch import Batch, Chosen, NonFiniteLogits, Token, padded
 from llama.ownership import Ownership
 from llama.ranks import ALONE, Ranks
-from llama.request import Limits, Options, Request, Step, make_request
+from llama.request import Limits, Options, Step, make_request
 from llama.rows import Rows
 from llama.runner import Runner
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
@@ -33,6 +33,7 @@ __all__ = [
     "Options",
     "Step",
     "Stream",
+    "grow",
     "padded",
 ]
 
@@ -174,7 +175,7 @@ class Generation:
 @torch.inference_mode()
 def _generate(model: LanguageModel, batch: Batch) -> Generator[Token, None, None]:
     """Yield every row's tokens, step by step."""
-    with _running(model, batch.request):
+    with _running(model, batch):
         batch.begin(model.args.vocab_size, model.device)
         logits, echo = _prefill(model, batch)
         model.batch_rows.live = batch.live
@@ -185,6 +186,26 @@ def _generate(model: LanguageModel, batch: Batch) -> Generator[Token, None, None
             yield from batch.record(chosen)
             if not batch.live:
                 return
+
+
+@torch.inference_mode()
+def grow(
+    model: LanguageModel, batch: Batch, begin: int, logits: Tensor | None
+) -> Generator[tuple[list[Token], Tensor, int], None, None]:
+    """Yield what each step makes of one text whose first `begin` tokens are in the cache, and who calls owns the model.
+
+    A step is its tokens, none where the text ends, the logits that they were chosen from, (1, vocab), and how many
+    tokens were fed for them. `logits` are those that follow the text; None: the rest of it is fed for them.
+    """
+    fed = batch.cur_pos[0] - begin
+    if logits is None:
+        logits = _feed(model, batch, [begin])[:, -1]
+    while True:
+        yield list(batch.record(_choose(model, batch, logits))), logits, fed
+        if not batch.live:
+            return
+        fed = 1 if model.kv_caching else batch.cur_pos[0]
+        logits = _decode(model, batch)
 
 
 def _steps(model: LanguageModel, batch: Batch, logits: Tensor) -> Iterator[Chosen]:
@@ -213,15 +234,17 @@ def _prefill(model: LanguageModel, batch: Batch) -> tuple[Tensor, list[Token]]:
 
 
 def _share_prefix(model: LanguageModel, batch: Batch) -> int:
-    """Feed what all prompts begin with once, and let every row have it; return how many tokens these are."""
-    shared, rows = batch.request.shared, len(batch.cur_pos)
-    if shared:
-        logger.info("%d tokens that all %d prompts begin with are fed once", shared, rows)
-        _run(model, batch, batch.tokens[:1, :shared], [0], [shared])
+    """Let every row have what all prompts begin with, fed once or held already; return how many tokens these are."""
+    shared, rows, begin = batch.request.shared, len(batch.cur_pos), batch.held
+    if shared > begin:
+        logger.info("%d tokens that all %d prompts begin with are fed once", shared - begin, rows)
+        _run(model, batch, batch.tokens[:1, begin:shared], [begin], [shared - begin])
+        begin = shared
+    if begin:
         with model.ownership.acting():
             for cache in model.caches:
                 cache.spread(rows)
-    return shared
+    return begin
 
 
 def _decode(model: LanguageModel, batch: Batch) -> Tensor:
@@ -279,17 +302,19 @@ def _run_ahead(model: LanguageModel, batch: Batch) -> Iterator[Chosen]:
 
 
 @contextmanager
-def _running(model: LanguageModel, request: Request) -> Iterator[None]:
+def _running(model: LanguageModel, batch: Batch) -> Iterator[None]:
     """Give the model its cache and its switch for one generation, and take both back whatever happens."""
+    request = batch.request
     with model.ownership.hold():
         model.ranks.agree(
             lambda: {"prompts": request.prompts, "options": replace(request, prompts=[], seed=None, on_step=None)}
         )
         with model.ownership.acting():
-            back = _switch(model, request.kv_caching, request.kv_cache)
+            back = _switch(model, request.kv_caching, batch.caches or request.kv_cache)
         try:
-            with model.ownership.acting():
-                model.reserve_cache(len(request.prompts), request.longest)
+            if not batch.caches:
+                with model.ownership.acting():
+                    model.reserve_cache(len(request.prompts), request.longest)
             yield
         finally:
             model.batch_rows.live = None
@@ -297,8 +322,8 @@ def _running(model: LanguageModel, request: Request) -> Iterator[None]:
                 back()
 
 
-def _switch(model: LanguageModel, kv_caching: bool, kv_cache: str | None) -> Callable[[], None]:
-    """Switch the cache, and its kind unless that is None; return what frees it and sets both as they were."""
+def _switch(model: LanguageModel, kv_caching: bool, kv_cache: str | list[Any] | None) -> Callable[[], None]:
+    """Switch the cache, and its kind unless that is None, or the caches; return what frees and sets all as it was."""
     caching = model.kv_caching
     caches = None if kv_cache is None else model.caches
 
@@ -309,7 +334,9 @@ def _switch(model: LanguageModel, kv_caching: bool, kv_cache: str | None) -> Cal
             model.caches = caches
 
     try:
-        if kv_cache is not None:
+        if isinstance(kv_cache, list):
+            model.caches = kv_cache
+        elif kv_cache is not None:
             model.kv_cache = kv_cache
         model.kv_caching = kv_caching
     except BaseException:
@@ -327,8 +354,17 @@ def _batch(
 ) -> Batch:
     """Return the batch that is asked for, checked."""
     _check_device(model, options.get("device"))
-    bound = model.bound(options.get("kv_cache"))
-    return Batch(make_request(model.args, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=bound))
+    prefix = options.get("prefix")
+    if prefix is None:
+        bound = model.bound(options.get("kv_cache"))
+        return Batch(make_request(model.args, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=bound))
+    if prefix.model is not model:
+        raise ValueError("prefix is a session of another model; give one of this model's")
+    request = make_request(prefix, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=prefix.bound)
+    batch = Batch(request)
+    if request.kv_caching:
+        batch.caches, batch.held = prefix.copies(), len(prefix.tokens)
+    return batch
 
 
 def _stream(
@@ -340,7 +376,8 @@ def _stream(
     options: Options,
 ) -> Stream:
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    bos = options.get("prefix") is None  # which has one
+    ids = [encode_prompt(tokenizer, prompt, bos=bos) for prompt in prompts]
     batch = _batch(model, ids, max_gen_len, tokenizer.stop_tokens, options)
     return Stream(_generate(model, batch), batch, tokenizer, prompts, stop)
 

@@ -23,6 +23,7 @@ from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb
 from llama.rows import Rows
 from llama.runner import Execution
+from llama.session import Sessions
 
 __all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
 
@@ -106,7 +107,7 @@ class TransformerBlock(nn.Module):
         return out
 
 
-class Transformer(nn.Module, Generation):
+class Transformer(nn.Module, Generation, Sessions):
     """A Llama model. `kv_caching` switches the cache of all its layers, at any time between two calls."""
 
     layers: nn.ModuleList

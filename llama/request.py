@@ -35,6 +35,17 @@ class Step:
     live: frozenset[int]  # the rows that still grow; the others are fed along with them, to no effect
 
 
+class Prefix(Limits, Protocol):
+    """A text that is held already. `copies` are caches of all layers that hold all of it."""
+
+    model: Any
+    tokens: list[int]
+
+    @property
+    def bound(self) -> int | None: ...
+    def copies(self) -> list[Any]: ...
+
+
 class Options(TypedDict, total=False):
     """What all forms of generation can be told.
 
@@ -45,6 +56,7 @@ class Options(TypedDict, total=False):
     kv_caching: None follows the model's setting; True or False holds for this call.
     kv_cache: the kind of cache for this call, NAME or NAME:PARAMS; None follows the model's.
     share_prefix: feed the tokens that all prompts begin with once, for all rows; the text is the same.
+    prefix: a session of the model, with whose text every row begins; its cache holds it, and it is not fed again.
     device: where the model must be; nothing is moved.
     on_step: called before each step with what it is about to be fed.
     """
@@ -60,6 +72,7 @@ class Options(TypedDict, total=False):
     kv_caching: bool | None
     kv_cache: str | None
     share_prefix: bool
+    prefix: Prefix | None
     device: torch.device | str | None
     on_step: Callable[[Step], None] | None
 
@@ -113,7 +126,7 @@ def make_request(
     if unknown:
         known = ", ".join(Options.__annotations__)
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {known}, stop_ids and, for text, stop")
-    rest: dict[str, Any] = {name: value for name, value in options.items() if name != "device"}
+    rest: dict[str, Any] = {name: value for name, value in options.items() if name not in ("device", "prefix")}
     sampling = Sampling(**{f.name: rest.pop(f.name) for f in fields(Sampling) if f.name in rest})
     switch = rest.pop("kv_caching", None)
     switches = {name: rest.get(name) for name in ("logprobs", "echo", "share_prefix")}
@@ -124,12 +137,25 @@ def make_request(
     ids = _rows_of_ids("the prompts", prompts)
     (stops,) = _rows_of_ids("stop_ids", [stop_ids])
     _check_prompts(limits, ids)
+    prefix = options.get("prefix")
+    if prefix is not None:
+        _check_prefix(prefix, rest)
+        ids = [[*prefix.tokens, *row] for row in ids]
     room = _room(max_gen_len, len(ids))
     _check_room(limits, ids, room, bound if caching else None)
     if caching and bound is not None and switches["echo"] and switches["logprobs"]:
         _check_scored(ids, bound)
     row_streams(rest.get("seed"), len(ids))  # refuses bad seeds
     return Request(ids, room, frozenset(stops), sampling, caching, **rest)
+
+
+def _check_prefix(prefix: Prefix, options: dict[str, Any]) -> None:
+    if not prefix.tokens:
+        raise ValueError("prefix is a session without a text; feed it one first")
+    if options.get("kv_cache") is not None:
+        raise ValueError("kv_cache and prefix say two things: behind a session the cache is of the session's kind")
+    if options.get("echo") and options.get("logprobs"):
+        raise ValueError("echo with logprobs asks for the logits of every position, and a prefix is not fed again")
 
 
 def _check_switches(**switches: object) -> None:

@@ -45,14 +45,17 @@ class Completion(TypedDict):
     logprobs: NotRequired[list[float | None]]
 
 
-def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int]) -> list[int]:
-    """Return a prompt's ids, with BOS as the file asks for; an empty text is BOS alone where there is one."""
+def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int], *, bos: bool = True) -> list[int]:
+    """Return a prompt's ids, with BOS as the file asks for; an empty text is BOS alone where there is one.
+
+    Without `bos` a text has none, for it goes on from another.
+    """
     if isinstance(prompt, bytes):
         raise ValueError(f"a prompt is a str or a list of token ids, not bytes: {prompt[:40]!r}; decode it first")
     if not isinstance(prompt, str):
         return list(prompt)
-    ids = tokenizer.encode(prompt, bos=tokenizer.adds_bos, eos=False)
-    return ids if ids or tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids = tokenizer.encode(prompt, bos=bos and tokenizer.adds_bos, eos=False)
+    return ids if ids or not bos or tokenizer.bos_id is None else [tokenizer.bos_id]
 
 
 # A row, some of its text, and the token that it came with: none, or no text, where a character needs several tokens.
@@ -84,6 +87,7 @@ class Stream(Iterator[tuple[int, str]]):
         echoed = prompts if batch.request.echo else ()
         echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed]
         self._pieces = _pieces(tokens, batch, self._texts, echo)
+        self.kv_caching = batch.request.kv_caching
         self.results: list[Completion] = [{"generation": "", "ids": [], "finish_reason": None} for _ in prompts]
         if batch.request.logprobs:
             for result in self.results:

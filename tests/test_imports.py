@@ -28,7 +28,7 @@ FILES = [
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
     "args rope ranks ops layers quantize limits rows kv_cache ownership self_comparison model sampling request "
-    "batch runner streaming generation costs machine files parallel perplexity testing"
+    "batch runner streaming generation session costs machine files parallel perplexity testing"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "llama/ownership.py": ("", "torch"),
     "llama/self_comparison.py": ("args", "torch"),
     "llama/model.py": (
-        "args rope layers limits ops ownership ranks rows runner exact.switch kv_cache generation",
+        "args rope layers limits ops ownership ranks rows runner exact.switch kv_cache generation session",
         "torch",
     ),
     "llama/sampling.py": ("", "torch"),
@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "llama/streaming.py": ("batch", ""),
     "llama/runner.py": ("", "torch"),
     "llama/generation.py": ("batch ownership ranks request rows runner streaming", "torch"),
+    "llama/session.py": ("batch generation kv_cache request streaming", "torch"),
     "llama/testing.py": ("args kv_cache model", "torch"),
     "llama/costs.py": ("args cli", ""),
     "llama/machine.py": ("costs ops", "torch"),

@@ -178,7 +178,7 @@ class KVCache(nn.Module):
 
     def copy(self) -> "KVCache":
         """Return a cache of the same kind that holds the same, in memory of its own."""
-        return deepcopy(self)
+        return deepcopy(self, {id(shared): shared for shared in (self.args, self.batch_rows)})
 
     def state(self) -> dict[str, Tensor]:
         """Return what is held as tensors by name; a cache of the same kind and sizes goes on from them."""

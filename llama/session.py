@@ -1,0 +1,353 @@
+"""A text that grows, and the cache of it, which outlive a call: fed, continued, forked and rewound.
+
+Only what the cache does not hold is fed. Several sessions of one model may live at a time: each has caches of its own,
+which the model has for as long as the session computes, and never beyond. Knows ids, positions and what a cache
+promises; does not know kinds of cache, or what a model is made of.
+"""
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from llama.batch import Batch, Token
+from llama.generation import LanguageModel, grow
+from llama.kv_cache import KVCache, cache_kind, check_lossless
+from llama.request import Options, make_request
+from llama.streaming import Completion, Stream, TextCodec, encode_prompt
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """A text and its cache. Made by `model.session`.
+
+    tokens: the ids of the text. fed: how many tokens the model was fed for it so far, again ones too. Where the model's
+    cache is off, everything is fed each time. A session belongs to one caller at a time, as the model does while it
+    computes; the model's weights must stay what they are.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: TextCodec, *, max_seq_len: int | None = None, kv_cache: str | None = None
+    ) -> None:
+        limit = model.args.max_seq_len
+        if max_seq_len is not None and not 0 < max_seq_len <= limit:
+            raise ValueError(
+                f"max_seq_len={max_seq_len!r} must be from 1 to the model's {limit}; build or load it with a larger one"
+            )
+        kind = model.kv_cache if kv_cache is None else cache_kind(kv_cache)
+        self.model, self.tokenizer = model, tokenizer
+        self.max_seq_len = limit if max_seq_len is None else max_seq_len
+        self.tokens: list[int] = []
+        self.fed = 0
+        self._caches = [
+            KVCache.of(replace(cache.args, kv_cache=kind, max_seq_len=self.max_seq_len)) for cache in model.caches
+        ]
+        self._held = 0  # how many tokens the caches hold
+        self._written = 0  # up to where the caches may have been written, by a call that failed or a text that was cut
+        self._logits: Tensor | None = None  # those that follow the text, (1, vocab), where they are known
+        self._way = self._way_now()
+        self._busy = self._dropped = False
+
+    # ---- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Where the next token will stand: the length of the text."""
+        return len(self.tokens)
+
+    @property
+    def text(self) -> str:
+        """The text, as the tokenizer decodes it."""
+        return self.tokenizer.decode(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that its caches hold; what forks share counts in each."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    @property
+    def kv_cache(self) -> str:
+        """The kind of its cache, NAME or NAME:PARAMS."""
+        return self._caches[0].args.kv_cache
+
+    @property
+    def bound(self) -> int | None:
+        """How many positions its cache holds at most; None: as many as the text has."""
+        return self._caches[0].bound
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.args.vocab_size)
+
+    @property
+    def max_batch_size(self) -> int | None:
+        limit: int | None = self.model.args.max_batch_size
+        return limit
+
+    # ---- the text ----------------------------------------------------------------------------------------------------
+
+    def feed(self, text: str | Sequence[int]) -> int:
+        """Let this be the text, of which the part is fed that the cache does not hold; return how many tokens it has.
+
+        `text` is the whole text, or its ids, as a chat template renders it anew each turn: what it begins with, and
+        the session holds already, is not fed again. `append` adds to the text.
+        """
+        ids = encode_prompt(self.tokenizer, text)
+        self._check(ids)
+        with self._computing():
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, ids, strict=False)))
+            self._cut(same)
+            return self._feed(ids)
+
+    def append(self, text: str | Sequence[int]) -> int:
+        """Add to the text, and feed what was added; return how many tokens were fed."""
+        new = self.tokenizer.encode(text, bos=False, eos=False) if isinstance(text, str) else list(text)
+        return self.feed([*self.tokens, *new])
+
+    def rewind(self, position: int) -> None:
+        """Forget what stands at `position` and after it."""
+        self._check_use()
+        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= len(self.tokens):
+            raise ValueError(
+                f"position={position!r} must be a whole number from 0 to {len(self.tokens)}, where the text ends"
+            )
+        self._cut(position)
+
+    def fork(self) -> "Session":
+        """Return a session of the same text, which goes its own way; what is held is shared where the kind can."""
+        self._check_use()
+        branch = Session(self.model, self.tokenizer, max_seq_len=self.max_seq_len, kv_cache=self.kv_cache)
+        branch.tokens, branch._caches = list(self.tokens), [cache.copy() for cache in self._caches]
+        branch._held, branch._written, branch._logits = self._held, self._written, self._logits
+        branch._way = self._way
+        return branch
+
+    def drop(self) -> None:
+        """Give the memory back; the session cannot be used any more."""
+        self._check_use()
+        self._forget()
+        self._dropped = True
+
+    # ---- going on ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, max_gen_len: int = 64, *, stop: str | Sequence[str] = (), **options: Unpack[Options]
+    ) -> Completion:
+        """Continue the text, and keep what was made; options as those of `Transformer.generate`, for the one row."""
+        with self.stream(max_gen_len, stop=stop, **options) as stream:
+            return stream.finish()
+
+    def stream(
+        self, max_gen_len: int = 64, *, stop: str | Sequence[str] = (), **options: Unpack[Options]
+    ) -> "SessionStream":
+        """Return an iterator over the pieces of the text as they are made; its `result` is what `generate` returns.
+
+        The model may serve others between two pieces. The text has the tokens that were made, wherever it is left.
+        """
+        self._check_use()
+        if not self.tokens:
+            raise ValueError("the session has no text yet; feed it one first")
+        for name in ("kv_cache", "prefix"):
+            if options.get(name) is not None:
+                raise ValueError(f"{name} is no option here: a session has a cache, and a text, of its own")
+        if options.get("echo") and options.get("logprobs"):
+            raise ValueError("a session keeps no logits of its text; ask model.generate for echo with logprobs")
+        stops = self.tokenizer.stop_tokens
+        request = make_request(
+            self, self.model.kv_caching, [self.tokens], max_gen_len, stops, options, bound=self.bound
+        )
+        batch = Batch(request)
+        return SessionStream(self, Stream(self._tokens(batch), batch, self.tokenizer, [list(self.tokens)], stop))
+
+    # ---- within ------------------------------------------------------------------------------------------------------
+
+    def copies(self) -> list[KVCache]:
+        """Return caches that hold the session's text, for other texts that begin with it."""
+        with self._computing():
+            if self._held < len(self.tokens):
+                self._feed(list(self.tokens))
+            return [cache.copy() for cache in self._caches]
+
+    def _tokens(self, batch: Batch) -> Generator[Token, None, None]:
+        """Yield the tokens by which the text grows, and keep them."""
+        batch.begin(self.model.args.vocab_size, self.model.device)
+        if batch.request.echo:
+            yield from (Token(0, id, None, True) for id in self.tokens)
+        known = self._logits is not None and self._held == len(self.tokens)
+        begin = len(self.tokens) if known else self._begin(len(self.tokens) - 1)
+        steps = grow(self.model, batch, begin, self._logits if known else None)
+        with self._noting(len(self.tokens)):
+            for made, logits, fed in steps:
+                self.fed += fed
+                self._held, self._logits = len(self.tokens) * self.model.kv_caching, logits
+                for token in made:
+                    self.tokens.append(token.id)
+                    self._logits = None
+                    yield token
+
+    def _feed(self, ids: list[int]) -> int:
+        """Feed what the caches do not hold of these ids, which begin with the text."""
+        if ids == self.tokens and self._logits is not None and self.model.kv_caching:
+            return 0
+        begin = self._begin(len(ids) - 1)
+        fed = torch.tensor([ids[begin:]], device=self.model.device)
+        with self._noting(len(ids)), torch.inference_mode(), self.model.ownership.acting():
+            logits = self.model(fed, [begin], logits="last", lengths=[len(ids) - begin])[:, -1]
+        self.fed += len(ids) - begin
+        self.tokens, self._held, self._logits = ids, len(ids) * self.model.kv_caching, logits
+        self._written = self._held
+        return len(ids) - begin
+
+    def _begin(self, most: int) -> int:
+        """Return how many tokens need no feeding, at most `most`; the caches can go on from there."""
+        begin = min(self._held, most)
+        self._written = max(self._written, self._held)
+        if not self.model.kv_caching or begin <= 0:
+            if self._held or self._written:
+                self._forget()
+            return 0
+        if begin < self._written and not all(cache.rewind(begin) for cache in self._caches):
+            logger.info("kv_cache=%s cannot go back to position %d: all is fed again", self.kv_cache, begin)
+            self._forget()
+            return 0
+        self._held = begin
+        return begin
+
+    def _cut(self, position: int) -> None:
+        if position < len(self.tokens):
+            self._written = max(self._written, self._held)
+            self.tokens, self._held, self._logits = self.tokens[:position], min(self._held, position), None
+
+    def _forget(self) -> None:
+        for cache in self._caches:
+            cache.free()
+        self._held, self._written, self._logits = 0, 0, None
+
+    @contextmanager
+    def _noting(self, end: int) -> Iterator[None]:
+        """Note where the caches may have been written up to by what did not come to its end."""
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self._written, self._logits = max(self._written, end, len(self.tokens)), None
+            raise
+
+    @contextmanager
+    def _computing(self, kv_caching: bool | None = None) -> Iterator[None]:
+        """Give the model the session's caches, and its own ones back whatever happens; `kv_caching` may switch it."""
+        self._check_use()
+        model = self.model
+        with model.ownership.hold():
+            self._busy, own, caching = True, model.caches, model.kv_caching
+            try:
+                self._look_at_the_model()
+                with model.ownership.acting():
+                    model.caches = self._caches
+                    if kv_caching not in (None, caching):
+                        model.kv_caching = kv_caching
+                yield
+            finally:
+                self._busy = False
+                with model.ownership.acting():
+                    if model.kv_caching is not caching:
+                        model.kv_caching = caching
+                    model.caches = own
+
+    def _look_at_the_model(self) -> None:
+        """Forget what is held where it was computed in another way than the model computes now."""
+        if self._way != self._way_now():
+            if self._held:
+                logger.info("the model computes in another way than before: all of the session is fed again")
+            self._forget()
+            self._way = self._way_now()
+        if self.model.exact:
+            check_lossless(self._caches)
+
+    def mark(self) -> tuple[object, ...]:
+        """Return what a stream that goes on relies on."""
+        return len(self.tokens), self._dropped, self.model.kv_caching, self._way_now()
+
+    def _way_now(self) -> tuple[object, ...]:
+        """Return what of the model decides what is in the caches, but for the weights' numbers."""
+        weight = next(self.model.parameters())
+        return self.model.exact, weight.dtype, weight.device
+
+    def _check_use(self) -> None:
+        if self._dropped:
+            raise ValueError("this session was dropped, and holds nothing any more; make a new one")
+        if self._busy:
+            raise RuntimeError("this session is in the middle of a call; wait for it, or fork the session")
+
+    def _check(self, ids: list[int]) -> None:
+        """Refuse a text that the session cannot have."""
+        self._check_use()
+        make_request(self, self.model.kv_caching, [ids], [0], (), {}, bound=self.bound)
+
+
+class SessionStream(Iterator[str]):
+    """The pieces of a session's text while it grows. `result` holds what there is so far."""
+
+    def __init__(self, session: Session, stream: Stream) -> None:
+        self._session, self._stream = session, stream
+        self._mark = session.mark()
+
+    @property
+    def result(self) -> Completion:
+        return self._stream.results[0]
+
+    def __next__(self) -> str:
+        _, piece = self._with_the_model(self._stream.__next__)
+        return str(piece)
+
+    def finish(self) -> Completion:
+        """Make the rest, and return all."""
+
+        def rest() -> None:
+            while self._stream.advance() is not None:
+                pass
+
+        self._with_the_model(rest)
+        return self.result
+
+    def close(self) -> None:
+        """End the text here."""
+        self._stream.close()
+
+    def _with_the_model(self, act: Callable[[], Any]) -> Any:
+        session = self._session
+        if session.mark() != self._mark:
+            raise RuntimeError(
+                "the session's text, or the model, was changed since this stream made its last piece; stream anew"
+            )
+        with session._computing(self._stream.kv_caching):
+            try:
+                return act()
+            finally:
+                self._mark = session.mark()
+
+    def __enter__(self) -> "SessionStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sessions:
+    """Mix into a LanguageModel to let it keep texts."""
+
+    def session(
+        self: LanguageModel, tokenizer: TextCodec, *, max_seq_len: int | None = None, kv_cache: str | None = None
+    ) -> Session:
+        """Return a new session: a text, and its cache, apart from the model's other work.
+
+        `max_seq_len` limits the text, by default as the model does; `kv_cache` names the kind, by default the model's.
+        """
+        return Session(self, tokenizer, max_seq_len=max_seq_len, kv_cache=kv_cache)
