@@ -50,8 +50,8 @@ class Batch:
 
     tokens: (bsz, longest) int64, the texts, padded on the right. cur_pos: where each row ends, and its next token goes.
     live: the rows that still grow. stopped: those that ended by a stop token or a stop string. disturbed: whether code
-    of the caller may have run since the last forward. caches: those of all layers that hold the first `held` tokens of
-    every row already, in row 0; empty where a generation begins with none.
+    of the caller may have run since the last forward. fed: how many tokens the model was fed. caches: those of all
+    layers that hold the first `held` tokens of every row already, in row 0; empty where a generation begins with none.
     """
 
     tokens: Tensor
@@ -63,6 +63,7 @@ class Batch:
         self.live = {row for row, tokens in enumerate(request.room) if tokens > 0}
         self.stopped: set[int] = set()
         self.disturbed = True
+        self.fed = 0
         self.caches: list[Any] = []
         self.held = 0
         self._steps = 0

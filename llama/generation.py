@@ -191,20 +191,18 @@ def _generate(model: LanguageModel, batch: Batch) -> Generator[Token, None, None
 @torch.inference_mode()
 def grow(
     model: LanguageModel, batch: Batch, begin: int, logits: Tensor | None
-) -> Generator[tuple[list[Token], Tensor, int], None, None]:
+) -> Generator[tuple[list[Token], Tensor], None, None]:
     """Yield what each step makes of one text whose first `begin` tokens are in the cache, and who calls owns the model.
 
-    A step is its tokens, none where the text ends, the logits that they were chosen from, (1, vocab), and how many
-    tokens were fed for them. `logits` are those that follow the text; None: the rest of it is fed for them.
+    A step is its tokens, none where the text ends, and the logits that they were chosen from, (1, vocab). `logits` are
+    those that follow the text; None: the rest of it is fed for them.
     """
-    fed = batch.cur_pos[0] - begin
     if logits is None:
         logits = _feed(model, batch, [begin])[:, -1]
     while True:
-        yield list(batch.record(_choose(model, batch, logits))), logits, fed
+        yield list(batch.record(_choose(model, batch, logits))), logits
         if not batch.live:
             return
-        fed = 1 if model.kv_caching else batch.cur_pos[0]
         logits = _decode(model, batch)
 
 
@@ -275,6 +273,7 @@ def _run(
         batch.disturbed = True
     with model.ownership.acting(undisturbed=not batch.disturbed):
         batch.disturbed = False
+        batch.fed += sum(lengths)
         return model(fed, prev_pos, logits=logits, lengths=lengths)
 
 
@@ -362,8 +361,8 @@ def _batch(
         raise ValueError("prefix is a session of another model; give one of this model's")
     request = make_request(prefix, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=prefix.bound)
     batch = Batch(request)
-    if request.kv_caching:
-        batch.caches, batch.held = prefix.copies(), len(prefix.tokens)
+    batch.caches = prefix.copies(kv_caching=request.kv_caching)
+    batch.held = len(prefix.tokens) if batch.caches else 0
     return batch
 
 

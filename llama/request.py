@@ -36,14 +36,14 @@ class Step:
 
 
 class Prefix(Limits, Protocol):
-    """A text that is held already. `copies` are caches of all layers that hold all of it."""
+    """A text that is held already. `copies` are caches of all layers that hold all of it; none with the cache off."""
 
     model: Any
     tokens: list[int]
 
     @property
     def bound(self) -> int | None: ...
-    def copies(self) -> list[Any]: ...
+    def copies(self, *, kv_caching: bool) -> list[Any]: ...
 
 
 class Options(TypedDict, total=False):

@@ -8,6 +8,7 @@ promises; does not know kinds of cache, or what a model is made of.
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Unpack
@@ -60,11 +61,6 @@ class Session:
     def position(self) -> int:
         """Where the next token will stand: the length of the text."""
         return len(self.tokens)
-
-    @property
-    def text(self) -> str:
-        """The text, as the tokenizer decodes it."""
-        return self.tokenizer.decode(self.tokens)
 
     @property
     def nbytes(self) -> int:
@@ -122,10 +118,9 @@ class Session:
     def fork(self) -> "Session":
         """Return a session of the same text, which goes its own way; what is held is shared where the kind can."""
         self._check_use()
-        branch = Session(self.model, self.tokenizer, max_seq_len=self.max_seq_len, kv_cache=self.kv_cache)
-        branch.tokens, branch._caches = list(self.tokens), [cache.copy() for cache in self._caches]
-        branch._held, branch._written, branch._logits = self._held, self._written, self._logits
-        branch._way = self._way
+        branch = copy(self)
+        with self.model.ownership.hold():  # so that nobody writes meanwhile into what is shared
+            branch.tokens, branch._caches, branch.fed = list(self.tokens), [cache.copy() for cache in self._caches], 0
         return branch
 
     def drop(self) -> None:
@@ -167,9 +162,11 @@ class Session:
 
     # ---- within ------------------------------------------------------------------------------------------------------
 
-    def copies(self) -> list[KVCache]:
-        """Return caches that hold the session's text, for other texts that begin with it."""
-        with self._computing():
+    def copies(self, *, kv_caching: bool) -> list[KVCache]:
+        """Return caches that hold the session's text, for other texts that begin with it; none where that is off."""
+        if not kv_caching:
+            return []
+        with self._computing(kv_caching):
             if self._held < len(self.tokens):
                 self._feed(list(self.tokens))
             return [cache.copy() for cache in self._caches]
@@ -179,13 +176,13 @@ class Session:
         batch.begin(self.model.args.vocab_size, self.model.device)
         if batch.request.echo:
             yield from (Token(0, id, None, True) for id in self.tokens)
-        known = self._logits is not None and self._held == len(self.tokens)
-        begin = len(self.tokens) if known else self._begin(len(self.tokens) - 1)
-        steps = grow(self.model, batch, begin, self._logits if known else None)
+        begin = self._begin(len(self.tokens) if self._logits is not None else len(self.tokens) - 1)
+        known = self._logits if begin == len(self.tokens) else None
         with self._noting(len(self.tokens)):
-            for made, logits, fed in steps:
-                self.fed += fed
-                self._held, self._logits = len(self.tokens) * self.model.kv_caching, logits
+            for made, logits in grow(self.model, batch, begin, known):
+                self.fed, batch.fed = self.fed + batch.fed, 0
+                self._held = self._written = len(self.tokens)
+                self._logits = logits
                 for token in made:
                     self.tokens.append(token.id)
                     self._logits = None
@@ -193,24 +190,23 @@ class Session:
 
     def _feed(self, ids: list[int]) -> int:
         """Feed what the caches do not hold of these ids, which begin with the text."""
-        if ids == self.tokens and self._logits is not None and self.model.kv_caching:
+        if ids == self.tokens and self._logits is not None and self._begin(len(ids)) == len(ids):
             return 0
         begin = self._begin(len(ids) - 1)
         fed = torch.tensor([ids[begin:]], device=self.model.device)
         with self._noting(len(ids)), torch.inference_mode(), self.model.ownership.acting():
             logits = self.model(fed, [begin], logits="last", lengths=[len(ids) - begin])[:, -1]
         self.fed += len(ids) - begin
-        self.tokens, self._held, self._logits = ids, len(ids) * self.model.kv_caching, logits
-        self._written = self._held
+        self.tokens, self._logits = ids, logits
+        self._held = self._written = len(ids)
         return len(ids) - begin
 
     def _begin(self, most: int) -> int:
         """Return how many tokens need no feeding, at most `most`; the caches can go on from there."""
         begin = min(self._held, most)
         self._written = max(self._written, self._held)
-        if not self.model.kv_caching or begin <= 0:
-            if self._held or self._written:
-                self._forget()
+        if not self.model.kv_caching or begin <= 0 or self._caches[0].nbytes == 0:
+            self._forget()
             return 0
         if begin < self._written and not all(cache.rewind(begin) for cache in self._caches):
             logger.info("kv_cache=%s cannot go back to position %d: all is fed again", self.kv_cache, begin)

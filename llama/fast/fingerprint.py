@@ -108,7 +108,7 @@ def check_moment() -> None:
 # asked to reserve and was fed; those of the model that lead back to whoever holds its facts.
 _NO_FACTS = {
     *vars(nn.Module()),
-    *("kv_caching", "reserved", "_ends", "tables", "shares", "_spare", "runner", "ownership"),
+    *("kv_caching", "reserved", "_ends", "tables", "pool", "runner", "ownership"),
 }
 
 

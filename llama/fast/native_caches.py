@@ -95,7 +95,7 @@ class _Tables:
                 return False
             written.update(table[start // BLOCK : end])
         looked = caches if call.look else caches[:1]
-        return all(cache.shares[block] == 1 for cache in looked for block in written)
+        return all(cache.pool.shares[block] == 1 for cache in looked for block in written)
 
 
 class NativeCaches:

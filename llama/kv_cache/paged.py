@@ -3,7 +3,12 @@
 Source: Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
+from threading import RLock
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,6 +20,19 @@ from llama.limits import check_room, row_starts
 BLOCK = 16  # positions
 
 
+class Pool:
+    """The blocks of one layer, which the caches of several texts may share.
+
+    shares: how many rows of all caches have each block. spare: the blocks that no row has, the next to be taken last.
+    """
+
+    def __init__(self, cache: "PagedCache") -> None:
+        self.shares: list[int] = []
+        self.spare: list[int] = []
+        self.caches: WeakSet[PagedCache] = WeakSet((cache,))
+        self.lock = RLock()  # a cache that nobody has any more may leave in any thread
+
+
 class PagedCache(KVCache, kind="paged"):
     """A table of blocks for each row: position p stands in block table[p // BLOCK], slot p % BLOCK.
 
@@ -22,13 +40,13 @@ class PagedCache(KVCache, kind="paged"):
     that texts that grow are seldom copied; `paged:BLOCKS` limits it. A block that several rows have is copied before
     one of them writes into it. A row that has ended gives its blocks back. Attention wants keys in one piece, so the
     plain path gathers the blocks of every row at every step: a copy of the cache; native code reads them in place.
+    A copy shares the pool, and all the blocks, until one of the two writes.
     """
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
         self.tables: list[list[int]] = []
-        self.shares: list[int] = []  # how many rows have each block
-        self._spare: list[int] = []  # blocks that no row has, the next to be taken last
+        self.pool = Pool(self)
 
     def configure(self, params: str) -> None:
         if params and not (params.isascii() and params.isdigit() and int(params) > 0):
@@ -47,16 +65,44 @@ class PagedCache(KVCache, kind="paged"):
         return None
 
     def free(self) -> None:
+        self._leave()
         super().free()
-        self.tables, self.shares, self._spare = [], [], []
+        self.tables, self.pool = [], Pool(self)
+
+    def copy(self) -> "PagedCache":
+        if type(self) is not PagedCache:  # what it holds besides is not known here
+            return super().copy()  # type: ignore[return-value]
+        other = object.__new__(PagedCache)  # a session is forked in no time: nothing of it is made anew
+        with self.pool.lock:
+            vars(other).update(vars(self))
+            other._buffers, other.tables = dict(self._buffers), [list(table) for table in self.tables]
+            for block in chain.from_iterable(other.tables):
+                self.pool.shares[block] += 1
+            self.pool.caches.add(other)
+        return other
+
+    def __del__(self) -> None:
+        if "pool" in vars(self):  # else it was never made
+            self._leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "pool"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        held = Counter(chain.from_iterable(self.tables))
+        self.pool = Pool(self)  # of its own
+        self.pool.shares += [held[block] for block in range(0 if self.keys is None else len(self.keys))]
+        self.pool.spare += [block for block in reversed(range(len(self.pool.shares))) if not held[block]]
 
     def spread(self, rows: int) -> None:
         """Let each of `rows` rows share the blocks of row 0."""
-        for row in range(1, len(self.tables)):
-            self._give_back(row)
-        self.tables = [list(self.tables[0]) for _ in range(rows)]
-        for block in self.tables[0]:
-            self.shares[block] = rows
+        with self.pool.lock:
+            for row in range(1, len(self.tables)):
+                self._give_back(row)
+            self.tables = [list(self.tables[0]) for _ in range(rows)]
+            for block in self.tables[0]:
+                self.pool.shares[block] += rows - 1
 
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
@@ -78,41 +124,49 @@ class PagedCache(KVCache, kind="paged"):
 
     def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
         """Give every row blocks of its own for the positions that it is about to write, or raise with none taken."""
-        self.tables += [[] for _ in range(len(starts) - len(self.tables))]
-        needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken
-        left = list(self.shares)  # by how many rows each block is had once others have copied it
-        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
-            if not count:  # the row has ended
-                self._give_back(row)
-                continue
-            table, end = self.tables[row], -(-(start + count) // BLOCK)
-            for place in range(start // BLOCK, min(end, len(table))):
-                if left[table[place]] > 1:
-                    left[table[place]] -= 1
-                    needed.append((row, place))
-            needed += [(row, place) for place in range(len(table), end)]
-        self._grow(len(needed) - len(self._spare), like)
-        for row, place in needed:
-            self._take_one(row, place)
+        with self.pool.lock:
+            self.tables += [[] for _ in range(len(starts) - len(self.tables))]
+            needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken
+            left = list(self.pool.shares)  # by how many rows each block is had once others have copied it
+            for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+                if not count:  # the row has ended
+                    self._give_back(row)
+                    continue
+                table, end = self.tables[row], -(-(start + count) // BLOCK)
+                for place in range(start // BLOCK, min(end, len(table))):
+                    if left[table[place]] > 1:
+                        left[table[place]] -= 1
+                        needed.append((row, place))
+                needed += [(row, place) for place in range(len(table), end)]
+            self._grow(len(needed) - len(self.pool.spare), like)
+            for row, place in needed:
+                self._take_one(row, place)
 
     def _take_one(self, row: int, place: int) -> None:
         assert self.keys is not None
         assert self.values is not None
-        block, table = self._spare.pop(), self.tables[row]
-        self.shares[block] = 1
+        block, table = self.pool.spare.pop(), self.tables[row]
+        self.pool.shares[block] = 1
         if place == len(table):
             table.append(block)
             return
         shared, table[place] = table[place], block  # copied on the first write
-        self.shares[shared] -= 1
+        self.pool.shares[shared] -= 1
         self.keys[block], self.values[block] = self.keys[shared], self.values[shared]
 
     def _give_back(self, row: int) -> None:
         for block in self.tables[row]:
-            self.shares[block] -= 1
-            if not self.shares[block]:
-                self._spare.append(block)
+            self.pool.shares[block] -= 1
+            if not self.pool.shares[block]:
+                self.pool.spare.append(block)
         self.tables[row] = []
+
+    def _leave(self) -> None:
+        """Give all blocks back to a pool that others go on with."""
+        with self.pool.lock:
+            self.pool.caches.discard(self)
+            for row in range(len(self.tables) if self.pool.caches else 0):
+                self._give_back(row)
 
     def _grow(self, more: int, like: Tensor) -> None:
         """Have at least `more` blocks beyond those that there are. Raises ValueError past the pool's limit."""
@@ -127,8 +181,10 @@ class PagedCache(KVCache, kind="paged"):
         size = max(held + more, held + held // 8)
         size = size if self.most_blocks is None else min(size, self.most_blocks)
         self._enlarge(dict.fromkeys(("keys", "values"), ((size, BLOCK, *like.shape[2:]), like.dtype)), like.device)
-        self.shares += [0] * (size - held)
-        self._spare = [*range(size - 1, held - 1, -1), *self._spare]
+        for cache in self.pool.caches:
+            cache.keys, cache.values = self.keys, self.values
+        self.pool.shares += [0] * (size - held)
+        self.pool.spare[:0] = range(size - 1, held - 1, -1)
 
     def _slots(
         self, starts: Sequence[int], real: Sequence[int], seqlen: int, device: torch.device

@@ -48,8 +48,9 @@ def pair(kv_cache: str, kind: str = "fp32", args: ModelArgs = ARGS) -> tuple[Tra
 
 
 def same_state(plain: Transformer, fast: Transformer) -> None:
-    """Let the fast model go on from what the plain one holds."""
-    fast.caches = [cache.copy() for cache in plain.caches]
+    """Let both go on from what the plain one holds, each with memory of its own."""
+    held = plain.caches
+    plain.caches, fast.caches = copy.deepcopy(held), copy.deepcopy(held)
 
 
 def check_step(
@@ -94,7 +95,7 @@ def check_held(plain: Transformer, fast: Transformer, ends: list[int]) -> None:
 def check_blocks(theirs: PagedCache, ours: KVCache, ends: list[int]) -> None:
     """The same blocks, shared alike, with the same numbers in every position that was written."""
     assert isinstance(ours, PagedCache)
-    assert (ours.tables, ours.shares, ours._spare) == (theirs.tables, theirs.shares, theirs._spare)
+    assert (ours.tables, ours.pool.shares, ours.pool.spare) == (theirs.tables, theirs.pool.shares, theirs.pool.spare)
     for row, table in enumerate(theirs.tables):
         for side in ("keys", "values") if table else ():
             one, other = (cache.get_buffer(side)[table].flatten(0, 1)[: ends[row]] for cache in (theirs, ours))
@@ -349,7 +350,7 @@ def test_bookkeeping_that_is_edited_in_the_middle_counts(what: str) -> None:
             if what == "tables":  # row 0 goes on as row 1 would have
                 cache.tables[0], cache.tables[1] = cache.tables[1], cache.tables[0]
             else:
-                cache.shares[cache.tables[0][-1]] += 1
+                cache.pool.shares[cache.tables[0][-1]] += 1
     theirs = plain(TOKENS[:, 41:42], 41)
     torch.testing.assert_close(fast(TOKENS[:, 41:42], 41), theirs, rtol=0, atol=tolerance("fp32", theirs))
     assert served(fast) == 3

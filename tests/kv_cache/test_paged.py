@@ -27,8 +27,8 @@ def new(rows: int, length: int) -> tuple[Tensor, Tensor]:
 def in_use(cache: PagedCache) -> int:
     """Return how many blocks some row has; check that every block is counted as often as rows have it."""
     counted = Counter(block for table in cache.tables for block in table)
-    assert cache.shares == [counted[block] for block in range(len(cache.shares))]
-    assert sorted(cache._spare) == [block for block, rows in enumerate(cache.shares) if not rows]
+    assert cache.pool.shares == [counted[block] for block in range(len(cache.pool.shares))]
+    assert sorted(cache.pool.spare) == [block for block, rows in enumerate(cache.pool.shares) if not rows]
     return len(counted)
 
 

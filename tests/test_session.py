@@ -1,0 +1,517 @@
+"""A session feeds what its cache lacks, goes on as the whole text would, and disturbs nobody."""
+
+import copy
+import gc
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fakes import Bytes
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from oracles import tiny_args, tiny_model, watched
+
+from llama.kv_cache import PagedCache, StaticCache
+from llama.model import Transformer
+from llama.request import Options
+from llama.session import Session
+
+GREEDY: Options = {"temperature": 0.0}
+LOSSLESS = ("static", "concat", "paged")
+KINDS = (*LOSSLESS, "int8", "int4", "window:20+3")
+ARGS = tiny_args(vocab_size=258, head_dim=32, max_seq_len=160)
+TEXT = "a text that is long enough to fill a group, and to leave a window of twenty"
+
+
+class Forgetful(StaticCache, kind="forgetful"):
+    """Cannot go back."""
+
+    def rewind(self, position: int) -> bool:
+        return False
+
+
+def made(kv_cache: str = "static", **changes: Any) -> tuple[Transformer, Session]:
+    model = tiny_model(ARGS, **changes)
+    return model, model.session(Bytes(), kv_cache=kv_cache)
+
+
+def ids(text: str) -> list[int]:
+    return Bytes().encode(text, bos=True, eos=False)
+
+
+def whole(model: Transformer, text: list[int], count: int) -> list[int]:
+    """Return what follows a text, by a model without a cache."""
+    return model.generate_tokens([text], count, kv_caching=False, stop_ids=Bytes().stop_tokens, **GREEDY)[0][0]
+
+
+# ---- what is fed -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_only_what_is_new_is_fed(kv_cache: str) -> None:
+    model, session = made(kv_cache)
+    with watched(model) as steps:
+        first = session.feed(TEXT)
+        assert first == len(session.tokens) == session.position == session.fed == len(ids(TEXT))
+        assert session.feed(TEXT) == 0
+        assert session.feed(TEXT + " more") == 5
+        assert session.append(" and more") == 9
+    assert steps.widths == [first, 5, 9]
+    assert session.tokens == ids(TEXT + " more and more")
+    assert session.fed == session.position == first + 14
+
+
+@pytest.mark.parametrize("kv_cache", [*KINDS, "forgetful"])
+def test_a_text_that_was_edited_is_fed_from_where_it_differs(kv_cache: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, session = made(kv_cache)
+    session.feed(TEXT)
+    caplog.set_level(logging.INFO, "llama")
+    fed = session.feed(TEXT[:-3] + "!")
+    again = session.position if "all is fed again" in caplog.text else 1
+    assert fed == again
+    assert ("forgetful" in kv_cache) <= (again > 1)
+    expected = model.session(Bytes(), kv_cache=kv_cache)
+    expected.feed(TEXT[:-3] + "!")
+    assert session.tokens == expected.tokens
+    if kv_cache in LOSSLESS:
+        assert session.generate(9, **GREEDY) == expected.generate(9, **GREEDY)
+
+
+def test_a_text_that_was_shortened_feeds_its_last_token_again() -> None:
+    model, session = made()
+    session.feed(TEXT)
+    assert session.feed(TEXT[:20]) == 1
+    assert session.generate(5, **GREEDY)["ids"] == whole(model, ids(TEXT[:20]), 5)
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_turn_after_turn_is_the_whole_text(kv_cache: str) -> None:
+    model, session = made(kv_cache)
+    session.feed(TEXT[:30])
+    for turn in ("one", " and two", " three"):
+        session.append(turn)
+        before = list(session.tokens)
+        result = session.generate(7, **GREEDY)
+        assert session.tokens == before + result["ids"]
+        if kv_cache in LOSSLESS:
+            assert result["ids"] == whole(model, before, 7)
+    assert session.fed == session.position - 1  # the newest one is fed with what follows it
+
+
+def test_without_the_cache_everything_is_fed_each_time() -> None:
+    model, session = made()
+    session.feed(TEXT)
+    length, held = session.position, session.nbytes
+    assert held > 0
+    model.kv_caching = False
+    assert session.feed(TEXT) == length
+    assert session.nbytes == 0
+    cached = made()[1]
+    cached.feed(TEXT)
+    assert session.generate(3, **GREEDY) == cached.generate(3, **GREEDY)
+    assert session.fed == 3 * length + (length + 1) + (length + 2)
+    model.kv_caching = True
+    assert session.generate(3, **GREEDY) == cached.generate(3, **GREEDY)
+
+
+def test_the_switch_may_be_set_for_one_call() -> None:
+    model, session = made()
+    session.feed(TEXT)
+    before = list(session.tokens)
+    fed = session.fed
+    assert session.generate(2, kv_caching=False, **GREEDY)["ids"] == whole(model, before, 2)
+    assert model.kv_caching
+    assert session.fed == fed + len(before) + len(before) + 1
+    before = list(session.tokens)
+    assert session.generate(2, **GREEDY)["ids"] == whole(model, before, 2)
+
+
+# ---- forks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_forks_go_their_own_ways(kv_cache: str) -> None:
+    session = made_and_fed(kv_cache)
+    branches = [session.fork() for _ in range(3)]
+    alone = []
+    for number in range(3):
+        _, one = made(kv_cache)
+        one.feed(TEXT)
+        one.append(f" {number} goes on")
+        alone.append([one.generate(8, **GREEDY), one.append("x"), one.generate(8, **GREEDY)])
+    for number, branch in enumerate(branches):
+        branch.append(f" {number} goes on")
+    results = [[branch.generate(8, **GREEDY)] for branch in branches]
+    for result, branch in zip(results, branches, strict=True):
+        result += [branch.append("x"), branch.generate(8, **GREEDY)]
+    assert results == alone
+    assert session.tokens == ids(TEXT)
+    assert session.generate(8, **GREEDY) == made_and_fed(kv_cache).generate(8, **GREEDY)
+
+
+def made_and_fed(kv_cache: str) -> Session:
+    _, session = made(kv_cache)
+    session.feed(TEXT)
+    return session
+
+
+def test_forks_of_a_paged_session_share_memory_until_they_write_and_give_it_back() -> None:
+    session = made_and_fed("paged")
+    caches = session._caches
+    assert all(isinstance(cache, PagedCache) for cache in caches)
+    (cache, *_) = caches
+    assert isinstance(cache, PagedCache)
+    blocks = len(cache.tables[0])
+    branch = session.fork()
+    other = branch._caches[0]
+    assert isinstance(other, PagedCache)
+    assert other.keys is cache.keys
+    assert cache.pool.shares[:blocks] == [2] * blocks
+    branch.append("x" * 40)
+    assert other.keys is cache.keys  # also after the pool grew
+    assert sum(share == 2 for share in cache.pool.shares) == blocks - 1
+    del branch, other
+    gc.collect()
+    assert sorted(cache.pool.shares, reverse=True)[: blocks + 1] == [1] * blocks + [0]
+    session.fork().drop()
+    assert max(cache.pool.shares) == 1
+
+
+def test_a_copied_or_pickled_paged_cache_has_a_pool_of_its_own() -> None:
+    session = made_and_fed("paged")
+    branch = session.fork()
+    for duplicate in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))):
+        cache = session._caches[0]
+        assert isinstance(cache, PagedCache)
+        own = duplicate(cache)
+        assert own.keys is not cache.keys
+        assert own.pool is not cache.pool
+        assert set(own.pool.shares) <= {0, 1}
+        assert sorted([*own.tables[0], *own.pool.spare]) == list(range(len(own.keys)))
+    assert branch.generate(4, **GREEDY) == made_and_fed("paged").generate(4, **GREEDY)
+
+
+# ---- rewinding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache", [*LOSSLESS, "forgetful"])
+@pytest.mark.parametrize("position", [1, 33, 70])
+def test_what_is_rewound_is_forgotten(kv_cache: str, position: int) -> None:
+    model, session = made(kv_cache)
+    session.feed(TEXT)
+    session.generate(5, **GREEDY)
+    kept = session.tokens[:position]
+    session.rewind(position)
+    assert session.tokens == kept
+    assert session.generate(6, **GREEDY)["ids"] == whole(model, kept, 6)
+    session.rewind(0)
+    with pytest.raises(ValueError, match="no text yet"):
+        session.generate(1)
+    assert session.feed(TEXT) == len(TEXT) + 1
+
+
+# ---- others ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "paged", "int8"])
+def test_the_models_own_text_and_its_generations_are_not_disturbed(kv_cache: str) -> None:
+    model, session = made(kv_cache)
+    own = torch.tensor([list(range(10, 30))])
+    with torch.inference_mode():
+        model(own[:, :12])
+        session.feed(TEXT)
+        stream = session.stream(8, **GREEDY)
+        next(stream)
+        torch.testing.assert_close(model(own[:, 12:], 12), model(own, 0)[:, 12:])
+    assert model.generate_tokens([[1, 2, 3]], 5, **GREEDY)[0] == [whole(model, [1, 2, 3], 5)]
+    rest = stream.finish()
+    assert rest == made_and_fed(kv_cache).generate(8, **GREEDY)
+
+
+def test_two_streams_take_turns() -> None:
+    model, one = made()
+    other = model.session(Bytes(), kv_cache="paged")
+    one.feed(TEXT)
+    other.feed(TEXT[::-1])
+    expected = [list(made_and_fed("static").stream(12, **GREEDY)), []]
+    twin = made("paged")[1]
+    twin.feed(TEXT[::-1])
+    expected[1] = list(twin.stream(12, **GREEDY))
+    streams = [one.stream(12, **GREEDY), other.stream(12, **GREEDY)]
+    pieces: list[list[str]] = [[], []]
+    for _ in range(12):
+        for stream, got in zip(streams, pieces, strict=True):
+            got.extend(piece for piece in [next(stream, None)] if piece is not None)
+    assert pieces == expected
+
+
+def test_a_stream_that_is_left_keeps_what_was_made() -> None:
+    model, session = made()
+    session.feed(TEXT)
+    stream = session.stream(10, **GREEDY)
+    next(stream)
+    stream.close()
+    assert session.position >= len(TEXT) + 2
+    before = list(session.tokens)
+    assert session.generate(5, **GREEDY)["ids"] == whole(model, before, 5)
+
+
+def test_a_stream_whose_text_was_changed_is_refused() -> None:
+    model, session = made()
+    session.feed(TEXT)
+    stream = session.stream(10, **GREEDY)
+    next(stream)
+    session.append("else")
+    with pytest.raises(RuntimeError, match="stream anew"):
+        next(stream)
+    stream = session.stream(10, **GREEDY)
+    model.kv_caching = False
+    with pytest.raises(RuntimeError, match="stream anew"):
+        next(stream)
+
+
+def test_every_row_may_begin_with_a_session() -> None:
+    for kv_cache in LOSSLESS:
+        model, session = made(kv_cache)
+        session.feed(TEXT)
+        session.generate(3, **GREEDY)
+        session.append("!")
+        prompts = [" one", " and a second one", " three"]
+        rows = [[*session.tokens, *prompt.encode()] for prompt in prompts]
+        with watched(model) as steps:
+            results = model.generate(Bytes(), prompts, 6, prefix=session, **GREEDY)
+        assert max(steps.widths) == max(map(len, prompts))
+        assert [result["ids"] for result in results] == [whole(model, row, 6) for row in rows]
+        again = model.generate(Bytes(), prompts, 6, prefix=session, share_prefix=True, **GREEDY)
+        off = model.generate(Bytes(), prompts, 6, prefix=session, kv_caching=False, **GREEDY)
+        assert results == again == off
+        before = list(session.tokens)
+        assert session.generate(4, **GREEDY)["ids"] == whole(model, before, 4)
+
+
+def test_a_session_serves_from_any_thread_but_one_at_a_time() -> None:
+    model, session = made()
+    session.feed(TEXT)
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(session.generate(5, **GREEDY)))
+    thread.start()
+    thread.join()
+    assert results == [made_and_fed("static").generate(5, **GREEDY)]
+    inside: list[Callable[[], object]] = [
+        lambda: session.feed("other"),
+        lambda: session.generate(1),
+        session.fork,
+        lambda: session.rewind(0),
+        session.drop,
+        lambda: model.session(Bytes()).feed("x"),
+    ]
+
+    def within(_: object) -> None:
+        for act in inside:
+            with pytest.raises(RuntimeError, match="in the middle of"):
+                act()
+
+    session.generate(2, on_step=within, **GREEDY)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def failing(model: Transformer, after: int, error: type[BaseException]) -> Iterator[None]:
+    """Let a layer in the middle of the model raise, at the forward after so many."""
+    left = [after]
+
+    def hook(*_: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+
+    handle = model.layers[1].register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("kv_cache", [*KINDS, "forgetful"])
+def test_an_error_leaves_the_last_whole_token(kv_cache: str, error: type[BaseException]) -> None:
+    model, session = made(kv_cache)
+    session.feed(TEXT)
+    with failing(model, 3, error), pytest.raises(error):
+        session.generate(20, **GREEDY)
+    expected = made_and_fed(kv_cache).generate(20, **GREEDY)["ids"]
+    new = session.tokens[len(TEXT) + 1 :]
+    assert new == expected[: len(new)]
+    assert len(new) == 4
+    rest = session.generate(20 - len(new), **GREEDY)["ids"]
+    if kv_cache in (*LOSSLESS, "forgetful"):
+        assert new + rest == expected
+    with failing(model, 0, error), pytest.raises(error):
+        session.append("lost")
+    before = list(session.tokens)
+    session.append("found")
+    assert session.tokens == [*before, *b"found"]
+    if kv_cache in (*LOSSLESS, "forgetful"):
+        assert session.generate(4, **GREEDY)["ids"] == whole(model, [*before, *b"found"], 4)
+
+
+def test_what_cannot_be_is_refused_in_words() -> None:
+    model, session = made()
+    with pytest.raises(ValueError, match="no text yet"):
+        session.generate(3)
+    session.feed(TEXT)
+    for position in (-1, len(TEXT) + 2, 1.5, True):
+        with pytest.raises(ValueError, match="where the text ends"):
+            session.rewind(position)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_seq_len=160"):
+        session.generate(100)
+    with pytest.raises(ValueError, match="max_seq_len=160"):
+        session.append("x" * 100)
+    with pytest.raises(ValueError, match="from 0 to 257"):
+        session.feed([1, 258])
+    with pytest.raises(ValueError, match="no option here"):
+        session.generate(3, kv_cache="paged")
+    with pytest.raises(ValueError, match="echo with logprobs"):
+        session.generate(3, echo=True, logprobs=True)
+    with pytest.raises(ValueError, match="max_seq_len=161"):
+        model.session(Bytes(), max_seq_len=161)
+    with pytest.raises(ValueError, match="known are"):
+        model.session(Bytes(), kv_cache="none")
+    other, _ = made()
+    with pytest.raises(ValueError, match="another model"):
+        other.generate(Bytes(), ["x"], prefix=session)
+    with pytest.raises(ValueError, match="without a text"):
+        model.generate(Bytes(), ["x"], prefix=model.session(Bytes()))
+    with pytest.raises(ValueError, match="kv_cache and prefix"):
+        model.generate(Bytes(), ["x"], prefix=session, kv_cache="paged")
+    with pytest.raises(ValueError, match="no tokens"):
+        model.generate(Bytes(), [""], prefix=session)
+    assert session.generate(3, **GREEDY) == made_and_fed("static").generate(3, **GREEDY)
+    session.drop()
+    for act in (lambda: session.feed("x"), lambda: session.generate(1), session.fork, session.drop):
+        with pytest.raises(ValueError, match="was dropped"):
+            act()
+
+
+def test_a_model_that_computes_in_another_way_feeds_all_again(caplog: pytest.LogCaptureFixture) -> None:
+    model, session = made(dtype=torch.float32)
+    session.feed(TEXT)
+    model.to(torch.float64)
+    caplog.set_level(logging.INFO, "llama")
+    before = list(session.tokens)
+    assert session.generate(5, **GREEDY)["ids"] == whole(model, before, 5)
+    assert "fed again" in caplog.text
+    assert session.nbytes > 0
+
+
+def test_two_hundred_turns_leave_memory_as_the_first_one_did() -> None:
+    model, session = made("paged")
+    sizes = []
+    for turn in range(200):
+        session.feed(f"{TEXT} {turn % 10}")
+        session.generate(2, **GREEDY)
+        sizes.append(session.nbytes)
+    assert len(set(sizes[20:])) == 1
+    assert all(cache.nbytes == 0 for cache in model.caches)
+
+
+# ---- anything, in any order ------------------------------------------------------------------------------------------
+
+
+class ManySessions(RuleBasedStateMachine):
+    """Sessions of one model, each beside a twin that has a model for itself and goes through the same."""
+
+    @initialize(exact=st.booleans())
+    def begin(self, exact: bool) -> None:
+        self.model = tiny_model(ARGS, dtype=torch.float32)
+        self.model.exact = exact
+        self.sessions: list[tuple[Session, Session]] = []
+        self.streams: list[tuple[Any, Any]] = []
+
+    @rule(kv_cache=st.sampled_from(KINDS))
+    def open(self, kv_cache: str) -> None:
+        if len(self.sessions) == 10 or (self.model.exact and kv_cache not in LOSSLESS):
+            return
+        alone = tiny_model(ARGS, dtype=torch.float32)
+        alone.exact = self.model.exact
+        self.sessions.append(tuple(model.session(Bytes(), kv_cache=kv_cache) for model in (self.model, alone)))  # type: ignore[arg-type]
+
+    def both(self, place: int, act: Callable[[Session], object]) -> object:
+        """Do the same to a session and its twin; both give the same, or refuse alike."""
+        results = []
+        for session in self.sessions[place % len(self.sessions)]:
+            try:
+                results.append(act(session))
+            except (ValueError, RuntimeError) as error:
+                results.append(str(error))
+        assert results[0] == results[1]
+        ours, twin = self.sessions[place % len(self.sessions)]
+        assert (ours.tokens, ours.fed, ours.nbytes) == (twin.tokens, twin.fed, twin.nbytes)
+        return results[0]
+
+    @precondition(lambda self: self.sessions)
+    @rule(place=st.integers(0, 9), text=st.text("abc", max_size=40), new=st.booleans())
+    def feed(self, place: int, text: str, new: bool) -> None:
+        self.both(place, lambda session: session.feed(text) if new else session.append(text))
+
+    @precondition(lambda self: self.sessions)
+    @rule(place=st.integers(0, 9), count=st.integers(1, 12), seed=st.integers(0, 3))
+    def generate(self, place: int, count: int, seed: int) -> None:
+        before = list(self.sessions[place % len(self.sessions)][0].tokens)
+        result = self.both(place, lambda session: session.generate(count, temperature=0.9, seed=seed))
+        if isinstance(result, dict) and self.model.exact:
+            alone = self.model.generate_tokens(
+                [before], count, temperature=0.9, seed=seed, stop_ids=Bytes().stop_tokens
+            )
+            assert result["ids"] == alone[0][0]
+
+    @precondition(lambda self: self.sessions)
+    @rule(place=st.integers(0, 9))
+    def fork(self, place: int) -> None:
+        if len(self.sessions) < 10:
+            ours, twin = self.sessions[place % len(self.sessions)]
+            self.sessions.append((ours.fork(), twin.fork()))
+
+    @precondition(lambda self: self.sessions)
+    @rule(place=st.integers(0, 9), back=st.integers(0, 50))
+    def rewind(self, place: int, back: int) -> None:
+        self.both(place, lambda session: session.rewind(max(0, session.position - back)))
+
+    @precondition(lambda self: self.sessions)
+    @rule(place=st.integers(0, 9))
+    def stream_some(self, place: int) -> None:
+        self.both(place, lambda session: next(session.stream(5, **GREEDY), None) if session.tokens else None)
+
+    @precondition(lambda self: self.sessions)
+    @rule(place=st.integers(0, 9), on=st.booleans())
+    def once_without_the_cache(self, place: int, on: bool) -> None:
+        self.both(place, lambda session: session.generate(2, kv_caching=on, **GREEDY) if session.tokens else None)
+
+    @precondition(lambda self: self.sessions)
+    @rule(place=st.integers(0, 9))
+    def drop(self, place: int) -> None:
+        ours, twin = self.sessions.pop(place % len(self.sessions))
+        ours.drop()
+        twin.drop()
+
+    @rule()
+    def others_use_the_model(self) -> None:
+        assert len(self.model.generate_tokens([[1, 2], [3]], 2, **GREEDY)[0]) == 2
+        assert all(cache.nbytes == 0 for cache in self.model.caches)
+
+
+def test_sessions_of_one_model_are_what_each_is_alone() -> None:
+    run_state_machine_as_test(
+        ManySessions,
+        settings=settings(
+            max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
