@@ -13,6 +13,7 @@ from pathlib import Path
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.presets import Session, duration, expected_of_tokens, measure_machine
+from llama.bench.quiet import beside_others
 from llama.bench.report.caches import cache_findings
 from llama.bench.run.cache_kind import STEPS
 from llama.bench.run.jobs import JobDied
@@ -206,6 +207,8 @@ def measure_costs(session: Session, place: int) -> None:
         done = session.do(what, "cache_costs", cell, contexts=caches["contexts"])
         record["lossless"], record["path"] = done["lossless"], done["path"]
         record["bytes"], record["steps"] = done["bytes"], done["steps"]
+        point = beside_others(done["other_load_cores"], session.report["environment"].get("cores"))
+        session.report["cells"][place]["points"] = [point]
 
 
 def measure_qualities(session: Session, places: Sequence[int], logits: Path) -> None:

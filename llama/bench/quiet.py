@@ -60,6 +60,14 @@ def undisturbed(record: CellRecord, cores: int | None, against: str | None = Non
     return {"name": UNDISTURBED, "status": status, "detail": words}
 
 
+def beside_others(load: float | None, cores: int | None) -> Point:
+    """Judge times that were taken while others kept `load` cores busy, where that alone is known."""
+    if load is None or cores is None:
+        return {"name": UNDISTURBED, "status": "not observed", "detail": "how busy others were is not known"}
+    status: Status = "disturbed" if load > BUSY_SHARE * cores else "ok"
+    return {"name": UNDISTURBED, "status": status, "detail": f"others kept {load:.2f} of {cores} cores busy"}
+
+
 def _against(on: CellRecord, off: CellRecord, crossovers: Sequence[Crossover]) -> list[tuple[CellRecord, str]]:
     """Return both cells, with words, where the cache is slower and neither the work nor single steps explain it."""
     cached, uncached = (summary_of(record)["seconds"]["median"] for record in (on, off))

@@ -33,6 +33,7 @@ from llama.bench.run.progress import progress_bar
 from llama.bench.schema import Report
 from llama.bench.texts import read_text
 from llama.kv_cache import KVCache
+from llama.machine import OtherLoad, environment
 from llama.perplexity import compare, with_cache_kind
 from llama.streaming import encode_prompt
 
@@ -208,6 +209,22 @@ def test_a_kind_whose_turn_comes_after_the_end_of_the_budget_is_said_to_lack_its
     run_caches(session)
     assert report["failures"] == ["paged: quality: no room in the budget"]
     assert script.exit_code(report) == 0
+
+
+def test_times_that_others_disturbed_are_marked_as_such(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = environment(torch.device("cpu"))["cores"]
+    for share, status in ((0.13, "disturbed"), (0.12, "ok")):
+        monkeypatch.setattr(OtherLoad, "stop", lambda _, share=share: share * cores)
+        report = measured(base, tmp_path / status, kinds=["int8"])
+        assert [one["points"][0]["status"] for one in report["cells"]] == [status] * 2
+        marked = status == "disturbed"
+        assert ("DISTURBED" in report_markdown(report).partition("\n## ")[0]) is marked
+        written = [" ".join(text.get_text() for text in figure.texts) for figure in figures(report).values()]
+        assert written
+        assert {"DISTURBED" in words for words in written} == {marked}
+        assert script.exit_code(report, strict=True) == (4 if marked else 0)
 
 
 def test_it_is_said_beforehand_how_long_it_will_take(

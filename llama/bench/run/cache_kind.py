@@ -24,6 +24,7 @@ from llama.bench.run.needle import needles
 from llama.bench.schema import CacheQuality, CacheSize, CachesPlan, NeedleRecall, Parting, StepTimes
 from llama.bench.statistics import percentiles
 from llama.bench.texts import read_text
+from llama.machine import OtherLoad
 from llama.model import Transformer
 from llama.perplexity import compared, expected, log_probabilities, next_logits
 from llama.streaming import TextCodec, encode_prompt
@@ -39,9 +40,10 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     started = time.perf_counter()
     model = source.build()
     loaded = time.perf_counter() - started
-    before = forwards_by_runner(model)
+    before, others = forwards_by_runner(model), OtherLoad()
     sizes: list[CacheSize] = []
     steps: list[StepTimes] = []
+    others.start()
     with model.switched(kv_caching=True):
         for context in contexts:
             model.reserve_cache(1, context)
@@ -54,6 +56,7 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
         "bytes": sizes,
         "steps": steps,
         "load_seconds": loaded,
+        "other_load_cores": others.stop(),
     }
 
 
