@@ -1,4 +1,4 @@
-"""Dialog -> ids, in the two formats of Llama-shaped chat models: Llama 3's headers and ChatML.
+"""Dialog -> ids and back, in the two formats of Llama-shaped chat models: Llama 3's headers and ChatML.
 
 Knows roles and special tokens. Does not know models, how an answer is generated, or Jinja: of a chat template it reads
 which format it writes and, for ChatML, the system message that it puts before a dialog without one.
@@ -6,7 +6,7 @@ which format it writes and, for ChatML, the system message that it puts before a
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict, get_args
 
 from llama.tokenizer import Tokenizer
@@ -73,18 +73,69 @@ class ChatFormat:
         if self._is_chatml:
             # One text, because merges may reach from the header's newline into the content.
             body = self._text(f"{message['role']}\n{message['content']}")
-            return [self._special("<|im_start|>"), *body, self._special("<|im_end|>"), *self._text("\n")]
-        return [*self.encode_header(message), *self._text(message["content"].strip()), self._special("<|eot_id|>")]
+            return [self._special("<|im_start|>"), *body, *self._ending()]
+        return [*self.encode_header(message), *self._text(message["content"].strip()), *self._ending()]
+
+    def encode_opening(self, system: str | None = None) -> list[int]:
+        """Return the ids that a dialog begins with: BOS where the format has one, and a system message.
+
+        Without a text for it, that is the template's own where it has one, else none.
+        """
+        message = self._default_system if system is None else Message(role="system", content=system)
+        return [*self._opening, *(self.encode_message(message) if message else [])]
 
     def encode_dialog_prompt(self, dialog: Dialog) -> list[int]:
         """Return the ids of a dialog and of the header of the answer, after one BOS where the format has one."""
         _check_dialog(dialog)
-        if self._default_system and dialog[0]["role"] != "system":
-            dialog = [self._default_system, *dialog]
-        ids = list(self._opening)
+        ids = list(self._opening) if dialog[0]["role"] == "system" else self.encode_opening()
         for message in dialog:
             ids.extend(self.encode_message(message))
         return ids + self.encode_header({"role": "assistant", "content": ""})
+
+    def encode_rest(self, ids: Sequence[int]) -> list[int]:
+        """Return what a dialog's ids lack for their last message to be whole; a next one may follow then.
+
+        An answer that was generated lacks all of its end, for generation ends before the end's special token.
+        """
+        ending = self._ending()
+        first = self._special("<|im_start|>" if self._is_chatml else "<|start_header_id|>")
+        last = next((id for id in reversed(ids) if id in (first, ending[0])), None)
+        return ending if last == first else ending[1:] if ids and ids[-1] == ending[0] else []
+
+    def decode_dialog(self, ids: Sequence[int]) -> list[tuple[int, Message]]:
+        """Return the messages that `ids` hold, and where each begins; the last may lack its end.
+
+        The template's own system message is left out, as `encode_dialog_prompt` puts it in. Raises ValueError for ids
+        that are no dialog in this format. Only what ends a message is looked for in it: a model may write all else.
+        """
+        ids, ending = list(ids), self._ending()
+        begin = len(self._opening) if ids[: len(self._opening)] == self._opening else 0
+        found: list[tuple[int, Message]] = []
+        while begin < len(ids):
+            end = ids.index(ending[0], begin) if ending[0] in ids[begin:] else len(ids)
+            message = self._decode_message(ids[begin:end])
+            if found or message != self._default_system:
+                found.append((begin, message))
+            begin = end + (len(ending) if ids[end : end + len(ending)] == ending else 1)
+        return found
+
+    def _decode_message(self, ids: list[int]) -> Message:
+        """Return the message that these ids hold, which begin with a header and lack the end."""
+        for role in get_args(Role):
+            header = self.encode_header({"role": role, "content": ""})
+            # Merges may reach from a header's newlines into the content, so these are told by their text.
+            marks = header[: 1 if self._is_chatml else header.index(self._special("<|end_header_id|>")) + 1]
+            text = self.tokenizer.decode(header[len(marks) :])
+            body = self.tokenizer.decode(ids[len(marks) :])
+            if ids[: len(marks)] == marks and body.startswith(text):
+                return {"role": role, "content": body.removeprefix(text)}
+        raise ValueError(f"these ids are no dialog in this tokenizer's format: {self.tokenizer.decode(ids)[:40]!r}")
+
+    def _ending(self) -> list[int]:
+        """Return the ids that end a message: a special token, and what the format has behind it."""
+        if self._is_chatml:
+            return [self._special("<|im_end|>"), *self._text("\n")]
+        return [self._special("<|eot_id|>")]
 
     def _special(self, text: str) -> int:
         return self.tokenizer.special_tokens[text]

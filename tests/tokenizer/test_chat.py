@@ -1,4 +1,4 @@
-"""Dialogs -> ids: against transformers on the demo's own template, and against Llama 3's published format."""
+"""Dialogs -> ids and back: against transformers on the demo's own template, and against Llama 3's published format."""
 
 import json
 from pathlib import Path
@@ -203,6 +203,49 @@ def test_a_default_system_message_is_read_however_jinja_spells_its_newlines(newl
     ours = tiny("<|im_start|>", "<|im_end|>", **{"tokenizer.chat_template": template})
     text = ours.decode(ChatFormat(ours).encode_dialog_prompt([USER]))
     assert text.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
+
+
+@many
+@given(dialog=DIALOGS)
+def test_a_dialog_is_read_out_of_its_ids(tokenizer: Tokenizer, dialog: Dialog) -> None:
+    chat = ChatFormat(tokenizer)
+    ids = chat.encode_dialog_prompt(dialog)
+    strips = "<|eot_id|>" in tokenizer.special_tokens  # as Llama 3's format does
+    kept: Dialog = [{**message, "content": message["content"].strip()} if strips else message for message in dialog]
+    read = chat.decode_dialog(ids)
+    assert [message for _, message in read] == [*kept, {"role": "assistant", "content": ""}]
+    for begin, message in read[1:]:
+        assert chat.decode_dialog(ids[:begin]) == read[: read.index((begin, message))]
+        assert chat.encode_rest(ids[:begin]) == []
+    assert tokenizer.decode(chat.encode_rest(ids)) in ("<|eot_id|>", "<|im_end|>\n")
+
+
+def test_a_message_lacks_what_its_format_has_at_the_end(tokenizer: Tokenizer) -> None:
+    chat = ChatFormat(tokenizer)
+    whole = [*chat.encode_opening("Be brief."), *chat.encode_message(USER)]
+    ending = len(chat.encode_rest(whole[:-2] if whole[-1] not in tokenizer.stop_tokens else whole[:-1]))
+    for left in range(ending + 1):
+        cut = whole[: len(whole) - left]
+        assert cut + chat.encode_rest(cut) == whole
+
+
+def test_what_the_template_puts_in_is_no_message(demo: Tokenizer) -> None:
+    chat = ChatFormat(demo)
+    assert chat.decode_dialog(chat.encode_opening()) == []
+    assert chat.decode_dialog([]) == []
+    assert [message for _, message in chat.decode_dialog(chat.encode_opening("Be brief."))] == [
+        {"role": "system", "content": "Be brief."}
+    ]
+
+
+def test_ids_that_are_no_dialog_are_refused(tokenizer: Tokenizer) -> None:
+    chat = ChatFormat(tokenizer)
+    for text in ("Once upon a time", "user\n"):
+        with pytest.raises(ValueError, match="no dialog in this tokenizer's format: '"):
+            chat.decode_dialog(tokenizer.encode(text, bos=False, eos=False))
+    header = chat.encode_header({"role": "wizard", "content": ""})  # type: ignore[typeddict-item]
+    with pytest.raises(ValueError, match="no dialog"):
+        chat.decode_dialog([*header, *tokenizer.encode("Hi", bos=False, eos=False)])
 
 
 @pytest.mark.parametrize(
