@@ -39,7 +39,7 @@ def main(
     ckpt_dir: str = "demo",
     tokenizer_path: str | None = None,
     prompt_file: str | None = None,
-    max_gen_len: int = 64,
+    max_gen_len: int | None = None,
     temperature: float = 0.6,
     top_p: float = 0.9,
     top_k: int | None = None,
@@ -69,7 +69,7 @@ def main(
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         tokenizer_path: Meta's tokenizer.model, where it does not stand in ckpt_dir.
         prompt_file: A file to read one more prompt from, without its last line end; "-" is standard input.
-        max_gen_len: The most tokens to add to each prompt.
+        max_gen_len: The most tokens to add to each prompt, 64 by default; to an answer in a conversation 512.
         temperature: 0 takes the most likely token each time; higher is more varied.
         top_p: Draw from the most likely tokens that have this probability together.
         top_k: Draw from this many most likely tokens.
@@ -86,7 +86,8 @@ def main(
         quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory; give --fast with it.
         exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower.
         stream: Print the text as it is made; of several prompts, the first one's.
-        chat: Take each prompt as a user's message and answer it.
+        chat: Take each prompt as a user's message and answer it; without prompts, hold a conversation: one message a
+            line, typed or piped, with /undo, /save FILE, /load FILE, /stats and /quit.
         trace: Print what each step is fed: one token a row with the cache, the growing prefix without.
         device: auto, cpu, cuda or mps.
         dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
@@ -94,9 +95,11 @@ def main(
         max_batch_size: The most prompts at once; by default without limit.
         timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.
     """
-    if stream and trace:
-        raise ValueError("--stream and --trace would print into one another; give one of them")
-    texts = read_prompts(prompts, prompt_file)
+    conversation = chat and not prompts and prompt_file is None
+    if (stream or conversation) and trace:
+        asked_for = "--stream" if stream else "--chat without prompts"
+        raise ValueError(f"{asked_for} and --trace would print into one another; give one of them")
+    texts = [] if conversation else read_prompts(prompts, prompt_file)
     options: Options = {
         "temperature": temperature,
         "top_p": top_p,
@@ -109,23 +112,28 @@ def main(
     }
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
     modes: dict[str, Any] = {"fast": fast, "quantize": quantize, "exact": exact}
-    check_without_a_model(len(texts), max_gen_len, stop, options, limits, modes, device=device, dtype=dtype)
+    longest = 64 if max_gen_len is None else max_gen_len
+    check_without_a_model(len(texts) or 1, longest, stop, options, limits, modes, device=device, dtype=dtype)
 
     from llama import load, parallel  # here, so that a mistyped flag is refused without waiting for torch
     from llama.api import pick_device
     from llama.exact import slowdown_words
 
+    if conversation and parallel.world_size() > 1:
+        raise ValueError("--chat without prompts would be typed to one rank of the torchrun alone; give prompts")
     parallel.join(parallel.own_device(pick_device(device)), timeout=timeout)
     model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, **modes, **limits)
+    cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
+    if conversation:
+        return hold_conversation(model, tokenizer, max_gen_len, stop, options, about=f"{cache}, {where(model)}")
     if trace:
         options["on_step"] = Trace(tokenizer)
     asked = as_messages(texts, tokenizer) if chat else texts
-    pieces = model.stream(tokenizer, asked, max_gen_len, stop=stop, **options)
+    pieces = model.stream(tokenizer, asked, longest, stop=stop, **options)
     with only_rank_0_prints(model.ranks.rank):
         started = time.perf_counter()
         code = show(texts, pieces, live=stream)
         seconds = time.perf_counter() - started
-        cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
         if exact and code == 0:
             print(slowdown_words(model))
         print(
@@ -180,6 +188,23 @@ def check_without_a_model(
     KVCache.of(ModelArgs(**{**limits, "max_seq_len": longest, "kv_cache": cache_kind(limits["kv_cache"])}))
     least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=limits["max_batch_size"])
     make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest prompts there could be
+
+
+def hold_conversation(
+    model: "Transformer",
+    tokenizer: "Tokenizer",
+    max_gen_len: int | None,
+    stop: list[str],
+    options: "Options",
+    *,
+    about: str,
+) -> int:
+    """Answer what is typed or piped; return the exit code."""
+    from llama.conversation import converse
+
+    model.kv_caching = options["kv_caching"] is not False
+    each = {name: value for name, value in options.items() if name not in ("kv_caching", "share_prefix")}
+    return converse(model, tokenizer, max_gen_len, stop=stop, about=about, **each)
 
 
 def as_messages(texts: list[str], tokenizer: "Tokenizer") -> list[list[int]]:

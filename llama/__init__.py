@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llama.api import Llama, load
     from llama.args import ModelArgs, RopeScaling
+    from llama.chat import Chat
     from llama.model import Transformer
     from llama.tokenizer import Tokenizer
     from llama.tokenizer.chat import Dialog
 
 __version__ = "0.1.0"
 
-__all__ = ["Dialog", "Llama", "ModelArgs", "RopeScaling", "Tokenizer", "Transformer", "load"]
+__all__ = ["Chat", "Dialog", "Llama", "ModelArgs", "RopeScaling", "Tokenizer", "Transformer", "load"]
 
 _HOMES = {
+    "Chat": "chat",
     "Dialog": "tokenizer.chat",
     "Llama": "api",
     "ModelArgs": "args",

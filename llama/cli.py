@@ -60,7 +60,7 @@ def run(command: Callable[..., int], words: list[str]) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         if "debug" in switched_on:
             traceback.print_exc()
-        print(f"error: {_rank()}{_in_one_line(error)}", file=sys.stderr)
+        print(f"error: {_rank()}{in_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -72,7 +72,8 @@ def _rank() -> str:
     return f"rank {os.environ.get('RANK', '?')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
+    """Return what an error says."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"

@@ -106,9 +106,11 @@ MAY_IMPORT = {
     # the front door
     "llama/cli.py": ("", "fire"),
     "llama/demo.py": ("files", ""),
+    "llama/chat.py": ("request tokenizer", ""),
+    "llama/conversation.py": ("chat cli", ""),
     "llama/api.py": (f"{FLOOR} checkpoint demo fast tokenizer", "torch tqdm"),
     "benchmark_inference.py": (f"{FLOOR} api bench cli", ""),
-    "inference.py": (f"{FLOOR} api cli exact tokenizer", ""),
+    "inference.py": (f"{FLOOR} api cli conversation exact tokenizer", ""),
     "scripts/gpu_report.py": ("bench cli costs files", "torch"),
     "scripts/record_llama_cpp_ids.py": ("demo", "llama_cpp"),
     "scripts/compare_int8.py": ("api cli costs model streaming tokenizer", "torch tqdm"),
