@@ -176,12 +176,15 @@ class Session:
         batch.begin(self.model.args.vocab_size, self.model.device)
         if batch.request.echo:
             yield from (Token(0, id, None, True) for id in self.tokens)
-        begin = self._begin(len(self.tokens) if self._logits is not None else len(self.tokens) - 1)
+        if self._logits is not None and not (self.model.kv_caching or self._held):
+            begin = len(self.tokens)  # it was fed without a cache just now, and need not be once more
+        else:
+            begin = self._begin(len(self.tokens) if self._logits is not None else len(self.tokens) - 1)
         known = self._logits if begin == len(self.tokens) else None
         with self._noting(len(self.tokens)):
             for made, logits in grow(self.model, batch, begin, known):
                 self.fed, batch.fed = self.fed + batch.fed, 0
-                self._held = self._written = len(self.tokens)
+                self._held = self._written = len(self.tokens) * self.model.kv_caching
                 self._logits = logits
                 for token in made:
                     self.tokens.append(token.id)
@@ -198,7 +201,7 @@ class Session:
             logits = self.model(fed, [begin], logits="last", lengths=[len(ids) - begin])[:, -1]
         self.fed += len(ids) - begin
         self.tokens, self._logits = ids, logits
-        self._held = self._written = len(ids)
+        self._held = self._written = len(ids) * self.model.kv_caching
         return len(ids) - begin
 
     def _begin(self, most: int) -> int:

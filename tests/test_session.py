@@ -115,9 +115,18 @@ def test_without_the_cache_everything_is_fed_each_time() -> None:
     cached = made()[1]
     cached.feed(TEXT)
     assert session.generate(3, **GREEDY) == cached.generate(3, **GREEDY)
-    assert session.fed == 3 * length + (length + 1) + (length + 2)
+    assert session.fed == 2 * length + (length + 1) + (length + 2)  # what was fed just now gives the first token
     model.kv_caching = True
     assert session.generate(3, **GREEDY) == cached.generate(3, **GREEDY)
+
+
+def test_what_was_fed_without_the_cache_is_fed_for_rows_that_begin_with_it() -> None:
+    model, session = made()
+    model.kv_caching = False
+    session.feed(TEXT)
+    rows = [ids(" one"), ids(" and two")]
+    made_of = model.generate_tokens(rows, 4, prefix=session, kv_caching=True, **GREEDY)[0]
+    assert made_of == [whole(model, [*session.tokens, *row], 4) for row in rows]
 
 
 def test_the_switch_may_be_set_for_one_call() -> None:
