@@ -171,16 +171,18 @@ class Session:
                 self._feed(list(self.tokens))
             return [cache.copy() for cache in self._caches]
 
+    @property
+    def _known(self) -> bool:
+        """Whether the logits behind the text are known, and the caches, where they are on, hold all of it."""
+        return self._logits is not None and self._held == len(self.tokens) * self.model.kv_caching
+
     def _tokens(self, batch: Batch) -> Generator[Token, None, None]:
         """Yield the tokens by which the text grows, and keep them."""
         batch.begin(self.model.args.vocab_size, self.model.device)
         if batch.request.echo:
             yield from (Token(0, id, None, True) for id in self.tokens)
-        if self._logits is not None and not (self.model.kv_caching or self._held):
-            begin = len(self.tokens)  # it was fed without a cache just now, and need not be once more
-        else:
-            begin = self._begin(len(self.tokens) if self._logits is not None else len(self.tokens) - 1)
-        known = self._logits if begin == len(self.tokens) else None
+        begin = len(self.tokens) if self._known else self._begin(len(self.tokens) - 1)
+        known = self._logits if self._known else None
         with self._noting(len(self.tokens)):
             for made, logits in grow(self.model, batch, begin, known):
                 self.fed, batch.fed = self.fed + batch.fed, 0
@@ -193,7 +195,7 @@ class Session:
 
     def _feed(self, ids: list[int]) -> int:
         """Feed what the caches do not hold of these ids, which begin with the text."""
-        if ids == self.tokens and self._logits is not None and self._begin(len(ids)) == len(ids):
+        if ids == self.tokens and self._known and self._held:
             return 0
         begin = self._begin(len(ids) - 1)
         fed = torch.tensor([ids[begin:]], device=self.model.device)
@@ -208,7 +210,7 @@ class Session:
         """Return how many tokens need no feeding, at most `most`; the caches can go on from there."""
         begin = min(self._held, most)
         self._written = max(self._written, self._held)
-        if not self.model.kv_caching or begin <= 0 or self._caches[0].nbytes == 0:
+        if begin <= 0 or not self.model.kv_caching:
             self._forget()
             return 0
         if begin < self._written and not all(cache.rewind(begin) for cache in self._caches):
