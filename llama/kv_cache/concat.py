@@ -1,6 +1,6 @@
 """The concatenating cache, as most teaching code has it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ class ConcatCache(KVCache, kind="concat"):
             self.keys, self.values = self._room(self.keys, ends, xk), self._room(self.values, ends, xv)
             self._write(start_pos, xk, xv)
         return self.keys[:, : max(ends)], self.values[:, : max(ends)]
+
+    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
+        return {name: buffer[:, :length] for name, buffer in super().state(rows).items()}
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        self._in_order(state, rows, length)
+        super().restore(state, rows, length)
 
     def _refuse_gap(self, start_pos: int | Sequence[int], *, rows: int) -> None:
         furthest = start_pos if isinstance(start_pos, int) else max(start_pos)

@@ -12,7 +12,7 @@ To add a kind, subclass KVCache in a file of your own and choose it by name (doc
     model = Transformer(ModelArgs(..., kv_cache="mine"))        # or "mine.py:mine", or "mine:PARAMS"
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import ClassVar
@@ -180,9 +180,24 @@ class KVCache(nn.Module):
         """Return a cache of the same kind that holds the same, in memory of its own."""
         return deepcopy(self, {id(shared): shared for shared in (self.args, self.batch_rows)})
 
-    def state(self) -> dict[str, Tensor]:
-        """Return what is held as tensors by name; a cache of the same kind and sizes goes on from them."""
-        return {name: buffer for name, buffer in self.named_buffers() if buffer is not None}
+    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
+        """Return what is held as tensors by name, from which `restore` goes on; they may be the buffers themselves.
+
+        With `rows` and `length` no more than so many rows of a text of `length` positions need, where the kind can
+        tell: room that was never written stays out. A kind that remembers more than its buffers adds it here as a
+        tensor, a count of each row as int64, and takes it back in `restore`.
+        """
+        return {name: buffer[:rows] for name, buffer in self._buffers.items() if buffer is not None}
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        """Hold, in place of what is held, what `state(rows, length)` of a cache of the same kind and sizes gave.
+
+        The tensors belong to this cache then. Raises ValueError where they cannot be what such a cache gave; free it.
+        """
+        self.free()
+        if state.keys() - self._buffers.keys():
+            raise ValueError(f"the cache holds {sorted(self._buffers)}, but is given {sorted(state)}")
+        self._buffers.update(state)
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
@@ -225,6 +240,13 @@ class KVCache(nn.Module):
         pairs = torch.view_as_complex(keys.view(*keys.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * turns[places]).flatten(-2).type_as(keys)
 
+    def _in_order(self, state: Mapping[str, Tensor], rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a state that has nothing but those of all positions, in their order."""
+        shape = (rows, length, self.args.n_kv_heads, self.args.head_dim)
+        dtype = state["keys"].dtype if "keys" in state else None
+        check_state(state, dict.fromkeys(("keys", "values"), (shape, dtype)))
+        return state["keys"], state["values"]
+
     def _enlarge(self, sizes: dict[str, tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
         """Move buffers into larger ones, of these shapes and dtypes by name; where memory is out, none has moved."""
         made = {name: self._allocate(shape, dtype, device) for name, (shape, dtype) in sizes.items()}
@@ -258,6 +280,16 @@ def query_positions(start_pos: int | Sequence[int], seqlen: int, device: torch.d
     """Return where the queries of a call stand, (seqlen, 1), or (bsz, seqlen, 1) where rows stand apart."""
     starts = torch.tensor(start_pos, device="cpu").to(device, non_blocking=True)
     return starts[..., None, None] + torch.arange(seqlen, device=device)[:, None]
+
+
+def check_state(state: Mapping[str, Tensor], sizes: Mapping[str, tuple[Sequence[int], torch.dtype | None]]) -> None:
+    """Raise ValueError where the tensors of a state are not, by name, of these shapes and dtypes."""
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in sizes.items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            has, should = found.get(name, "absent"), wanted.get(name, "absent")
+            raise ValueError(f"{name} of a cache should be {should}, but is {has}")
 
 
 def use_kind(caches: Sequence[KVCache], text: str, *, exact: bool) -> list[KVCache]:

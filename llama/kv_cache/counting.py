@@ -1,6 +1,9 @@
 """What kinds share that have to know how far each row was written: where a position stands depends on it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache.contract import KVCache
@@ -20,6 +23,17 @@ class CountingCache(KVCache):
     def spread(self, rows: int) -> None:
         super().spread(rows)
         self._ends = self._ends[:1] * rows
+
+    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
+        """Return what is held, and as `ends`, (rows,), up to where each row was written."""
+        return {**super().state(rows, length), "ends": torch.tensor(self._ends[:rows], dtype=torch.int64, device="cpu")}
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        ends = state["ends"].flatten().tolist() if "ends" in state else []
+        if len(ends) != rows or not all(isinstance(end, int) and end >= length for end in ends):
+            raise ValueError(f"ends={ends} must say of {rows} rows up to where, at least {length}, they were written")
+        super().restore({name: tensor for name, tensor in state.items() if name != "ends"}, rows, length)
+        self._ends = ends
 
     def rewind(self, position: int) -> bool:
         return all(self._refusal(position, end) is None for end in self._ends)

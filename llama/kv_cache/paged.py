@@ -4,7 +4,7 @@ Source: Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from threading import RLock
 from typing import Any
@@ -103,6 +103,26 @@ class PagedCache(KVCache, kind="paged"):
             self.tables = [list(self.tables[0]) for _ in range(rows)]
             for block in self.tables[0]:
                 self.pool.shares[block] += rows - 1
+
+    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
+        """Return the keys and values of all rows, (rows, length, n_kv_heads, head_dim), as other kinds have them."""
+        length = max(map(len, self.tables[:rows]), default=0) * BLOCK if length is None else length
+        if self.keys is None or self.values is None or not length:
+            return {}
+        rows = len(self.tables) if rows is None else rows
+        return {
+            "keys": self._gathered(self.keys, length, rows),
+            "values": self._gathered(self.values, length, rows),
+        }
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        keys, values = self._in_order(state, rows, length)
+        self.free()
+        starts, lengths = [0] * rows, [length] * rows
+        self._take(starts, lengths, like=keys)
+        slots, _ = self._slots(starts, lengths, length, keys.device)
+        for pool, held in (("keys", keys), ("values", values)):
+            self.get_buffer(pool).flatten(0, 1)[slots] = held.flatten(0, 1)
 
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)

@@ -4,13 +4,14 @@ Source: Liu et al., KIVI, https://arxiv.org/abs/2402.02750. Keys have channels t
 are quantised per channel, over a group of tokens; values have none, so they are quantised per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
+from llama.kv_cache.contract import check_state
 from llama.kv_cache.counting import CountingCache
 from llama.limits import check_room, row_starts
 
@@ -83,6 +84,22 @@ class QuantizedCache(CountingCache):
         if self.unrotated:
             keys = self.rotated(keys, torch.arange(keys.shape[1], device=keys.device), keys.shape[1] - 1)
         return keys, values
+
+    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
+        """Return what is held: groups that are full, and, as `keys` and `values`, what the newest one has."""
+        end = max(self._ends[:rows], default=0)
+        state = super().state(rows, length)
+        return {name: part if name == "ends" else part[:, : _written(name, end)] for name, part in state.items()}
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        super().restore(state, rows, length)
+        end = max(self._ends)
+        dtype = state["keys"].dtype if "keys" in state else None
+        like = torch.empty((self.args.n_kv_heads, self.args.head_dim), dtype=dtype, device="meta")[None, None]
+        sizes = self.sizes(rows, -(-end // GROUP), like)
+        wanted = {name: ((rows, _written(name, end), *shape[2:]), dtype) for name, (shape, dtype) in sizes.items()}
+        check_state({name: part for name, part in state.items() if name != "ends"}, wanted)
+        self._enlarge(sizes, state["keys"].device)
 
     def _refusal(self, start: int, end: int) -> str | None:
         if start % GROUP == 0 or start >= _newest(end):
@@ -211,6 +228,11 @@ def _unpacked(codes: Tensor, bits: int) -> Tensor:
 def _run(length: int) -> int:
     """Return how many codes are packed with one another."""
     return GROUP if length % GROUP == 0 else length
+
+
+def _written(name: str, end: int) -> int:
+    """Return how much of a buffer, along its second dimension, a row has written that goes up to `end`."""
+    return end - _newest(end) if name in ("keys", "values") else end // GROUP
 
 
 def _newest(end: int) -> int:

@@ -1,6 +1,6 @@
 """The static cache: memory taken once, and written in place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -25,6 +25,13 @@ class StaticCache(KVCache, kind="static"):
         assert self.values is not None
         self._write(start_pos, xk, xv)
         return self.keys[:bsz, :end], self.values[:bsz, :end]
+
+    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
+        return {name: buffer[:, :length] for name, buffer in super().state(rows).items()}
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        self._in_order(state, rows, length)
+        super().restore(state, rows, length)
 
     def adopt(self, keys: Tensor, values: Tensor) -> None:
         """Hold these buffers, whose addresses a runner relies on, in place of what is held."""

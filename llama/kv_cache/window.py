@@ -4,7 +4,7 @@ Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, h
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,16 @@ class WindowCache(CountingCache, kind="window"):
     def free(self) -> None:
         super().free()
         self._seen = None
+
+    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
+        taken = min(max(self._ends[:rows], default=0), self.window + self.sinks)
+        state = super().state(rows, length)
+        return {name: tensor if name == "ends" else tensor[:, :taken] for name, tensor in state.items()}
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        super().restore(state, rows, length)
+        held = {name: tensor for name, tensor in state.items() if name != "ends"}
+        self._in_order(held, rows, min(max(self._ends), self.window + self.sinks))
 
     @property
     def slots(self) -> None:

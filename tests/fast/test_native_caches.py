@@ -210,7 +210,7 @@ def test_what_was_never_written_is_never_read(kv_cache: str, kind: str) -> None:
     expected = fast(TOKENS[:, :1], ends)
     fast.caches = before
     for cache in fast.caches:
-        for name, buffer in cache.state().items():
+        for name, buffer in list(cache.named_buffers()):
             bad = torch.nan if buffer.is_floating_point() else 255
             for row, end in enumerate(ends):
                 if name in ("keys", "values"):
@@ -387,17 +387,17 @@ def test_a_start_that_the_plain_path_refuses_is_refused_alike(kv_cache: str, sta
 
 
 def move(cache: KVCache) -> None:
-    for name, buffer in cache.state().items():
+    for name, buffer in list(cache.named_buffers()):
         cache._buffers[name] = buffer.clone()
 
 
 def cut(cache: KVCache) -> None:
-    for name, buffer in cache.state().items():
+    for name, buffer in list(cache.named_buffers()):
         cache._buffers[name] = torch.stack([buffer, buffer], -1)[..., 0]  # not contiguous
 
 
 def edit(cache: KVCache) -> None:
-    for buffer in cache.state().values():
+    for buffer in cache.buffers():
         buffer.copy_(buffer / 2)
 
 

@@ -1,6 +1,6 @@
 """Every kind of cache keeps the contract, and one that does not is caught; names, and what is asked of a kind."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,33 @@ class Rewinds(KVCache.kinds["concat"], kind="rewinds"):  # type: ignore[misc]
         self.most = 0
 
 
+class Counts(StaticCache, kind="counts beside its buffers"):
+    """What it gives back depends on a number that its state does not have."""
+
+    lossless = False
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__(args)
+        self.calls = 0
+
+    def free(self) -> None:
+        super().free()
+        self.calls = 0
+
+    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(start_pos, xk, xv)
+        self.calls += 1
+        return keys, values * (2 if self.calls == 1 else 1)
+
+
+class Believes(StaticCache, kind="believes every state"):
+    """Takes a state that no cache of its kind gave."""
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        self.free()
+        self.keys, self.values = state["keys"], state["values"]
+
+
 class Takes(StaticCache, kind="takes anything"):
     """Refuses nothing."""
 
@@ -121,6 +148,8 @@ BREAKS = {
     "shares": testing.a_copy_goes_on_by_itself,
     "forgets to spread": testing.a_prefix_may_be_shared,
     "rewinds": testing.a_text_may_be_rewound,
+    "counts beside its buffers": testing.a_state_is_all_that_a_cache_needs,
+    "believes every state": testing.a_state_is_all_that_a_cache_needs,
     "takes anything": testing.bad_writes_are_refused,
 }
 
