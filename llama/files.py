@@ -6,6 +6,8 @@ Knows nothing of what stands in them.
 import errno
 import os
 import sys
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -32,6 +34,24 @@ def replace_file(path: Path, content: bytes) -> Path:
     finally:
         new.unlink(missing_ok=True)
     return path
+
+
+def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write the parts as a file that only its owner may read, or replace it, as a whole.
+
+    The folder must be there. Raises OSError where the file cannot be written; the old one then stays as it is.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".new")  # of mode 0600
+    new = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())  # or a machine that goes down now might keep the name and lose the content
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def cache_dir() -> Path:

@@ -145,6 +145,11 @@ class Transformer(nn.Module, Generation, Sessions):
         return self.norm.weight.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of the activations, which int8 weights do not have."""
+        return self.norm.weight.dtype
+
+    @property
     def blocks(self) -> list[TransformerBlock]:
         """The layers, by their type."""
         return cast(list[TransformerBlock], list(self.layers))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from itertools import takewhile
+from os import PathLike
 from typing import Any, Unpack
 
 import torch
@@ -20,6 +21,7 @@ from llama.batch import Batch, Token
 from llama.generation import LanguageModel, grow
 from llama.kv_cache import KVCache, cache_kind, check_lossless
 from llama.request import Options, make_request
+from llama.session_file import Content, Model, load_session, save_session
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
 logger = logging.getLogger(__name__)
@@ -123,6 +125,31 @@ class Session:
             branch.tokens, branch._caches, branch.fed = list(self.tokens), [cache.copy() for cache in self._caches], 0
         return branch
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Keep the session in a file, from which `model.load_session` goes on.
+
+        The file has the ids and what is held of them, and says by digests of which model and tokenizer. Only its owner
+        may read it; one that is there is replaced as a whole. Raises ValueError where it cannot be written.
+        """
+        self._check_use()
+        self._look_at_the_model()
+        held = self._held if self.nbytes else 0  # a call without the cache may have freed it
+        save_session(
+            path,
+            Content(
+                kv_cache=self.kv_cache,
+                max_seq_len=self.max_seq_len,
+                bound=self.bound,
+                ids=self.tokens,
+                held=held,
+                written=max(held, self._written) if held else 0,
+                logits=self._logits,
+                layers=[cache.state(1, held) for cache in self._caches] if held else [],
+            ),
+            self.model,
+            self.tokenizer,
+        )
+
     def drop(self) -> None:
         """Give the memory back; the session cannot be used any more."""
         self._check_use()
@@ -170,6 +197,18 @@ class Session:
             if self._held < len(self.tokens):
                 self._feed(list(self.tokens))
             return [cache.copy() for cache in self._caches]
+
+    def restore(self, content: Content) -> None:
+        """Have the text, and hold what is held of it, that another session was saved with. Raises ValueError."""
+        if self.bound != content.bound:
+            raise ValueError(
+                f"kv_cache={self.kv_cache!r} held {content.bound} positions at most where the session was saved, and "
+                f"holds {self.bound} here; load the model with the max_seq_len of then"
+            )
+        for cache, state in zip(self._caches, content.layers, strict=False):  # none where nothing is held
+            cache.restore(state, 1, content.held)
+        self.tokens, self._logits = content.ids, content.logits
+        self._held, self._written = content.held, content.written
 
     @property
     def _known(self) -> bool:
@@ -278,8 +317,7 @@ class Session:
 
     def _way_now(self) -> tuple[object, ...]:
         """Return what of the model decides what is in the caches, but for the weights' numbers."""
-        weight = next(self.model.parameters())
-        return self.model.exact, weight.dtype, weight.device
+        return self.model.exact, self.model.dtype, self.model.device
 
     def _check_use(self) -> None:
         if self._dropped:
@@ -352,3 +390,17 @@ class Sessions:
         `max_seq_len` limits the text, by default as the model does; `kv_cache` names the kind, by default the model's.
         """
         return Session(self, tokenizer, max_seq_len=max_seq_len, kv_cache=kv_cache)
+
+    def load_session(self: Model, path: str | PathLike[str], tokenizer: TextCodec | None = None) -> Session:
+        """Return a session as `session.save` left it, which goes on as if it had never been on disk.
+
+        Without a tokenizer it takes and gives ids alone. Raises ValueError for a file that is no session or was
+        damaged, and for one of another model, tokenizer, dtype or mode.
+        """
+        content, codec = load_session(path, self, tokenizer)
+        try:
+            session = Session(self, codec, max_seq_len=content.max_seq_len, kv_cache=content.kv_cache)
+            session.restore(content)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be loaded here: {error}") from error
+        return session

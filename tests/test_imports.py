@@ -28,7 +28,7 @@ FILES = [
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
     "args rope ranks ops layers quantize limits rows kv_cache ownership self_comparison model sampling request "
-    "batch runner streaming generation session costs machine files parallel perplexity testing"
+    "batch runner streaming generation session session_file digest costs machine files parallel perplexity testing"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
@@ -55,7 +55,9 @@ MAY_IMPORT = {
     "llama/streaming.py": ("batch", ""),
     "llama/runner.py": ("", "torch"),
     "llama/generation.py": ("batch ownership ranks request rows runner streaming", "torch"),
-    "llama/session.py": ("batch generation kv_cache request streaming", "torch"),
+    "llama/session.py": ("batch generation kv_cache request session_file streaming", "torch"),
+    "llama/session_file.py": ("args digest files kv_cache machine ranks streaming", "torch"),
+    "llama/digest.py": ("", "torch"),
     "llama/testing.py": ("args kv_cache model", "torch"),
     "llama/costs.py": ("args cli", ""),
     "llama/machine.py": ("costs ops", "torch"),
