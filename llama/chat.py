@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from llama.request import Options, make_request
 from llama.tokenizer.chat import ChatFormat, Dialog
@@ -148,13 +148,13 @@ class Chat:
         self.finish()
         if not self.session.tokens:
             raise ValueError("nothing has been said yet, so there is nothing to save")
-        _method(self.session, "save")(fspath(path))
+        self.session.save(path)
 
     @classmethod
     def load(cls, model: "Transformer", tokenizer: "Tokenizer", path: str | PathLike[str]) -> "Chat":
         """Return the conversation of a file that `save` wrote, ready to go on. Raises ValueError where it has none."""
         chat = cls(model, tokenizer)
-        session: Session = _method(model, "load_session")(fspath(path), tokenizer)
+        session = model.load_session(path, tokenizer)
         said = chat._format.decode_dialog(session.tokens)  # refuses what is no conversation
         users = [begin for begin, message in said if message["role"] == "user"]
         if not users:
@@ -228,11 +228,3 @@ class _Clock:
 
     def __exit__(self, *_: object) -> None:
         self.seconds += time.perf_counter() - self._began
-
-
-def _method(of: Any, name: str) -> Any:
-    """Return a method that writes or reads a session's file."""
-    method = getattr(of, name, None)
-    if method is None:
-        raise ValueError("this version has no session files yet")
-    return method

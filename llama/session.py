@@ -133,7 +133,7 @@ class Session:
         """
         self._check_use()
         self._look_at_the_model()
-        held = self._held if self.nbytes else 0  # a call without the cache may have freed it
+        held = self._held
         save_session(
             path,
             Content(
@@ -249,7 +249,7 @@ class Session:
         """Return how many tokens need no feeding, at most `most`; the caches can go on from there."""
         begin = min(self._held, most)
         self._written = max(self._written, self._held)
-        if begin <= 0 or not self.model.kv_caching:
+        if begin <= 0:
             self._forget()
             return 0
         if begin < self._written and not all(cache.rewind(begin) for cache in self._caches):
@@ -293,6 +293,8 @@ class Session:
                     model.caches = self._caches
                     if kv_caching not in (None, caching):
                         model.kv_caching = kv_caching
+                if not model.kv_caching and self._held:
+                    self._forget()  # off holds nothing
                 yield
             finally:
                 self._busy = False

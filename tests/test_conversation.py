@@ -27,7 +27,6 @@ from torch import Tensor
 from llama import Chat, Tokenizer, Transformer, cli
 from llama.chat import LEAST, ContextFull
 from llama.conversation import Conversation
-from llama.session import Session
 from llama.tokenizer.chat import ChatFormat, Dialog
 
 ROOT = Path(__file__).parents[1]
@@ -441,25 +440,6 @@ def test_any_turns_in_any_order_leave_the_ids_of_the_dialog(demo: Tokenizer) -> 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def session_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for the files of sessions where there are none yet: ids alone, which are fed again."""
-    if hasattr(Session, "save"):
-        return
-
-    def save(session: Session, path: str) -> None:
-        Path(path).write_text(" ".join(map(str, session.tokens)))
-
-    def load(model: Transformer, path: str, tokenizer: Tokenizer) -> Session:
-        session = model.session(tokenizer)
-        session.feed([int(word) for word in Path(path).read_text().split()])
-        return session
-
-    monkeypatch.setattr(Session, "save", save, raising=False)
-    monkeypatch.setattr(Transformer, "load_session", load, raising=False)
-
-
-@pytest.mark.usefixtures("session_files")
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_a_conversation_goes_on_from_its_file(
     system: str | None, model: Transformer, demo: Tokenizer, tmp_path: Path
@@ -483,7 +463,6 @@ def test_a_conversation_goes_on_from_its_file(
     assert again.messages == chat.messages[: len(again.messages)]
 
 
-@pytest.mark.usefixtures("session_files")
 def test_a_session_that_is_no_conversation_is_refused(model: Transformer, demo: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "text"
     for text, words in (
@@ -492,7 +471,7 @@ def test_a_session_that_is_no_conversation_is_refused(model: Transformer, demo: 
     ):
         session = model.session(demo)
         session.feed(text)
-        session.save(str(file))  # type: ignore[attr-defined, unused-ignore]
+        session.save(file)
         with pytest.raises(ValueError, match=words):
             Chat.load(model, demo, file)
 
@@ -545,7 +524,6 @@ def test_answers_are_the_same_without_the_cache_and_everything_is_fed(
     assert [fed == context for fed, context in re.findall(DIM, cached)] == [True, False]
 
 
-@pytest.mark.usefixtures("session_files")
 def test_commands_do_what_they_say_and_wrong_ones_are_one_line(
     talk: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
