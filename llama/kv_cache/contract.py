@@ -34,6 +34,7 @@ class KVCache(nn.Module):
         lossless: what it returns are the very keys and values that it was given, none left out.
         unrotated: it is given keys before RoPE, and rotates what it returns by itself.
         weighs: after each update it is told how much attention every key drew, see `weigh`.
+        preallocates: its first update takes room for all that `reserve` was asked for.
         bound: how many positions it holds at most; None: as many as a text has.
 
     `reserved` are the rows and the length that `reserve` was asked for; zeros once the memory was given back.
@@ -43,6 +44,7 @@ class KVCache(nn.Module):
     lossless: ClassVar[bool] = True
     unrotated: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
+    preallocates: ClassVar[bool] = False
     bound: int | None = None
     keys: Tensor | None
     values: Tensor | None
@@ -140,7 +142,7 @@ class KVCache(nn.Module):
         return rows * length * cls.position_bytes(args, itemsize)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Drop what is held; a kind that preallocates then takes room for `rows` x `length` on its first update."""
+        """Drop what is held; a kind that `preallocates` takes room for `rows` x `length` on its next update."""
         self.free()
         self.reserved = (rows, length)
 

@@ -39,6 +39,7 @@ class QuantizedCache(CountingCache):
     """
 
     lossless = False
+    preallocates = True
     bits: ClassVar[int]
 
     def __init__(self, args: ModelArgs) -> None:

@@ -15,6 +15,8 @@ class StaticCache(KVCache, kind="static"):
     were never written hold whatever was in memory, and slots past a row's position whatever an earlier text left there.
     """
 
+    preallocates = True
+
     def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         ends = self.check(start_pos, xk, xv)
         bsz, end = len(ends), max(ends)
@@ -53,5 +55,5 @@ class StaticCache(KVCache, kind="static"):
         held_rows, held = self.reserved if self.keys is None else self.keys.shape[:2]
         if self.keys is not None and length > held:  # or a text fed token by token would be copied each time
             length = min(max(length, 2 * held), self.args.max_seq_len)
-        shape = (max(rows, held_rows), max(length, held), *like.shape[2:])
+        shape = (max(rows, held_rows), max(length, held), self.args.n_kv_heads, self.args.head_dim)
         self._enlarge(dict.fromkeys(("keys", "values"), (shape, like.dtype)), like.device)

@@ -30,6 +30,7 @@ class WindowCache(CountingCache, kind="window"):
 
     lossless = False
     unrotated = True
+    preallocates = True
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)

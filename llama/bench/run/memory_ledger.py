@@ -45,10 +45,10 @@ def position_bytes(args: ModelArgs, cell: Cell) -> int:
 def cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
     """Return what the caches of all layers hold once `fed` positions of each row were fed, as the kind predicts it.
 
-    One that preallocates, so that `reserve` is its own, has the room of the whole text from its first position on.
+    One that preallocates has the room of the whole text from its first position on.
     """
     kind = _kind(args, cell)
-    length = fed if kind.reserve is KVCache.reserve and cell.engine == "llama" else cell.total_len
+    length = cell.total_len if kind.preallocates or cell.engine != "llama" else fed
     itemsize = cell.cache_itemsize
     return args.n_layers * kind.predicted_bytes(args, rows=cell.batch_size, length=length, itemsize=itemsize)
 
