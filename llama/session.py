@@ -100,6 +100,8 @@ class Session:
         self._check(ids)
         with self._computing():
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, ids, strict=False)))
+            if same < len(self.tokens):
+                logger.info("the text parts from the one before at token %d of %d", same, len(self.tokens))
             self._cut(same)
             return self._feed(ids)
 
