@@ -253,10 +253,10 @@ class KVCache(nn.Module):
         """Move buffers into larger ones, of these shapes and dtypes by name; where memory is out, none has moved."""
         made = {name: self._allocate(shape, dtype, device) for name, (shape, dtype) in sizes.items()}
         for name, new in made.items():
-            old = self._buffers[name]
+            old = getattr(self, name)
             if old is not None:
                 new[: old.shape[0], : old.shape[1]] = old
-            self._buffers[name] = new
+            setattr(self, name, new)
 
     def _allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
