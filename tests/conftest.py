@@ -19,7 +19,14 @@ LONG = (
     *("test_ranks.py", "test_demo_model.py", "test_presets.py", "test_exact.py", "test_native.py", "test_quantize.py"),
     *("test_tokenizer.py", "test_fast_triton_kernels.py", "test_certificate_of_the_demo.py", "test_changed_models.py"),
     *("test_reports.py", "test_gpu_report.py", "test_native_builds.py", "test_ownership.py", "test_verify.py"),
-    *("test_certificate.py", "test_exact_triton_kernels.py", "test_chat.py", "test_historic_bugs.py"),
+    *(
+        "test_session_file.py",
+        "test_conversation.py",
+        "test_certificate.py",
+        "test_exact_triton_kernels.py",
+        "test_chat.py",
+        "test_historic_bugs.py",
+    ),
 )
 
 

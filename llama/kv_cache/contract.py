@@ -179,7 +179,7 @@ class KVCache(nn.Module):
         return True
 
     def copy(self) -> "KVCache":
-        """Return a cache of the same kind that holds the same, in memory of its own."""
+        """Return a cache of the same kind that holds the same: in memory of its own, or shared until one is written."""
         return deepcopy(self, {id(shared): shared for shared in (self.args, self.batch_rows)})
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
