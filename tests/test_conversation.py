@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,19 +157,30 @@ def test_without_the_cache_the_same_is_said_and_everything_is_fed_each_time(
     assert (chat.last.fed, chat.session.fed) == (prompts[1], sum(watch.widths))
 
 
-def test_what_an_answer_took_is_told(model: Transformer, demo: Tokenizer) -> None:
-    chat = Chat(model, demo)
-    assert chat.last is None
-    pieces = chat.say("Hi", 5, seed=0)
-    assert chat.last is None
-    time.sleep(0.3)  # the caller's time is not the model's
-    for _ in pieces:
-        time.sleep(0.1)
+def test_what_an_answer_took_is_told(model: Transformer, demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]  # a forward takes a second, and the caller a hundred
+
+    def pass_by(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("llama.chat.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    hook = model.register_forward_pre_hook(lambda *_: pass_by(1))
+    chat, begun = Chat(model, demo), []
+    try:
+        assert chat.last is None
+        pieces = chat.say("Hi", 5, seed=0)
+        assert chat.last is None
+        pass_by(100)
+        for _ in pieces:
+            begun.append(chat.last)
+            pass_by(100)
+    finally:
+        hook.remove()
     assert chat.last is not None
     assert (chat.last.made, chat.last.finish_reason, chat.last.fed) == (5, "length", chat.last.context)
-    assert 0 < chat.last.first < 0.3
-    assert chat.last.per_second is not None
-    assert chat.last.per_second > 10
+    assert begun[0] is not None
+    assert chat.last.first == begun[0].made  # seconds: of the prompt's forward, and of each token's behind the first
+    assert chat.last.per_second == 1
 
 
 # ---- answers that end early, and turns that are taken back -----------------------------------------------------------
@@ -631,13 +643,15 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
-    def read(self, until: str) -> str:
-        """Return what is shown up to and with `until`."""
-        shown, end = b"", time.monotonic() + 60
+    def read(self, until: str, again: str = "") -> str:
+        """Return what is shown up to and with `until`; type `again` where nothing comes for 5 seconds."""
+        shown, end, idle = b"", time.monotonic() + 60, 0
         while not shown.endswith(until.encode()):
             assert time.monotonic() < end, f"{until!r} did not come after {shown[-300:]!r}"
             if select.select([self.fd], [], [], 0.5)[0]:
-                shown += os.read(self.fd, 1)
+                shown, idle = shown + os.read(self.fd, 1), 0
+            elif (idle := idle + 1) % 10 == 0:
+                self.type(again)
         return shown.decode(errors="replace")
 
     def wait(self) -> int:
@@ -660,7 +674,8 @@ def test_ctrl_c_ends_the_answer_and_quit_the_conversation(checkpoint: Path) -> N
         assert "\033[2mfed " in terminal.read("ended by Ctrl-C\033[0m\r\n\r\n> ")
         time.sleep(0.3)  # Python looks for signals once it waits for a line
         terminal.type("\x03")
-        terminal.read("/quit or Ctrl-D ends the conversation\033[0m\r\n> ")
+        # A signal that comes before Python waits is seen with the next thing that is typed.
+        terminal.read("/quit or Ctrl-D ends the conversation\033[0m\r\n> ", again="\x03")
         time.sleep(0.3)
         terminal.type("\x1b[A")  # the message again, out of the history
         terminal.read("hello")
