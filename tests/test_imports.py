@@ -93,10 +93,12 @@ MAY_IMPORT = {
     "llama/bench/run/jobs.py": ("bench.cell parallel", ""),
     "llama/bench/run/memory.py": ("", "torch"),
     "llama/bench/run/progress.py": ("", "tqdm"),
-    "llama/bench/run/peers.py": (
+    "llama/bench/run/peers.py": ("", "transformers llama_cpp"),
+    "llama/bench/run/transformers_engine.py": (
         "args bench checkpoint model request streaming",
-        "torch transformers huggingface_hub llama_cpp",
+        "torch huggingface_hub",
     ),
+    "llama/bench/run/llama_cpp_engine.py": ("args bench checkpoint model request streaming", "torch"),
     "llama/bench/run/worker.py": (f"{FLOOR} bench exact", "torch"),
     "llama/bench/run/": (
         f"{FLOOR} api checkpoint demo exact fast tokenizer "
@@ -133,7 +135,7 @@ ONLY_DOOR = {
     "fairscale": "llama/parallel.py",
     "triton": "llama/exact/triton_kernels.py llama/fast/triton_kernels.py",
     "transformers": "llama/bench/run/peers.py",
-    "huggingface_hub": "llama/bench/run/peers.py",
+    "huggingface_hub": "llama/bench/run/transformers_engine.py",
     "llama_cpp": "llama/bench/run/peers.py scripts/record_llama_cpp_ids.py",
 }
 

@@ -17,7 +17,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from llama.args import RopeScaling
 from llama.bench.run.engines import Engine, LlamaEngine, Run
-from llama.bench.run.peers import GPT2, LlamaCppEngine, TransformersEngine, open_peer
+from llama.bench.run.llama_cpp_engine import LlamaCppEngine
+from llama.bench.run.opening import open_peer
+from llama.bench.run.peers import GPT2
+from llama.bench.run.transformers_engine import TransformersEngine
 from llama.model import Transformer
 
 OUTPUT_LEN = 6

@@ -21,37 +21,16 @@ from llama.bench.cell import Cell
 from llama.bench.gpu.checks import run_checks
 from llama.bench.gpu.kernels import profile_step, time_kernels
 from llama.bench.run.cache_kind import cache_costs, cache_quality, cache_reference
-from llama.bench.run.engines import Engine, LlamaEngine
+from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.measure import make_prompts, measure
-from llama.bench.run.memory import device_bytes_used, resident_bytes
-from llama.bench.run.memory_ledger import check_length, check_memory, position_bytes
+from llama.bench.run.memory import device_bytes_used
+from llama.bench.run.memory_ledger import check_memory, position_bytes
 from llama.bench.run.models import find_model
+from llama.bench.run.opening import open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
-from llama.bench.schema import ModelFacts, StepTimes
-from llama.costs import parameters
+from llama.bench.schema import StepTimes
 from llama.exact import slowdown_words
 from llama.machine import DTYPES, ceilings, environment
-
-
-def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
-    """Return what a cell runs on, what it is, and the resident memory before there was a model."""
-    from llama.bench.run.peers import GPT2, TransformersEngine, open_peer
-
-    if cell.model in GPT2:
-        before = resident_bytes()
-        gpt2 = TransformersEngine.gpt2(cell.model, seed=0, device=torch.device(cell.device), dtype=DTYPES[cell.dtype])
-        return gpt2, {"name": cell.model, "weights": gpt2.weights, "parameters": None, "sizes": None}, before
-    source = find_model(cell)
-    check_length(cell, source.args.max_seq_len)
-    check_memory(cell, source.args, source.device, held=0)
-    before = resident_bytes()
-    model = source.build()
-    sizes = json.loads(json.dumps(vars(source.args), default=vars))
-    count = parameters(source.args)
-    facts: ModelFacts = {"name": cell.model, "weights": source.weights, "parameters": count, "sizes": sizes}
-    if cell.engine == "llama":
-        return LlamaEngine(model, source.tokenizer, logits=cell.logits), facts, before
-    return open_peer(cell.engine, model, source.tokenizer, quantize=cell.quantize), facts, before
 
 
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:

@@ -1,0 +1,184 @@
+"""llama.cpp behind the benchmark's protocol, by its C interface, with the weights of our model."""
+
+import ctypes
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from llama.args import ModelArgs
+from llama.bench.run.engines import Run
+from llama.bench.run.peers import check_engine
+from llama.checkpoint.export import save_gguf
+from llama.model import Transformer
+from llama.request import make_request
+from llama.streaming import TextCodec, encode_prompt
+
+# What llama.cpp calls weights in int8 and int4, with their numbers of enum llama_ftype.
+_GGML_QUANTIZED = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
+_GGML_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # numbers of enum ggml_type
+_UBATCH = 2048  # tokens that are computed at a time; with 512, its default, a prompt of 8 rows took a sixth longer
+_GGML_LOG_ERROR = 4  # of enum ggml_log_level
+
+
+class LlamaCppEngine:
+    """llama.cpp on the CPU, by its C interface: all rows in one batch, and logits only where they are used.
+
+    Its cache is of the weights' dtype, as ours is; beside weights that it has quantized, it is of fp16, its default.
+    What it holds and returns in bytes, it does not tell.
+    """
+
+    max_batch_size = None  # no limit on rows, for the common check of what is asked
+
+    def __init__(
+        self, held: ExitStack, pointer: Any, model: Transformer, tokenizer: TextCodec, *, quantize: str | None
+    ) -> None:
+        """Take over llama.cpp's model at `pointer`, and what is to be given back with it."""
+        self._api, self._pointer = check_engine("llama.cpp"), pointer
+        self._finalizer = weakref.finalize(self, held.close)
+        self._cache_type = _GGML_TYPES[torch.float16 if quantize else model.norm.weight.dtype]
+        self.path = f"llama.cpp (llama-cpp-python {self._api.__version__})"
+        self.path += f", {_GGML_QUANTIZED[quantize][0]} weights, fp16 cache" if quantize else ""
+        self.args: ModelArgs | None = model.args
+        self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
+        self.weights_bytes: int | None = self._api.llama_model_size(pointer)
+        self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
+
+    @classmethod
+    def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> "LlamaCppEngine":
+        """Return an engine with a copy of the weights, as a .gguf file that is there as long as the engine.
+
+        `quantize` is int8 for its Q8_0, int4 for its Q4_0, or None for the weights as they are. `close` gives all back
+        early.
+        """
+        api = check_engine("llama.cpp")
+        if model.device.type != "cpu":
+            raise ValueError(f"the model is on {model.device}, and llama.cpp is run on the CPU here; use --device cpu")
+        with ExitStack() as stack:
+            file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"
+            save_gguf(model, file)
+            _let_only_errors_through(api)
+            if quantize is not None:
+                file = _quantized(api, file, quantize)
+            pointer = _loaded(api, file)
+            stack.callback(api.llama_model_free, pointer)
+            return cls(stack.pop_all(), pointer, model, tokenizer, quantize=quantize)
+
+    def close(self) -> None:
+        """Free the model and delete its file; the engine can run no more."""
+        self._finalizer()
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
+    ) -> Run:
+        """Continue every prompt; see `Engine`. Refuses to run without its cache, which it always has."""
+        if not self._finalizer.alive:
+            raise ValueError("this engine was closed; make a new one")
+        if not kv_caching:
+            raise ValueError("kv_caching=False: llama.cpp cannot run without its cache; use --engine transformers")
+        request = make_request(self, kv_caching, prompts, output_len, (), {})
+        run = Run(fed=[], ids=[[] for _ in prompts])
+        fed, starts = request.prompts, [0] * len(prompts)
+        # The context is made before the clock starts, because it also plans every kind of batch. Its cache is cleared
+        # then; ours is allocated within the time. A batch is of ids, not embeddings (0), each of one row (1).
+        with self._context(len(prompts), request.longest) as context, ExitStack() as held:
+            batch = self._api.llama_batch_init(sum(map(len, fed)), 0, 1)
+            held.callback(self._api.llama_batch_free, batch)
+            run.cache_length = self._api.llama_n_ctx(context) // len(prompts)
+            run.started = time.perf_counter()
+            for _ in range(min(steps or output_len, output_len)):
+                ids = self._forward(context, batch, fed, starts)
+                run.token_times.append(time.perf_counter())
+                assert run.fed is not None
+                run.fed.append((len(fed), max(map(len, fed))))
+                starts = [start + len(row) for start, row in zip(starts, fed, strict=True)]
+                fed = [[id] for id in ids]
+                run.ids = [row + new for row, new in zip(run.ids, fed, strict=True)]
+        return run
+
+    def _forward(self, context: Any, batch: Any, fed: Sequence[Sequence[int]], starts: Sequence[int]) -> list[int]:
+        """Feed every row at its position, and return the most likely next token of each."""
+        at, ends = 0, []
+        for row, (ids, start) in enumerate(zip(fed, starts, strict=True)):
+            for pos, id in enumerate(ids, start):
+                batch.token[at], batch.pos[at] = id, pos
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
+                batch.logits[at] = pos + 1 == start + len(ids)
+                at += 1
+            ends.append(at - 1)
+        batch.n_tokens = at
+        code = self._api.llama_decode(context, batch)
+        if code != 0:
+            raise RuntimeError(f"llama_decode ended with code {code}; what llama.cpp says of it stands on stderr")
+        vector = ctypes.POINTER(ctypes.c_float * self.vocab_size)
+        logits = [ctypes.cast(self._api.llama_get_logits_ith(context, end), vector).contents for end in ends]
+        return [int(torch.frombuffer(each, dtype=torch.float32).argmax()) for each in logits]
+
+    @contextmanager
+    def _context(self, rows: int, length: int) -> Iterator[Any]:
+        """Make room for `rows` x `length` positions, and free it at the end."""
+        most = self._api.llama_max_parallel_sequences()
+        if rows > most:
+            raise ValueError(f"{rows} rows are more than the {most} that llama.cpp takes at a time; give fewer")
+        wanted = self._api.llama_context_default_params()
+        wanted.n_ctx, wanted.n_seq_max = rows * length, rows  # it rounds a row's share up
+        wanted.kv_unified = False  # or every row's attention also goes through the keys of all others
+        wanted.n_batch, wanted.n_ubatch = rows * length, _UBATCH
+        wanted.n_outputs_max = rows  # or it takes room for the logits of every position
+        if self._cache_type == _GGML_TYPES[torch.float32]:
+            wanted.flash_attn_type = 0  # because that kernel rounds keys and values to fp16, and other ids come out
+        wanted.n_threads = wanted.n_threads_batch = torch.get_num_threads()
+        wanted.type_k = wanted.type_v = self._cache_type
+        wanted.offload_kqv = wanted.op_offload = False
+        context = self._api.llama_init_from_model(self._pointer, wanted)
+        if not context:
+            raise ValueError(
+                f"llama.cpp made no context of {rows} rows x {length} positions, for a reason that stands on stderr; "
+                "ask for fewer rows or shorter ones"
+            )
+        try:
+            yield context
+        finally:
+            self._api.llama_free(context)
+
+
+def _quantized(api: ModuleType, file: Path, quantize: str) -> Path:
+    """Return a file beside this one with its weights quantized by llama.cpp itself, and delete this one."""
+    name, number = _GGML_QUANTIZED[quantize]
+    made = file.with_name(f"model-{name}.gguf")
+    wanted = api.llama_model_quantize_default_params()
+    wanted.ftype, wanted.nthread = number, torch.get_num_threads()
+    code = api.llama_model_quantize(str(file).encode(), str(made).encode(), ctypes.byref(wanted))
+    if code != 0:
+        raise ValueError(f"llama.cpp cannot bring this model into {name}, for a reason that stands on stderr")
+    file.unlink()
+    return made
+
+
+def _loaded(api: ModuleType, file: Path) -> Any:
+    api.llama_backend_init()
+    wanted = api.llama_model_default_params()
+    wanted.n_gpu_layers = 0
+    pointer = api.llama_model_load_from_file(str(file).encode(), wanted)
+    if not pointer:
+        raise ValueError(f"llama.cpp cannot load this model, for a reason that stands on stderr; its file was {file}")
+    return pointer
+
+
+@cache  # which also keeps the function alive: llama.cpp calls it from then on, whatever it logs
+def _let_only_errors_through(api: ModuleType) -> object:
+    def log(level: int, text: bytes, _: object) -> None:
+        if level == _GGML_LOG_ERROR:
+            sys.stderr.write(text.decode(errors="replace"))
+
+    callback: object = api.llama_log_callback(log)
+    api.llama_log_set(callback, None)
+    return callback

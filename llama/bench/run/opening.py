@@ -1,0 +1,52 @@
+"""What a cell runs on: a model of ours behind the benchmark's protocol, or a peer with its weights."""
+
+import json
+
+import torch
+
+from llama.bench.cell import Cell
+from llama.bench.run.engines import Engine, LlamaEngine
+from llama.bench.run.llama_cpp_engine import LlamaCppEngine
+from llama.bench.run.memory import resident_bytes
+from llama.bench.run.memory_ledger import check_length, check_memory
+from llama.bench.run.models import find_model
+from llama.bench.run.peers import GPT2, check_engine
+from llama.bench.run.transformers_engine import TransformersEngine
+from llama.bench.schema import ModelFacts
+from llama.costs import parameters
+from llama.machine import DTYPES
+from llama.model import Transformer
+from llama.streaming import TextCodec
+
+
+def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
+    """Return what a cell runs on, what it is, and the resident memory before there was a model."""
+    if cell.model in GPT2:
+        before = resident_bytes()
+        gpt2 = TransformersEngine.gpt2(cell.model, seed=0, device=torch.device(cell.device), dtype=DTYPES[cell.dtype])
+        return gpt2, {"name": cell.model, "weights": gpt2.weights, "parameters": None, "sizes": None}, before
+    source = find_model(cell)
+    check_length(cell, source.args.max_seq_len)
+    check_memory(cell, source.args, source.device, held=0)
+    before = resident_bytes()
+    model = source.build()
+    sizes = json.loads(json.dumps(vars(source.args), default=vars))
+    count = parameters(source.args)
+    facts: ModelFacts = {"name": cell.model, "weights": source.weights, "parameters": count, "sizes": sizes}
+    if cell.engine == "llama":
+        return LlamaEngine(model, source.tokenizer, logits=cell.logits), facts, before
+    return open_peer(cell.engine, model, source.tokenizer, quantize=cell.quantize), facts, before
+
+
+def open_peer(engine: str, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> Engine:
+    """Return the engine of that name, with the weights, the dtype and the device of `model`.
+
+    It computes on as many threads as torch is set to. `quantize` lets llama.cpp bring the weights into int8 or int4.
+    Raises ValueError for an unknown name, a package that is not installed, and a model that the engine cannot run.
+    """
+    check_engine(engine)
+    if engine == "llama.cpp":
+        return LlamaCppEngine.of(model, tokenizer, quantize=quantize)
+    if quantize is not None:
+        raise ValueError(f"quantize={quantize}: transformers is measured with the weights as they are; leave it out")
+    return TransformersEngine.of(model, tokenizer)
