@@ -3,6 +3,7 @@
 python benchmark_inference.py --batch_size 8 --kv_caching        one cell
 python benchmark_inference.py --preset table                     batch 1, 8, 16 x cache on, off, as a page to send on
 python benchmark_inference.py --preset caches                    kinds of cache: bytes, time and quality
+python benchmark_inference.py --preset chat                      a cache that is kept: ten turns, shared prompts, disk
 """
 
 import logging
@@ -68,8 +69,9 @@ def main(
         input_len: Tokens of each prompt, random ids of exactly this length; 256 by default.
         output_len: Tokens made for each row, 32 by default; no end-of-text ends a row early.
         kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
-        preset: table (batch 1, 8, 16 x cache on, off), sweep (how the difference grows with length and batch) or caches
-            (kinds of cache beside the full one: bytes, time per token, and what they cost in quality).
+        preset: table (batch 1, 8, 16 x cache on, off), sweep (how the difference grows with length and batch), caches
+            (kinds of cache beside the full one: bytes, time per token, and what they cost in quality) or chat (a
+            conversation with the cache kept, made anew and off; prompts that begin alike; a cache on disk).
         model: demo, or the shape of a released model with random weights and Meta's tokenizer: llama-3.2-1b,
             llama-3.2-3b, llama-3.1-8b, ...; gpt2 with --engine transformers. By default demo on a CPU, and on a GPU
             llama-3.2-1b.
@@ -78,9 +80,9 @@ def main(
         text: A real prompt, the same in all rows, instead of random ids.
         repeats: Repetitions of a single cell, each in a process of its own.
         compare: Run a single cell in the other mode, too, and compare the tokens.
-        engine: transformers or llama.cpp, on the same weights, prompts, threads and dtype; a table takes several and
-            puts them beside ours. Modes may stand behind the name, so that one table holds them all: llama.cpp:int8,
-            llama.cpp:int4, and of ours llama:fast, llama:int8, llama:fast:int8.
+        engine: transformers or llama.cpp, on the same weights, prompts, threads and dtype; the presets table and chat
+            take several and put them beside ours. Modes may stand behind the name, so that one table holds them all:
+            llama.cpp:int8, llama.cpp:int4, and of ours llama:fast, llama:int8, llama:fast:int8.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, by default, concat, window:1024+4, int8, int4, paged;
             or FILE.py:NAME[:PARAMS] for one of your own. --preset caches takes several; without any, all there are.
         logits: last, or all: compute those of every position at each step, as published code does.
@@ -106,7 +108,7 @@ def main(
     if text is not None and input_len is not None:
         raise ValueError("--text has a length of its own; leave out --input_len")
     check_flags(preset, batch_size, kv_caching, repeats, compare, engine, resume)
-    check_flags_of_caches(preset, kv_cache, input_len, output_len, text, logits, engine)
+    check_own_flags(preset, kv_cache, input_len, output_len, text, logits, engine)
     check_minutes(budget=budget, wait_until_quiet=wait_until_quiet)
 
     os.environ["LLAMA_TIMEOUT"] = str(timeout)  # for the processes that measure
@@ -145,6 +147,8 @@ def main(
     try:
         if preset == "caches":
             report = plan_caches(cell, kv_cache, command=command, budget=budget)
+        elif preset == "chat":
+            report = plan_chat(cell, engine, command=command, budget=budget)
         else:
             report = None if preset is None else plan(preset, cell, engine, command=command, budget=budget)
         if wait_until_quiet:
@@ -179,8 +183,8 @@ def check_flags(
     resume: bool,
 ) -> None:
     """Refuse flags that would be ignored, by name."""
-    if preset not in (None, "table", "sweep", "caches"):
-        raise ValueError(f"--preset={preset} is not known; choose table, sweep or caches")
+    if preset not in (None, "table", "sweep", "caches", "chat"):
+        raise ValueError(f"--preset={preset} is not known; choose table, sweep, caches or chat")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"--batch_size={batch_size} must be at least 1")
     if preset is None:
@@ -204,7 +208,7 @@ def check_minutes(**flags: float) -> None:
             raise ValueError(f"--{name}={minutes} must be minutes, at least 0")
 
 
-def check_flags_of_caches(
+def check_own_flags(
     preset: str | None,
     kinds: list[str],
     input_len: int | None,
@@ -213,21 +217,21 @@ def check_flags_of_caches(
     logits: str,
     engines: list[str],
 ) -> None:
-    """Refuse several kinds of cache where one is measured, and what the preset of them decides itself."""
-    if preset != "caches":
-        if len(kinds) > 1:
-            raise ValueError("--kv_cache: a cell has one kind of cache; --preset caches takes several")
+    """Refuse several kinds of cache where one is measured, and what the presets of kinds and chat decide themselves."""
+    if preset != "caches" and len(kinds) > 1:
+        raise ValueError("--kv_cache: a cell has one kind of cache; --preset caches takes several")
+    if preset not in ("caches", "chat"):
         return
     own = {"input_len": input_len is not None, "output_len": output_len is not None, "text": text is not None}
-    own |= {"logits": logits != "last", "engine": bool(engines)}
+    own |= {"logits": logits != "last", "engine": bool(engines) and preset == "caches"}
     given = [f"--{name}" for name, changed in own.items() if changed]
     if given:
-        raise ValueError(f"{', '.join(given)}: --preset caches decides this itself; leave it out")
+        raise ValueError(f"{', '.join(given)}: --preset {preset} decides this itself; leave it out")
 
 
 def job_lengths(preset: str | None, input_len: int | None, output_len: int | None) -> dict[str, int]:
-    """Return the lengths of a cell's job; those of the preset of kinds are the least that a prediction is made from."""
-    if preset == "caches":
+    """Return the lengths of a cell's job; a preset with texts of its own has here the least that it begins with."""
+    if preset in ("caches", "chat"):
         return {"input_len": 64, "output_len": 1}
     return {
         "input_len": 256 if input_len is None else input_len,
@@ -244,6 +248,24 @@ def plan_caches(cell: Cell, kinds: list[str], *, command: str, budget: float) ->
     if cell.model in GPT2:
         raise ValueError(f"{cell.model} is no Llama, and has a cache of its own; --preset caches measures a Llama's")
     return caches_report(cell, kinds, find_model(cell).args, command=command, budget=budget)
+
+
+def plan_chat(cell: Cell, engines: list[str], *, command: str, budget: float) -> "Report":
+    """Return the report of the preset of conversations, none of them measured; refuse what cannot be, at once."""
+    from llama.bench.chat import chat_report
+    from llama.bench.run.memory_ledger import check_memory
+    from llama.bench.run.models import check_cell, find_model
+    from llama.bench.run.peers import GPT2
+
+    if cell.model in GPT2:
+        raise ValueError(f"{cell.model} is no Llama, and has no session; --preset chat measures a Llama's")
+    source = find_model(cell)
+    report = chat_report(cell, engines, source.tokenizer, source.args.max_seq_len, command=command, budget=budget)
+    for record in report["cells"]:
+        each = Cell(**record["cell"])
+        check_cell(each)
+        check_memory(each, source.args, source.device, held=0)
+    return report
 
 
 def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: float) -> "Report":
@@ -286,6 +308,7 @@ def run_preset(
 ) -> int:
     """Measure a preset, print its table, and write its report; what is finished stands there whatever ends the run."""
     from llama.bench.caches import run_caches
+    from llama.bench.chat import run_chat
     from llama.bench.presets import Session, run_session
     from llama.bench.report.files import write_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
@@ -299,7 +322,7 @@ def run_preset(
     print(f"everything goes into {directory.folder}", file=sys.stderr)
     session = Session(directory, time.monotonic() + 60 * budget, progress_bar())
     try:
-        (run_session if report["caches"] is None else run_caches)(session)
+        {"caches": run_caches, "chat": run_chat}.get(report["preset"], run_session)(session)
     except KeyboardInterrupt:
         print("interrupted; what is finished is kept, and --resume goes on", file=sys.stderr)
         return 130

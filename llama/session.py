@@ -70,6 +70,11 @@ class Session:
         return sum(cache.nbytes for cache in self._caches)
 
     @property
+    def logits(self) -> Tensor | None:
+        """The logits of the token that follows the text, (vocab_size,); None where the text was not fed to its end."""
+        return None if self._logits is None else self._logits[0]
+
+    @property
     def kv_cache(self) -> str:
         """The kind of its cache, NAME or NAME:PARAMS."""
         return self._caches[0].args.kv_cache

@@ -102,7 +102,7 @@ def caches_of(session: Session) -> Caches:
 
 def begin(session: Session) -> None:
     """Measure what all begins with, drop contexts that the budget has no room for, and say how long all takes."""
-    measure_machine(session)
+    measure_machine(session, session.cells[0])
     caches, left = caches_of(session), session.room
     if not any(record["steps"] for record in caches["kinds"]):
         while len(caches["contexts"]) > 1 and costs_seconds(session) > left / 2:

@@ -48,18 +48,23 @@ def table_cells(base: Cell, engines: Sequence[str]) -> list[Cell]:
 
     `engines` are names of peers and ways of our own, such as llama.cpp:int8 and llama:fast (see `read_engine`).
     """
-    ours = [] if base.model in GPT2 else [base]
-    variants = [*ours, *(base.but(**read_engine(engine)) for engine in engines)]
-    for place, variant in enumerate(variants):
-        if variant in variants[:place]:
-            raise ValueError(f"{variant.name} would stand in the table twice; name every engine once")
     return [
         variant.but(batch_size=batch, kv_caching=kv_caching)
         for batch in BATCHES
         for kv_caching in (True, False)
-        for variant in variants
+        for variant in variants(base, engines)
         if kv_caching or variant.engine != "llama.cpp"  # it has no way to run without its cache
     ]
+
+
+def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
+    """Return a cell for us as asked, and for every engine in turn; refuse one that is named twice."""
+    found = [] if base.model in GPT2 else [base]
+    for variant in (base.but(**read_engine(engine)) for engine in engines):
+        if variant in found:
+            raise ValueError(f"{variant.name} would stand in the table twice; name every engine once")
+        found.append(variant)
+    return found
 
 
 def sweep_cells(base: Cell) -> list[Cell]:
@@ -152,7 +157,7 @@ def begin(session: Session, curves: dict[str, int]) -> None:
 
     `curves` are the other jobs by name, and how many tokens they feed.
     """
-    measure_machine(session)
+    measure_machine(session, session.cells[0])
     session.expected |= {cell.name: expected_seconds(cell, session.calibration) for cell in session.cells}
     session.expected |= {name: expected_of_tokens(tokens, session.calibration) for name, tokens in curves.items()}
     session.curves = list(curves)
@@ -165,9 +170,9 @@ def begin(session: Session, curves: dict[str, int]) -> None:
     session.progress.write("\n".join([words, *too_little(session, once)]), file=sys.stderr)
 
 
-def measure_machine(session: Session) -> None:
-    """Measure the machine's ceilings, and what a prediction of all times is made of."""
-    report, cell = session.report, session.cells[0].but(kv_caching=True)
+def measure_machine(session: Session, cell: Cell) -> None:
+    """Measure the machine's ceilings, and what a prediction of all times is made of, with the sizes of a cell."""
+    report, cell = session.report, cell.but(kv_caching=True)
     machine = session.do("the machine's ceilings", "machine", cell)
     check_machine(report, machine["environment"])
     report["ceilings"] = best_ceilings(report["ceilings"], machine["ceilings"])

@@ -258,6 +258,70 @@ class Caches(TypedDict):
     kinds: list[KindRecord]
 
 
+WayName = Literal["kept", "anew", "off", "shared", "not shared"]
+
+
+class TurnLength(TypedDict):
+    history: int
+    new: int
+
+
+class ChatPlan(TypedDict):
+    """The work of the preset `chat`: of each turn how many tokens stand before it and are new, and the prompts."""
+
+    text: str
+    turns: list[TurnLength]
+    rows: int
+    shared: int
+    own: int
+
+
+class Way(TypedDict):
+    """One way to do the work of a cell, turn by turn; the prompts are done at once, as one turn.
+
+    name: kept, anew or off; shared or not shared. seconds: to the first token, of every turn a number a repetition.
+    fed: how many tokens were seen going through the model, and asked: how many the way should feed. ids: the first
+    tokens of all rows.
+    """
+
+    name: WayName
+    seconds: list[list[float]]
+    fed: list[int]
+    asked: list[int]
+    cache_bytes: list[int | None]
+    ids: list[list[int]]
+
+
+class OnDisk(TypedDict):
+    """A session of so many tokens saved, loaded, and its text fed anew, a number a repetition.
+
+    alike: whether what was loaded went on as what was saved.
+    """
+
+    tokens: int
+    file_bytes: int
+    save_seconds: list[float]
+    load_seconds: list[float]
+    feed_seconds: list[float]
+    alike: bool
+
+
+class ChatRecord(TypedDict):
+    """What was measured of one cell; other_load_cores: a number a repetition. `disk` is None but for our own cache."""
+
+    path: str
+    other_load_cores: list[float | None]
+    ways: list[Way]
+    disk: OnDisk | None
+
+
+class Chats(TypedDict):
+    """A conversation, and prompts that share their beginning; the records are those of the report's cells, in order."""
+
+    plan: ChatPlan
+    records: list[ChatRecord]
+
+
 class ModelFacts(TypedDict):
     """`parameters` and `sizes` are None for an engine that does not tell."""
 
@@ -283,6 +347,7 @@ class Report(TypedDict):
     crossovers: list[Crossover]
     sweep: Sweep | None
     caches: Caches | None
+    chat: Chats | None
     reading: list[str]
     failures: list[str]
 

@@ -91,6 +91,32 @@ def test_peers_make_the_ids_that_we_make(name: str, changes: dict[str, Any]) -> 
             assert engine.run(prompts, OUTPUT_LEN, kv_caching=False).ids == expected
 
 
+def test_conversations_keep_what_they_hold_and_choose_what_we_choose(name: str) -> None:
+    model = model_of()
+    ours, peer = (open_engine.conversation(40, kv_caching=True) for open_engine in
+                  (LlamaEngine(model, Bytes()), open_peer(name, model, Bytes())))  # fmt: skip
+    text = list(range(3, 23))
+    for end, fed in ((8, 8), (9, 1), (20, 11), (20, 1 if name == "llama.cpp" else 20)):
+        before = peer.fed
+        assert peer.feed(text[:end]) == ours.feed(text[:end])
+        assert peer.fed - before == fed
+    assert peer.feed([*text[:5], 30, 31]) == ours.feed([*text[:5], 30, 31]), "a text that parts from the one before"
+    assert ours.fed == 20 + 2
+    peer.close()
+
+
+def test_transformers_has_conversations_without_a_cache(name: str) -> None:
+    model = model_of()
+    peer = open_peer(name, model, Bytes())
+    if name == "llama.cpp":
+        with pytest.raises(ValueError, match="cannot run without its cache"):
+            peer.conversation(40, kv_caching=False)
+        return
+    text, talk = list(range(3, 23)), peer.conversation(40, kv_caching=False)
+    assert talk.feed(text[:8]) == talk.feed(text[:8])
+    assert (talk.fed, talk.cache_bytes) == (16, 0)
+
+
 def test_llama_cpp_makes_our_ids_from_divisors() -> None:
     pytest.importorskip("llama_cpp")
     model = model_of(rope_scaling=(1.0, 2.0, 4.0, 8.0))

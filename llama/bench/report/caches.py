@@ -1,12 +1,11 @@
 """A report of the preset `caches` as tables and sentences: bytes, time and quality of every kind, side by side.
 
-Knows nothing of Markdown, HTML or how anything was measured. Reports of other presets it hands on.
+Knows nothing of Markdown, HTML or how anything was measured.
 """
 
 import math
 from collections.abc import Sequence
 
-from llama.bench.report import tables
 from llama.bench.report.tables import NOT_MEASURED, Section, Table, environment_table, in_words, megabytes
 from llama.bench.schema import CacheQuality, Caches, KindRecord, Report, StepTimes
 
@@ -26,11 +25,8 @@ DEFINITIONS = (
 )  # fmt: skip
 
 
-def report_sections(report: Report) -> list[Section]:
-    """Return the whole report behind its head, in reading order, whatever its preset is."""
-    caches = report.get("caches")  # reports of before do not have it
-    if caches is None:
-        return tables.sections(report)
+def cache_sections(report: Report) -> list[Section]:
+    """Return the whole report behind its head, in reading order."""
     found = [
         Section("Memory against quality and time", [], ("cache_quality", "cache_time")),
         Section("Kinds of cache", cache_tables(report)),
@@ -38,11 +34,6 @@ def report_sections(report: Report) -> list[Section]:
         Section("What the words mean", [[f"{name}: {meaning}" for name, meaning in DEFINITIONS]]),
     ]
     return [one for one in found if one.parts or one.pictures]
-
-
-def result_tables(report: Report) -> list[Table]:
-    """Return the tables that a terminal shows, whatever the preset is."""
-    return tables.result_tables(report) if report.get("caches") is None else cache_tables(report)
 
 
 def cache_tables(report: Report) -> list[Table]:

@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 from itertools import groupby
 
-from llama.bench.report.caches import report_sections
+from llama.bench.report.contents import report_sections
 from llama.bench.report.plots import as_svg, figures, heading
 from llama.bench.report.tables import Section, Table, alarms, byline, deaths, title
 from llama.bench.schema import Report

@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, NullLocator
 
 from llama.bench.report.caches import context_of_size, held_at, step_at
+from llama.bench.report.chat import Column, chats_of, columns
 from llama.bench.report.tables import (
     DISTURBED,
     disturbances,
@@ -33,10 +34,12 @@ from llama.bench.report.tables import (
     summary_of,
 )
 from llama.bench.schema import Caches, CellRecord, Crossover, Fit, Report, Spread, StepTimes, Sweep
+from llama.bench.statistics import percentiles
 from llama.costs import MB, size
 
 COLORS = {True: "#0072B2", False: "#D55E00"}
 MODES = {True: "with the cache", False: "without"}
+WAY_COLORS = {"kept": COLORS[True], "anew": "#009E73", "off": COLORS[False]}
 _LEDGER = ["#AEB6C2", "#009E73", "#F0E442", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#4D4D4D"]
 _REST = "#ECEFF3"
 _REST_NAME = "beyond the ledger"
@@ -59,11 +62,14 @@ def figures(report: Report) -> dict[str, Figure]:
     sweep = report["sweep"]
     of_table = {"time": _time, "memory": _memory, "steps": _steps, "crossover": _crossover}
     of_sweep = {"speedup": _speedup, "cache": _cache, "context": _context, "batch": _batch}
-    caches = report.get("caches")
+    caches, chat = report.get("caches"), report.get("chat")
+    of_chat = {"chat_time": _chat_time, "chat_bytes": _chat_bytes}
     of_caches = {"cache_quality": _cache_quality, "cache_time": _cache_time}
     with matplotlib.rc_context(_STYLE):
         if caches is not None:
             drawn = {name: draw(caches) for name, draw in of_caches.items()}
+        elif chat is not None:
+            drawn = {name: draw(report) for name, draw in of_chat.items()}
         elif sweep is None:
             drawn = {name: draw(report) for name, draw in of_table.items()}
         else:
@@ -444,6 +450,58 @@ def _cache_time(caches: Caches) -> Figure | None:
     ax.set_ylim(bottom=0)
     ax.set_ylabel(f"time per token at {at:,} tokens, ms, median")
     return figure
+
+
+def _chat_time(report: Report) -> Figure | None:
+    """Draw the time to the first token of each turn, a line for each way of each engine."""
+    found = columns(report)
+    if not found:
+        return None
+    figure, ax = _turns_figure("Time to first token, turn by turn", report)
+    for column, look in zip(found, _looks(found), strict=True):
+        spreads = [percentiles(times) for times in column.way["seconds"]]
+        medians = [one["median"] for one in spreads]
+        ax.errorbar(range(1, len(medians) + 1), medians, yerr=_bars(spreads), label=column.name, **look)
+    _log_y([ax], "time to first token, seconds")
+    figure.legend(loc="outside right center", frameon=False, fontsize=10)
+    return figure
+
+
+def _chat_bytes(report: Report) -> Figure | None:
+    """Draw what the cache holds at the first token of each turn, of each way that has one."""
+    found = [one for one in columns(report) if one.way["name"] != "off" and None not in one.way["cache_bytes"]]
+    if not found:
+        return None
+    figure, ax = _turns_figure("What the cache holds, turn by turn", report)
+    for column, look in zip(found, _looks(found), strict=True):
+        held = [(nbytes or 0) / MB for nbytes in column.way["cache_bytes"]]
+        ax.plot(range(1, len(held) + 1), held, label=column.name, **look)
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel("bytes held, MB (2^20 bytes)")
+    figure.legend(loc="outside right center", frameon=False, fontsize=10)
+    return figure
+
+
+def _turns_figure(heading: str, report: Report) -> tuple[Figure, Axes]:
+    turns = chats_of(report)["plan"]["turns"]
+    name = report["model"]["name"] if report["model"] is not None else ""
+    cells = [record["cell"] for record in report["cells"]]
+    job = ", ".join([name, *sorted({f"{cell['dtype']} on {cell['device']}" for cell in cells})])
+    below = f"{job}; {turns[0]['history']:,} to {turns[-1]['history']:,} tokens stand before a turn"
+    figure, (ax,) = _figure(heading, f"{below}; bars from p10 to p90")
+    ax.set_xlabel("turn")
+    ax.set_xticks(range(1, len(turns) + 1))
+    return figure, ax
+
+
+def _looks(found: Sequence[Column]) -> list[dict[str, Any]]:
+    """Return how each line looks: its colour says what becomes of the cache, its stroke and point who computes."""
+    strokes = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1)), "v"), ((0, (1, 3)), "P")]
+    own = dict(zip(dict.fromkeys(one.who for one in found), strokes * len(found), strict=False))
+    return [
+        {"color": WAY_COLORS[one.way["name"]], "ls": own[one.who][0], "marker": own[one.who][1], "ms": 4.5, "lw": 1.8}
+        for one in found
+    ]
 
 
 class _Kind(NamedTuple):

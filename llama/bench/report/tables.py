@@ -18,6 +18,7 @@ TITLES = {
     "table": "With and without KV cache",
     "sweep": "What the KV cache saves as batch and length grow",
     "caches": "Kinds of KV cache: bytes, time and quality",
+    "chat": "A KV cache that is kept: a conversation, shared prompts, and disk",
 }
 
 DEFINITIONS = (

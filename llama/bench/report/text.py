@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from llama.bench.report.caches import report_sections, result_tables
+from llama.bench.report.contents import report_sections, result_tables
 from llama.bench.report.tables import (
     DISTURBED,
     NOT_MEASURED,
@@ -31,7 +31,8 @@ from llama.bench.report.tables import (
     title,
     work_lines,
 )
-from llama.bench.schema import Caches, CellRecord, KindRecord, Point, Report, Spread, StepTimes, Summary, Sweep
+from llama.bench.schema import Caches, CellRecord, Chats, KindRecord, Point, Report, Spread, StepTimes, Summary, Sweep
+from llama.bench.statistics import percentiles
 from llama.costs import table
 
 _RED, _PLAIN = "\033[31m", "\033[0m"
@@ -175,8 +176,11 @@ def report_csv(report: Report) -> str:
     A figure that was not measured is an empty field.
     """
     disturbed = "yes" if disturbances(report) else ""  # other figures of the report are no better than its cells
-    caches = report.get("caches")  # whose cells are kinds, which have rows of their own
-    rows = [_cell_row(record) for record in report["cells"]] if caches is None else _cache_rows(caches)
+    caches, chat = report.get("caches"), report.get("chat")  # whose cells have rows of their own
+    if caches is not None:
+        rows = _cache_rows(caches)
+    else:
+        rows = [_cell_row(record) for record in report["cells"]] if chat is None else _chat_rows(report, chat)
     rows += [_step_row("crossover", step) for one in report["crossovers"] for step in one["steps"]]
     rows += _sweep_rows(report["sweep"]) if report["sweep"] is not None else []
     rows = [{"figures": row["figures"], "disturbed": disturbed, **row} for row in rows]
@@ -230,6 +234,29 @@ def _cache_rows(caches: Caches) -> list[dict[str, Any]]:
             rows.append({"figures": "kind by context", "kv_cache": record["kind"], **length, **sizes})
             times = [step for step in record["steps"] if step["context"] == held["length"]]
             rows[-1] |= {"path": record["path"]} | (_spread_row("step", "s", times[0]["seconds"]) if times else {})
+    return rows
+
+
+def _chat_rows(report: Report, chat: Chats) -> list[dict[str, Any]]:
+    """Return a row for each turn of each way, one for each way of the prompts, and one for each session on disk."""
+    rows: list[dict[str, Any]] = []
+    for cell, record in zip(report["cells"], chat["records"], strict=True):
+        plan, is_conversation = chat["plan"], cell["cell"]["batch_size"] == 1
+        turns: list[dict[str, Any]] = [{"shared": plan["shared"], "own": plan["own"]}]
+        if is_conversation:
+            turns = [{"turn": place, **turn} for place, turn in enumerate(plan["turns"], 1)]
+        asked = {key: cell["cell"][key] for key in ("batch_size", "engine", "fast", "quantize", "model", "kv_cache")}
+        own = {"figures": "turn" if is_conversation else "prompts", "path": record["path"], **asked}
+        for way in record["ways"]:
+            for place, turn in enumerate(turns):
+                seen = {"tokens_fed": way["fed"][place], "cache_bytes": way["cache_bytes"][place]}
+                times = _spread_row("first_token", "s", percentiles(way["seconds"][place]))
+                rows.append({**own, "way": way["name"], **turn, **seen, **times})
+        if (disk := record["disk"]) is not None:
+            rows.append({**own, "figures": "disk", "history": disk["tokens"], "file_bytes": disk["file_bytes"]})
+            for name, seconds in (("save", disk["save_seconds"]), ("load", disk["load_seconds"]),
+                                  ("feed", disk["feed_seconds"])):  # fmt: skip
+                rows[-1] |= _spread_row(name, "s", percentiles(seconds))
     return rows
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -68,8 +69,37 @@ class Engine(Protocol):
         """
         ...
 
+    def conversation(self, length: int, *, kv_caching: bool) -> "Conversation":
+        """Return an empty text that may grow to `length` tokens, whose cache the engine keeps between calls."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Conversation(Protocol):
+    """A text of one row that grows, and its cache. `fed`: how many tokens were seen going through the model for it."""
+
+    fed: int
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """The bytes that its cache holds; None where the engine does not tell."""
+        ...
+
+    def feed(self, ids: list[int]) -> int:
+        """Let this be the text, feed what the cache does not hold of it, and return the most likely next id."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+def held_of(held: Sequence[int], ids: Sequence[int]) -> int:
+    """Return how many ids of a text need no feeding where a cache holds `held`: never the last, which makes logits."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids, strict=False)))
+    return min(same, len(ids) - 1)
 
 
 def weights_bytes(model: nn.Module) -> int:
@@ -130,6 +160,9 @@ class LlamaEngine:
         run.fast_wanted = len(run.fed or ()) - left
         run.path = self._path(fast=run.fast_forwards, all=run.fast_wanted)
         return run
+
+    def conversation(self, length: int, *, kv_caching: bool) -> "SessionConversation":
+        return SessionConversation(self.model, self.tokenizer, kv_caching=kv_caching)
 
     def _path(self, *, fast: int, all: int) -> str:
         """Return what executed so many forwards, of which the fast step did some: by what it counted, not by intent."""
@@ -198,6 +231,35 @@ class LlamaEngine:
         caches = self.model.caches
         run.cache_bytes = sum(cache.nbytes for cache in caches)
         run.cache_length = caches[0].slots
+
+
+class SessionConversation:
+    """A session of this library, whose model then has its cache on or off."""
+
+    def __init__(self, model: Transformer, tokenizer: TextCodec, *, kv_caching: bool) -> None:
+        model.kv_caching = kv_caching
+        self.session, self.fed = model.session(tokenizer), 0
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.session.nbytes
+
+    def feed(self, ids: list[int]) -> int:
+        hook = self.session.model.register_forward_hook(self._count)
+        try:
+            self.session.feed(ids)
+            assert self.session.logits is not None
+            return int(self.session.logits.argmax())
+        finally:
+            hook.remove()
+
+    def close(self) -> None:
+        self.session.drop()
+
+    def _count(self, _: object, given: tuple[Any, ...], __: Tensor) -> None:
+        self.fed += given[0].numel()
+
+    _count.only_looks = True  # type: ignore[attr-defined]
 
 
 class DeviceClock:

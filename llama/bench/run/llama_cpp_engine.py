@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import Run
+from llama.bench.run.engines import Run, held_of
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
@@ -42,14 +42,14 @@ class LlamaCppEngine:
         self, held: ExitStack, pointer: Any, model: Transformer, tokenizer: TextCodec, *, quantize: str | None
     ) -> None:
         """Take over llama.cpp's model at `pointer`, and what is to be given back with it."""
-        self._api, self._pointer = check_engine("llama.cpp"), pointer
+        self.api, self._pointer = check_engine("llama.cpp"), pointer
         self._finalizer = weakref.finalize(self, held.close)
         self._cache_type = _GGML_TYPES[torch.float16 if quantize else model.norm.weight.dtype]
-        self.path = f"llama.cpp (llama-cpp-python {self._api.__version__})"
+        self.path = f"llama.cpp (llama-cpp-python {self.api.__version__})"
         self.path += f", {_GGML_QUANTIZED[quantize][0]} weights, fp16 cache" if quantize else ""
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
-        self.weights_bytes: int | None = self._api.llama_model_size(pointer)
+        self.weights_bytes: int | None = self.api.llama_model_size(pointer)
         self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
     @classmethod
@@ -82,20 +82,17 @@ class LlamaCppEngine:
         """Continue every prompt; see `Engine`. Refuses to run without its cache, which it always has."""
         if not self._finalizer.alive:
             raise ValueError("this engine was closed; make a new one")
-        if not kv_caching:
-            raise ValueError("kv_caching=False: llama.cpp cannot run without its cache; use --engine transformers")
+        _refuse_without_cache(kv_caching)
         request = make_request(self, kv_caching, prompts, output_len, (), {})
         run = Run(fed=[], ids=[[] for _ in prompts])
         fed, starts = request.prompts, [0] * len(prompts)
         # The context is made before the clock starts, because it also plans every kind of batch. Its cache is cleared
-        # then; ours is allocated within the time. A batch is of ids, not embeddings (0), each of one row (1).
-        with self._context(len(prompts), request.longest) as context, ExitStack() as held:
-            batch = self._api.llama_batch_init(sum(map(len, fed)), 0, 1)
-            held.callback(self._api.llama_batch_free, batch)
-            run.cache_length = self._api.llama_n_ctx(context) // len(prompts)
+        # then; ours is allocated within the time.
+        with self.context(len(prompts), request.longest) as context, self.batch(sum(map(len, fed))) as batch:
+            run.cache_length = self.api.llama_n_ctx(context) // len(prompts)
             run.started = time.perf_counter()
             for _ in range(min(steps or output_len, output_len)):
-                ids = self._forward(context, batch, fed, starts)
+                ids = self.forward(context, batch, fed, starts)
                 run.token_times.append(time.perf_counter())
                 assert run.fed is not None
                 run.fed.append((len(fed), max(map(len, fed))))
@@ -104,7 +101,11 @@ class LlamaCppEngine:
                 run.ids = [row + new for row, new in zip(run.ids, fed, strict=True)]
         return run
 
-    def _forward(self, context: Any, batch: Any, fed: Sequence[Sequence[int]], starts: Sequence[int]) -> list[int]:
+    def conversation(self, length: int, *, kv_caching: bool) -> "LlamaCppConversation":
+        _refuse_without_cache(kv_caching)
+        return LlamaCppConversation(self, length)
+
+    def forward(self, context: Any, batch: Any, fed: Sequence[Sequence[int]], starts: Sequence[int]) -> list[int]:
         """Feed every row at its position, and return the most likely next token of each."""
         at, ends = 0, []
         for row, (ids, start) in enumerate(zip(fed, starts, strict=True)):
@@ -115,20 +116,29 @@ class LlamaCppEngine:
                 at += 1
             ends.append(at - 1)
         batch.n_tokens = at
-        code = self._api.llama_decode(context, batch)
+        code = self.api.llama_decode(context, batch)
         if code != 0:
             raise RuntimeError(f"llama_decode ended with code {code}; what llama.cpp says of it stands on stderr")
         vector = ctypes.POINTER(ctypes.c_float * self.vocab_size)
-        logits = [ctypes.cast(self._api.llama_get_logits_ith(context, end), vector).contents for end in ends]
+        logits = [ctypes.cast(self.api.llama_get_logits_ith(context, end), vector).contents for end in ends]
         return [int(torch.frombuffer(each, dtype=torch.float32).argmax()) for each in logits]
 
     @contextmanager
-    def _context(self, rows: int, length: int) -> Iterator[Any]:
+    def batch(self, tokens: int) -> Iterator[Any]:
+        """Make room for what is fed at a time, and free it at the end: ids, not embeddings (0), each of one row (1)."""
+        batch = self.api.llama_batch_init(tokens, 0, 1)
+        try:
+            yield batch
+        finally:
+            self.api.llama_batch_free(batch)
+
+    @contextmanager
+    def context(self, rows: int, length: int) -> Iterator[Any]:
         """Make room for `rows` x `length` positions, and free it at the end."""
-        most = self._api.llama_max_parallel_sequences()
+        most = self.api.llama_max_parallel_sequences()
         if rows > most:
             raise ValueError(f"{rows} rows are more than the {most} that llama.cpp takes at a time; give fewer")
-        wanted = self._api.llama_context_default_params()
+        wanted = self.api.llama_context_default_params()
         wanted.n_ctx, wanted.n_seq_max = rows * length, rows  # it rounds a row's share up
         wanted.kv_unified = False  # or every row's attention also goes through the keys of all others
         wanted.n_batch, wanted.n_ubatch = rows * length, _UBATCH
@@ -138,7 +148,7 @@ class LlamaCppEngine:
         wanted.n_threads = wanted.n_threads_batch = torch.get_num_threads()
         wanted.type_k = wanted.type_v = self._cache_type
         wanted.offload_kqv = wanted.op_offload = False
-        context = self._api.llama_init_from_model(self._pointer, wanted)
+        context = self.api.llama_init_from_model(self._pointer, wanted)
         if not context:
             raise ValueError(
                 f"llama.cpp made no context of {rows} rows x {length} positions, for a reason that stands on stderr; "
@@ -147,7 +157,38 @@ class LlamaCppEngine:
         try:
             yield context
         finally:
-            self._api.llama_free(context)
+            self.api.llama_free(context)
+
+
+class LlamaCppConversation:
+    """A context of llama.cpp of which each call keeps what the new text begins with, as its server's prefix match does.
+
+    What its cache holds in bytes, it does not tell.
+    """
+
+    cache_bytes = None
+
+    def __init__(self, engine: LlamaCppEngine, length: int) -> None:
+        self._engine, self._held = engine, list[int]()
+        self._stack = ExitStack()
+        self._context = self._stack.enter_context(engine.context(1, length))
+        self._batch = self._stack.enter_context(engine.batch(length))
+        self.fed = 0
+
+    def feed(self, ids: list[int]) -> int:
+        begin, api = held_of(self._held, ids), self._engine.api
+        api.llama_memory_seq_rm(api.llama_get_memory(self._context), 0, begin, -1)
+        [next_id] = self._engine.forward(self._context, self._batch, [ids[begin:]], [begin])
+        self._held, self.fed = ids, self.fed + len(ids) - begin
+        return next_id
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _refuse_without_cache(kv_caching: bool) -> None:
+    if not kv_caching:
+        raise ValueError("kv_caching=False: llama.cpp cannot run without its cache; use --engine transformers")
 
 
 def _quantized(api: ModuleType, file: Path, quantize: str) -> Path:

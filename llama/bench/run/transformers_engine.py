@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import Run, hooked, weights_bytes
+from llama.bench.run.engines import Run, held_of, hooked, weights_bytes
 from llama.bench.run.peers import GPT2, check_engine
 from llama.checkpoint.export import huggingface_config, huggingface_tensors
 from llama.model import Transformer
@@ -102,6 +102,9 @@ class TransformersEngine:
         run.ids = made[:, ids.shape[1] :].tolist()
         return run
 
+    def conversation(self, length: int, *, kv_caching: bool) -> "TransformersConversation":
+        return TransformersConversation(self.model, kv_caching=kv_caching)
+
     @contextmanager
     def _watched(self, run: Run, last: int) -> Iterator[None]:
         """Note what the model is really fed and returns; ask the cache once, at the last forward."""
@@ -115,11 +118,47 @@ class TransformersEngine:
             run.logits_bytes = max(run.logits_bytes or 0, output.logits.untyped_storage().nbytes())
             cache = output.past_key_values
             if cache is not None and len(run.fed or ()) == last:
-                run.cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+                run.cache_bytes = _held_bytes(cache)
                 run.cache_length = cache.get_seq_length()
 
         with hooked(self.model, before, after):
             yield
+
+
+class TransformersConversation:
+    """transformers' `generate` with its cache kept from call to call; a text that does not go on is fed anew."""
+
+    def __init__(self, model: Any, *, kv_caching: bool) -> None:
+        self._model, self._kv_caching = model, kv_caching
+        self._cache: Any = None
+        self._held: list[int] = []
+        self.fed = 0
+
+    @property
+    def cache_bytes(self) -> int:
+        return 0 if self._cache is None else _held_bytes(self._cache)
+
+    def feed(self, ids: list[int]) -> int:
+        if self._kv_caching and (self._cache is None or held_of(self._held, ids) < len(self._held)):
+            self._cache = check_engine("transformers").DynamicCache(config=self._model.config)
+        given = torch.tensor([ids], device=self._model.device)
+        asked = {"max_new_tokens": 1, "do_sample": False, "use_cache": self._kv_caching}
+        with hooked(self._model, self._count, lambda *_: None), torch.inference_mode():
+            made = self._model.generate(
+                given, attention_mask=torch.ones_like(given), past_key_values=self._cache, **asked
+            )
+        self._held = ids
+        return int(made[0, -1])
+
+    def close(self) -> None:
+        self._cache = None
+
+    def _count(self, _: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.fed += (given[0] if given else named["input_ids"]).numel()
+
+
+def _held_bytes(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 class _Clock:

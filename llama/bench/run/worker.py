@@ -21,6 +21,7 @@ from llama.bench.cell import Cell
 from llama.bench.gpu.checks import run_checks
 from llama.bench.gpu.kernels import profile_step, time_kernels
 from llama.bench.run.cache_kind import cache_costs, cache_quality, cache_reference
+from llama.bench.run.conversation import measure_conversation, measure_prompts
 from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory import device_bytes_used
@@ -136,6 +137,8 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "cache_costs": cache_costs,
     "cache_reference": cache_reference,
     "cache_quality": cache_quality,
+    "conversation": measure_conversation,
+    "prompts": measure_prompts,
     "margin": margin,
     "checks": run_checks,
     "kernels": time_kernels,

@@ -1,8 +1,9 @@
-"""Texts to score and to hide needles in, as package data; SOURCE.md beside them says where each comes from.
+"""Texts to score and to hide needles in, and a conversation, as package data; SOURCE.md says where each comes from.
 
 Knows files; does not know tokens or models.
 """
 
+import json
 from pathlib import Path
 
 
@@ -19,3 +20,9 @@ def text_path(name: str = "persuasion") -> Path:
 def read_text(name: str = "persuasion") -> str:
     """Return a text: paragraphs of one line each, with an empty line between them."""
     return text_path(name).read_text(encoding="utf-8")
+
+
+def read_dialog() -> list[dict[str, str]]:
+    """Return a conversation of ten turns, a question and an answer each, as messages with `role` and `content`."""
+    dialog: list[dict[str, str]] = json.loads((Path(__file__).parent / "conversation.json").read_text(encoding="utf-8"))
+    return dialog
