@@ -65,14 +65,18 @@ class Session:
         return len(self.tokens)
 
     @property
+    def logits(self) -> Tensor | None:
+        """A copy of the logits behind the text, (vocab,), from which the next token is chosen.
+
+        None where they are not known: before the first `feed`, after `rewind`, behind tokens that were generated, of
+        which the newest was not fed yet, and where the model computes in another way now. `append([])` computes them.
+        """
+        return None if self._logits is None or self._way != self._way_now() else self._logits[0].clone()
+
+    @property
     def nbytes(self) -> int:
         """The bytes that its caches hold; what forks share counts in each."""
         return sum(cache.nbytes for cache in self._caches)
-
-    @property
-    def logits(self) -> Tensor | None:
-        """The logits of the token that follows the text, (vocab_size,); None where the text was not fed to its end."""
-        return None if self._logits is None else self._logits[0]
 
     @property
     def kv_cache(self) -> str:

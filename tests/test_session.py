@@ -15,7 +15,7 @@ from fakes import Bytes
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from oracles import tiny_args, tiny_model, watched
+from oracles import FP64_TOLERANCE, tiny_args, tiny_model, watched
 
 from llama.kv_cache import PagedCache, StaticCache
 from llama.model import Transformer
@@ -152,6 +152,57 @@ def test_a_stream_without_the_cache_that_is_left_at_once_leaves_a_session_that_g
     session.append("x")
     before = list(session.tokens)
     assert session.generate(4, **GREEDY)["ids"] == whole(model, before, 4)
+
+
+# ---- logits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("kv_cache", LOSSLESS)
+def test_the_logits_are_those_behind_the_text(kv_cache: str, kv_caching: bool) -> None:
+    model, session = made(kv_cache, kv_caching=kv_caching)
+
+    def assert_known() -> None:
+        with torch.inference_mode():
+            wanted = model(torch.tensor([session.tokens]), logits="last")[0, -1]
+        assert session.logits is not None
+        torch.testing.assert_close(session.logits, wanted, rtol=0, atol=FP64_TOLERANCE)
+
+    session.feed(TEXT)
+    assert_known()
+    session.append(" and more")
+    assert_known()
+    branch = session.fork()
+    branch.append("!")
+    assert_known()  # what the fork came to is its own
+    session.rewind(20)
+    session.append([])
+    assert_known()
+    assert session.logits is not None
+    before = session.logits.argmax()
+    session.logits.fill_(0)  # a copy
+    assert session.generate(1, **GREEDY)["ids"] == [before]
+
+
+def test_logits_that_are_not_known_are_none() -> None:
+    model, session = made()
+    assert session.logits is None
+    session.feed(TEXT)
+    assert session.logits is not None
+    assert session.logits.shape == (ARGS.vocab_size,)
+    session.generate(3, **GREEDY)
+    assert session.logits is None  # the newest token was not fed
+    session.append([])
+    assert session.logits is not None
+    session.rewind(20)
+    assert session.logits is None
+    session.append([])
+    model.exact = True  # in which they are others
+    assert session.logits is None
+    session.append([])
+    assert session.logits is not None
+    session.drop()
+    assert session.logits is None
 
 
 # ---- forks -----------------------------------------------------------------------------------------------------------

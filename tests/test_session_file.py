@@ -149,6 +149,9 @@ def test_the_logits_that_follow_a_text_need_not_be_computed_again(tmp_path: Path
     model, session = made()
     session.feed(TEXT)
     loaded = reloaded(session, tmp_path / "session")
+    assert loaded.logits is not None
+    assert session.logits is not None
+    assert torch.equal(loaded.logits, session.logits)
     assert loaded.feed(TEXT) == loaded.fed == 0
     loaded.fork().generate(1, **GREEDY)
     assert model.generate_tokens([[1]], 3, prefix=loaded, **GREEDY) == model.generate_tokens(
