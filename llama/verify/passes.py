@@ -6,6 +6,7 @@ Knows the model and how it can be fed. Does not know what is compared with what,
 import copy
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,19 +46,27 @@ class FreeRun:
 def run_free(model: Transformer, prompts: Texts, tokens: int, *, kv_caching: bool) -> FreeRun:
     """Continue every prompt by `tokens` ids. Raises ValueError on what generation refuses."""
     run = FreeRun(FREE_CACHED if kv_caching else FREE_UNCACHED, [[] for _ in prompts], [], [])
+    with heard(model, run.logits, run.widths):
+        try:
+            run.ids[:], _ = model.generate_tokens(prompts, tokens, stop_ids=(), temperature=0, kv_caching=kv_caching)
+        except NonFiniteLogits as error:
+            return replace(run, failure=f"{run.name}: {error}")
+    return run
 
-    def keep(_: torch.nn.Module, given: tuple[Any, ...], logits: Tensor) -> None:
-        run.widths.append(given[0].shape[1])
-        run.logits.append(logits[:, -1])
+
+@contextmanager
+def heard(model: Transformer, logits: list[Tensor], widths: list[int]) -> Iterator[None]:
+    """Add the logits at the rows' ends, (bsz, vocab), and the width of each forward that is run under `with`."""
+
+    def keep(_: torch.nn.Module, given: tuple[Any, ...], made: Tensor) -> None:
+        widths.append(given[0].shape[1])
+        logits.append(made[:, -1])
 
     hook = model.register_forward_hook(keep)
     try:
-        run.ids[:], _ = model.generate_tokens(prompts, tokens, stop_ids=(), temperature=0, kv_caching=kv_caching)
-    except NonFiniteLogits as error:
-        return replace(run, failure=f"{run.name}: {error}")
+        yield
     finally:
         hook.remove()
-    return run
 
 
 def at_steps(prompts: Texts, run: FreeRun, steps: Sequence[int]) -> Iterator[Chunk]:
