@@ -77,6 +77,7 @@ MAY_IMPORT = {
     "llama/fast/graph_ops.py": ("ops rope", "torch"),
     "llama/fast/": (f"{FLOOR} fast", "torch"),
     "llama/verify/passes.py": ("batch model", "torch"),
+    "llama/verify/sessions.py": ("batch model request session session_file streaming verify", "torch"),
     "llama/verify/certificate.py": ("model verify", "torch"),
     "llama/verify/results.py": ("files machine verify", "filelock"),
     "llama/verify/": (f"{FLOOR} api cli exact tokenizer verify", "torch tqdm"),

@@ -2,8 +2,8 @@
 
 What counts as rounding is decided without looking at the cached run, so that a large error cannot absolve itself: the
 bound is a multiple of the error that the uncached path makes against float64. What the cache computes beyond it, and a
-choice that it cannot excuse, is a violation. Knows tensors and the sizes of the model, which `passes` feeds. Reads no
-files, prints nothing, and does not know where a model or its prompts come from.
+choice that it cannot excuse, is a violation. Knows tensors and the sizes of the model, which `passes` and `sessions`
+feed. Reads no files, prints nothing, and does not know where a model or its prompts come from.
 
 The texts are what the cached greedy run wrote, and a place is a position of one of them, counted through all. U is the
 uncached model over all texts in one pass, C the cached model fed as generation feeds it, R the float64 model, uncached.
@@ -36,8 +36,9 @@ from llama.verify.passes import (
     in_one_pass,
     run_free,
 )
+from llama.verify.sessions import HELD, SESSIONS, session_passes
 
-PASSES = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE)  # each is compared with U, bit by bit
+PASSES = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE, *SESSIONS)  # each is compared with U, bit by bit
 WIDE = (WIDE_STEPS, WIDE_PIECES)  # these, in float64, may differ from R by FLOAT64_TOLERANCE alone
 STAGES = 1 + len(PASSES) + len(WIDE)  # that `measure` tells of: U, and each of these
 
@@ -109,7 +110,7 @@ def bytes_needed(model: Transformer, *, rows: int, length: int, tokens: int) -> 
     args, itemsize = model.args, max(4, model.norm.weight.itemsize)
     logits = rows * args.vocab_size * (length * (itemsize + 8) + 2 * tokens * itemsize)  # U, R, and both free runs
     logits += 8 * rows * args.vocab_size * length  # a large piece, in float64
-    cache = 2 * 8 * args.n_layers * rows * length * args.n_kv_heads * args.head_dim
+    cache = 2 * args.n_layers * length * args.n_kv_heads * args.head_dim * max(8 * rows, HELD * itemsize)
     return 8 * sum(weight.numel() for weight in model.parameters()) + logits + cache + 64 * _CHUNK
 
 
@@ -125,8 +126,9 @@ def measure(
 ) -> Figures:
     """Continue every prompt by `tokens` ids, cached and uncached, and judge the two by `reference_of(model)`.
 
-    `seed` draws where PIECES cuts the texts, and `on_stage` hears what comes next. Where `model.exact` is set, every
-    bitwise difference is a violation. Raises ValueError on what generation refuses, and for fewer than 2 tokens.
+    `seed` draws where PIECES and SESSIONS cut the texts, and `on_stage` hears what comes next. Where `model.exact` is
+    set, every bitwise difference is a violation. Raises ValueError on what generation or a session refuses, and for
+    fewer than 2 tokens.
     """
     if tokens < 2:
         raise ValueError(f"tokens={tokens} must be at least 2: the cache is first read for the second token")
@@ -141,7 +143,7 @@ def measure(
 
     difference = Difference()
     comparisons = {UNCACHED: baselines.compare((row, 0, logits) for row, logits in enumerate(u))}
-    for name, parts in all_passes(model, reference, texts, tokens, seed).items():
+    for name, parts in (all_passes(model, reference, texts, tokens, seed) | session_passes(model, texts, seed)).items():
         on_stage(name)
         comparisons[name] = baselines.compare(parts, difference if name == STEPS else None)
     on_stage(FREE_UNCACHED)

@@ -148,7 +148,8 @@ def measures(total: Figures) -> Iterator[tuple[str, str]]:
     yield "rows that part, unexplained ones", f"{len(total.divergences)}, {unexplained}"
     yield "positions decided by their margin", of(total.places - total.undecided, total.places)
     for way in PASSES:
-        yield f"bit-equal to U: {way}", of(total.equal.get(way, 0), total.compared.get(way, 0))
+        if way in total.compared:  # runs of before have not all of them
+            yield f"bit-equal to U: {way}", of(total.equal[way], total.compared[way])
     for pair, alike in total.top1.items():
         yield f"same top token: {pair}", of(alike, total.places)
     yield "|C - U|, largest", f"{total.max_delta:.2e}"

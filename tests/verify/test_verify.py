@@ -21,6 +21,7 @@ from llama import cli
 from llama.kv_cache import StaticCache
 from llama.verify import __main__, certificate, results
 from llama.verify.certificate import Figures
+from llama.verify.sessions import SESSIONS
 
 SMALL = ("--batch_size=2", "--tokens=4", "--prompt_len=4", "--device=cpu")
 
@@ -163,6 +164,26 @@ def test_no_runs_print_the_sum_of_the_file_and_change_nothing(command: Command) 
     assert command.file.read_bytes() == before
 
 
+def test_a_file_of_before_sessions_had_ways_is_read_and_added_to(command: Command) -> None:
+    command("--exact")
+    (run,) = command.runs
+    for figure in ("compared", "equal", "errors"):
+        for way in SESSIONS:
+            del run["figures"][figure][way]
+    results.write_runs(command.file, [run])
+    code, printed = command("--runs=0")
+    assert code == 0
+    assert not [way for way in SESSIONS if f": {way} " in printed]
+    pairs = sum(run["figures"]["compared"].values())
+    assert f"certified: {pairs} (configuration, position) pairs bit-equal, in 5 ways; 8 greedy" in printed
+    code, printed = command("--exact")
+    assert code == 0
+    before, added = (run["figures"]["compared"] for run in command.runs)
+    for way in certificate.PASSES:
+        places = before.get(way, 0) + added[way]
+        assert re.search(rf"bit-equal to U: {way} +{places} of {places} = 100\.00 %", printed)
+
+
 def test_what_may_not_be_added_up_is_shown_apart(command: Command) -> None:
     command()
     command("--dtype=bf16")
@@ -214,7 +235,7 @@ def test_exact_mode_counts_pairs_and_says_what_it_costs(command: Command) -> Non
     code, printed = command("--exact", "--runs=2")
     assert code == 0
     compared = sum(sum(run["figures"]["compared"].values()) for run in command.runs)
-    assert f"certified: {compared} (configuration, position) pairs bit-equal, in 5 ways; 16 greedy" in printed
+    assert f"certified: {compared} (configuration, position) pairs bit-equal, in 11 ways; 16 greedy" in printed
     assert re.search(r"a step in exact mode takes +\d+\.\dx\n  a prefill in exact mode takes +\d+\.\dx\n", printed)
     assert "exact mode; runs: 2" in printed
 

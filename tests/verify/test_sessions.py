@@ -1,0 +1,345 @@
+"""The ways of a session do what their names say, are equal to one uncached pass, and fail where a session is broken."""
+
+import gc
+import tempfile
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import tiny_args, tiny_model, watched
+
+from llama.kv_cache import KVCache, PagedCache, StaticCache
+from llama.session import Session
+from llama.session_file import Content
+from llama.verify.certificate import PASSES, Figures, bytes_needed, measure
+from llama.verify.passes import reference_of
+from llama.verify.sessions import BEHIND, FED_ONCE, FORKED, HELD, IN_TURNS, REWOUND, SAVED, SESSIONS, session_passes
+
+KINDS = ("static", "concat", "paged")
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5]]
+TEXT = [(7 * position) % 40 for position in range(24)]
+LIMIT = 48
+ARGS = tiny_args(max_seq_len=LIMIT)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def certify(
+    kv_cache: str = "static", *, exact: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Figures:
+    """Measure a run of texts that are longer than a block of the paged kind."""
+    model = tiny_model(max_seq_len=LIMIT, dtype=dtype, kv_cache=kv_cache)
+    model.exact = exact
+    return measure(model, reference_of(model), PROMPTS, 18, seed=seed)
+
+
+def wrong(figures: Figures) -> set[str]:
+    """Return the ways that a violation names."""
+    return {text.partition(":")[0] for text in figures.violations}
+
+
+# ---- sound sessions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_in_exact_mode_every_way_of_a_session_has_the_bits_of_one_uncached_pass(
+    kv_cache: str, dtype: torch.dtype
+) -> None:
+    for seed in range(3):
+        figures = certify(kv_cache, exact=True, dtype=dtype, seed=seed)
+        assert figures.violations == []
+        assert set(SESSIONS) < set(PASSES)
+        for way in SESSIONS:
+            assert figures.equal[way] == figures.compared[way] >= 2
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_without_exact_mode_they_are_equal_down_to_rounding(kv_cache: str) -> None:
+    figures = [certify(kv_cache, seed=seed) for seed in range(4)]
+    assert [one.violations for one in figures] == [[]] * 4
+    assert any(one.equal[way] < one.compared[way] for one in figures for way in SESSIONS), "it has no power"
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("way", SESSIONS)
+def test_no_place_is_looked_at_twice_and_each_is_one_of_the_text(way: str, seed: int) -> None:
+    model = tiny_model(max_seq_len=LIMIT)
+    for length in (2, 3, 5, 24):
+        with torch.inference_mode():
+            chunks = list(session_passes(model, [TEXT[:length]], seed)[way])
+        places = [position for _, position, logits in chunks for _ in logits]
+        assert len(places) == len(set(places))
+        assert set(places) <= set(range(length))
+        assert places
+
+
+def test_one_text_in_four_goes_a_way_and_seeds_draw_others() -> None:
+    model, found = tiny_model(max_seq_len=LIMIT), set()
+    for seed in range(8):
+        rows = {row for row, _, _ in session_passes(model, [TEXT] * 5, seed)[SAVED]}
+        assert len(rows) == 2
+        found |= rows
+    assert found == set(range(5))
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_what_is_held_is_not_fed_again(kv_cache: str) -> None:
+    """Without this, all of it would pass with sessions that feed everything each time."""
+    model, length = tiny_model(max_seq_len=LIMIT, kv_cache=kv_cache), len(TEXT)
+    fed = {}
+    for way, chunks in session_passes(model, [TEXT], 0).items():
+        with torch.inference_mode(), watched(model) as steps:
+            places = [position for _, position, _ in chunks]
+        fed[way] = steps.widths
+        assert min(steps.nbytes) > 0
+        if way == REWOUND:
+            first = places[-1] + 1
+    assert sum(fed[SAVED]) == length
+    assert fed[REWOUND][-1] == 1
+    assert sum(fed[REWOUND]) == length + (length - first) + 1
+    assert sum(fed[FORKED]) == length + (length - fed[FORKED][0]) + 3  # 3 forks, each going back a token
+    assert length < sum(fed[IN_TURNS]) <= length + 2 * 4
+    assert fed[BEHIND][-1] == fed[FED_ONCE][-1] == 1
+    assert fed[BEHIND][0] + fed[BEHIND][1] <= length
+    assert fed[FED_ONCE][0] + fed[FED_ONCE][1] <= length
+
+
+def test_a_switch_that_is_off_stays_off_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = tiny_model(max_seq_len=LIMIT, kv_caching=False)
+    for chunks in session_passes(model, [TEXT], 0).values():
+        with torch.inference_mode(), watched(model) as steps:
+            list(chunks)
+        assert min(steps.nbytes) > 0
+        assert not model.kv_caching
+        assert not model.generating
+        assert not model._forward_hooks
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_takes_one_row_is_certified_too() -> None:
+    model = tiny_model(max_seq_len=LIMIT, dtype=torch.float32, max_batch_size=1)
+    figures = measure(model, reference_of(model), PROMPTS[:1], 8, seed=0)
+    assert figures.violations == []
+    assert all(figures.compared[way] for way in SESSIONS)
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_no_way_holds_more_than_what_is_reckoned_with(kv_cache: str) -> None:
+    model, held = tiny_model(max_seq_len=LIMIT, kv_cache=kv_cache), [0]
+    others = {id(cache) for cache in gc.get_objects() if issubclass(type(cache), KVCache)}
+
+    def count(*_: Any) -> None:
+        caches = [cache for cache in gc.get_objects() if issubclass(type(cache), KVCache) and id(cache) not in others]
+        buffers = {buffer.data_ptr(): buffer.nbytes for cache in caches for buffer in cache.buffers()}
+        held.append(sum(buffers.values()))
+
+    hook = model.register_forward_hook(count)
+    for seed in range(3):
+        for chunks in session_passes(model, [TEXT], seed).values():
+            with torch.inference_mode():
+                list(chunks)
+    hook.remove()
+    row = len(TEXT) * ARGS.n_layers * KVCache.position_bytes(ARGS, 8)
+    assert row < max(held) <= HELD * row
+    assert bytes_needed(model, rows=1, length=len(TEXT), tokens=2) > HELD * row
+
+
+# ---- broken sessions -------------------------------------------------------------------------------------------------
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def forgets_the_newest(patch: pytest.MonkeyPatch) -> None:
+    """Take the newest token that was generated for one that was fed."""
+    real = Session.generate
+
+    def generate(self: Session, *given: Any, **options: Any) -> Any:
+        result = real(self, *given, **options)
+        self._held = self._written = len(self.tokens)
+        return result
+
+    patch.setattr(Session, "generate", generate)
+
+
+def shares_writes(patch: pytest.MonkeyPatch) -> None:
+    """Fork without a copy of what is held."""
+    real = Session.fork
+
+    def fork(self: Session) -> Session:
+        branch = real(self)
+        branch._caches = self._caches
+        return branch
+
+    patch.setattr(Session, "fork", fork)
+
+
+def shares_values(patch: pytest.MonkeyPatch) -> None:
+    """Fork with a copy of the keys alone."""
+    real = StaticCache.copy
+
+    def copy(self: StaticCache) -> KVCache:
+        other = real(self)
+        other.values = self.values
+        return other
+
+    patch.setattr(StaticCache, "copy", copy)
+
+
+def counts_no_fork(patch: pytest.MonkeyPatch) -> None:
+    """Share blocks without counting who has them, so that none is copied on a write."""
+    real = PagedCache.copy
+
+    def copy(self: PagedCache) -> PagedCache:
+        other = real(self)
+        for block in chain.from_iterable(other.tables):
+            self.pool.shares[block] -= 1
+        return other
+
+    patch.setattr(PagedCache, "copy", copy)
+
+
+def does_not_rewind(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Session, "rewind", lambda self, position: None)
+
+
+def rewinds_the_text_alone(patch: pytest.MonkeyPatch) -> None:
+    def cut(self: Session, position: int) -> None:
+        if position < len(self.tokens):
+            self.tokens, self._logits = self.tokens[:position], None
+
+    patch.setattr(Session, "_cut", cut)
+
+
+def keeps_the_logits(patch: pytest.MonkeyPatch) -> None:
+    real = Session._cut
+
+    def cut(self: Session, position: int) -> None:
+        before = self._logits
+        real(self, position)
+        self._logits = before
+
+    patch.setattr(Session, "_cut", cut)
+
+
+def restores_one_key_wrong(patch: pytest.MonkeyPatch) -> None:
+    real = Session.restore
+
+    def restore(self: Session, content: Content) -> None:
+        content.layers[0]["keys"][0, 0] *= -1
+        real(self, content)
+
+    patch.setattr(Session, "restore", restore)
+
+
+def loads_other_logits(patch: pytest.MonkeyPatch) -> None:
+    real = Session.restore
+
+    def restore(self: Session, content: Content) -> None:
+        real(self, content)
+        assert self._logits is not None
+        self._logits = self._logits.roll(1, -1)
+
+    patch.setattr(Session, "restore", restore)
+
+
+def shifts_the_prefix(patch: pytest.MonkeyPatch) -> None:
+    """Hold the prefix one position late."""
+
+    def copies(self: Session, *, kv_caching: bool) -> list[KVCache]:
+        late = self.model.session(self.tokenizer)
+        late.feed([self.tokens[0], *self.tokens[:-1]] if len(self.tokens) > 1 else [self.tokens[0] + 1])
+        return [cache.copy() for cache in late._caches]
+
+    patch.setattr(Session, "copies", copies)
+
+
+def shifts_what_is_spread(patch: pytest.MonkeyPatch) -> None:
+    """Give all rows the keys that they share one position late."""
+    real = StaticCache.spread
+
+    def spread(self: StaticCache, rows: int) -> None:
+        real(self, rows)
+        assert self.keys is not None
+        self.keys = self.keys.roll(1, 1)
+
+    patch.setattr(StaticCache, "spread", spread)
+
+
+def counts_no_row(patch: pytest.MonkeyPatch) -> None:
+    """Let rows share blocks without counting them, so that each writes into those of the others."""
+    real = PagedCache.spread
+
+    def spread(self: PagedCache, rows: int) -> None:
+        real(self, rows)
+        for block in self.tables[0]:
+            self.pool.shares[block] -= rows - 1
+
+    patch.setattr(PagedCache, "spread", spread)
+
+
+FAULTS: list[tuple[Break, tuple[str, ...], set[str]]] = [
+    (forgets_the_newest, ("static", "paged"), {IN_TURNS}),
+    (shares_writes, KINDS, {FORKED}),
+    (shares_values, ("static",), {FORKED}),
+    (counts_no_fork, ("paged",), {FORKED}),
+    (does_not_rewind, KINDS, {REWOUND}),
+    (rewinds_the_text_alone, KINDS, {REWOUND}),
+    (keeps_the_logits, KINDS, {REWOUND}),
+    (restores_one_key_wrong, KINDS, {SAVED}),
+    (loads_other_logits, KINDS, {SAVED}),
+    (shifts_the_prefix, KINDS, {BEHIND}),
+    (shifts_what_is_spread, ("static",), {BEHIND, FED_ONCE}),
+    (counts_no_row, ("paged",), {BEHIND, FED_ONCE}),
+]
+CASES = [
+    pytest.param(fault, kind, found_by, id=f"{fault.__name__}-{kind}")
+    for fault, kinds, found_by in FAULTS
+    for kind in kinds
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("fault", "kv_cache", "found_by"), CASES)
+def test_a_broken_session_is_a_violation_of_its_way_and_of_no_other(
+    fault: Break, kv_cache: str, found_by: set[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    for seed in range(2):
+        assert wrong(certify(kv_cache, dtype=dtype, seed=seed)) == found_by, f"seed {seed}"
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_in_exact_mode_one_bit_of_one_number_that_was_restored_is_a_violation(
+    kv_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Session.restore
+
+    def restore(self: Session, content: Content) -> None:
+        number = content.layers[0]["values"].view(torch.int32)[0, 0, 0, :1]
+        number ^= 1
+        real(self, content)
+
+    monkeypatch.setattr(Session, "restore", restore)
+    assert certify(kv_cache).violations == [], "it is rounding without exact mode"
+    (violation,) = certify(kv_cache, exact=True).violations
+    assert violation.startswith(f"{SAVED}: row ")
+    assert "the bits are not those of the uncached pass" in violation
+
+
+def test_nan_that_a_session_alone_meets_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Session.copies
+
+    def copies(self: Session, *, kv_caching: bool) -> list[KVCache]:
+        caches = real(self, kv_caching=kv_caching)
+        assert caches[0].values is not None
+        caches[0].values[:, 0] = torch.nan
+        return caches
+
+    monkeypatch.setattr(Session, "copies", copies)
+    (violation,) = certify().violations
+    assert violation.startswith(f"{BEHIND}: row ")
+    assert "the logits are not finite" in violation
