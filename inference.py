@@ -200,7 +200,7 @@ def hold_conversation(
     about: str,
 ) -> int:
     """Answer what is typed or piped; return the exit code."""
-    from llama.conversation import converse
+    from llama.terminal import converse
 
     model.kv_caching = options["kv_caching"] is not False
     each = {name: value for name, value in options.items() if name not in ("kv_caching", "share_prefix")}

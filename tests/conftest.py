@@ -21,7 +21,7 @@ LONG = (
     *("test_reports.py", "test_gpu_report.py", "test_native_builds.py", "test_ownership.py", "test_verify.py"),
     *(
         "test_session_file.py",
-        "test_conversation.py",
+        "test_terminal.py",
         "test_certificate.py",
         "test_exact_triton_kernels.py",
         "test_chat.py",

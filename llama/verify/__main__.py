@@ -33,6 +33,7 @@ from llama.tokenizer import Tokenizer
 from llama.verify import certificate
 from llama.verify.passes import reference_of
 from llama.verify.results import Run, add_run, group_of, read_runs, report
+from llama.verify.tolerance import TOLERANCE_FACTOR
 
 
 def main(
@@ -90,7 +91,7 @@ def main(
         "prompt_len": prompt_len,
         "exact": exact,
         "kv_cache": kv_cache,
-        "slack": certificate.TOLERANCE_FACTOR[model.norm.weight.itemsize],
+        "slack": TOLERANCE_FACTOR[model.norm.weight.itemsize],
     }
     check_room(model, tokenizer, config)
     for run in make_runs(model, tokenizer, config, choose_seeds(before, config, seed, runs)):

@@ -1,7 +1,6 @@
 """One run of the certificate: a model with its KV cache on and off, and both against the same model in float64.
 
-What counts as rounding is decided without looking at the cached run, so that a large error cannot absolve itself: the
-bound is a multiple of the error that the uncached path makes against float64. What the cache computes beyond it, and a
+What counts as rounding, `tolerance` decides without looking at the cached run. What the cache computes beyond it, and a
 choice that it cannot excuse, is a violation. Knows tensors and the sizes of the model, which `passes` and `sessions`
 feed. Reads no files, prints nothing, and does not know where a model or its prompts come from.
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from llama.model import Transformer
+from llama.verify import tolerance
 from llama.verify.passes import (
     ALONE,
     FREE_CACHED,
@@ -39,21 +39,9 @@ from llama.verify.passes import (
 from llama.verify.sessions import HELD, SESSIONS, session_passes
 
 PASSES = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE, *SESSIONS)  # each is compared with U, bit by bit
-WIDE = (WIDE_STEPS, WIDE_PIECES)  # these, in float64, may differ from R by FLOAT64_TOLERANCE alone
+WIDE = (WIDE_STEPS, WIDE_PIECES)  # these, in float64, may differ from R by tolerance.FLOAT64_TOLERANCE alone
 STAGES = 1 + len(PASSES) + len(WIDE)  # that `measure` tells of: U, and each of these
 
-# A place's bound is TOLERANCE_FACTOR (by the bytes of a number) times the error of U there, or times the median over
-# the run's places where that is more: an error may be small by chance. A multiple of the largest would be steadier but
-# weak: in bf16 the demo's first token, whose activations are huge, is off by 5 times what is usual, and would excuse
-# all others. The largest error of any way in these units (docs/log.md): in fp32 7.5 among 250 tiny models and 2.4 on
-# the demo, in bf16 2.2 and 1.9, in fp16 3.5 and 2.5. Stale, shifted, dropped or misplaced keys make a million in fp32,
-# 66 in bf16.
-TOLERANCE_FACTOR = {8: 32.0, 4: 32.0, 2: 8.0}
-# What the error of U itself may be, whatever the cached run does: in eps x sqrt(widest layer) x layers x largest logit,
-# where 1.4 is the most that was seen. In 16 bits that limits nothing: a token on whose activations much depends may be
-# off by ten times the spread of its logits over the vocabulary. The median of a run was 0.15 of the spread at most.
-CEILING, SPREAD = 32.0, 0.5
-FLOAT64_TOLERANCE = 1e-9  # for cached against uncached in float64; at most 6e-13 was seen
 BINS_PER_OCTAVE = 16
 
 _CHUNK = 2**21  # logits that are looked at together: 16 MiB in float64
@@ -264,7 +252,7 @@ def _judge(
 ) -> Figures:
     r = baselines.compare((row, 0, logits) for row, logits in enumerate(baselines.r))
     u, c = comparisons[UNCACHED], comparisons[STEPS]
-    bound = _bound(u.error, TOLERANCE_FACTOR[model.norm.weight.itemsize])
+    bound = tolerance.bound_of(u.error, model.norm.weight.itemsize)
     divergences = list(_divergences(prompts, (cached, uncached), baselines.starts, (u, c, r), bound))
     violations = list(_uncached_errors(model, u, baselines))
     violations += [
@@ -310,29 +298,19 @@ def _comparable(cached: FreeRun, uncached: FreeRun) -> list[int]:
     return [next((step + 1 for step, (c, u) in enumerate(row) if c != u), len(row)) for row in pairs]
 
 
-def _bound(errors: Tensor, factor: float) -> Tensor:
-    """Return what rounding may do to the logits at each place, (places,), from the errors of U."""
-    finite = errors.isfinite()
-    usual = errors[finite].median().nan_to_num()
-    return (factor * errors.where(finite, usual).clamp(min=usual)).clamp(min=FLOAT64_TOLERANCE)
-
-
 def _uncached_errors(model: Transformer, u: Comparison, baselines: Baselines) -> Iterator[str]:
     """Say where the uncached path is farther from float64 than rounding takes it: its error excuses all others."""
-    args, dtype = model.args, model.norm.weight.dtype
-    widest = max(args.dim, args.n_heads * args.head_dim, args.ffn_dim)
-    largest = max(float(r.abs().max()) for r in baselines.r)
-    ceiling = CEILING * torch.finfo(dtype).eps * math.sqrt(widest) * args.n_layers * largest
+    ceiling = tolerance.ceiling_of(model, max(float(r.abs().max()) for r in baselines.r))
     where = (u.error > ceiling).nonzero()[:, 0].tolist()
     if where:
         row, position = baselines.where(int(u.place[where[0]]))
         yield (
             f"{UNCACHED}: row {row}, position {position}: the logits are {u.error[where[0]]:.3g} off those of float64, "
-            f"more than rounding in {str(dtype).removeprefix('torch.')} ever was, {ceiling:.3g}; "
+            f"more than rounding in {str(model.norm.weight.dtype).removeprefix('torch.')} ever was, {ceiling:.3g}; "
             f"so at {len(where)} of {len(u.error)} positions"
         )
     usual, spread = u.error.median(), torch.cat([r.std(-1, correction=0) for r in baselines.r]).median()
-    if usual > SPREAD * spread.cpu():
+    if usual > tolerance.SPREAD * spread.cpu():
         yield f"{UNCACHED}: the median error is {usual:.3g}, more than half the spread of the logits, {spread:.3g}"
 
 
@@ -345,7 +323,7 @@ def _errors_of(
 ) -> Iterator[str]:
     """Say where a way, with its places' bounds, went wrong first, by each rule, and how often."""
     prefers, margin, finite = r.choice[way.place], r.margin[way.place], way.error.isfinite()
-    allowed = torch.full_like(bound, FLOAT64_TOLERANCE) if name in WIDE else bound
+    allowed = torch.full_like(bound, tolerance.FLOAT64_TOLERANCE) if name in WIDE else bound
     rules: list[tuple[Tensor, Callable[[int], str]]] = [
         (~finite, lambda i: "the logits are not finite"),
         (

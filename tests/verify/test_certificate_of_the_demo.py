@@ -20,9 +20,7 @@ from llama.model import Transformer
 from llama.ops import PLAIN
 from llama.rope import RopeTable
 from llama.verify.certificate import (
-    FLOAT64_TOLERANCE,
     PASSES,
-    TOLERANCE_FACTOR,
     WIDE,
     Difference,
     Figures,
@@ -32,6 +30,7 @@ from llama.verify.certificate import (
 )
 from llama.verify.passes import ALONE, FREE_CACHED, FREE_UNCACHED, PIECES, STEPS, UNCACHED, reference_of
 from llama.verify.sessions import SESSIONS
+from llama.verify.tolerance import FLOAT64_TOLERANCE, TOLERANCE_FACTOR
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENS = 8

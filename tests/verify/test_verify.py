@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llama import cli
 from llama.kv_cache import StaticCache
-from llama.verify import __main__, certificate, results
+from llama.verify import __main__, certificate, results, tolerance
 from llama.verify.certificate import Figures
 from llama.verify.sessions import SESSIONS
 
@@ -113,7 +113,7 @@ def test_a_run_is_kept_with_its_configuration_and_machine(command: Command) -> N
         "prompt_len": 4,
         "exact": False,
         "kv_cache": "concat",
-        "slack": certificate.TOLERANCE_FACTOR[2],
+        "slack": tolerance.TOLERANCE_FACTOR[2],
     }
     assert run["environment"]["torch"] == torch.__version__
     assert run["exact_cost"] is None
@@ -222,7 +222,7 @@ def test_a_run_that_comes_to_no_numbers_is_a_bug_too(command: Command) -> None:
 def test_a_bug_in_one_run_makes_the_sum_a_bug_and_stays_one(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     command()
     with monkeypatch.context() as patch:
-        patch.setattr(certificate, "TOLERANCE_FACTOR", dict.fromkeys(certificate.TOLERANCE_FACTOR, 0.01))
+        patch.setattr(tolerance, "TOLERANCE_FACTOR", dict.fromkeys(tolerance.TOLERANCE_FACTOR, 0.01))
         assert command("--seed=7")[0] == 1
     code, printed = command()
     assert code == 1

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from llama import Chat, Tokenizer, Transformer, cli
 from llama.chat import LEAST, ContextFull
-from llama.conversation import Conversation
+from llama.terminal import Conversation
 from llama.tokenizer.chat import ChatFormat, Dialog
 
 ROOT = Path(__file__).parents[1]
