@@ -97,8 +97,9 @@ def main(
         json: Write everything that is known of the run into this file.
         out: The folder that a preset makes its own folder in.
         budget: Minutes that a preset may take. Each cell is repeated up to 5 times as far as they go, and what does not
-            fit at all is left out, the longest first, and named. 0 measures every cell once, however long it takes. Of
-            caches it decides on how much text the quality is measured: 2,048 tokens where that fits.
+            fit at all is left out, the longest first, and named; the quickest cell always runs. 0 measures every cell
+            once, however long it takes. Of caches it decides on how much text the quality is measured: 2,048 tokens
+            where that fits.
         resume: Go on with the newest run of this very preset: finish its cells, or repeat them more often.
         wait_until_quiet: Minutes to wait, before measuring, until other work on this machine is low; 0 does not wait.
         strict: End with exit code 4 where a table was disturbed by other work; it says so in any case.

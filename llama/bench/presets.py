@@ -196,11 +196,20 @@ def expected_of(session: Session, places: Sequence[int]) -> list[float]:
     return [session.expected[cells[place].name] for place in places]
 
 
+def least(session: Session) -> int | None:
+    """Return the place of the cell that runs whatever it takes: the quickest, where none was measured or tried yet."""
+    places = unmeasured(session)
+    none_yet = 0 < len(places) == len(session.cells)
+    return min(places, key=lambda place: expected_of(session, [place])) if none_yet else None
+
+
 def first_round(session: Session) -> list[int]:
     """Return the places of the unmeasured cells that get a first repetition, in the order in which they do."""
     places: list[int] = []
+    must = least(session)
     for place in unmeasured(session):
-        if not session.keeps_to_budget or sum(expected_of(session, [*places, place])) <= session.room:
+        fits = sum(expected_of(session, [*places, place])) <= session.room
+        if fits or place == must or not session.keeps_to_budget:
             places.append(place)
     return places
 
@@ -214,8 +223,12 @@ def too_little(session: Session, once: float) -> list[str]:
     enough = math.ceil((60 * minutes - session.room + once) / 60)
     flags = [f"--budget {enough}", *shorter(session)]
     names = "; ".join(session.cells[place].name for place in sorted(left_out)) or "some curves"
+    too_small, must = "The budget is too small, and", least(session)
+    if must is not None and sum(expected_of(session, [must])) > session.room:
+        name = session.cells[must].name
+        too_small = f"The budget is too small for any cell. The quickest, {name}, is measured all the same;"
     return [
-        f"The budget is too small, and left out are: {names}. "
+        f"{too_small} left out are: {names}. "
         f"Everything fits once with {' or with '.join(flags)}; --budget 0 measures every cell once, whatever it takes."
     ]
 
@@ -274,15 +287,16 @@ def one_round(session: Session, repetition: int) -> None:
     """Measure every cell once more, in turn, so that a machine that drifts does so for all of them.
 
     A repetition runs where it is expected to end within the budget. Without one all run once; else, where not all fit,
-    the quickest come first and the others are left out.
+    the quickest come first and the others are left out. The least of it, the quickest cell, always runs.
     """
+    must = least(session)
     for place in unmeasured(session) if repetition == 0 else range(len(session.cells)):
         cell, record = session.cells[place], session.report["cells"][place]
         if len(record["samples"]) > repetition or record["error"] is not None:
             continue
         if repetition > 0 and (not record["samples"] or session.expected[cell.name] > session.room):
             continue
-        if repetition == 0 and not session.has_room(cell.name, must=True):
+        if repetition == 0 and place != must and not session.has_room(cell.name, must=True):
             continue
         session.report["cells"][place] = repeat(session, cell, record)
         judge_quiet(session.report)

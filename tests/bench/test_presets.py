@@ -76,19 +76,40 @@ def test_without_a_budget_every_cell_is_measured_once(base: Cell, here: Here, tm
     assert report["crossovers"] == []
 
 
-def test_a_budget_of_a_moment_measures_nothing_and_names_all_that_is_left_out(
+def test_a_budget_of_a_moment_measures_the_quickest_cell_and_names_all_that_is_left_out(
     base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = table(base, tmp_path, minutes=0.001).report
-    assert here.done == ["machine", "calibrate"]
-    left_out = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]
+    cells = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]
+    (quickest,) = set(here.done) - {"machine", "calibrate"}
+    assert here.done == ["machine", "calibrate", quickest]  # of cells as tiny as these any may be predicted to be it
+    assert [len(record["samples"]) for record in report["cells"]] == [int(name == quickest) for name in cells]
+    left_out = [name for name in cells if name != quickest]
     curves = [f"steps at batch {batch}: no room in the budget" for batch in (1, 2)]
     assert {*report["failures"]} == {*(f"{name}: no room in the budget" for name in left_out), *curves}
     assert all(record["error"] is None for record in report["cells"])
     assert script.exit_code(report) == 0
     said = capsys.readouterr().err
+    assert f"too small for any cell. The quickest, {quickest}, is measured all the same" in said
     assert f"left out are: {'; '.join(left_out)}." in said
-    assert "not measured: batch 2, cache off: no room in the budget" in report_markdown(report)
+    shown = report_markdown(report)
+    assert f"not measured: {left_out[-1]}: no room in the budget" in shown
+    assert f"not measured: {quickest}" not in shown
+
+
+def test_a_sweep_with_a_budget_of_a_moment_measures_its_quickest_cell(base: Cell, here: Here, tmp_path: Path) -> None:
+    directory = new_run_directory(tmp_path, new_report("sweep", sweep_cells(base), budget_minutes=0.001))
+    run_session(Session(directory, time.monotonic() + 0.06, progress_bar()))
+    assert sorted(len(record["samples"]) for record in directory.report["cells"]) == [0, 1]
+    assert len(here.done) == 3
+
+
+def test_a_run_that_goes_on_has_its_least_already(base: Cell, here: Here, tmp_path: Path) -> None:
+    table(base, tmp_path, minutes=0.001)
+    done = len(here.done)
+    report = table(base, tmp_path, minutes=0.001, resume=True).report
+    assert here.done[done:] == ["machine", "calibrate"]
+    assert sorted(len(record["samples"]) for record in report["cells"]) == [0, 0, 0, 1]
 
 
 CALIBRATION = {"input_len": 10, "load_seconds": 2.0, "prefill_seconds": 5.0, "step_seconds": 0.25, "max_seq_len": 256}
@@ -162,10 +183,10 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
         (180, 3, [0, 1, 2, 3], 180),  # no room for the curve, but for the two quickest again
         (150, 3, [0, 1, 2, 3], 150),
         (149, 3, [0, 2, 1], 141),  # the curve, the two quickest again, and the quickest a third time
-        (0, 3, [], 0),
+        (0, 3, [0], 10),  # the least always runs
         (0, 0, [0, 1, 2, 3], 150),
         (0, None, [0, 1, 2, 3], 150),
-        (9, 3, [], 0),
+        (9, 3, [0], 10),
         (10, 3, [0], 10),
         (29, 3, [0], 20),
         (30, 3, [0, 2], 30),
@@ -191,7 +212,7 @@ def test_a_plan_leaves_out_what_is_measured_and_what_died_and_runs_a_sweeps_curv
     assert session(tmp_path, room=-5, budget=3).room == 0.0
     assert plan(planned) == 60
     assert plan(session(tmp_path, room=0, budget=0, preset="sweep")) == 181
-    assert plan(session(tmp_path, room=0, budget=3, preset="sweep")) == 0
+    assert plan(session(tmp_path, room=0, budget=3, preset="sweep")) == 10
     again = session(tmp_path, room=50, budget=3)
     for record, count in zip(again.report["cells"], (4, 1, 2, 5), strict=True):
         record["samples"] = [{}] * count  # type: ignore[typeddict-item]
@@ -237,6 +258,11 @@ def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path) -> None:
     for once, enough in ((186, 4), (186.5, 5)):  # 240 s are four minutes
         (words,) = presets.too_little(session(tmp_path, room=66, budget=2), once)
         assert f"with --budget {enough} or" in words
+    (words,) = presets.too_little(session(tmp_path, room=9, budget=2), 180)
+    assert words.startswith(
+        "The budget is too small for any cell. The quickest, batch 1, cache on, is measured all the same; left out "
+        "are: batch 1, cache off; batch 2, cache on; batch 2, cache off. Everything fits once with --budget 5; "
+    )
     (words,) = presets.too_little(session(tmp_path, room=170, budget=3), 180)
     assert "left out are: some curves. Everything fits once with --budget 4 or" in words
 
