@@ -67,7 +67,8 @@ class Attention(nn.Module):
             keys, values = self.cache.update(start_pos, xk if self.cache.unrotated else rotated, xv)
             visible = self.cache.visible(start_pos, xq.shape[1])
             if self.cache.weighs:
-                self.cache.weigh(attention_mass(xq, keys, start_pos, visible))
+                real = self.cache.batch_rows.real(*xq.shape[:2])
+                self.cache.weigh(attention_mass(xq, keys, start_pos, visible, real))
         else:
             keys, values, visible = rotated, xv, None
 

@@ -106,20 +106,23 @@ def _mask(start_pos: int, seqlen: int, device: torch.device) -> Tensor:
     return positions <= positions[start_pos:, None]
 
 
-def attention_mass(xq: Tensor, keys: Tensor, start_pos: int | Sequence[int], visible: Tensor | None = None) -> Tensor:
+def attention_mass(
+    xq: Tensor, keys: Tensor, start_pos: int | Sequence[int], visible: Tensor | None, real: Sequence[int]
+) -> Tensor:
     """Return how much attention every key draws, (bsz, n_kv_heads, kv_len), in float32 or wider.
 
-    Of an explicit softmax, summed over the queries and over the heads that share the key; the rest as in `attend`.
+    Of an explicit softmax, summed over the queries and over the heads that share the key. Of row b the real[b] first
+    queries count; the others pad it, and may see anything. The rest as in `attend`.
     """
     if not isinstance(start_pos, int):
         rows = [slice(row, row + 1) for row in range(len(start_pos))]
         each = [visible if visible is None or visible.ndim == 2 else visible[row] for row in rows]
         parts = zip(rows, start_pos, each, strict=True)
-        return torch.cat([attention_mass(xq[row], keys[row], pos, seen) for row, pos, seen in parts])
+        return torch.cat([attention_mass(xq[row], keys[row], pos, seen, real[row]) for row, pos, seen in parts])
     seqlen, kv_len = xq.shape[1], keys.shape[1]
     if visible is None:
         end = start_pos + seqlen  # what lies past it is not read
-        drawn = attention_mass(xq, keys[:, :end], start_pos, _mask(start_pos, seqlen, xq.device))
+        drawn = attention_mass(xq, keys[:, :end], start_pos, _mask(start_pos, seqlen, xq.device), real)
         return F.pad(drawn, (0, kv_len - end))
     wide = torch.promote_types(xq.dtype, torch.float32)
     shared = xq.shape[2] // keys.shape[2]
@@ -127,7 +130,9 @@ def attention_mass(xq: Tensor, keys: Tensor, start_pos: int | Sequence[int], vis
     queries = queries.permute(0, 2, 3, 1, 4)  # (bsz, n_kv_heads, shared, seqlen, head_dim)
     scores = queries @ keys.to(wide).permute(0, 2, 3, 1)[:, :, None] / xq.shape[-1] ** 0.5
     hidden = ~(visible if visible.ndim == 2 else visible[:, None, None])
-    mass: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1).sum((2, 3))
+    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)  # (bsz, n_kv_heads, shared, seqlen, kv_len)
+    pads = torch.arange(seqlen, device=xq.device) >= torch.tensor(real, device=xq.device)[:, None]  # (bsz, seqlen)
+    mass: Tensor = shares.masked_fill(pads[:, None, None, :, None], 0).sum((2, 3))
     return mass
 
 

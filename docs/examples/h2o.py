@@ -33,8 +33,8 @@ class HeavyHitters(KVCache, kind="h2o"):
         starts, real = row_starts(start_pos, len(xk)), self.batch_rows.real(*xk.shape[:2])
         first, real = torch.tensor([starts, real], device=xk.device)[..., None].int()  # (bsz, 1) each
         steps = torch.arange(xk.shape[1], device=xk.device).int()
-        self.pads = steps >= real  # (bsz, seqlen): tokens that are fed to no effect
-        new, drawn = (first + steps).masked_fill(self.pads, -1), torch.zeros(self.pads.shape, device=xk.device)
+        new = torch.where(steps < real, first + steps, -1)  # (bsz, seqlen); what pads a row is nowhere
+        drawn = torch.zeros(new.shape, device=xk.device)
         if any(starts):  # else a text begins, and nothing is held
             old = self.positions[: len(xk)]
             new = torch.cat((old.masked_fill(old >= first, -1), new), dim=1)
@@ -59,12 +59,7 @@ class HeavyHitters(KVCache, kind="h2o"):
 
     def visible(self, start_pos, seqlen):
         keys, queries = self.positions[:, None], query_positions(start_pos, seqlen, self.positions.device)
-        seen = (keys >= 0) & (keys <= queries)
-        # A query that pads a row must not weigh its keys; it looks at itself.
-        own = torch.arange(seen.shape[-1], device=seen.device) == torch.arange(seqlen, device=seen.device)[:, None] + (
-            seen.shape[-1] - seqlen
-        )
-        return torch.where(self.pads[..., None], own, seen)
+        return (keys >= 0) & (keys <= queries)
 
     def rewind(self, position):
         return False  # what was dropped is gone, and the tokens behind `position` have weighed the others

@@ -123,7 +123,8 @@ class KVCache(nn.Module):
     def weigh(self, mass: Tensor) -> None:
         """Take the attention that every key of the last update drew, (bsz, n_kv_heads, kv_len), where `weighs`.
 
-        Summed over the queries of the call and over the heads that share the key. Each query gives each head 1.
+        Summed over the queries of the call and over the heads that share the key. Each query gives each head 1. Those
+        that pad a row, and all of a row that has ended, give nothing: the real ones are as `batch_rows.real` says.
         """
 
     # ---- memory ------------------------------------------------------------------------------------------------------

@@ -293,18 +293,53 @@ def test_a_kind_that_asks_is_told_how_much_attention_every_key_drew(ragged: bool
             assert torch.equal(second[1, :, 5:], torch.zeros(2, 2, dtype=torch.float64))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("starts", [[0, 0, 0], [6, 6, 6], [6, 2, 4]], ids=str)
+def test_keys_of_a_ragged_batch_draw_what_they_draw_in_each_row_alone(starts: list[int]) -> None:
+    """Neither a token that pads a row nor a row that has ended asks for anything."""
+    model, begun, tokens = tiny_model(kv_cache="weighing"), some_tokens(3, 6), some_tokens(3, 5, seed=1)
+    lengths = [2, 5, 1]
+
+    def told(rows: list[int], starts: list[int], width: int, lengths: list[int] | None) -> list[Tensor]:
+        model.free_cache()
+        if any(starts):
+            model(begun[rows], 0)
+        model(tokens[rows, :width], starts, lengths=lengths)
+        return [cache.told[-1] for cache in model.caches]  # type: ignore[union-attr]
+
+    together = told([0, 1, 2], starts, 5, lengths)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        for ours, alone in zip(together, told([row], [start], length, None), strict=True):
+            torch.testing.assert_close(ours[row, :, : start + length], alone[0, :, : start + length])
+            assert not ours[row, :, start + length :].any()
+    model.batch_rows.live = {1}
+    for ours, ended in zip(together, told([0, 1, 2], starts, 5, lengths), strict=True):
+        assert torch.equal(ours[1], ended[1])
+        assert not ended[[0, 2]].any()
+
+
 def test_attention_mass_is_that_of_the_softmax() -> None:
     """A value that is 1 at one key alone makes attention return that key's share."""
     xq, keys = torch.randn(2, 3, 4, 8, dtype=torch.float64), torch.randn(2, 7, 2, 8, dtype=torch.float64)
     visible = torch.rand(2, 3, 7) > 0.3
     visible[..., 0] = True
     for start, seen in ((4, None), ([4, 1], None), (4, visible), ([4, 1], visible), (4, visible[0])):
-        mass = attention_mass(xq, keys, start, seen)
+        mass, padded = (attention_mass(xq, keys, start, seen, real) for real in ([3, 3], [3, 1]))
         for key in range(7):
             values = torch.zeros_like(keys)
             values[:, key] = 1
-            share = attend(xq, keys, values, start, seen)[..., 0].unflatten(2, (2, 2)).sum((1, 3))
-            torch.testing.assert_close(mass[..., key], share)
+            shares = attend(xq, keys, values, start, seen)[..., 0].unflatten(2, (2, 2)).sum(3)  # (bsz, seqlen, 2)
+            torch.testing.assert_close(mass[..., key], shares.sum(1))
+            torch.testing.assert_close(padded[..., key], torch.stack((shares[0].sum(0), shares[1, 0])))
+
+
+def test_a_query_that_pads_a_row_may_see_nothing_or_what_is_no_number() -> None:
+    xq, keys = torch.randn(1, 2, 4, 8), torch.randn(1, 4, 2, 8)
+    alone = attention_mass(xq[:, :1], keys, 2, None, [1])
+    nothing = torch.tensor([[True] * 3 + [False], [False] * 4])
+    torch.testing.assert_close(attention_mass(xq, keys, 2, nothing, [1]), alone)
+    keys[:, 3] = torch.nan
+    torch.testing.assert_close(attention_mass(xq, keys, 2, None, [1]), alone)
 
 
 def test_a_model_in_another_dtype_takes_its_cache_along() -> None:
