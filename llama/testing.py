@@ -119,7 +119,7 @@ def bytes_are_as_predicted(args: ModelArgs) -> bool:
         held = [cache.nbytes for cache in model.caches]
         model.reserve_cache(rows, length)
         model(some_tokens(args, rows=rows, length=length), 0)
-        wanted = type(model.caches[0]).predicted_bytes(args, rows=rows, length=length, itemsize=dtype.itemsize)
+        wanted = KVCache.of(args).predicted_bytes(rows=rows, length=length, itemsize=dtype.itemsize)
         for cache in model.caches:
             if cache.nbytes != wanted:
                 raise Broken(f"{rows} x {length} in {dtype}: {cache.nbytes} bytes are held, {wanted} predicted")

@@ -2,7 +2,6 @@ import torch
 
 from llama.kv_cache import KVCache
 from llama.kv_cache.contract import query_positions
-from llama.kv_cache.names import read_kind
 from llama.limits import check_room, row_starts
 
 
@@ -16,10 +15,9 @@ class EverySecond(KVCache, kind="every_second"):
     def configure(self, params):  # every_second:N
         self.recent = int(params or 64)
 
-    @classmethod
-    def predicted_bytes(cls, args, *, rows, length, itemsize):
-        old = max(length - int(read_kind(args.kv_cache).params or 64), 0)
-        return rows * (length - old // 2) * (cls.position_bytes(args, itemsize) + 4)
+    def predicted_bytes(self, *, rows, length, itemsize):
+        old = max(length - self.recent, 0)
+        return rows * (length - old // 2) * (self.position_bytes(itemsize) + 4)
 
     def update(self, start_pos, xk, xv):
         check_room(len(xk), max(self.check(start_pos, xk, xv)), self.args)

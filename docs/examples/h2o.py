@@ -2,7 +2,6 @@ import torch
 
 from llama.kv_cache import KVCache
 from llama.kv_cache.contract import query_positions
-from llama.kv_cache.names import read_kind
 from llama.limits import check_room, row_starts
 
 
@@ -23,10 +22,8 @@ class HeavyHitters(KVCache, kind="h2o"):
     def configure(self, params):
         self.budget = int(params or 256)
 
-    @classmethod
-    def predicted_bytes(cls, args, *, rows, length, itemsize):
-        kept = min(length, int(read_kind(args.kv_cache).params or 256))
-        return rows * kept * (cls.position_bytes(args, itemsize) + 4 + 4)
+    def predicted_bytes(self, *, rows, length, itemsize):
+        return rows * min(length, self.budget) * (self.position_bytes(itemsize) + 4 + 4)
 
     def update(self, start_pos, xk, xv):
         check_room(len(xk), max(self.check(start_pos, xk, xv)), self.args)

@@ -129,18 +129,16 @@ class KVCache(nn.Module):
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def position_bytes(cls, args: ModelArgs, itemsize: int) -> int:
+    def position_bytes(self, itemsize: int) -> int:
         """Return the bytes that one position of a row takes in a layer, where the model's numbers take `itemsize` each.
 
         A kind that holds keys and values in another way than as they come tells so here; memory is predicted from it.
         """
-        return 2 * args.n_kv_heads * args.head_dim * itemsize
+        return 2 * self.args.n_kv_heads * self.args.head_dim * itemsize
 
-    @classmethod
-    def predicted_bytes(cls, args: ModelArgs, *, rows: int, length: int, itemsize: int) -> int:
-        """Return what a layer's cache holds once it was fed `rows` x `length` positions, from the sizes alone."""
-        return rows * length * cls.position_bytes(args, itemsize)
+    def predicted_bytes(self, *, rows: int, length: int, itemsize: int) -> int:
+        """Return what it would hold, whatever it holds now, once it was fed `rows` x `length` positions from 0 on."""
+        return rows * length * self.position_bytes(itemsize)
 
     def reserve(self, rows: int, length: int) -> None:
         """Drop what is held; a kind that `preallocates` takes room for `rows` x `length` on its next update."""

@@ -56,9 +56,8 @@ class PagedCache(KVCache, kind="paged"):
             )
         self.most_blocks = int(params) if params else None
 
-    @classmethod
-    def predicted_bytes(cls, args: ModelArgs, *, rows: int, length: int, itemsize: int) -> int:
-        return rows * -(-length // BLOCK) * BLOCK * cls.position_bytes(args, itemsize)
+    def predicted_bytes(self, *, rows: int, length: int, itemsize: int) -> int:
+        return rows * -(-length // BLOCK) * BLOCK * self.position_bytes(itemsize)
 
     @property
     def slots(self) -> None:

@@ -48,19 +48,17 @@ class QuantizedCache(CountingCache):
             for part in ("codes", "scale", "zero"):
                 self.register_buffer(f"{side}_{part}", None, persistent=False)
 
-    @classmethod
-    def position_bytes(cls, args: ModelArgs, itemsize: int) -> int:
+    def position_bytes(self, itemsize: int) -> int:
         """Return the bytes of a position in a full group, with its share of the scales."""
-        return cls._group_bytes(args) // GROUP
+        return self._group_bytes() // GROUP
 
-    @classmethod
-    def predicted_bytes(cls, args: ModelArgs, *, rows: int, length: int, itemsize: int) -> int:
-        newest = 2 * GROUP * args.n_kv_heads * args.head_dim * itemsize
-        return rows * (-(-length // GROUP) * cls._group_bytes(args) + newest)
+    def predicted_bytes(self, *, rows: int, length: int, itemsize: int) -> int:
+        newest = 2 * GROUP * self.args.n_kv_heads * self.args.head_dim * itemsize
+        return rows * (-(-length // GROUP) * self._group_bytes() + newest)
 
-    @classmethod
-    def _group_bytes(cls, args: ModelArgs) -> int:
-        codes = 2 * GROUP * args.n_kv_heads * args.head_dim * cls.bits // 8
+    def _group_bytes(self) -> int:
+        args = self.args
+        codes = 2 * GROUP * args.n_kv_heads * args.head_dim * self.bits // 8
         scales = args.n_kv_heads * (args.head_dim + GROUP * value_parts(args.head_dim))
         return codes + 2 * SCALES.itemsize * scales
 

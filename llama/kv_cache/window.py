@@ -11,7 +11,6 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache.counting import CountingCache
-from llama.kv_cache.names import read_kind
 from llama.limits import check_room, row_starts
 
 DEFAULT_SINKS = 4  # of which the paper finds that more help no further
@@ -41,10 +40,8 @@ class WindowCache(CountingCache, kind="window"):
         self.bound = self.window + self.sinks
         self.last = self.bound - 1  # the place of a query whose window is whole
 
-    @classmethod
-    def predicted_bytes(cls, args: ModelArgs, *, rows: int, length: int, itemsize: int) -> int:
-        bound = sum(window_and_sinks(args, read_kind(args.kv_cache).params))
-        return rows * min(bound, length) * cls.position_bytes(args, itemsize)
+    def predicted_bytes(self, *, rows: int, length: int, itemsize: int) -> int:
+        return rows * min(self.window + self.sinks, length) * self.position_bytes(itemsize)
 
     def free(self) -> None:
         super().free()

@@ -13,7 +13,6 @@ from fakes import NATIVE_SIZES, Bytes, write_checkpoint
 from oracles import tiny_args, tiny_model
 
 from llama import costs
-from llama.args import ModelArgs
 from llama.bench.cell import Cell, read_engine
 from llama.bench.report.findings import findings, fit, fit_words, fits, growth
 from llama.bench.report.tables import comparison_words, label, stands_apart, work_lines
@@ -725,9 +724,8 @@ def test_what_a_kind_of_cache_holds_is_predicted_to_the_byte(kind: str) -> None:
 
 def test_a_kind_of_cache_that_holds_its_numbers_in_fewer_bytes_has_them_predicted() -> None:
     class Halved(StaticCache, kind="halved"):
-        @classmethod
-        def position_bytes(cls, args: ModelArgs, itemsize: int) -> int:
-            return super().position_bytes(args, itemsize) // 2
+        def position_bytes(self, itemsize: int) -> int:
+            return super().position_bytes(itemsize) // 2
 
     whole, halved = (predict(tiny_args(kv_cache=kind), CELL.but(kv_cache=kind)) for kind in ("static", "halved"))
     assert (whole.cache, halved.cache) == (9_216, 4_608)

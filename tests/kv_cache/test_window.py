@@ -142,7 +142,7 @@ def test_memory_and_angles_do_not_grow_with_the_text() -> None:
     ids, _ = model.generate_tokens([[1, 2, 3]], 400, temperature=0.0, on_step=note)
     assert len(ids[0]) == 400
     own = model.caches[0]
-    assert set(held[1:]) == {2 * own.predicted_bytes(own.args, rows=1, length=403, itemsize=4)}
+    assert set(held[1:]) == {2 * own.predicted_bytes(rows=1, length=403, itemsize=4)}
     assert max(asked) <= 16
 
 

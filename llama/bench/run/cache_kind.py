@@ -76,7 +76,7 @@ def _steps_up_to(model: Transformer, context: int) -> list[float]:
 
 def _size(model: Transformer, length: int) -> CacheSize:
     itemsize = model.norm.weight.itemsize  # a matrix may be in int8, what the cache is given is not
-    held = [(cache.nbytes, cache.predicted_bytes(cache.args, rows=1, length=length, itemsize=itemsize))
+    held = [(cache.nbytes, cache.predicted_bytes(rows=1, length=length, itemsize=itemsize))
             for cache in model.caches]  # fmt: skip
     return {
         "length": length,

@@ -16,6 +16,7 @@ from llama.bench.run.engines import Engine, LlamaEngine, Run
 from llama.bench.run.memory import Peak, PeakBytes, tensor_peak
 from llama.bench.run.memory_ledger import (
     cache_bytes,
+    cache_of,
     check_length,
     check_memory,
     make_ledger,
@@ -27,7 +28,6 @@ from llama.bench.run.models import settled
 from llama.bench.run.validity import judge, notes
 from llama.bench.schema import CellRecord, Ledger, Sample, Work, new_record
 from llama.costs import forward_flops, forwards, parameters, step_bytes
-from llama.kv_cache import KVCache
 from llama.machine import OtherLoad
 
 
@@ -104,7 +104,7 @@ def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Wor
     `weights` are the bytes that a peer's weights take, which only it knows where it has quantized them.
     """
     fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
-    bound = KVCache.of(args).bound if cell.engine == "llama" else None
+    bound, per_position = cache_of(args, cell).bound, position_bytes(args, cell)
 
     def flops(start_pos: int, seqlen: int) -> int:
         scored = seqlen if cell.logits == "all" else 1
@@ -115,7 +115,7 @@ def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Wor
         if weights is not None and cell.quantize is not None and not cell.int8:
             whole = whole * weights // (parameters(args) * cell.itemsize)
         kept = start_pos if bound is None else min(start_pos, bound)
-        return whole + cell.batch_size * kept * position_bytes(args, cell)
+        return whole + cell.batch_size * kept * per_position
 
     middle = fed[1:][len(fed[1:]) // 2] if len(fed) > 1 else fed[0]
     return {

@@ -4,6 +4,7 @@ The predictions are `llama.costs`' and come from ModelArgs alone; what would not
 of how anything was measured.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -39,7 +40,7 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
 
 def position_bytes(args: ModelArgs, cell: Cell) -> int:
     """Return the bytes of one position of a row over all layers: of our own cells, as their kind of cache tells."""
-    return args.n_layers * _kind(args, cell).position_bytes(args, cell.cache_itemsize)
+    return args.n_layers * cache_of(args, cell).position_bytes(cell.cache_itemsize)
 
 
 def cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
@@ -47,14 +48,14 @@ def cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
 
     One that preallocates has the room of the whole text from its first position on.
     """
-    kind = _kind(args, cell)
-    length = cell.total_len if kind.preallocates or cell.engine != "llama" else fed
-    itemsize = cell.cache_itemsize
-    return args.n_layers * kind.predicted_bytes(args, rows=cell.batch_size, length=length, itemsize=itemsize)
+    cache = cache_of(args, cell)
+    length = cell.total_len if cache.preallocates else fed
+    return args.n_layers * cache.predicted_bytes(rows=cell.batch_size, length=length, itemsize=cell.cache_itemsize)
 
 
-def _kind(args: ModelArgs, cell: Cell) -> type[KVCache]:
-    return KVCache.named(args.kv_cache) if cell.engine == "llama" else KVCache
+def cache_of(args: ModelArgs, cell: Cell) -> KVCache:
+    """Return an empty cache of a layer, to ask it: of our own cells of their kind, of other engines' a static one."""
+    return KVCache.of(args if cell.engine == "llama" else replace(args, kv_cache="static"))
 
 
 def make_ledger(

@@ -86,9 +86,7 @@ def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
         model.reserve_cache(1, length)
         fill_caches(model, 0, length)
         measured = sum(cache.nbytes for cache in model.caches)
-        predicted = sum(
-            cache.predicted_bytes(cache.args, rows=1, length=length, itemsize=itemsize) for cache in model.caches
-        )
+        predicted = sum(cache.predicted_bytes(rows=1, length=length, itemsize=itemsize) for cache in model.caches)
         sizes.append({"length": length, "predicted": predicted, "measured": measured})
     model.free_cache()
     return sizes
