@@ -13,7 +13,9 @@ class EverySecond(KVCache, kind="every_second"):
         self.register_buffer("positions", None, persistent=False)  # (rows, slots); -1: the slot holds nothing
 
     def configure(self, params):  # every_second:N
-        self.recent = int(params or 64)
+        self.recent = int(params or 64) if params.isdecimal() or not params else 0
+        if self.recent < 1:
+            raise ValueError(f"kv_cache={self.args.kv_cache!r}: N counts positions, from 1 on, such as every_second:64")
 
     def predicted_bytes(self, *, rows, length, itemsize):
         old = max(length - self.recent, 0)

@@ -20,7 +20,9 @@ class HeavyHitters(KVCache, kind="h2o"):
         self.register_buffer("mass", None, persistent=False)  # (rows, slots): the attention that each key drew so far
 
     def configure(self, params):
-        self.budget = int(params or 256)
+        self.budget = int(params or 256) if params.isdecimal() or not params else 0
+        if self.budget < 2:
+            raise ValueError(f"kv_cache={self.args.kv_cache!r}: K counts positions, from 2 on, such as h2o:256")
 
     def predicted_bytes(self, *, rows, length, itemsize):
         return rows * min(length, self.budget) * (self.position_bytes(itemsize) + 4 + 4)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles import some_tokens, tiny_model
+from oracles import some_tokens, tiny_args, tiny_model
 
 from llama.kv_cache import KVCache, cache_kind
 from llama.testing import CLAIMS, check_cache_kind
@@ -40,6 +40,22 @@ def test_the_other_python_of_the_page_runs(capsys: pytest.CaptureFixture[str], m
 
 def test_heavy_hitters_keep_the_contract() -> None:
     assert len(check_cache_kind(example("h2o:16"))) == len(CLAIMS) - 2
+
+
+@pytest.mark.parametrize("params", ["0", "-3", "some", "1.5", "", "1"])
+@pytest.mark.parametrize(("name", "least"), [("every_second", 1), ("h2o", 2)])
+def test_what_is_no_number_of_positions_is_refused_with_what_is_one(name: str, least: int, params: str) -> None:
+    kind = example(f"{name}:{params}")
+    if params == "" or (params.isdecimal() and int(params) >= least):
+        assert KVCache.of(tiny_args(kv_cache=kind))
+        return
+    with pytest.raises(ValueError, match=f"^kv_cache='{kind}': .* from {least} on, such as {name}:\\d+$"):
+        KVCache.of(tiny_args(kv_cache=kind))
+
+
+@pytest.mark.parametrize("name", ["every_second:1", "h2o:2"])
+def test_the_least_that_an_example_takes_keeps_the_contract(name: str) -> None:
+    assert len(check_cache_kind(example(name))) == len(CLAIMS) - 2
 
 
 @pytest.mark.parametrize("name", ["every_second:8", "h2o:8"])
