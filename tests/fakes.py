@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,27 @@ from torch import Tensor
 from llama.generation import Generation
 
 NAN = -1  # in a script: the model's logits are not numbers here
+
+
+class Ids:
+    """A tokenizer whose text spells ids."""
+
+    bos_id, adds_bos, stop_tokens = None, False, ()
+
+    def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]:
+        return [int(word) for word in s.split()]
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(map(str, ids))
+
+    def stream(self) -> Any:
+        return self
+
+    def feed(self, id: int) -> str:
+        return f"{id} "
+
+    def flush(self) -> str:
+        return ""
 
 
 @dataclass

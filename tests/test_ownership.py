@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import Ids
 from native import needs_a_compiler, twins
 from oracles import some_tokens, tiny_model
+from threads import elsewhere, in_threads
 from torch import Tensor
 
 from llama.model import Transformer
@@ -20,41 +22,19 @@ PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [20, 3], [5] * 6]
 LENGTH = 12
 
 
-@pytest.fixture(params=["plain", pytest.param("fast", marks=needs_a_compiler)])
+FAST = [pytest.param(f"fast, {kind}", marks=needs_a_compiler) for kind in ("static", "paged")]
+
+
+@pytest.fixture(params=["plain, static", "plain, paged", *FAST])
 def model(request: pytest.FixtureRequest) -> Transformer:
-    return twins("fp32")[request.param == "fast"]
+    how, _, kind = request.param.partition(", ")
+    made = twins("fp32")[how == "fast"]
+    made.kv_cache = kind
+    return made
 
 
 def text_of(model: Transformer, prompt: list[int]) -> list[int]:
     return model.generate_tokens([prompt], LENGTH, temperature=0.0)[0][0]
-
-
-def in_threads(*tasks: Callable[[], Any]) -> list[Any]:
-    """Run all at a time; return what each returns, or the exception that it raises."""
-    results: list[Any] = [None] * len(tasks)
-    start = threading.Barrier(len(tasks))
-
-    def run(place: int, task: Callable[[], Any]) -> None:
-        start.wait()
-        try:
-            results[place] = task()
-        except Exception as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=run, args=numbered) for numbered in enumerate(tasks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def elsewhere(task: Callable[[], Any]) -> Any:
-    """Run a task in another thread, and raise here what it raises there."""
-    (result,) = in_threads(task)
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def test_every_text_of_many_threads_is_right_or_refused(model: Transformer, request: pytest.FixtureRequest) -> None:
@@ -173,8 +153,6 @@ def test_a_stream_may_go_on_in_another_thread(model: Transformer) -> None:
     expected = text_of(model, PROMPTS[0])
     steps = model.generate_tokens  # its ids, taken by threads in turn
     assert elsewhere(lambda: steps([PROMPTS[0]], LENGTH, temperature=0.0)[0][0]) == expected
-    from test_changed_models import Ids
-
     stream = model.stream(Ids(), [PROMPTS[0]], LENGTH, temperature=0.0)  # type: ignore[arg-type]
     while elsewhere(lambda: next(stream, None)) is not None:
         pass

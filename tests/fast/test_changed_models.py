@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from changes import CHANGES, check_alike, outcome
+from fakes import Ids
 from native import ARGS, FOLDER, KINDS, VOCAB, model_of, needs_a_compiler, served, twins
 from oracles import some_tokens
 from torch import Tensor, nn
@@ -318,27 +319,6 @@ def twin_of(model: Transformer) -> Transformer:
     other = copy.deepcopy(model)
     other.runner = None
     return other
-
-
-class Ids:
-    """A tokenizer whose text spells ids."""
-
-    bos_id, adds_bos, stop_tokens = None, False, ()
-
-    def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]:
-        return [int(word) for word in s.split()]
-
-    def decode(self, ids: Any) -> str:
-        return " ".join(map(str, ids))
-
-    def stream(self) -> Any:
-        return self
-
-    def feed(self, id: int) -> str:
-        return f"{id} "
-
-    def flush(self) -> str:
-        return ""
 
 
 def test_replaced_weights_are_not_held() -> None:

@@ -1,0 +1,33 @@
+"""Tasks that run beside each other."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def in_threads(*tasks: Callable[[], Any]) -> list[Any]:
+    """Run all at a time; return what each returns, or the exception that it raises."""
+    results: list[Any] = [None] * len(tasks)
+    start = threading.Barrier(len(tasks))
+
+    def run(place: int, task: Callable[[], Any]) -> None:
+        start.wait()
+        try:
+            results[place] = task()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=numbered) for numbered in enumerate(tasks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def elsewhere(task: Callable[[], Any]) -> Any:
+    """Run a task in another thread, and raise here what it raises there."""
+    (result,) = in_threads(task)
+    if isinstance(result, Exception):
+        raise result
+    return result
