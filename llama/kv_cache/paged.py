@@ -3,10 +3,10 @@
 Source: Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from threading import RLock
+from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
@@ -24,13 +24,28 @@ class Pool:
     """The blocks of one layer, which the caches of several texts may share.
 
     shares: how many rows of all caches have each block. spare: the blocks that no row has, the next to be taken last.
+    left: the tables of caches that are gone. Garbage is collected anywhere, in any thread, in the middle of a take too,
+    so such a cache leaves without waiting; its blocks are given back at once where nobody takes, else before the next.
     """
 
     def __init__(self, cache: "PagedCache") -> None:
         self.shares: list[int] = []
         self.spare: list[int] = []
         self.caches: WeakSet[PagedCache] = WeakSet((cache,))
-        self.lock = RLock()  # a cache that nobody has any more may leave in any thread
+        self.left: deque[list[int]] = deque()
+        self.lock = Lock()  # sessions of a model compute in turn, but are dropped in any thread
+
+    def give_back(self, table: list[int]) -> None:
+        """Take a row's share of its blocks; the lock is held."""
+        for block in table:
+            self.shares[block] -= 1
+            if not self.shares[block]:
+                self.spare.append(block)
+
+    def settle(self) -> None:
+        """Give back what was left; the lock is held."""
+        while self.left:
+            self.give_back(self.left.popleft())
 
 
 class PagedCache(KVCache, kind="paged"):
@@ -64,7 +79,10 @@ class PagedCache(KVCache, kind="paged"):
         return None
 
     def free(self) -> None:
-        self._leave()
+        with self.pool.lock:
+            self.pool.caches.discard(self)
+            for table in self.tables:
+                self.pool.give_back(table)
         super().free()
         self.tables, self.pool = [], Pool(self)
 
@@ -81,8 +99,14 @@ class PagedCache(KVCache, kind="paged"):
         return other
 
     def __del__(self) -> None:
-        if "pool" in vars(self):  # else it was never made
-            self._leave()
+        if "pool" not in vars(self):
+            return  # it was never made
+        self.pool.left += self.tables
+        if self.pool.lock.acquire(blocking=False):
+            try:
+                self.pool.settle()
+            finally:
+                self.pool.lock.release()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "pool"}
@@ -144,6 +168,7 @@ class PagedCache(KVCache, kind="paged"):
     def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
         """Give every row blocks of its own for the positions that it is about to write, or raise with none taken."""
         with self.pool.lock:
+            self.pool.settle()
             self.tables += [[] for _ in range(len(starts) - len(self.tables))]
             needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken
             left = list(self.pool.shares)  # by how many rows each block is had once others have copied it
@@ -174,18 +199,8 @@ class PagedCache(KVCache, kind="paged"):
         self.keys[block], self.values[block] = self.keys[shared], self.values[shared]
 
     def _give_back(self, row: int) -> None:
-        for block in self.tables[row]:
-            self.pool.shares[block] -= 1
-            if not self.pool.shares[block]:
-                self.pool.spare.append(block)
+        self.pool.give_back(self.tables[row])
         self.tables[row] = []
-
-    def _leave(self) -> None:
-        """Give all blocks back to a pool that others go on with."""
-        with self.pool.lock:
-            self.pool.caches.discard(self)
-            for row in range(len(self.tables) if self.pool.caches else 0):
-                self._give_back(row)
 
     def _grow(self, more: int, like: Tensor) -> None:
         """Have at least `more` blocks beyond those that there are. Raises ValueError past the pool's limit."""

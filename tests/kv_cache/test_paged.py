@@ -1,15 +1,25 @@
 """A paged cache takes blocks as texts grow, shares those of a common prefix, and gives them back."""
 
 import logging
+import sys
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from oracles import some_tokens, tiny_args, tiny_model
+from fakes import Ids
+from oracles import bits, some_tokens, tiny_args, tiny_model
+from threads import elsewhere, in_threads
 from torch import Tensor
 
 from llama.kv_cache import KVCache, PagedCache
 from llama.kv_cache.paged import BLOCK
+from llama.model import Transformer
+from llama.session import Session
 
 HEADS, HEAD_DIM = 2, 8
 
@@ -24,9 +34,11 @@ def new(rows: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, length, HEADS, HEAD_DIM), torch.randn(rows, length, HEADS, HEAD_DIM)
 
 
-def in_use(cache: PagedCache) -> int:
-    """Return how many blocks some row has; check that every block is counted as often as rows have it."""
-    counted = Counter(block for table in cache.tables for block in table)
+def in_use(*caches: PagedCache) -> int:
+    """Return how many blocks some row has, of caches that share a pool; check that each is counted as often."""
+    cache = caches[0]
+    assert all(other.pool is cache.pool and other.keys is cache.keys for other in caches)
+    counted = Counter(block for other in caches for table in other.tables for block in table)
     assert cache.pool.shares == [counted[block] for block in range(len(cache.pool.shares))]
     assert sorted(cache.pool.spare) == [block for block, rows in enumerate(cache.pool.shares) if not rows]
     return len(counted)
@@ -163,3 +175,182 @@ def test_padding_that_is_not_kept_is_finite_where_a_mask_hides_it() -> None:
     keys, values = cache.update(0, whole[:, :40], whole[:, :40])
     assert torch.equal(keys, whole[:, :40])
     assert torch.equal(values, whole[:, :40])
+
+
+# ---- by several threads ----------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_goes_while_blocks_are_taken_gives_back_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage may be collected anywhere: here just when it was seen that the copy shares the newest block."""
+    cache = made()
+    cache.update(0, *new(1, BLOCK + 4))
+    copies, grow = [cache.copy()], PagedCache._grow
+
+    def collect(self: PagedCache, more: int, like: Tensor) -> None:
+        copies.clear()
+        grow(self, more, like)
+
+    monkeypatch.setattr(PagedCache, "_grow", collect)
+    keys, _ = cache.update(BLOCK + 4, *new(1, 1))
+    assert torch.equal(cache.update(BLOCK + 5, *new(1, 1))[0][:, :-1], keys)
+    assert in_use(cache) == 2
+
+
+def test_copies_that_go_while_the_pool_grows_do_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = made()
+    cache.update(0, *new(1, BLOCK))
+    copies, put = [cache.copy() for _ in range(5)], PagedCache.__setattr__
+
+    told: list[PagedCache] = []
+
+    def collect(self: PagedCache, name: str, value: object) -> None:
+        put(self, name, value)
+        told.extend([self] if name == "values" else [])
+        if len(told) == 2:  # the one that grows the pool, and the first that is told of the new one
+            told.clear()
+            copies.clear()
+
+    monkeypatch.setattr(PagedCache, "__setattr__", collect)
+    cache.update(BLOCK, *new(1, 20 * BLOCK))
+    assert not copies
+    cache.update(21 * BLOCK, *new(1, 1))
+    assert in_use(cache) == 22
+
+
+def test_a_copy_that_goes_in_another_thread_waits_for_nobody() -> None:
+    cache = made()
+    cache.update(0, *new(1, BLOCK))
+    copies = [cache.copy()]
+    thread = threading.Thread(target=copies.clear, daemon=True)
+    with cache.pool.lock:  # as while blocks are taken
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    cache.update(BLOCK, *new(1, 1))
+    assert in_use(cache) == 2
+
+
+@contextmanager
+def often_switched() -> Iterator[None]:
+    """Let threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_copies_come_and_go_in_threads_while_a_text_grows() -> None:
+    cache, length = made(), 12 * BLOCK
+    xk, xv = new(1, length)
+    cache.update(0, xk[:, :BLOCK], xv[:, :BLOCK])
+    kept: list[PagedCache] = []
+    grown = False
+
+    def grow() -> Tensor:
+        nonlocal grown
+        for at in range(BLOCK, length):
+            keys, _ = cache.update(at, xk[:, at : at + 1], xv[:, at : at + 1])
+        grown = True
+        return keys
+
+    def come_and_go() -> None:
+        copies: list[PagedCache] = []
+        while not grown:
+            copies.append(cache.copy())
+            if len(copies) > 3:
+                copies.pop(0).free()  # at once
+            if len(copies) > 2:
+                del copies[1]  # when it is collected, which is here at once, too
+        kept.extend(copies)
+
+    with often_switched():
+        keys, *others = in_threads(grow, come_and_go, come_and_go)
+    assert others == [None, None]
+    assert torch.equal(keys, xk)
+    cache.update(length, *new(1, 1))
+    assert in_use(cache, *kept) >= 13
+    kept.clear()
+    cache.update(length + 1, *new(1, 1))
+    assert in_use(cache) == 13
+
+
+def test_two_models_run_beside_each_other_as_each_does_alone() -> None:
+    models = [tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False) for _ in range(2)]
+    prompts = [some_tokens(3, 20, seed=seed).tolist() for seed in range(2)]
+
+    def texts(model: Transformer, prompts: list[list[int]]) -> list[Any]:
+        return [model.generate_tokens(prompts, 20, temperature=0.0, logprobs=True) for _ in range(3)]
+
+    alone = [texts(model, some) for model, some in zip(models, prompts, strict=True)]
+    with often_switched():
+        beside = in_threads(*(partial(texts, *both) for both in zip(models, prompts, strict=True)))
+    assert beside == alone
+
+
+PREFIX = some_tokens(1, 2 * BLOCK + 5)[0].tolist()  # two blocks and a part of one
+TURNS = [[1, 2, 3], [7] * 20, [4]]
+
+
+def begun(model: Transformer) -> Session:
+    session = model.session(Ids())  # type: ignore[arg-type]
+    session.feed(PREFIX)
+    return session
+
+
+def take_turns(sessions: list[Session], how: Callable[[Callable[[], Any]], Any]) -> list[Tensor]:
+    """Let every session go on, each a turn at a time; return the logits behind each turn of each."""
+    found = []
+    for turn in TURNS:
+        for place, session in enumerate(sessions):
+            how(partial(session.append, [*turn, place]))
+            assert session._logits is not None
+            found.append(session._logits)
+            how(partial(session.generate, 5, temperature=0.0))
+    return found
+
+
+def test_forked_sessions_in_threads_in_turn_have_the_bits_that_each_has_alone() -> None:
+    model = tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False)
+    session = begun(model)
+    shared = [session, session.fork(), session.fork()]
+    beside = take_turns(shared, elsewhere)
+    alone = take_turns([begun(model) for _ in shared], lambda task: task())
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(beside, alone, strict=True))
+    for layer in zip(*(one._caches for one in shared), strict=True):
+        assert in_use(*layer) == 2 + 3 * 3  # type: ignore[arg-type]
+
+
+def test_a_fork_that_is_used_at_once_is_right_or_refused_in_a_sentence() -> None:
+    model = tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False)
+    session = begun(model)
+    expected = [begun(model).generate(20, temperature=0.0, seed=1)["ids"]] * 4
+    refused: list[str] = []
+
+    def insist(task: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return task()
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    def work() -> list[int]:
+        for _ in range(3):
+            insist(insist(session.fork).drop)
+        fork = insist(session.fork)
+        stream = fork.stream(20, temperature=0.0)
+        while insist(lambda: next(stream, None)) is not None:
+            pass
+        ids: list[int] = stream.result["ids"]
+        return ids
+
+    with often_switched():
+        assert in_threads(*[work] * 4) == expected
+    for words in set(refused):
+        assert words.startswith(("this model is in the middle of", "this session is in the middle of")), words
+    assert session.generate(20, temperature=0.0)["ids"] == expected[0]
+    for cache in session._caches:
+        assert isinstance(cache, PagedCache)
+        cache.update(len(session.tokens), *[t.double() for t in new(1, 1)])
+        assert in_use(cache) == len(cache.tables[0])
