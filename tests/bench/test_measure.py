@@ -16,7 +16,7 @@ from llama import costs
 from llama.bench.cell import Cell, read_engine
 from llama.bench.report.findings import findings, fit, fit_words, fits, growth
 from llama.bench.report.tables import comparison_words, label, stands_apart, work_lines
-from llama.bench.run import engines, memory, worker
+from llama.bench.run import aggregate, engines, memory, worker
 from llama.bench.run.aggregate import aggregated, compare_modes, first_divergence, raise_ceilings
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
@@ -665,13 +665,25 @@ def test_repetitions_are_gathered_and_a_violation_in_one_of_them_stays() -> None
         assert [point["name"] for point in violated(both["points"])] == ["cache"]
         assert len(both["samples"]) == 2
     other = {**good, "ids": [[0] * 5] * 3}
-    assert "repetitions made different tokens" in aggregated(good, other)["notes"]
+    words = "repetitions made different tokens"
+    assert words in aggregated(good, other)["notes"]
+    first = aggregated(new_record(CELL), good)
+    assert words not in aggregated(first, good)["notes"]
+    assert good["ledger"] is not None
+    assert aggregated(first, {**good, "ledger": None})["ledger"] == good["ledger"]  # of the first alone it is traced
 
 
 def test_the_first_divergence_is_the_earliest_token_of_any_row() -> None:
     assert first_divergence([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 6]]) is None
     found = first_divergence([[1, 2, 3], [4, 5, 6]], [[1, 2, 9], [4, 8, 6]])
     assert found == {"row": 1, "token": 1, "cached_id": 5, "uncached_id": 8, "margin": None}
+    found = first_divergence([[1, 2], [4, 5]], [[1, 3], [4, 6]])
+    assert found is not None
+    assert found["row"] == 0  # of several rows at the same token the first
+    for ids, other, said in (([1, 0], [1], (0, -1)), ([1], [1, 0], (-1, 0))):  # a row that ends earlier has no token
+        found = first_divergence([ids], [other])
+        assert found is not None
+        assert (found["token"], found["cached_id"], found["uncached_id"]) == (1, *said)
 
 
 def test_a_comparison_is_told_with_the_place_where_the_modes_part() -> None:
@@ -694,6 +706,23 @@ def test_the_ids_of_another_engine_are_compared_without_its_logits() -> None:
     assert (found["engine"], found["batch_size"], found["tokens"], found["equal"]) == ("transformers", 2, 4, False)
     assert found["divergence"] == {"row": 1, "token": 1, "cached_id": 4, "uncached_id": 5, "margin": None}
     assert compare_modes(on, on)["equal"]
+
+
+def test_where_our_modes_part_the_logits_of_the_text_up_to_there_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def margin(kind: str, cell: Cell, **job: Any) -> dict[str, Any]:
+        asked.append((kind, cell.kv_caching, job))
+        return {"margin": 0.5}
+
+    monkeypatch.setattr(aggregate, "run_job", margin)
+    on, off = (new_record(Cell(batch_size=2, output_len=3, kv_caching=kv_caching)) for kv_caching in (True, False))
+    on["ids"], off["ids"] = [[1, 2, 7], [3, 4, 7]], [[1, 2, 7], [3, 5, 8]]
+    found = compare_modes(on, off)
+    assert found["divergence"] == {"row": 1, "token": 1, "cached_id": 4, "uncached_id": 5, "margin": 0.5}
+    assert asked == [("margin", False, {"row": 1, "ids": [3]})]
+    assert compare_modes(on, on)["divergence"] is None
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

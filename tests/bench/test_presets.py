@@ -263,6 +263,8 @@ def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path) -> None:
         "The budget is too small for any cell. The quickest, batch 1, cache on, is measured all the same; left out "
         "are: batch 1, cache off; batch 2, cache on; batch 2, cache off. Everything fits once with --budget 5; "
     )
+    (words,) = presets.too_little(session(tmp_path, room=10, budget=2), 180)
+    assert words.startswith("The budget is too small, and left out are: batch 1, cache off; ")
     (words,) = presets.too_little(session(tmp_path, room=170, budget=3), 180)
     assert "left out are: some curves. Everything fits once with --budget 4 or" in words
 
@@ -446,7 +448,8 @@ def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, here: H
     assert all(record["error"] is None for record in report["cells"])
 
 
-def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path) -> None:
+def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presets, "CONTEXTS", [*presets.CONTEXTS, 256, 257])
     report = new_report("sweep", sweep_cells(base))
     run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), progress_bar()))
     sweep = report["sweep"]
@@ -455,7 +458,7 @@ def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path) ->
     assert [entry["length"] for entry in sweep["cache"]] == [128, 256]  # the model's limit
     assert all(entry["measured"] == entry["predicted"] for entry in sweep["cache"])
     assert {(step["context"], step["kv_caching"]) for step in sweep["contexts"]} == {
-        (n, mode) for n in (4, 8, 16, 32) for mode in (True, False)
+        (n, mode) for n in (4, 8, 16, 32, 256) for mode in (True, False)
     }
     assert {step["batch_size"] for step in sweep["batches"]} == {1, 2}
     assert len(sweep["fits"]) == 4

@@ -15,7 +15,7 @@ from bench_reports import cell_record, crossover, sweep_report, table_report
 
 import benchmark_inference as script
 from llama.bench import quiet
-from llama.bench.quiet import judge_quiet, undisturbed, wait_until_quiet
+from llama.bench.quiet import beside_others, judge_quiet, undisturbed, wait_until_quiet
 from llama.bench.report.page import page
 from llama.bench.report.plots import as_png, figures
 from llama.bench.report.tables import DISTURBED, alarms, title, validity_table
@@ -56,6 +56,21 @@ def test_more_than_an_eighth_of_the_cores_in_any_repetition_disturbs(load: float
 def test_a_repetition_too_short_for_the_kernels_clock_is_not_judged_by_its_load() -> None:
     assert judged([0.49] * 3, [2.0] * 3) == ("ok", "how busy others were is not known; n = 3; p90 is 1.00x p10")
     assert judged([0.5] * 3, [2.0] * 3)[0] == "disturbed"
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "status", "words"),
+    [
+        (0.25, CORES, "ok", "others kept 0.25 of 2 cores busy"),
+        (0.26, CORES, "disturbed", "others kept 0.26 of 2 cores busy"),
+        (None, CORES, "not observed", "how busy others were is not known"),
+        (2.0, None, "not observed", "how busy others were is not known"),
+    ],
+)
+def test_times_of_which_the_load_alone_is_known_are_judged_by_it(
+    load: float | None, cores: int | None, status: str, words: str
+) -> None:
+    assert beside_others(load, cores) == {"name": "undisturbed", "status": status, "detail": words}
 
 
 def test_ranks_of_the_same_job_are_no_others() -> None:
@@ -241,6 +256,23 @@ def test_quiet_is_five_calm_looks_in_a_row(capsys: pytest.CaptureFixture[str], m
     assert "waiting until others keep less than 0.12 of 2 cores busy for 5 s, at most 1 min" in said
     assert "the machine is quiet" in said
     assert "never" not in said
+
+
+def test_a_machine_that_is_quiet_already_is_looked_at_five_times(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: None)  # then it has one core at least
+    seen = iter([0.06] * 5 + [9.0])
+    assert wait_until_quiet(1, lambda: next(seen))
+    assert next(seen) == 9.0
+    assert "less than 0.06 of 1 cores busy for 5 s" in capsys.readouterr().err
+
+
+def test_a_look_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    quiet._look()
+    assert slept == [1.0]
 
 
 def test_a_machine_that_never_gets_quiet_is_measured_all_the_same_and_that_is_said(
