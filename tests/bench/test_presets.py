@@ -614,7 +614,7 @@ def run(*words: str) -> int:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--preset", "tables"], "--preset=tables is not known; choose table, sweep or caches"),
+        (["--preset", "tables"], "--preset=tables is not known; choose table, sweep, caches or chat"),
         (["--model", "llama-9"], "known are demo, llama-3-8b"),
         (["--model", "demo", "--ckpt_dir", "x"], "give one of them"),
         (["--batch_size", "0"], "--batch_size=0 must be at least 1"),
