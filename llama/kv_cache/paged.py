@@ -42,6 +42,12 @@ class Pool:
             if not self.shares[block]:
                 self.spare.append(block)
 
+    def leave(self, cache: "PagedCache") -> None:
+        """Go on without a cache, which has left its tables; the lock is held."""
+        self.caches.discard(cache)
+        if self.caches:  # else nobody will take
+            self.settle()
+
     def settle(self) -> None:
         """Give back what was left; the lock is held."""
         while self.left:
@@ -79,10 +85,9 @@ class PagedCache(KVCache, kind="paged"):
         return None
 
     def free(self) -> None:
+        self.pool.left += self.tables
         with self.pool.lock:
-            self.pool.caches.discard(self)
-            for table in self.tables:
-                self.pool.give_back(table)
+            self.pool.leave(self)
         super().free()
         self.tables, self.pool = [], Pool(self)
 
@@ -104,7 +109,7 @@ class PagedCache(KVCache, kind="paged"):
         self.pool.left += self.tables
         if self.pool.lock.acquire(blocking=False):
             try:
-                self.pool.settle()
+                self.pool.leave(self)
             finally:
                 self.pool.lock.release()
 
