@@ -537,6 +537,33 @@ def measured_and_compared(base: Cell, *, kv_caching: bool) -> None:
     assert record["limits"] is not None
 
 
+def test_a_peer_on_our_weights_is_told_whether_it_made_our_plain_tokens() -> None:
+    whole = Cell(engine="transformers")
+    made = [
+        (Cell(fast=True), [[1, 9]], []),
+        (Cell(), [[1, 2]], []),
+        (whole, [[1, 2]], ["made the same tokens as we did"]),
+        (Cell(engine="llama.cpp"), [[1, 5]], ["from token 1 of row 0 on made other tokens than we did"]),
+        (Cell(engine="llama.cpp", quantize="int8"), [[1, 5]], []),  # other weights
+        (whole.but(batch_size=8), [[1, 2]] * 8, []),  # of which ours was not measured
+        (whole.but(kv_caching=False), [], []),
+    ]
+    report = new_report("table", [cell for cell, _, _ in made])
+    for record, (_, ids, _) in zip(report["cells"], made, strict=True):
+        record["ids"] = ids
+    for _ in range(2):  # as a run that goes on does
+        presets.compare_peers(report)
+        assert [record["notes"] for record in report["cells"]] == [notes for _, _, notes in made]
+
+
+def test_a_slope_is_predicted_of_one_process_with_a_static_cache_under_known_ceilings() -> None:
+    ceilings: Any = {"read_bytes_per_second": 50.0}
+    assert presets.predicted_slope(Cell(), 100, ceilings) == 2.0
+    assert presets.predicted_slope(Cell(), 100, None) is None
+    assert presets.predicted_slope(Cell(kv_cache="int8"), 100, ceilings) is None
+    assert presets.predicted_slope(Cell(ranks=2), 100, ceilings) is None
+
+
 def test_the_function_measures_in_a_process_of_its_own_and_compares(base: Cell) -> None:
     measured_and_compared(base, kv_caching=True)
 
