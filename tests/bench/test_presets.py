@@ -70,6 +70,14 @@ def test_a_table_repeats_every_cell_in_turn_where_that_fits(base: Cell, here: He
     assert len(report["reading"]) >= 3
 
 
+def test_a_table_that_is_whole_is_not_measured_again(base: Cell, here: Here, tmp_path: Path) -> None:
+    table(base, tmp_path, minutes=60)
+    done = len(here.done)
+    report = table(base, tmp_path, minutes=60, resume=True).report
+    assert here.done[done:] == ["machine", "calibrate"]
+    assert [len(record["samples"]) for record in report["cells"]] == [REPETITIONS] * 4
+
+
 def test_without_a_budget_every_cell_is_measured_once(base: Cell, here: Here, tmp_path: Path) -> None:
     report = table(base, tmp_path, minutes=0).report
     assert [len(record["samples"]) for record in report["cells"]] == [1, 1, 1, 1]
