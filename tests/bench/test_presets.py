@@ -300,6 +300,27 @@ def test_shorter_lengths_with_which_all_would_fit_are_halves(
     assert presets.shorter(made) == flags
 
 
+def test_a_cells_first_repetition_is_traced_and_its_process_may_raise_the_ceilings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, traced, tells = session(tmp_path, room=100, budget=3), list[bool](), [{}, {"ceilings": CEILINGS}, {}]
+    made.progress = progress_bar()
+    record, cell = made.report["cells"][0], made.cells[0]
+    low = {**CEILINGS, "read_bytes_per_second": 1.0}
+    made.report["ceilings"] = low  # type: ignore[typeddict-item]
+
+    def told(kind: str, cell: Cell, *, waiting: Any, trace: bool) -> dict[str, Any]:
+        traced.append(trace)
+        return {"environment": {}, "record": new_record(cell), **tells[len(traced) - 1]}
+
+    monkeypatch.setattr(presets, "run_job", told)
+    monkeypatch.setattr(presets, "with_figures", lambda record, _: record)
+    for samples, ceilings in (([], low), ([], CEILINGS), ([{}], CEILINGS)):
+        presets.repeat(made, cell, {**record, "samples": samples})  # type: ignore[typeddict-item]
+        assert made.report["ceilings"] == ceilings
+    assert traced == [True, True, False]
+
+
 def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here, tmp_path: Path) -> None:
     def interrupt(kind: str, cell: Cell) -> None:
         if len(here.done) == 4:  # two jobs to begin with, and two cells
