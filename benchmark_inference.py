@@ -88,8 +88,8 @@ def main(
         logits: last, or all: compute those of every position at each step, as published code does.
         exact: Measure exact mode, in which the bits of the logits do not depend on the cache or the batch.
         fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU; in a table, of our own cells.
-        quantize: int8 holds the matrices of our own cells in int8; with --engine llama.cpp int8 is its Q8_0, and int4
-            its Q4_0.
+        quantize: int8 or int4 holds the matrices of our own cells in 8 or 4 bits; with --engine llama.cpp int8 is its
+            Q8_0, and int4 its Q4_0.
         device: auto, cpu, cuda or mps.
         dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         threads: Threads of the CPU, for every engine; by default PyTorch's choice.

@@ -83,7 +83,8 @@ def main(
         share_prefix: Feed the tokens that all prompts begin with once, for all of them.
         fast: Take the fastest way to compute that this machine has, native code on a CPU or CUDA graphs on a GPU, and
             say which.
-        quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory; give --fast with it.
+        quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory, int4 most of them in 4; stored keeps
+            those of a .gguf file as it has them, in Q4_0, Q4_1 or Q8_0. Give --fast with it.
         exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower.
         stream: Print the text as it is made; of several prompts, the first one's.
         chat: Take each prompt as a user's message and answer it; without prompts, hold a conversation: one message a

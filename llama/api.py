@@ -31,6 +31,8 @@ from llama.tokenizer.chat import ChatFormat, Dialog, Message
 
 logger = logging.getLogger(__name__)
 
+QUANTIZED = ("int8", "int4", "stored")  # what `quantize` knows
+
 
 def load(
     path: str | PathLike[str],
@@ -52,7 +54,8 @@ def load(
     default to the checkpoint's length and no limit on rows. `tokenizer_path` names a tokenizer.model that does not
     stand beside Meta's weights. `kv_cache` names a kind, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see `llama.kv_cache`.
     `fast` takes the fastest way to run a forward that this machine has, and the plain one where it has none;
-    `quantize="int8"` holds the matrices in int8, see `llama.quantize`; `exact` asks for exact mode, see
+    `quantize` holds the matrices in "int8" or "int4", or, of a .gguf file, as it has them "stored", see
+    `llama.quantize`; `exact` asks for exact mode, see
     `Transformer.exact`. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
     """
     on = own_device(pick_device(device))
@@ -73,15 +76,13 @@ def load(
             bar.total = total
             bar.update(done - bar.n)
 
-        model = load_weights(
-            checkpoint, args, dtype=kind, device=on, ranks=ranks, int8=quantize == "int8", progress=progress
-        )
+        model = load_weights(checkpoint, args, dtype=kind, device=on, ranks=ranks, quantize=quantize, progress=progress)
     with _bar_of_exact_mode(model) if exact is True else nullcontext():
         model.exact = exact
     if fast:
         make_fast(model, cache_dir() / "native")
     elif quantize is not None:
-        logger.info("int8 without the fast step widens every weight at every step, which is slow; ask for fast, too")
+        logger.info("without the fast step every weight is widened at every step, which is slow; ask for fast, too")
     return model.eval(), checkpoint.tokenizer
 
 
@@ -116,18 +117,20 @@ def check_modes(device: torch.device, dtype: torch.dtype, *, fast: bool, quantiz
         raise ValueError("exact mode and the fast step are two ways to compute; choose one of exact and fast")
     if quantize is None:
         return
-    if quantize != "int8":
-        raise ValueError(f"quantize={quantize!r} is not known; choose int8, or leave it out")
+    if quantize not in QUANTIZED:
+        raise ValueError(f"quantize={quantize!r} is not known; choose of {', '.join(QUANTIZED)}, or leave it out")
     if exact:
         raise ValueError("exact mode computes with the weights as they are; choose one of exact and quantize")
     if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"int8 weights go with activations in fp32 or bf16, not in {dtype}; choose another dtype")
+        raise ValueError(
+            f"{quantize} weights go with activations in fp32 or bf16, not in {dtype}; choose another dtype"
+        )
     if device.type != "cpu":
         raise ValueError(
-            f"int8 weights are for a CPU so far, not for {device}; choose device cpu, or leave quantize out"
+            f"{quantize} weights are for a CPU so far, not for {device}; choose device cpu, or leave quantize out"
         )
     if world_size() > 1:
-        raise ValueError("int8 weights are for one process; start it without torchrun, or leave quantize out")
+        raise ValueError(f"{quantize} weights are for one process; start it without torchrun, or leave quantize out")
 
 
 def pick_device(device: torch.device | str) -> torch.device:

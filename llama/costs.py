@@ -61,7 +61,7 @@ CLASSICS: dict[str, tuple[int, int, int]] = {
 }
 
 
-INT8_GROUP, INT8_LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/quantize.py
+GROUP, LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/quantize.py
 
 
 def parameters(args: ModelArgs) -> int:
@@ -69,28 +69,31 @@ def parameters(args: ModelArgs) -> int:
     return weights_bytes(args, itemsize=1)
 
 
-def weights_bytes(args: ModelArgs, *, itemsize: int, int8: bool = False) -> int:
-    """Return the bytes of a model's weights, a tied head's once; with `int8` only the norms are of `itemsize`."""
+def weights_bytes(args: ModelArgs, *, itemsize: int, quantize: str | None = None) -> int:
+    """Return the bytes of a model's weights, a tied head's once.
+
+    With `quantize`, "int8" or "int4", only the norms are of `itemsize`, and the ends of int4 are in int8.
+    """
     queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     layer = [(queries, args.dim), (keys, args.dim), (keys, args.dim), (args.dim, queries)]  # wq, wk, wv, wo
     layer += [(args.ffn_dim, args.dim), (args.dim, args.ffn_dim), (args.ffn_dim, args.dim)]  # w1, w2, w3
-    matrices = sum(matrix_bytes(*shape, itemsize=itemsize, int8=int8) for shape in layer)
-    ends = head_bytes(args, itemsize=itemsize, int8=int8) * (1 if args.tied_head else 2)
+    matrices = sum(matrix_bytes(*shape, itemsize=itemsize, quantize=quantize) for shape in layer)
+    ends = head_bytes(args, itemsize=itemsize, quantize=quantize) * (1 if args.tied_head else 2)
     norms = (2 * args.n_layers + 1) * args.dim * itemsize
     return args.n_layers * matrices + ends + norms
 
 
-def head_bytes(args: ModelArgs, *, itemsize: int, int8: bool = False) -> int:
+def head_bytes(args: ModelArgs, *, itemsize: int, quantize: str | None = None) -> int:
     """Return the bytes of a head of its own, which are also those of the embedding."""
-    return matrix_bytes(args.vocab_size, args.dim, itemsize=itemsize, int8=int8)
+    return matrix_bytes(args.vocab_size, args.dim, itemsize=itemsize, quantize="int8" if quantize else None)
 
 
-def matrix_bytes(outputs: int, inputs: int, *, itemsize: int, int8: bool = False) -> int:
-    """Return the bytes of a matrix: in int8 one for each weight, and two times two for each group of them."""
-    if not int8:
+def matrix_bytes(outputs: int, inputs: int, *, itemsize: int, quantize: str | None = None) -> int:
+    """Return the bytes of a matrix: of int8 one for each weight, of int4 a half, and four for each group of them."""
+    if quantize is None:
         return outputs * inputs * itemsize
-    filled_up = -(-outputs // INT8_LANES) * INT8_LANES
-    return filled_up * (inputs + inputs // INT8_GROUP * 4)
+    filled_up = -(-outputs // LANES) * LANES
+    return filled_up * (inputs * (4 if quantize == "int4" else 8) // 8 + inputs // GROUP * 4)
 
 
 def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, *, positions: int, itemsize: int) -> int:
@@ -135,14 +138,14 @@ def forward_flops(args: ModelArgs, *, seqlen: int, start_pos: int = 0, scored: i
     return 2 * weights * seqlen + attention + 2 * args.dim * args.vocab_size * scored
 
 
-def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int, int8: bool = False) -> int:
+def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int, quantize: str | None = None) -> int:
     """Return the bytes that a cached decode step must read: every weight once, and the keys and values so far.
 
     Of an untied embedding only the rows' own vectors are read.
     """
-    embedding = head_bytes(args, itemsize=itemsize, int8=int8)
+    embedding = head_bytes(args, itemsize=itemsize, quantize=quantize)
     unread = 0 if args.tied_head else embedding - rows * embedding // args.vocab_size
-    read = weights_bytes(args, itemsize=itemsize, int8=int8) - unread
+    read = weights_bytes(args, itemsize=itemsize, quantize=quantize) - unread
     return read + cache_bytes(args, rows=rows, length=context, itemsize=itemsize)
 
 
@@ -216,13 +219,13 @@ def peak_memory(
     all_logits: bool = False,
     workspace: int = 0,
     ranks: int = 1,
-    int8: bool = False,
+    quantize: str | None = None,
     held: Callable[[int], int] | None = None,
 ) -> PeakMemory:
     """Predict the peak of a greedy generation by the plain path, on each of the ranks that share the model.
 
     `all_logits`: every forward computes those of all its positions, as much published code does. `workspace`: what the
-    device's libraries take for themselves. `int8`: the matrices are, and what widening them takes is not counted.
+    device's libraries take for themselves. `quantize`: the matrices are, and what widening them takes is not counted.
     `held`: the bytes that the cache has on one rank once so many positions of each row were fed; by default those of a
     static one, which takes all its room at once.
     """
@@ -242,7 +245,7 @@ def peak_memory(
         joining = gathered if ranks > 1 and not narrow else 0
         return PeakMemory(
             forward=forward,
-            weights=weights_bytes(own, itemsize=itemsize, int8=int8),
+            weights=weights_bytes(own, itemsize=itemsize, quantize=quantize),
             cache=cache_after(input_len + forward) if kv_caching else 0,
             logits=logits,
             narrow_logits=narrow,

@@ -295,7 +295,7 @@ def main(
         dtype: auto, fp32, bf16, fp16 or fp64.
         device: auto, cpu, cuda or mps.
         fast: Use the fastest way to run a forward that this machine has.
-        quantize: int8, or none.
+        quantize: int8, int4, stored (a .gguf file's own 4 or 8 bits), or none.
         json: Print JSON.
     """
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from llama.model import Transformer
-from llama.quantize import Int8Weight
+from llama.quantize import PackedWeight
 
 Change = Callable[[Transformer], object]
 
@@ -43,7 +43,7 @@ class Silent(nn.Module):
 def first_weight(model: Transformer) -> nn.Parameter:
     """Return a float matrix, or of an int8 model, which has none, a norm."""
     weight = model.blocks[0].attention.wo.weight
-    return model.blocks[0].attention_norm.weight if isinstance(weight, Int8Weight) else weight
+    return model.blocks[0].attention_norm.weight if isinstance(weight, PackedWeight) else weight
 
 
 def halve(model: Transformer) -> None:
@@ -196,10 +196,10 @@ def take_all_layers(model: Transformer) -> None:
 def resize(layer: Any, rows: int | None = None, columns: int | None = None) -> None:
     """Cut or fill a matrix, an int8 one by its own means."""
     weight = layer.weight
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, PackedWeight):
         wide = weight.rows(0, weight.shape[0])
         size = rows or wide.shape[0], columns or wide.shape[1]
-        layer.weight = Int8Weight(*size)
+        layer.weight = PackedWeight(*size)
         layer.weight.fill(0, fitted(wide, *size))
         return
     size = rows or weight.shape[0], columns or weight.shape[1]

@@ -7,7 +7,7 @@ has no writer in any package; here it is made row by row from its definition: Ro
 import base64
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,12 +275,13 @@ def write_gguf(
     config: LlamaConfig,
     *,
     kind: Kind = Kind.F32,
+    whole: Sequence[str] = (),
     tokenizer: bool = True,
 ) -> Path:
-    """Write weights in Meta's layout, which is llama.cpp's too; vectors stay float32, as in its files."""
+    """Write weights in Meta's layout, which is llama.cpp's too; vectors, and what is `whole`, stay float32."""
     writer = gguf_writer(path, config, tokenizer=tokenizer)
     for name, weight in weights.items():
-        used = kind if weight.ndim > 1 else Kind.F32
+        used = kind if weight.ndim > 1 and name not in whole else Kind.F32
         writer.add_tensor(gguf_name(name), stored_as(weight, used), raw_dtype=used)
     finish(writer)
     return path

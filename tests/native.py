@@ -17,7 +17,7 @@ from llama.fast.choose import make_fast
 from llama.fast.native_runner import NativeRunner
 from llama.files import cache_dir
 from llama.model import Transformer
-from llama.quantize import Int8Weight, quantize_layers
+from llama.quantize import PackedWeight, quantize_layers
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"
@@ -27,7 +27,7 @@ VOCAB = 101  # no multiple of anything
 ARGS = tiny_args(
     dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
 )
-KINDS = ("fp32", "bf16", "int8", "int8 in bf16")
+KINDS = ("fp32", "bf16", "int8", "int8 in bf16", "int4", "int4 in bf16")
 
 
 def cpu_flags() -> set[str]:
@@ -46,11 +46,11 @@ def compiled_with(*flags: str) -> Iterator[None]:
 
 def model_of(kind: str, args: ModelArgs = ARGS) -> Transformer:
     model = tiny_model(args, dtype=torch.float32)
-    if "int8" in kind:
+    if "int" in kind:
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        quantize_layers(model, torch.bfloat16 if "bf16" in kind else torch.float32)
+        quantize_layers(model, torch.bfloat16 if "bf16" in kind else torch.float32, kind[:4])
         for name, module in model.named_modules():
-            if isinstance(module, Int8Weight):
+            if isinstance(module, PackedWeight):
                 module.fill(0, weights[f"{name}"])
     if "bf16" in kind:
         for parameter in model.parameters():
@@ -80,7 +80,7 @@ def tolerance(kind: str, logits: Tensor) -> float:
     """
     dtype = torch.bfloat16 if "bf16" in kind else torch.float32
     allowed = fp32_tolerance(logits, ARGS, dtype)
-    return allowed / 16 if "bf16" in kind else allowed * (16 if "int8" in kind else 1)
+    return allowed / 16 if "bf16" in kind else allowed * (16 if "int" in kind else 1)
 
 
 def check_bits(kind: str) -> None:

@@ -103,33 +103,35 @@ def test_a_step_reads_every_weight_once_and_of_an_untied_embedding_only_its_rows
     )
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("tied_head", [True, False])
 @pytest.mark.parametrize("vocab_size", [48, 50])
-def test_the_bytes_of_int8_weights_are_those_of_the_tensors(tied_head: bool, vocab_size: int) -> None:
+def test_the_bytes_of_packed_weights_are_those_of_the_tensors(tied_head: bool, vocab_size: int, kind: str) -> None:
     args = tiny_args(dim=64, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=vocab_size, tied_head=tied_head)
     with torch.device("meta"):
         model = Transformer(args)
-        quantize_layers(model, torch.bfloat16)
+        quantize_layers(model, torch.bfloat16, kind)
     held = sum(p.numel() * (2 if p.is_floating_point() and p.ndim == 1 else p.itemsize) for p in model.parameters())
-    assert costs.weights_bytes(args, itemsize=2, int8=True) == held
-    assert costs.head_bytes(args, itemsize=2, int8=True) == model.output.weight.nbytes
+    assert costs.weights_bytes(args, itemsize=2, quantize=kind) == held
+    assert costs.head_bytes(args, itemsize=2, quantize=kind) == model.output.weight.nbytes
     assert costs.weights_bytes(args, itemsize=2) == 2 * costs.parameters(args)
 
 
 def test_an_int8_weight_takes_nine_eighths_of_a_byte_and_outputs_come_in_sixteens() -> None:
-    assert costs.matrix_bytes(64, 96, itemsize=4, int8=True) == 64 * 96 * 9 // 8
-    assert costs.matrix_bytes(50, 96, itemsize=4, int8=True) == 64 * 96 * 9 // 8
-    assert (costs.INT8_GROUP, costs.INT8_LANES) == (quantize.GROUP, quantize.LANES)
+    assert costs.matrix_bytes(64, 96, itemsize=4, quantize="int8") == 64 * 96 * 9 // 8
+    assert costs.matrix_bytes(50, 96, itemsize=4, quantize="int8") == 64 * 96 * 9 // 8
+    assert costs.matrix_bytes(50, 96, itemsize=4, quantize="int4") == 64 * 96 * 5 // 8
+    assert (costs.GROUP, costs.LANES) == (quantize.GROUP, quantize.LANES)
 
 
 def test_a_step_reads_int8_weights_once_and_the_cache_in_the_dtype_of_the_activations() -> None:
     """Of 64 x 96, 50 x 64, ... in one layer: worked out by hand for dim 64, 2 heads of 32 with 1 of KV, 96 hidden."""
     args = tiny_args(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=48, tied_head=True)
     matrices = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96 + 48 * 64
-    cache = 2 * 32 * 3 * 10 * 4
-    assert costs.step_bytes(args, rows=3, context=10, itemsize=4, int8=True) == matrices * 9 // 8 + 3 * 64 * 4 + cache
+    cache, job = 2 * 32 * 3 * 10 * 4, {"rows": 3, "context": 10, "itemsize": 4}
+    assert costs.step_bytes(args, **job, quantize="int8") == matrices * 9 // 8 + 3 * 64 * 4 + cache
     untied = replace(args, tied_head=False)
-    more = costs.step_bytes(untied, rows=3, context=10, itemsize=4, int8=True) - matrices * 9 // 8 - 3 * 64 * 4 - cache
+    more = costs.step_bytes(untied, **job, quantize="int8") - matrices * 9 // 8 - 3 * 64 * 4 - cache
     assert more == 3 * 64 * 9 // 8  # of the embedding the vectors of three tokens
 
 

@@ -120,7 +120,7 @@ MAY_IMPORT = {
     "inference.py": (f"{FLOOR} api cli terminal exact tokenizer", ""),
     "scripts/gpu_report.py": ("bench cli costs files", "torch"),
     "scripts/record_llama_cpp_ids.py": ("demo", "llama_cpp"),
-    "scripts/compare_int8.py": ("api cli costs model streaming tokenizer", "torch tqdm"),
+    "scripts/compare_quantized.py": ("api cli costs model streaming tokenizer", "torch tqdm"),
     "scripts/compare_outputs.py": ("api bench cli model", "torch"),
     "scripts/compare_ranks.py": ("args bench parallel", "torch"),
 }
@@ -133,7 +133,7 @@ ONLY_DOOR = {
     "gguf": "llama/checkpoint/",
     "filelock": "llama/verify/results.py",
     "fire": "llama/cli.py",
-    "tqdm": "llama/api.py llama/perplexity.py llama/bench/run/progress.py llama/verify/ scripts/compare_int8.py",
+    "tqdm": "llama/api.py llama/perplexity.py llama/bench/run/progress.py llama/verify/ scripts/compare_quantized.py",
     "matplotlib": "llama/bench/report/plots.py",
     "fairscale": "llama/parallel.py",
     "triton": "llama/exact/triton_kernels.py llama/fast/triton_kernels.py",

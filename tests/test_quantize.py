@@ -1,4 +1,4 @@
-"""int8 weights are near the weights they were made of, take the bytes that they should, and serve in every mode."""
+"""Packed weights are near, or just, what they were made of, take the bytes that they should, and serve anywhere."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import config_of, meta_weights, random_model, write_gguf, write_huggingface
+from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf, write_huggingface
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import some_tokens, tiny_args
@@ -14,15 +14,17 @@ from torch import Tensor
 
 from llama import load
 from llama.bench.run.memory import tensor_peak
-from llama.checkpoint import load_weights, open_checkpoint
+from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
+from llama.checkpoint.gguf import read_header
 from llama.model import Transformer
-from llama.quantize import GROUP, Int8Embedding, Int8Linear, Int8Weight, int8_weights, quantize_layers
+from llama.quantize import GROUP, PackedEmbedding, PackedLinear, PackedWeight, packed_weights, quantize_layers
 
 HALF_STEP = 0.5 + 240 * 2.0**-11  # of a code: rounding it, and its scale to float16
+STEPS = {8: 240, 4: 15}  # from a group's smallest weight to its largest
 
 
-def int8_of(weight: Tensor) -> Int8Weight:
-    made = Int8Weight(*weight.shape)
+def packed(weight: Tensor, bits: int = 8) -> PackedWeight:
+    made = PackedWeight(weight.shape[0], weight.shape[1], bits)
     made.fill(0, weight)
     return made
 
@@ -33,65 +35,87 @@ def int8_of(weight: Tensor) -> Int8Weight:
     groups=st.integers(1, 5),
     size=st.sampled_from([1e-3, 0.1, 1.0, 50.0]),
     seed=st.integers(0, 99),
+    bits=st.sampled_from([8, 4]),
 )
-def test_a_weight_is_off_by_half_a_step_of_its_group(outputs: int, groups: int, size: float, seed: int) -> None:
+def test_a_weight_is_off_by_half_a_step_of_its_group(
+    outputs: int, groups: int, size: float, seed: int, bits: int
+) -> None:
     weight = size * torch.randn(outputs, groups * GROUP, generator=torch.Generator().manual_seed(seed))
-    off = (int8_of(weight).rows(0, outputs) - weight).abs().view(outputs, groups, GROUP)
+    off = (packed(weight, bits).rows(0, outputs) - weight).abs().view(outputs, groups, GROUP)
     low, high = weight.view(outputs, groups, GROUP).aminmax(dim=-1, keepdim=True)
-    assert (off <= HALF_STEP * (high - low) / 240 + low.abs() * 2.0**-11).all()
+    assert (off <= HALF_STEP * (high - low) / STEPS[bits] + low.abs() * 2.0**-11).all()
 
 
-def test_weights_on_a_grid_of_4_bits_come_back_as_they_were() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_on_a_grid_of_4_bits_come_back_as_they_were(bits: int) -> None:
     # As in files that hold 4 bits a weight in groups of 32, with a step and a least weight in float16.
     levels = torch.randint(16, (48, 4, GROUP)).float()
     levels[..., 0], levels[..., 1] = 0, 15
     step, least = torch.rand(2, 48, 4, 1).half().float()
     weight = (levels * step - least).flatten(1)
-    torch.testing.assert_close(int8_of(weight).rows(0, 48), weight, rtol=0, atol=1e-6)
+    torch.testing.assert_close(packed(weight, bits).rows(0, 48), weight, rtol=0, atol=1e-6)
 
 
 def test_weights_of_8_bits_come_back_as_they_were() -> None:
     levels = torch.randint(-127, 128, (48, 4, GROUP)).float()
     levels[..., 0] = 127
     weight = (levels * torch.rand(48, 4, 1).half().float()).flatten(1)
-    torch.testing.assert_close(int8_of(weight).rows(0, 48), weight, rtol=0, atol=1e-4)
+    torch.testing.assert_close(packed(weight).rows(0, 48), weight, rtol=0, atol=1e-4)
 
 
-def test_a_group_of_one_number_and_a_group_of_zeros() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_group_of_one_number_and_a_group_of_zeros(bits: int) -> None:
     weight = torch.cat([torch.full((3, GROUP), 0.25), torch.zeros(3, GROUP), torch.full((3, GROUP), -2.0)], dim=1)
-    assert torch.equal(int8_of(weight).rows(0, 3), weight)
+    assert torch.equal(packed(weight, bits).rows(0, 3), weight)
 
 
-@given(cut=st.sampled_from([16, 32, 48, 64]), start=st.integers(0, 69), width=st.integers(1, 70))
-def test_blocks_are_parts_of_the_whole(cut: int, start: int, width: int) -> None:
+@given(
+    cut=st.sampled_from([16, 32, 48, 64]),
+    start=st.integers(0, 69),
+    width=st.integers(1, 70),
+    bits=st.sampled_from([8, 4]),
+)
+def test_blocks_are_parts_of_the_whole(cut: int, start: int, width: int, bits: int) -> None:
     weight = torch.randn(70, 2 * GROUP, generator=torch.Generator().manual_seed(0))
-    whole, parts = int8_of(weight), Int8Weight(70, 2 * GROUP)
+    whole, parts = packed(weight, bits), PackedWeight(70, 2 * GROUP, bits)
     parts.fill(cut, weight[cut:])
     parts.fill(0, weight[:cut])
     stop = min(70, start + width)
     assert torch.equal(parts.rows(start, stop), whole.rows(0, 70)[start:stop])
 
 
-def test_layers_multiply_and_look_up_what_the_weight_holds() -> None:
-    weight = int8_of(torch.randn(5000, GROUP))  # more outputs than are widened at a time
+@settings(max_examples=20)
+@given(st.integers(0, 99))
+def test_codes_of_4_bits_are_kept_as_they_are_given(seed: int) -> None:
+    stream = torch.Generator().manual_seed(seed)
+    codes = torch.randint(16, (20, 3, GROUP), generator=stream, dtype=torch.uint8)
+    ones, weight = torch.ones(20, 3, 1, dtype=torch.float16), PackedWeight(20, 3 * GROUP, 4)
+    weight.take(0, codes, ones, 0 * ones)
+    assert torch.equal(weight.rows(0, 20).view(20, 3, GROUP).byte(), codes)
+    assert weight.codes.nbytes == 32 * 3 * GROUP // 2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_layers_multiply_and_look_up_what_the_weight_holds(bits: int) -> None:
+    weight = packed(torch.randn(5000, GROUP), bits)  # more outputs than are widened at a time
     wide = weight.rows(0, 5000)
     x, ids = torch.randn(2, 3, GROUP), torch.tensor([[0, 17, 4999], [16, 15, 4096]])
-    torch.testing.assert_close(Int8Linear(weight)(x), x @ wide.T, rtol=1e-5, atol=1e-5)
-    assert torch.equal(Int8Embedding(weight, torch.float32)(ids), wide[ids])
-    assert Int8Embedding(weight, torch.bfloat16)(ids).dtype == torch.bfloat16
+    torch.testing.assert_close(PackedLinear(weight)(x), x @ wide.T, rtol=1e-5, atol=1e-5)
+    assert torch.equal(PackedEmbedding(weight, torch.float32)(ids), wide[ids])
+    assert PackedEmbedding(weight, torch.bfloat16)(ids).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_cast_changes_activations_and_leaves_the_weights_as_they_are(dtype: torch.dtype) -> None:
     model = Transformer(tiny_args(tied_head=True)).requires_grad_(False)
     quantize_layers(model, torch.float32)
-    for name, weight in int8_weights(model).items():
+    for name, weight in packed_weights(model).items():
         weight.fill(0, torch.randn(*weight.shape, generator=torch.Generator().manual_seed(len(name))))
-    before = {name: weight.rows(0, weight.shape[0]) for name, weight in int8_weights(model).items()}
+    before = {name: weight.rows(0, weight.shape[0]) for name, weight in packed_weights(model).items()}
     logits = model(some_tokens(1, 5))
     model.free_cache()
     model.to(dtype)
-    for name, weight in int8_weights(model).items():
+    for name, weight in packed_weights(model).items():
         assert torch.equal(weight.rows(0, weight.shape[0]), before[name])
     assert model.norm.weight.dtype == dtype
     assert model.tok_embeddings(torch.tensor([[1]])).dtype == dtype
@@ -100,21 +124,21 @@ def test_a_cast_changes_activations_and_leaves_the_weights_as_they_are(dtype: to
 
 
 def test_widening_never_makes_a_second_copy_of_a_large_matrix() -> None:
-    weight = int8_of(torch.randn(40_000, GROUP))
+    weight = packed(torch.randn(40_000, GROUP))
     x = torch.randn(1, GROUP)
-    layer = Int8Linear(weight)
+    layer = PackedLinear(weight)
     assert tensor_peak(lambda: layer(x)) < 40_000 * GROUP * 4 / 2
 
 
 @pytest.mark.parametrize(("start", "rows"), [(8, 16), (0, 10), (32, 7)])
 def test_a_part_of_a_panel_is_refused(start: int, rows: int) -> None:
     with pytest.raises(ValueError, match="do not end with a panel"):
-        Int8Weight(64, GROUP).fill(start, torch.zeros(rows, GROUP))
+        PackedWeight(64, GROUP).fill(start, torch.zeros(rows, GROUP))
 
 
 def test_inputs_that_fill_no_groups_are_refused() -> None:
     with pytest.raises(ValueError, match=r"groups of 32.* 40 inputs; leave quantize out"):
-        Int8Weight(16, 40)
+        PackedWeight(16, 40)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -122,10 +146,10 @@ def test_a_tied_head_stays_one_with_the_embedding(tied: bool) -> None:
     model = Transformer(tiny_args(tied_head=tied))
     quantize_layers(model, torch.float32)
     assert (model.output.weight is model.tok_embeddings.weight) == tied
-    assert len(int8_weights(model)) == 2 * 7 + (1 if tied else 2)
-    matrices = sum(weight.shape.numel() for weight in int8_weights(model).values())
-    padding = sum(-weight.shape[0] % 16 * weight.shape[1] for weight in int8_weights(model).values())
-    assert sum(weight.nbytes for weight in int8_weights(model).values()) == (matrices + padding) * 9 // 8
+    assert len(packed_weights(model)) == 2 * 7 + (1 if tied else 2)
+    matrices = sum(weight.shape.numel() for weight in packed_weights(model).values())
+    padding = sum(-weight.shape[0] % 16 * weight.shape[1] for weight in packed_weights(model).values())
+    assert sum(weight.nbytes for weight in packed_weights(model).values()) == (matrices + padding) * 9 // 8
     floats = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32]
     assert all("norm" in name for name in floats)
 
@@ -143,10 +167,10 @@ def test_a_checkpoint_is_loaded_into_int8_matrix_by_matrix(checkpoint: Path) -> 
     told: list[tuple[int, int]] = []
     plain = load_weights(opened, opened.args, dtype=torch.float32, device="cpu")
     quantized = load_weights(
-        opened, opened.args, dtype=torch.float32, device="cpu", int8=True, progress=lambda *at: told.append(at)
+        opened, opened.args, dtype=torch.float32, device="cpu", quantize="int8", progress=lambda *at: told.append(at)
     )
-    for name, weight in int8_weights(quantized).items():
-        made = Int8Weight(*weight.shape)
+    for name, weight in packed_weights(quantized).items():
+        made = PackedWeight(*weight.shape)
         made.fill(0, plain.get_parameter(name))
         assert torch.equal(weight.codes, made.codes), name
         assert torch.equal(weight.scales, made.scales), name
@@ -156,7 +180,7 @@ def test_a_checkpoint_is_loaded_into_int8_matrix_by_matrix(checkpoint: Path) -> 
 
 def test_quantising_takes_less_memory_at_its_peak_than_the_float_model(demo_checkpoint: Any) -> None:
     args = demo_checkpoint.args
-    peak = tensor_peak(lambda: load_weights(demo_checkpoint, args, dtype=torch.float32, device="cpu", int8=True))
+    peak = tensor_peak(lambda: load_weights(demo_checkpoint, args, dtype=torch.float32, device="cpu", quantize="int8"))
     float_model = 538_060_032  # bytes of the demo model's float32 weights
     assert peak < 0.4 * float_model
 
@@ -185,7 +209,9 @@ def test_every_way_to_generate_goes_on_with_int8(fast: bool) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"quantize": "int4"}, "quantize='int4' is not known; choose int8"),
+        ({"quantize": "int3"}, "quantize='int3' is not known; choose of int8, int4, stored"),
+        ({"quantize": "stored", "exact": True}, "choose one of exact and quantize"),
+        ({"quantize": "int4", "dtype": "fp16"}, "int4 weights go with activations in fp32 or bf16"),
         ({"quantize": "int8", "exact": True}, "choose one of exact and quantize"),
         ({"fast": True, "exact": True}, "choose one of exact and fast"),
         ({"quantize": "int8", "dtype": "fp16"}, "fp32 or bf16"),
@@ -222,9 +248,101 @@ def test_a_gguf_of_sizes_that_make_no_groups_is_refused_by_its_size(tmp_path: Pa
 def test_int8_logits_are_near_the_float_ones(checkpoint: Path) -> None:
     opened = open_checkpoint(checkpoint)
     plain, quantized = (
-        load_weights(opened, opened.args, dtype=torch.float32, device="cpu", int8=int8).requires_grad_(False)
-        for int8 in (False, True)
+        load_weights(opened, opened.args, dtype=torch.float32, device="cpu", quantize=kind).requires_grad_(False)
+        for kind in (None, "int8")
     )
     tokens = some_tokens(2, 11, vocab_size=20)
     off = (quantized(tokens) - plain(tokens)).abs().max()
     assert 0 < off < 0.1 * plain(tokens).abs().max()
+
+
+# ---- what a file has -------------------------------------------------------------------------------------------------
+
+
+def gguf_of(path: Path, kind: Any, **sizes: Any) -> Path:
+    config = config_of(**{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, **sizes})
+    return write_gguf(path / f"{kind.name}.gguf", meta_weights(random_model(config)), config, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_stored_weights_are_those_of_the_file_to_the_bit(kind: Any, tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, kind)
+    wide, _ = load(path, device="cpu", dtype="fp32")
+    kept, _ = load(path, device="cpu", dtype="fp32", quantize="stored")
+    matrices = packed_weights(kept)
+    assert len(matrices) == 2 * 7 + 2
+    for name, weight in matrices.items():
+        assert torch.equal(weight.rows(0, weight.shape[0]), wide.get_parameter(name)), name
+        assert weight.bits == (8 if kind is Kind.Q8_0 else 4)
+    assert str(kept.execution) == "plain, stored weights"
+    tokens = some_tokens(2, 11, vocab_size=20)
+    with torch.inference_mode():
+        torch.testing.assert_close(kept(tokens), wide(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_int4_makes_the_codes_again_that_its_weights_came_from(tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q4_1)
+    stored, _ = load(path, device="cpu", quantize="stored")
+    made, _ = load(path, device="cpu", quantize="int4")
+    for (name, one), other in zip(packed_weights(stored).items(), packed_weights(made).values(), strict=True):
+        if name.startswith("layers."):
+            assert torch.equal(one.codes, other.codes), name
+            assert torch.equal(one.zeros, other.zeros), name
+            assert torch.equal(one.scales, other.scales), name
+        else:
+            assert (one.bits, other.bits) == (4, 8)
+
+
+def test_matrices_that_a_file_has_in_floats_stay_floats(tmp_path: Path) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    weights = meta_weights(random_model(config))
+    path = write_gguf(tmp_path / "mixed.gguf", weights, config, kind=Kind.Q4_1, whole=["output.weight"])
+    model, _ = load(path, device="cpu", quantize="stored")
+    assert "output.weight" not in packed_weights(model)
+    assert torch.equal(model.output.weight, weights["output.weight"])
+    assert len(packed_weights(model)) == 2 * 7 + 1
+
+
+def test_the_demo_is_kept_as_it_is_stored() -> None:
+    kept, tokenizer = load("demo", quantize="stored")
+    assert {weight.bits for weight in packed_weights(kept).values()} == {4, 8}
+    nbytes = sum(weight.nbytes for weight in packed_weights(kept).values())
+    file = 106_168_320 * 20 // 32 + 28_311_552 * 34 // 32  # in its layers Q4_1, in its embedding Q8_0
+    assert file < nbytes == file + 28_311_552 * 2 // 32, "a zero for each group of the embedding"
+    [said] = kept.generate(tokenizer, ["The capital of France is"], 4, temperature=0.0)
+    assert "Paris" in said["generation"]
+
+
+@pytest.mark.parametrize("kind", [Kind.Q5_0, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_a_type_that_cannot_be_kept_is_refused_with_its_tensor(kind: Any, tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, kind, **({"hidden_size": 256, "intermediate_size": 256} if kind is Kind.Q6_K else {}))
+    with pytest.raises(CheckpointError, match=rf"tok_embeddings.weight is {kind.name}, which quantize='stored' cannot"):
+        load(path, device="cpu", quantize="stored")
+
+
+def test_stored_is_refused_where_nothing_is_quantised(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"keeps what a \.gguf file has quantised, and here no matrix is"):
+        load(checkpoint, device="cpu", quantize="stored")
+
+
+def overwrite(path: Path, tensor: str, at: int, number: float) -> None:
+    """Put a float16 into the bytes of a file's tensor."""
+    raw = bytearray(path.read_bytes())
+    begin = read_header(path).tensors[tensor].start + at
+    raw[begin : begin + 2] = torch.tensor([number], dtype=torch.float16).numpy().tobytes()
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("damage", [float("inf"), float("nan")])
+def test_scales_that_are_not_finite_are_refused_with_their_tensor(damage: float, tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q4_1)
+    overwrite(path, "blk.1.ffn_up.weight", 40, damage)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.feed_forward\.w3\.weight has scales that are no finite"):
+        load(path, device="cpu", quantize="stored")
+
+
+def test_a_scale_whose_zero_passes_float16_is_refused(tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q8_0)
+    overwrite(path, "blk.0.attn_q.weight", 0, 600.0)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.attention\.wq\.weight has scales"):
+        load(path, device="cpu", quantize="stored")

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypedDict
 
 from llama.machine import DTYPES
 
-# Whose weights can be brought into what: int8 is our own layout, or llama.cpp's Q8_0, and int4 its Q4_0.
-QUANTIZED = {"llama": ("int8",), "llama.cpp": ("int8", "int4")}
+# Whose weights can be brought into what: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0.
+QUANTIZED = {"llama": ("int8", "int4"), "llama.cpp": ("int8", "int4")}
 
 
 class Modes(TypedDict):
@@ -42,7 +42,7 @@ class Cell:
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
     kind that the library has, or "file.py:kind" for one that a file defines. `text` replaces the random ids of every
     row; `input_len` is then the count of its tokens. `ranks` are the processes that share the model. `fast` asks for
-    the fast step, and `quantize` for weights in "int8", or, of llama.cpp, in "int4". Raises ValueError.
+    the fast step, and `quantize` for weights in "int8" or "int4". Raises ValueError.
     """
 
     batch_size: int = 1
@@ -123,9 +123,9 @@ class Cell:
         return 2 if self.engine != "llama" and self.quantize else self.itemsize
 
     @property
-    def int8(self) -> bool:
-        """Whether the matrices are in the int8 of this library, the bytes of which are known beforehand."""
-        return self.engine == "llama" and self.quantize == "int8"
+    def layout(self) -> str | None:
+        """In which layout of this library the matrices are, the bytes of which are known beforehand."""
+        return self.quantize if self.engine == "llama" else None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.checkpoint.base import Checkpoint, CheckpointError, check_shapes, listing, needed_shapes, refusing
+from llama.checkpoint.base import Checkpoint, CheckpointError, Weight, check_shapes, listing, needed_shapes, refusing
 from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
 from llama.model import Transformer
-from llama.quantize import Int8Weight, quantize_layers, weights_of
+from llama.quantize import PackedWeight, quantize_layers, weights_of
 from llama.ranks import ALONE, Ranks, cut_for
 
 __all__ = ["Checkpoint", "CheckpointError", "load_weights", "open_checkpoint"]
@@ -77,13 +77,14 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     ranks: Ranks = ALONE,
-    int8: bool = False,
+    quantize: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Return a Transformer(args) whose parameters are copies of the checkpoint's weights, in `dtype` on `device`.
 
-    Of several `ranks` each reads its own slices only. With `int8` the matrices are brought into int8 one by one as they
-    are read, so that none is ever there in a wider dtype as a whole but the one being read.
+    Of several `ranks` each reads its own slices only. With `quantize` "int8" or "int4" the matrices are brought into
+    that one by one as they are read, so that none is ever there in a wider dtype as a whole but the one being read;
+    with "stored" they keep the codes and scales of the file.
 
     `args` are the checkpoint's own, with limits and switches as the caller wants them. Nothing is allocated before
     all names and shapes are known to fit, and beyond the model only one small block at a time is.
@@ -102,16 +103,15 @@ def load_weights(
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
-        if int8:
-            quantize_layers(model, dtype)
+        if quantize is not None:
+            quantize_layers(model, dtype, quantize, stored_bits(checkpoint) if quantize == "stored" else None)
     materialise(model, dtype=dtype, device=device)
     parts = weights_of(model)  # a tied head is here as the embedding
     total, done = sum(part.nbytes for part in parts.values()), 0
     for name, part in parts.items():
         own = checkpoint.tensors[name].part(tuple(part.shape), ranks.rank, ranks.size)
-        if isinstance(part, Int8Weight):
-            for start, stop in part.blocks():
-                part.fill(start, own.rows(start, stop))
+        if isinstance(part, PackedWeight):
+            _fill(checkpoint, name, part, own)
         else:
             own.copy_to(part.detach())
         done += part.nbytes
@@ -120,6 +120,44 @@ def load_weights(
     # What all ranks hold whole tells whether their files are the same.
     ranks.agree(lambda: {"weights": model.norm.weight.tolist()})
     return model
+
+
+def stored_bits(checkpoint: Checkpoint) -> dict[str, int | None]:
+    """Return in how many bits each matrix keeps what the file has of it, None where that is floats.
+
+    Raises CheckpointError where no matrix is quantised, and for a type that cannot be kept.
+    """
+    stored = {name: weight.stored for name, weight in checkpoint.tensors.items() if len(weight.shape) == 2}
+    for name, kept in stored.items():
+        if kept is not None and kept.bits is None:
+            raise CheckpointError(
+                checkpoint.path,
+                f"{name} is {kept.kind}, which quantize='stored' cannot keep so far; it keeps Q4_0, Q4_1 and Q8_0. "
+                "Load it with quantize='int8', or without",
+            )
+    if not any(stored.values()):
+        raise CheckpointError(
+            checkpoint.path,
+            "quantize='stored' keeps what a .gguf file has quantised, and here no matrix is; leave it out",
+        )
+    return {name: None if kept is None else kept.bits for name, kept in stored.items()}
+
+
+def _fill(checkpoint: Checkpoint, name: str, weight: PackedWeight, own: Weight) -> None:
+    """Bring a matrix of a file into its packed form; what the file has in that form is kept to the bit."""
+    stored = own.stored if weight.stored_as == "stored" else None
+    for start, stop in weight.blocks():
+        if stored is None:
+            weight.fill(start, own.rows(start, stop))
+            continue
+        codes, scales, zeros = stored.codes(start, stop)
+        if not (scales.isfinite().all() and zeros.isfinite().all()):
+            raise CheckpointError(
+                checkpoint.path,
+                f"{name} has scales that are no finite float16, in outputs {start} to {stop}; the file is damaged, or "
+                "needs quantize='int8'",
+            )
+        weight.take(start, codes, scales, zeros)
 
 
 def materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device | str) -> None:

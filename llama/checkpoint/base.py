@@ -68,11 +68,12 @@ class Weight:
     """A tensor that is still in its file, read by rows of its first dimension.
 
     `rows(start, stop)` returns them in the file's dtype, or in float32 where the file is quantised. They may be a
-    view of the mapped file: copy, do not keep.
+    view of the mapped file: copy, do not keep. `stored`: how the file itself holds a matrix, None where it has floats.
     """
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], Tensor]
+    stored: "Stored | None" = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Weight":
@@ -104,6 +105,19 @@ class Weight:
         return self.shape == other.shape and all(
             same_bits(self.rows(*block), other.rows(*block)) for block in self.blocks()
         )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The codes of a matrix as a file has them, see `llama.quantize`, which keeps them to the bit.
+
+    kind: the file's name for it. bits: of a code, 4 or 8; None where the layout cannot hold what the file has.
+    `codes(start, stop)` returns codes (rows, groups, 32), and scales and zeros (rows, groups, 1), of some rows.
+    """
+
+    kind: str
+    bits: int | None
+    codes: Callable[[int, int], tuple[Tensor, Tensor, Tensor]]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

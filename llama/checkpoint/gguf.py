@@ -21,6 +21,7 @@ from llama.args import ModelArgs, RopeScaling
 from llama.checkpoint.base import (
     Checkpoint,
     CheckpointError,
+    Stored,
     Weight,
     assemble,
     make_args,
@@ -75,16 +76,17 @@ class _Kind:
     block: int
     size: int
     dtype: torch.dtype | None = None  # None: quantised
+    bits: int | None = None  # in which `llama.quantize` keeps the file's codes; None: it cannot
 
 
 _KINDS = {
     0: _Kind("F32", 1, 4, torch.float32),
     1: _Kind("F16", 1, 2, torch.float16),
-    2: _Kind("Q4_0", 32, 18),
-    3: _Kind("Q4_1", 32, 20),
+    2: _Kind("Q4_0", 32, 18, bits=4),
+    3: _Kind("Q4_1", 32, 20, bits=4),
     6: _Kind("Q5_0", 32, 22),
     7: _Kind("Q5_1", 32, 24),
-    8: _Kind("Q8_0", 32, 34),
+    8: _Kind("Q8_0", 32, 34, bits=8),
     12: _Kind("Q4_K", 256, 144),
     13: _Kind("Q5_K", 256, 176),
     14: _Kind("Q6_K", 256, 210),
@@ -188,7 +190,22 @@ def _weight(data: Tensor, info: TensorInfo) -> Weight:
     if kind.dtype is not None:
         return Weight.of(raw.view(kind.dtype).view(info.shape))
     blocks = raw.view(*info.shape[:-1], -1)
-    return Weight(info.shape, lambda start, stop: _dequantize(blocks[start:stop], kind.name))
+    codes = Stored(kind.name, kind.bits, lambda start, stop: _codes(blocks[start:stop], kind))
+    return Weight(info.shape, lambda start, stop: _dequantize(blocks[start:stop], kind.name), codes)
+
+
+def _codes(blocks: Tensor, kind: _Kind) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes (rows, groups, 32) of a matrix's blocks, (rows, bytes), and scales and zeros (rows, groups, 1).
+
+    Where ggml counts codes from -8 or -128, the zero is that times the scale, which float16 has without rounding.
+    """
+    parts = blocks.view(len(blocks), -1, kind.size)
+    scales = parts[..., :2].contiguous().view(torch.float16)
+    if kind.name == "Q8_0":
+        return parts[..., 2:] ^ 128, scales, -128 * scales  # signed bytes: 128 more than each
+    zeros = parts[..., 2:4].contiguous().view(torch.float16) if kind.name == "Q4_1" else -8 * scales
+    packed = parts[..., kind.size - 16 :]  # the first 16 codes, and in the upper halves the last 16
+    return torch.cat((packed & 15, packed >> 4), dim=-1), scales, zeros
 
 
 def _dequantize(blocks: Tensor, kind: str) -> Tensor:

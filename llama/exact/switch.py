@@ -16,7 +16,7 @@ from llama.args import ModelArgs
 from llama.exact.operations import exact_ops
 from llama.kv_cache import check_lossless
 from llama.ops import PLAIN
-from llama.quantize import int8_weights
+from llama.quantize import packed_weights
 from llama.self_comparison import first_difference
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _check(model: "Transformer") -> None:
     if model.runner is not None:
         raise ValueError(f"exact mode and the fast step ({model.runner.name}) exclude each other: choose one")
     check_lossless(model.caches)
-    if int8_weights(model):
+    if packed_weights(model):
         raise ValueError("exact mode computes with the weights as they are; load the model without quantize")
 
 

@@ -14,6 +14,7 @@ from llama.fast.native_check import check_library
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
+from llama.quantize import packed_weights
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ def make_fast(model: Transformer, folder: Path) -> None:
 def _use_native_code(model: Transformer, folder: Path) -> None:
     step = NativeRunner(folder)
     described = step.describe(model)
-    check_library(folder, described.dtype, int8=bool(described.sizes.int8))
+    bits = {weight.bits for weight in packed_weights(model).values()}
+    check_library(folder, described.dtype, quantize=f"int{min(bits)}" if bits else None)
     model.runner = step
     logger.info("fast: native code for %s", step.instructions)
 

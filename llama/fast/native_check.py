@@ -14,7 +14,7 @@ from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.kv_cache import KVCache
 from llama.model import Transformer
-from llama.quantize import Int8Weight, quantize_layers, weights_of
+from llama.quantize import PackedWeight, quantize_layers, weights_of
 from llama.self_comparison import first_difference
 
 # Sizes that leave no loop out: heads of a whole and of half a block of vectors, a head that ends with part of a panel.
@@ -27,12 +27,12 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2}
 
 
 @cache
-def check_library(folder: Path, dtype: torch.dtype, *, int8: bool) -> None:
+def check_library(folder: Path, dtype: torch.dtype, *, quantize: str | None) -> None:
     """Raise Unsupported where the code in `folder` does not give the plain path's logits, or other bits each time.
 
-    Compares for one kind of weights; once in a process.
+    Compares for one kind of weights, of which int4 has matrices in 8 bits, too; once in a process.
     """
-    model = _tiny_model(dtype, int8=int8)
+    model = _tiny_model(dtype, quantize)
     tokens = torch.arange(90, device="cpu").view(3, 30)
     with torch.inference_mode():
         plain = model(tokens)
@@ -40,7 +40,7 @@ def check_library(folder: Path, dtype: torch.dtype, *, int8: bool) -> None:
         model.runner = runner
         native = model(tokens)
     assert runner.forwards == 1
-    kind = f"{'int8 weights in ' if int8 else ''}{str(dtype).removeprefix('torch.')}"
+    kind = f"{f'{quantize} weights in ' if quantize else ''}{str(dtype).removeprefix('torch.')}"
     off = float((native - plain).abs().max() / plain.abs().max())
     if not off <= _TOLERANCE[dtype]:
         raise Unsupported(f"the native code compiled here is wrong for {kind}: off by {off:.2g} of the largest logit")
@@ -71,16 +71,16 @@ def _off_from_cache(model: Transformer, runner: NativeRunner, cache: type[KVCach
     return float((native - plain).abs().max() / plain.abs().max())
 
 
-def _tiny_model(dtype: torch.dtype, *, int8: bool) -> Transformer:
+def _tiny_model(dtype: torch.dtype, quantize: str | None) -> Transformer:
     stream = torch.Generator("cpu").manual_seed(0)
     with torch.device("meta"):  # so that nothing is drawn from the user's own stream of random numbers
         model = Transformer(_ARGS)
-        if int8:
-            quantize_layers(model, dtype)
+        if quantize is not None:
+            quantize_layers(model, dtype, quantize)
     model.requires_grad_(False).to_empty(device="cpu")
     for weight in weights_of(model).values():
         drawn = torch.randn(tuple(weight.shape), generator=stream, dtype=torch.float32, device="cpu")
-        if isinstance(weight, Int8Weight):
+        if isinstance(weight, PackedWeight):
             weight.fill(0, drawn / 10)
         else:
             weight.data = (1 + drawn / 10 if weight.ndim == 1 else drawn / 10).to(dtype)

@@ -14,7 +14,7 @@ from llama.fast.native_library import Layer, Matrix, Model
 from llama.fast.supported import Unsupported, check_modules
 from llama.kv_cache import Int4Cache, Int8Cache, KVCache, PagedCache, StaticCache
 from llama.model import Attention, Transformer, TransformerBlock
-from llama.quantize import GROUP, LANES, Int8Embedding, Int8Weight
+from llama.quantize import GROUP, LANES, PackedEmbedding, PackedWeight
 from llama.rows import Rows
 
 CACHES = (StaticCache, Int8Cache, Int4Cache, PagedCache)  # the kinds that native code reads where they lie
@@ -95,7 +95,7 @@ def _sizes(model: Transformer) -> Model:
     head_dim = attention.head_dim
     sizes = Model(
         bfloat16=model.norm.weight.dtype == torch.bfloat16,
-        int8=isinstance(embedding, Int8Weight),
+        packed=isinstance(embedding, PackedWeight),
         dim=embedding.shape[1],
         heads=attention.wq.weight.shape[0] // head_dim,
         kv_heads=attention.wk.weight.shape[0] // head_dim,
@@ -109,7 +109,7 @@ def _sizes(model: Transformer) -> Model:
             raise Unsupported(f"{name} of the model, {size}, is no multiple of {_MULTIPLE}")
     if not sizes.kv_heads or sizes.heads % sizes.kv_heads:
         raise Unsupported(f"{sizes.heads} heads cannot share {sizes.kv_heads} KV heads")
-    if isinstance(model.tok_embeddings, Int8Embedding) and model.tok_embeddings.dtype != model.norm.weight.dtype:
+    if isinstance(model.tok_embeddings, PackedEmbedding) and model.tok_embeddings.dtype != model.norm.weight.dtype:
         raise Unsupported("activations are of another dtype than norms")
     for block in model.blocks:
         if block.attention_norm.eps != model.norm.eps or block.ffn_norm.eps != model.norm.eps:
@@ -136,18 +136,20 @@ def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
     )
 
 
-def _matrix(weight: Tensor | Int8Weight, rows: int, columns: int, sizes: Model) -> Matrix:
+def _matrix(weight: Tensor | PackedWeight, rows: int, columns: int, sizes: Model) -> Matrix:
     """Return a weight (rows, columns) as the native code is told of it, whose columns are our rows."""
-    if isinstance(weight, Int8Weight) != bool(sizes.int8):
-        raise Unsupported("some matrices are int8 and some are not")
+    if isinstance(weight, PackedWeight) != bool(sizes.packed):
+        raise Unsupported("some matrices are quantised and some are not")
     if isinstance(weight, Tensor):
         dtype = torch.bfloat16 if sizes.bfloat16 else torch.float32
-        return Matrix(check_tensor(weight, (rows, columns), dtype), None, None, rows, columns)
+        return Matrix(check_tensor(weight, (rows, columns), dtype), None, None, rows, columns, 0)
+    if weight.bits not in (4, 8):
+        raise Unsupported(f"a matrix has codes of {weight.bits} bits")
     if tuple(weight.shape) != (rows, columns):
         raise Unsupported(f"a matrix is {tuple(weight.shape)} where the others ask for {(rows, columns)}")
     panels, groups = -(-rows // LANES), columns // GROUP
-    codes = check_tensor(weight.codes, (panels, groups, GROUP // 4, LANES, 4), torch.uint8)
+    codes = check_tensor(weight.codes, (panels, groups, weight.bits, LANES, 4), torch.uint8)
     scales, zeros = (
         check_tensor(part, (panels, groups, LANES), torch.float16) for part in (weight.scales, weight.zeros)
     )
-    return Matrix(codes, scales, zeros, rows, columns)
+    return Matrix(codes, scales, zeros, rows, columns, weight.bits)

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 
 
 class Matrix(ctypes.Structure):
-    """A weight (columns, length); scales and zeros are null but for int8."""
+    """A weight (columns, length); of a packed one the codes, of `bits` bits, else 0, and its scales and zeros."""
 
     _fields_ = (
         ("weight", c_void_p),
@@ -21,6 +21,7 @@ class Matrix(ctypes.Structure):
         ("zeros", c_void_p),
         ("columns", c_int64),
         ("length", c_int64),
+        ("bits", c_int64),
     )
 
 
@@ -38,7 +39,7 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = (
         ("bfloat16", c_int64),  # whether norms, cache and plain matrices are bfloat16, not float32
-        ("int8", c_int64),  # whether the matrices are int8
+        ("packed", c_int64),  # whether the matrices are those of quantize.py
         *((name, c_int64) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden", "layer_count")),
         ("eps", c_float),
         ("embedding", Matrix),

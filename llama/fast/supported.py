@@ -10,12 +10,12 @@ from llama.kv_cache import KVCache
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
-from llama.quantize import Int8Embedding, Int8Linear, Int8Weight
+from llama.quantize import PackedEmbedding, PackedLinear, PackedWeight
 from llama.ranks import ALONE
 
 _KNOWN = {
     *(Transformer, TransformerBlock, Attention, FeedForward, RMSNorm, nn.ModuleList),
-    *(ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, Int8Linear, Int8Embedding, Int8Weight),
+    *(ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, PackedLinear, PackedEmbedding, PackedWeight),
 }
 # What the plain path runs of our files: functions, methods, and the names under which it reaches PyTorch.
 PATH = {
@@ -25,7 +25,7 @@ PATH = {
     *("room", "fits", "_grow", "_enlarge", "_allocate", "_write", "sizes", "_refusal", "_note_ends"),
     *("quantize", "dequantize", "_packed", "_unpacked", "_run", "_newest", "value_parts", "_whole", "_keep", "_take"),
     *("_refuse_what_is_gone", "rotated", "real", "_take_one", "_give_back", "_slots", "_gathered"),
-    *("check_fed", "row_starts", "check_room"),
+    *("_widened", "check_fed", "row_starts", "check_room"),
     *("torch", "nn", "F"),
 }
 

@@ -39,7 +39,7 @@ from llama.bench.statistics import best_ceilings, bound_by, percentiles, rooflin
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
-from llama.quantize import Int8Weight, int8_weights
+from llama.quantize import PackedWeight, packed_weights
 
 CPU = torch.device("cpu")
 CELL = Cell(batch_size=3, input_len=7, output_len=5)
@@ -243,25 +243,25 @@ def test_the_ledger_of_int8_weights_is_that_of_the_tensors(tied_head: bool) -> N
     sizes = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 96, "vocab_size": 50}
     args = tiny_args(**sizes, tied_head=tied_head)
     cell = CELL.but(quantize="int8", dtype="bf16")
-    model = random_model(args, dtype=torch.bfloat16, device=CPU, int8=True)
+    model = random_model(args, dtype=torch.bfloat16, device=CPU, quantize="int8")
     record = measure(cell, LlamaEngine(model, Bytes()), device=CPU)
-    held = costs.weights_bytes(args, itemsize=2, int8=True)
+    held = costs.weights_bytes(args, itemsize=2, quantize="int8")
     head = 0 if tied_head else 64 * 64 * 9 // 8  # 50 words in panels of 16
     assert line(record, "weights") == (held - head, held - head)
     assert line(record, "tied head" if tied_head else "head") == (head, head)
     assert record["weights_bytes"] == held
     assert record["work"] is not None
-    assert record["work"]["step_bytes"] == costs.step_bytes(args, rows=3, context=9, itemsize=2, int8=True)
+    assert record["work"]["step_bytes"] == costs.step_bytes(args, rows=3, context=9, itemsize=2, quantize="int8")
     assert any(note.startswith("int8 weights: rounded") for note in record["notes"])
 
 
 def test_random_int8_weights_are_the_random_weights_rounded() -> None:
     args = tiny_args(dim=64, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=5000)  # more than are drawn at a time
-    whole, rounded = (random_model(args, dtype=torch.float32, device=CPU, int8=int8) for int8 in (False, True))
-    matrices = int8_weights(rounded)
+    whole, rounded = (random_model(args, dtype=torch.float32, device=CPU, quantize=kind) for kind in (None, "int8"))
+    matrices = packed_weights(rounded)
     assert len(matrices) == 16
     for name, weight in matrices.items():
-        expected = Int8Weight(*weight.shape)
+        expected = PackedWeight(*weight.shape)
         expected.fill(0, whole.get_parameter(name))
         assert torch.equal(weight.rows(0, weight.shape[0]), expected.rows(0, weight.shape[0])), name
     assert all(parameter.is_meta is False for parameter in rounded.parameters())
@@ -269,9 +269,9 @@ def test_random_int8_weights_are_the_random_weights_rounded() -> None:
 
 def test_random_int8_weights_never_stand_in_a_wider_dtype_as_a_whole() -> None:
     args = tiny_args(dim=64, n_layers=8, n_heads=2, n_kv_heads=1, ffn_dim=1024, vocab_size=64)
-    held = costs.weights_bytes(args, itemsize=4, int8=True)
+    held = costs.weights_bytes(args, itemsize=4, quantize="int8")
     matrix = 64 * 1024 * 4
-    peak = memory.tensor_peak(lambda: random_model(args, dtype=torch.float32, device=CPU, int8=True))
+    peak = memory.tensor_peak(lambda: random_model(args, dtype=torch.float32, device=CPU, quantize="int8"))
     assert peak < held + 8 * matrix < costs.weights_bytes(args, itemsize=4)
 
 
@@ -469,7 +469,7 @@ def test_a_cell_past_the_models_limit_or_the_memory_is_refused_in_words() -> Non
         {"logits": "some"},
         {"dtype": "int8"},
         {"text": "  "},
-        {"quantize": "int4"},
+        {"quantize": "stored"},
         {"quantize": "int8", "engine": "transformers"},
         {"quantize": "int2", "engine": "llama.cpp"},
         {"fast": True, "engine": "llama.cpp"},

@@ -691,7 +691,7 @@ def run(*words: str) -> int:
         (["--preset", "sweep", "--input_len", "8100"], "passes the model's max_seq_len=8192"),
         (["--preset", "table", "--model", "llama-3.1-405b"], "does not fit: weights"),
         (["--resume"], "name it with --preset"),
-        (["--quantize", "int4"], "quantize='int4': the engine llama has weights in int8"),
+        (["--quantize", "stored"], "quantize='stored': the engine llama has weights in int8 and int4"),
         (["--quantize", "int8", "--exact"], "choose one of exact and quantize"),
         (["--fast", "--exact"], "choose one of exact and fast"),
         (["--quantize", "int8", "--dtype", "fp16"], "not in torch.float16"),

@@ -40,7 +40,7 @@ from llama.fast.choose import make_fast
 from llama.fast.native_runner import NativeRunner
 from llama.generation import NonFiniteLogits
 from llama.model import Transformer
-from llama.quantize import Int8Linear
+from llama.quantize import PackedLinear
 
 pytestmark = needs_a_compiler
 # AVX2 by the rules of the CPU on which GCC fuses some loops' products and sums and not others', left to itself.
@@ -407,4 +407,4 @@ def test_a_folder_that_cannot_be_written_leaves_the_plain_path(
 
 
 def test_the_int8_layers_of_the_twins_are_int8() -> None:
-    assert isinstance(model_of("int8").blocks[0].attention.wq, Int8Linear)
+    assert isinstance(model_of("int8").blocks[0].attention.wq, PackedLinear)

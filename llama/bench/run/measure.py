@@ -111,8 +111,8 @@ def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Wor
         return cell.batch_size * forward_flops(args, seqlen=seqlen, start_pos=start_pos, scored=scored)
 
     def read(start_pos: int, seqlen: int) -> int:
-        whole = step_bytes(args, rows=cell.batch_size, context=0, itemsize=cell.itemsize, int8=cell.int8)
-        if weights is not None and cell.quantize is not None and not cell.int8:
+        whole = step_bytes(args, rows=cell.batch_size, context=0, itemsize=cell.itemsize, quantize=cell.layout)
+        if weights is not None and cell.quantize is not None and cell.layout is None:
             whole = whole * weights // (parameters(args) * cell.itemsize)
         kept = start_pos if bound is None else min(start_pos, bound)
         return whole + cell.batch_size * kept * per_position

@@ -33,7 +33,7 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
         all_logits=cell.logits == "all",
         workspace=workspace,
         ranks=cell.ranks,
-        int8=cell.int8,
+        quantize=cell.layout,
         held=partial(cache_bytes, args.share(cell.ranks), cell),
     )
 
@@ -76,7 +76,7 @@ def make_ledger(
     `weights`, of which `head` are those of a head of its own, `cache`, `logits`, `peak`, and `resident`, before the
     model was there and at the peak, are measured bytes, None where none was measured.
     """
-    own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, int8=cell.int8)
+    own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, quantize=cell.layout)
     untied = 0 if args.tied_head else own_head
     at_head = predicted.at_head
     lines = [
@@ -116,8 +116,8 @@ def _of_activations(cell: Cell, *, measured: bool) -> str:
         return "predicted for the plain path; exact mode pads and copies"
     if cell.fast:
         return "predicted for the plain path; the fast step takes a workspace, or on a GPU a pool"
-    if cell.int8:
-        return "predicted for weights as they are; int8 layers widen some outputs at a time"
+    if cell.layout is not None:
+        return f"predicted for weights as they are; {cell.layout} layers widen some outputs at a time"
     words = ["measured is what the other lines leave of the measured peak"] if measured else []
     if cell.kv_caching and cell.kv_cache != "static":
         words.append(f"predicted for a cache that is read in place; {cell.kv_cache} may copy what it returns")

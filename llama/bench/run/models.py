@@ -24,7 +24,7 @@ from llama.kv_cache import KVCache, cache_kind
 from llama.machine import DTYPES, dtype_name
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_size
-from llama.quantize import Int8Weight, quantize_layers, weights_of
+from llama.quantize import PackedWeight, quantize_layers, weights_of
 from llama.ranks import cut_for
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def check_cell(cell: Cell) -> None:
     """Raise ValueError for ways to compute that our own engine cannot have together, or not on this device."""
     if cell.engine == "llama":
         device, dtype = pick_device(cell.device), DTYPES[cell.dtype]
-        check_modes(device, dtype, fast=cell.fast, quantize=cell.quantize, exact=cell.exact)
+        check_modes(device, dtype, fast=cell.fast, quantize=cell.layout, exact=cell.exact)
 
 
 def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
@@ -99,10 +99,10 @@ def find_model(cell: Cell) -> Source:
 
     def build() -> Transformer:
         if checkpoint is None:
-            model = random_model(args, dtype=dtype, device=device, int8=cell.int8)
+            model = random_model(args, dtype=dtype, device=device, quantize=cell.layout)
         else:
             ranks = join(device)
-            model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, int8=cell.int8).eval()
+            model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, quantize=cell.layout).eval()
         model.exact = cell.exact
         if cell.fast:  # which compiles here, if at all, before anything is timed
             make_fast(model, cache_dir() / "native")
@@ -112,25 +112,25 @@ def find_model(cell: Cell) -> Source:
 
 
 def random_model(
-    args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0, int8: bool = False
+    args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0, quantize: str | None = None
 ) -> Transformer:
     """Return a model of these sizes, or this rank's slice of it, whose numbers are random and always the same.
 
-    With `int8` they are those numbers rounded, and no matrix is ever there in a wider dtype as a whole.
+    With `quantize` they are those numbers rounded, and no matrix is ever there in a wider dtype as a whole.
     """
     ranks = join(device)
     facts = {"configuration": args, "dtype": dtype, "device": device.type, "versions": torch.__version__, "seed": seed}
     ranks.agree(lambda: facts)
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
-        if int8:
-            quantize_layers(model, dtype)
+        if quantize is not None:
+            quantize_layers(model, dtype, quantize)
     whole = needed_shapes(args)
     materialise(model, dtype=dtype, device=device)
     stream = torch.Generator(device).manual_seed(seed)
     for name, parameter in weights_of(model.requires_grad_(False)).items():
-        if isinstance(parameter, Int8Weight):
-            _draw_int8(parameter, stream, dtype)
+        if isinstance(parameter, PackedWeight):
+            _draw_packed(parameter, stream, dtype)
             continue
         if parameter.ndim == 1:
             parameter.fill_(1.0)  # the norms
@@ -143,7 +143,7 @@ def random_model(
     return model.eval()
 
 
-def _draw_int8(weight: Int8Weight, stream: torch.Generator, dtype: torch.dtype) -> None:
+def _draw_packed(weight: PackedWeight, stream: torch.Generator, dtype: torch.dtype) -> None:
     """Draw the numbers of a matrix row after row, in which a whole one is drawn too, and round them."""
     bound = weight.shape[1] ** -0.5
     for start, stop in weight.blocks():

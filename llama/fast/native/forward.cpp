@@ -36,7 +36,7 @@ enum Kind : Int {
 
 struct Model {
     Int bfloat16;  // whether norms, cache and plain matrices are bfloat16, not float32
-    Int int8;      // whether the matrices are int8
+    Int packed;    // whether the matrices are those of quantize.py
     Int dim, heads, kv_heads, head_dim, hidden, layer_count;
     float eps;
     Matrix embedding, output;
@@ -665,8 +665,8 @@ struct Forward {
 
 template <class Act>
 void choose(const Model& model, Act act) {
-    if (model.int8)
-        model.bfloat16 ? act(bfloat{}, Int8{}) : act(float{}, Int8{});
+    if (model.packed)
+        model.bfloat16 ? act(bfloat{}, Packed{}) : act(float{}, Packed{});
     else
         model.bfloat16 ? act(bfloat{}, Plain<bfloat>{}) : act(float{}, Plain<float>{});
 }

@@ -1,6 +1,6 @@
 // Products: rows of activations, rounded to the weights' kind, times the columns of a matrix.
 //
-// Two kinds with the same functions: Plain for float32 and bfloat16, Int8 for the weights of quantize.py. A sum is
+// Two kinds with the same functions: Plain for float32 and bfloat16, Packed for the weights of quantize.py. A sum is
 // added up in the same order however many rows and columns are taken at a time.
 
 #pragma once
@@ -9,10 +9,11 @@
 
 namespace {
 
-// A weight as PyTorch has it, (columns, length); for int8 as quantize.py packs it, with its scales and zeros.
+// A weight as PyTorch has it, (columns, length); or as quantize.py packs it in 8 or 4 bits, with its scales and zeros.
 struct Matrix {
     const void *weight, *scales, *zeros;
     Int columns, length;
+    Int bits;
 };
 
 // Weights of float32 or bfloat16, and activations rounded to the same.
@@ -37,9 +38,10 @@ struct Plain {
     }
 };
 
-// int8 weights: PANEL columns and GROUP of their weights stand together as 8 vectors of 4 weights a column. Activations
-// are 16-bit integers with one scale a row, in the order 0 2 1 3 of every four, in which two masks give the weights.
-struct Int8 {
+// Packed weights: PANEL columns and GROUP of their weights stand together, as vectors of a word for every column: four
+// weights of 8 bits, or eight of 4. Activations are 16-bit integers with one scale a row, in the order 0 2 1 3 of every
+// four, in which masks give the weights in pairs.
+struct Packed {
     // A rounded row: two factors of its scale, from byte 64 on the sum of every group, then its integers.
     static Int bytes(Int length) { return (64 + length / GROUP * 4 + length * 2 + 63) / 64 * 64; }
     static std::int16_t* integers(char* row, Int length) { return (std::int16_t*)(row + 64 + length / GROUP * 4); }
@@ -73,49 +75,63 @@ struct Int8 {
     static float number(const half* x, Int i) { return widen(x + i / LANES * LANES)[i % LANES]; }
 
     static void row_of(const Matrix& matrix, Int row, float* to) {
-        const Int groups = matrix.length / GROUP, column = row % PANEL;
+        const Int groups = matrix.length / GROUP, column = row % PANEL, each = 32 / matrix.bits;  // weights of a word
         for (Int g = 0; g < groups; g++) {
             const Int group = (row / PANEL * groups + g) * PANEL;
-            const auto* codes = (const std::uint8_t*)matrix.weight + group * GROUP + column * 4;
+            const auto* words = (const std::uint32_t*)matrix.weight + group * GROUP / each + column;
             const float scale = number((const half*)matrix.scales + group, column);
             const float zero = number((const half*)matrix.zeros + group, column);
-            for (int i = 0; i < GROUP; i++) to[g * GROUP + i] = scale * codes[i / 4 * PANEL * 4 + i % 4] + zero;
+            for (Int i = 0; i < GROUP; i++) {
+                const std::uint32_t word = words[i / each * PANEL];
+                const Int place = i % each;
+                // Of eight, the middle pairs have changed places.
+                const Int four = place >= 2 && place < 6 ? place ^ 6 : place;
+                const std::uint32_t code = each == 4 ? word >> 8 * place & 255 : word >> 4 * four & 15;
+                to[g * GROUP + i] = scale * code + zero;
+            }
         }
+    }
+
+    // The weights of a word of every column, in pairs.
+    template <int BITS>
+    static void unpack(const char* at, ints* pairs) {
+        const words word = load<words>(at);
+        for (int i = 0; i < 16 / BITS; i++) pairs[i] = ints(word >> BITS * i & (BITS == 8 ? 0x00ff00ffu : 0x000f000fu));
     }
 
     static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // vectors of columns at a time, by the registers there are
 
     // ROWS rows times VECTORS vectors of columns.
-    template <int ROWS, int VECTORS>
+    template <int BITS, int ROWS, int VECTORS>
     static void some(const Matrix& matrix, const char* x, Int c, float* to, Int stride) {
+        constexpr int PAIRS = 16 / BITS;  // in a word
         const Int length = matrix.length, groups = length / GROUP, size = bytes(length);
         const char* codes[VECTORS];
         const half *scales[VECTORS], *zeros[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             const Int panel = (c + v * LANES) / PANEL, column = (c + v * LANES) % PANEL;
-            codes[v] = (const char*)matrix.weight + panel * PANEL * length + column * 4;
+            codes[v] = (const char*)matrix.weight + panel * PANEL * length * BITS / 8 + column * 4;
             scales[v] = (const half*)matrix.scales + panel * PANEL * groups + column;
             zeros[v] = (const half*)matrix.zeros + panel * PANEL * groups + column;
         }
         floats sums[ROWS][VECTORS] = {};
         for (Int g = 0; g < groups; g++) {
             ints partial[ROWS][VECTORS] = {};
-            for (Int i = g * GROUP; i < (g + 1) * GROUP; i += 4) {
-                ints first[VECTORS], second[VECTORS];
+            for (Int i = g * GROUP; i < (g + 1) * GROUP; i += 2 * PAIRS) {
+                ints weights[VECTORS][PAIRS];
                 for (int v = 0; v < VECTORS; v++) {
-                    const char* at = codes[v] + i * PANEL;
+                    const char* at = codes[v] + i * PANEL * BITS / 8;
                     if (ROWS == 1) __builtin_prefetch(at + 4096);  // the CPU's own reading ahead ends with a page
-                    const words four = load<words>(at);
-                    first[v] = ints(four & 0x00ff00ffu), second[v] = ints(four >> 8 & 0x00ff00ffu);
+                    unpack<BITS>(at, weights[v]);
                 }
                 for (int r = 0; r < ROWS; r++) {
-                    std::int32_t pairs[2];
+                    std::int32_t pairs[PAIRS];
                     std::memcpy(pairs, integers((char*)x + r * size, length) + i, sizeof pairs);
-                    const ints a = held(ints{} + pairs[0]), b = held(ints{} + pairs[1]);
-                    for (int v = 0; v < VECTORS; v++) {
-                        partial[r][v] = multiply_add(partial[r][v], a, first[v]);
-                        partial[r][v] = multiply_add(partial[r][v], b, second[v]);
-                    }
+                    ints activations[PAIRS];
+                    for (int p = 0; p < PAIRS; p++) activations[p] = held(ints{} + pairs[p]);
+                    for (int v = 0; v < VECTORS; v++)
+                        for (int p = 0; p < PAIRS; p++)
+                            partial[r][v] = multiply_add(partial[r][v], activations[p], weights[v][p]);
                 }
             }
             for (int v = 0; v < VECTORS; v++) {
@@ -137,13 +153,19 @@ struct Int8 {
     }
 
     static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
+        matrix.bits == 4 ? by_columns<4>(matrix, x, rows, first, end, to, stride)
+                         : by_columns<8>(matrix, x, rows, first, end, to, stride);
+    }
+
+    template <int BITS>
+    static void by_columns(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
         for (Int c = first; c < end;) {
             const bool many = rows > 1 && c + MOST * LANES <= end;  // one row reads from as few places as it can
             by_rows(rows, [&](auto n, Int r) {
                 constexpr int ROWS = decltype(n)::value;
                 const char* from = x + r * bytes(matrix.length);
-                many ? some<ROWS, MOST>(matrix, from, c, to + r * stride, stride)
-                     : some<ROWS, 1>(matrix, from, c, to + r * stride, stride);
+                many ? some<BITS, ROWS, MOST>(matrix, from, c, to + r * stride, stride)
+                     : some<BITS, ROWS, 1>(matrix, from, c, to + r * stride, stride);
             });
             c += many ? MOST * LANES : LANES;
         }

@@ -1,9 +1,9 @@
-"""How much of a model int8 weights keep: next-token distributions against float32's, on text that is given.
+"""How much of a model quantised weights keep: next-token distributions against float32's, on text that is given.
 
-    python scripts/compare_int8.py [FILE ...] [--ckpt_dir DIR] [--tokens 512]
+    python scripts/compare_quantized.py [FILE ...] [--quantize int8] [--ckpt_dir DIR] [--tokens 512]
 
 Both models read the same tokens (teacher forcing), in windows of `tokens`, without a cache. For every text: the mean KL
-divergence of int8's distribution from float32's, how often both find the same token the most likely, and both
+divergence of their distribution from float32's, how often both find the same token the most likely, and both
 perplexities. Without a file it reads what the float32 model writes, greedily and at temperature 1, and this library's
 own documentation.
 """
@@ -38,16 +38,16 @@ class Agreement:
     same: int = 0
     scored: int = 0
     nll: float = 0.0
-    int8_nll: float = 0.0
+    quantized_nll: float = 0.0
 
     def add(self, ours: Tensor, theirs: Tensor, ids: Tensor) -> None:
-        """Count the positions of one window; ours are the log-probabilities of int8, theirs of float32."""
+        """Count the positions of one window; ours are the log-probabilities of quantised weights, theirs of float32."""
         self.positions += len(ids)
         self.kl += float((theirs.exp() * (theirs - ours)).sum())
         self.same += int((theirs.argmax(-1) == ours.argmax(-1)).sum())
         self.scored += len(ids) - 1
         self.nll -= float(theirs[:-1].gather(-1, ids[1:, None]).sum())
-        self.int8_nll -= float(ours[:-1].gather(-1, ids[1:, None]).sum())
+        self.quantized_nll -= float(ours[:-1].gather(-1, ids[1:, None]).sum())
 
     @property
     def row(self) -> list[str]:
@@ -56,36 +56,37 @@ class Agreement:
             f"{self.kl / self.positions:.5f}",
             f"{100 * self.same / self.positions:.2f} %",
             f"{math.exp(self.nll / self.scored):.3f}",
-            f"{math.exp(self.int8_nll / self.scored):.3f}",
+            f"{math.exp(self.quantized_nll / self.scored):.3f}",
         ]
 
 
-def main(*prompts: str, ckpt_dir: str = "demo", tokens: int = 512) -> int:
-    """Compare int8 weights with float32 on texts.
+def main(*prompts: str, quantize: str = "int8", ckpt_dir: str = "demo", tokens: int = 512) -> int:
+    """Compare quantised weights with float32 on texts.
 
     Args:
         prompts: Files to read; by default texts of the model's own, and documentation.
+        quantize: int8, int4, or stored: of a .gguf file, against its weights widened.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         tokens: Tokens of a window.
     """
     if tokens < 2:
         raise ValueError(f"tokens={tokens} must be at least 2: the first of a window has nothing to be predicted from")
     plain, tokenizer = load(ckpt_dir, device="cpu", dtype="fp32", fast=True)
-    int8, _ = load(ckpt_dir, device="cpu", dtype="fp32", fast=True, quantize="int8")
-    plain.kv_caching = int8.kv_caching = False
+    quantized, _ = load(ckpt_dir, device="cpu", dtype="fp32", fast=True, quantize=quantize)
+    plain.kv_caching = quantized.kv_caching = False
     windows = read(prompts, tokenizer, tokens) if prompts else own_texts(plain, tokenizer, tokens)
     total, rows = Agreement(), []
     with torch.inference_mode(), tqdm(total=sum(map(len, windows.values())), disable=None, leave=False) as bar:
         for name, ids in windows.items():
             of_text = Agreement()
             for window in ids:
-                ours, theirs = (model(window[None])[0].log_softmax(-1) for model in (int8, plain))
+                ours, theirs = (model(window[None])[0].log_softmax(-1) for model in (quantized, plain))
                 for sums in (of_text, total):
                     sums.add(ours, theirs, window)
                 bar.update()
             rows.append([name, *of_text.row])
-    heads = ["text", "positions", "KL", "same most likely", "perplexity fp32", "int8"]
-    print(table(f"{ckpt_dir}: {int8.execution} against {plain.execution}", heads, [*rows, ["all", *total.row]]))
+    heads = ["text", "positions", "KL", "same most likely", "perplexity fp32", quantize]
+    print(table(f"{ckpt_dir}: {quantized.execution} against {plain.execution}", heads, [*rows, ["all", *total.row]]))
     return 0
 
 
