@@ -457,7 +457,8 @@ def _chat_time(report: Report) -> Figure | None:
     found = columns(report)
     if not found:
         return None
-    figure, ax = _turns_figure("Time to first token, turn by turn", report)
+    counted = _counted(percentiles(times) for column in found for times in column.way["seconds"])
+    figure, ax = _turns_figure("Time to first token, turn by turn", report, f"; {counted}")
     for column, look in zip(found, _looks(found), strict=True):
         spreads = [percentiles(times) for times in column.way["seconds"]]
         medians = [one["median"] for one in spreads]
@@ -482,13 +483,13 @@ def _chat_bytes(report: Report) -> Figure | None:
     return figure
 
 
-def _turns_figure(heading: str, report: Report) -> tuple[Figure, Axes]:
+def _turns_figure(heading: str, report: Report, counted: str = "") -> tuple[Figure, Axes]:
     turns = chats_of(report)["plan"]["turns"]
     name = report["model"]["name"] if report["model"] is not None else ""
     cells = [record["cell"] for record in report["cells"]]
     job = ", ".join([name, *sorted({f"{cell['dtype']} on {cell['device']}" for cell in cells})])
     below = f"{job}; {turns[0]['history']:,} to {turns[-1]['history']:,} tokens stand before a turn"
-    figure, (ax,) = _figure(heading, f"{below}; bars from p10 to p90")
+    figure, (ax,) = _figure(heading, below + counted)
     ax.set_xlabel("turn")
     ax.set_xticks(range(1, len(turns) + 1))
     return figure, ax
