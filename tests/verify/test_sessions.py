@@ -143,7 +143,7 @@ def test_no_way_holds_more_than_what_is_reckoned_with(kv_cache: str) -> None:
             with torch.inference_mode():
                 list(chunks)
     hook.remove()
-    row = len(TEXT) * ARGS.n_layers * KVCache.position_bytes(ARGS, 8)
+    row = len(TEXT) * ARGS.n_layers * KVCache.of(ARGS).position_bytes(8)
     assert row < max(held) <= HELD * row
     assert bytes_needed(model, rows=1, length=len(TEXT), tokens=2) > HELD * row
 
