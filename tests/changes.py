@@ -194,12 +194,12 @@ def take_all_layers(model: Transformer) -> None:
 
 
 def resize(layer: Any, rows: int | None = None, columns: int | None = None) -> None:
-    """Cut or fill a matrix, an int8 one by its own means."""
+    """Cut or fill a matrix, a packed one by its own means."""
     weight = layer.weight
     if isinstance(weight, PackedWeight):
         wide = weight.rows(0, weight.shape[0])
         size = rows or wide.shape[0], columns or wide.shape[1]
-        layer.weight = PackedWeight(*size)
+        layer.weight = PackedWeight(*size, weight.bits)
         layer.weight.fill(0, fitted(wide, *size))
         return
     size = rows or weight.shape[0], columns or weight.shape[1]

@@ -46,7 +46,7 @@ def go_on(plain: Transformer, fast: Transformer, tokens: Tensor, start: int, *, 
     return served(fast) > before
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8", "bf16"])
+@pytest.mark.parametrize("kind", ["fp32", "int8", "int4", "bf16"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_in_the_middle_of_a_text(change: str, kind: str) -> None:
     plain, fast = twins(kind)
