@@ -98,13 +98,17 @@ class Request:
         """How many tokens are fed once for all rows: those that all prompts begin with, but for the last of each."""
         if not self.share_prefix or len(self.prompts) == 1 or (self.echo and self.logprobs):
             return 0
-        same = takewhile(lambda ids: len(set(ids)) == 1, zip(*self.prompts, strict=False))
-        return min(sum(1 for _ in same), min(map(len, self.prompts)) - 1)
+        return min(common_beginning(*self.prompts), min(map(len, self.prompts)) - 1)
 
     @property
     def longest(self) -> int:
         """The most positions that a row may come to."""
         return max(len(prompt) + room for prompt, room in zip(self.prompts, self.room, strict=True))
+
+
+def common_beginning(*texts: Sequence[int]) -> int:
+    """Return with how many ids all texts begin alike."""
+    return sum(1 for _ in takewhile(lambda ids: ids.count(ids[0]) == len(ids), zip(*texts, strict=False)))
 
 
 def make_request(

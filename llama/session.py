@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from itertools import takewhile
 from os import PathLike
 from typing import Any, Unpack
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from llama.batch import Batch, Token
 from llama.generation import LanguageModel, grow
 from llama.kv_cache import KVCache, cache_kind, check_lossless
-from llama.request import Options, make_request
+from llama.request import Options, common_beginning, make_request
 from llama.session_file import Content, Model, load_session, save_session
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
@@ -108,7 +107,7 @@ class Session:
         ids = encode_prompt(self.tokenizer, text)
         self._check(ids)
         with self._computing():
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, ids, strict=False)))
+            same = common_beginning(self.tokens, ids)
             if same < len(self.tokens):
                 logger.info("the text parts from the one before at token %d of %d", same, len(self.tokens))
             self._cut(same)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
-from llama.bench.presets import Session, duration, expected_of_tokens, measure_machine
+from llama.bench.presets import Session, duration, expected_of_tokens, fate_of, measure_machine
 from llama.bench.quiet import beside_others
 from llama.bench.report.caches import cache_findings
 from llama.bench.run.cache_kind import STEPS
@@ -191,7 +191,7 @@ def noting_error(session: Session, record: KindRecord, what: str) -> Iterator[No
     try:
         yield
     except (ValueError, JobDied) as error:
-        record["error"] = f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"
+        record["error"] = fate_of(error)
         session.report["failures"].append(f"{what}: {record['error']}")
     session.directory.save()
 

@@ -9,12 +9,22 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from llama.bench.cell import Cell
-from llama.bench.presets import REPETITIONS, Session, duration, expected_of_tokens, measure_machine, note, variants
+from llama.bench.presets import (
+    PEER_IS_SLOWER,
+    REPETITIONS,
+    Session,
+    duration,
+    expected_of_tokens,
+    fate_of,
+    measure_machine,
+    note,
+    variants,
+)
 from llama.bench.quiet import beside_others
-from llama.bench.report.chat import chat_findings
+from llama.bench.report.chat import chat_findings, chats_of
 from llama.bench.run.conversation import turns_of
 from llama.bench.run.jobs import JobDied
-from llama.bench.schema import ChatPlan, ChatRecord, Chats, Point, Report, Status, new_report
+from llama.bench.schema import ChatPlan, ChatRecord, Point, Report, Status, new_report
 from llama.bench.texts import read_dialog
 from llama.tokenizer import Tokenizer
 
@@ -22,7 +32,6 @@ TEXT = "llama/bench/texts/conversation.json"
 ROWS, SHARED, OWN = 16, 1000, 30  # the prompts behind a shared one, and their tokens
 FED, FROM_DISK = "what was fed is what the way asks for", "a session from disk goes on alike"  # names of points
 
-_PEER_IS_SLOWER = 2.0  # what is assumed of an engine before it has run once
 _CALIBRATION_LEN = 256
 
 
@@ -94,16 +103,10 @@ def run_chat(session: Session) -> None:
         session.directory.save()
 
 
-def chats_of(session: Session) -> Chats:
-    chats = session.report["chat"]
-    assert chats is not None
-    return chats
-
-
 def begin(session: Session) -> None:
     """Measure what all begins with, and say how long all will take."""
     measure_machine(session, session.cells[0].but(input_len=min(_CALIBRATION_LEN, session.cells[0].input_len)))
-    cells, known, plan = session.cells, session.calibration, chats_of(session)["plan"]
+    cells, known, plan = session.cells, session.calibration, chats_of(session.report)["plan"]
     session.expected |= {cell.name: expected_seconds(cell, plan, known) for cell in cells}
     once = sum(session.expected[cell.name] for cell in cells)
     session.progress.total = min(REPETITIONS * once, max(once, session.room))
@@ -122,9 +125,8 @@ def expected_seconds(cell: Cell, plan: ChatPlan, calibration: dict[str, Any]) ->
         tokens = plan["rows"] * (plan["shared"] + 2 * plan["own"]) + plan["shared"]
     else:
         tokens = sum(contexts) + (3 * contexts[-1] if cell.kv_caching else 0)
-    slower = 1.0 if cell.engine == "llama" else _PEER_IS_SLOWER
-    loading = expected_of_tokens(0, calibration)
-    return loading + slower * (expected_of_tokens(tokens, calibration) - loading)
+    slower = 1.0 if cell.engine == "llama" else PEER_IS_SLOWER
+    return expected_of_tokens(round(slower * tokens), calibration)
 
 
 def order(session: Session) -> list[int]:
@@ -138,7 +140,7 @@ def order(session: Session) -> list[int]:
 
 def is_due(session: Session, place: int, repetition: int) -> bool:
     """Tell whether a cell is measured now; the first of all always is, and what is left out is noted."""
-    records, name = chats_of(session)["records"], session.cells[place].name
+    records, name = chats_of(session.report)["records"], session.cells[place].name
     done = len(records[place]["other_load_cores"])
     if done > repetition or session.report["cells"][place]["error"] is not None:
         return False
@@ -149,16 +151,15 @@ def is_due(session: Session, place: int, repetition: int) -> bool:
 
 def measure(session: Session, place: int) -> None:
     """Do a cell once more, or keep why it cannot be done."""
-    cell, report, chats = session.cells[place], session.report, chats_of(session)
+    cell, report, chats = session.cells[place], session.report, chats_of(session.report)
     job = "prompts" if cell.batch_size > 1 else "conversation"
     try:
         done = cast(ChatRecord, session.do(cell.name, job, cell, plan=chats["plan"]))
     except (ValueError, JobDied) as error:
-        words = f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"
         if chats["records"][place]["ways"]:
             note(report["cells"][place], f"a repetition failed: {error}")
         else:
-            report["cells"][place]["error"] = words
+            report["cells"][place]["error"] = fate_of(error)
     else:
         record = chats["records"][place] = merged(chats["records"][place], done)
         report["cells"][place]["path"] = record["path"]
@@ -200,7 +201,9 @@ def points(record: ChatRecord, cores: int | None) -> list[Point]:
 def compare_tokens(session: Session) -> None:
     """Note for each cell whether its ways chose the first tokens that the first way on the same weights chose."""
     firsts: dict[tuple[bool, str | None], list[list[int]]] = {}
-    for cell, record, done in zip(session.cells, session.report["cells"], chats_of(session)["records"], strict=True):
+    for cell, record, done in zip(
+        session.cells, session.report["cells"], chats_of(session.report)["records"], strict=True
+    ):
         for way in done["ways"]:
             first = firsts.setdefault((cell.batch_size > 1, cell.quantize), way["ids"])
             apart = [turn for turn, (one, other) in enumerate(zip(first, way["ids"], strict=True), 1) if one != other]

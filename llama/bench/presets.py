@@ -40,7 +40,7 @@ CACHE_LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192]
 CONTEXTS = [16, 32, 64, 128, 256, 512, 1024, 2048]
 
 _STARTING = 4.0  # seconds that a process needs before it loads a model, and for the ceilings at its end, about
-_PEER_IS_SLOWER = 2.0  # what is assumed of an engine before it has run once
+PEER_IS_SLOWER = 2.0  # what is assumed of an engine before it has run once
 
 
 def table_cells(base: Cell, engines: Sequence[str]) -> list[Cell]:
@@ -268,7 +268,7 @@ def expected_seconds(cell: Cell, calibration: dict[str, Any]) -> float:
     token = calibration["prefill_seconds"] / calibration["input_len"]
     fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
     seconds: list[float] = [max(calibration["step_seconds"], cell.batch_size * seqlen * token) for _, seqlen in fed]
-    slower = 1.0 if cell.engine == "llama" else _PEER_IS_SLOWER
+    slower = 1.0 if cell.engine == "llama" else PEER_IS_SLOWER
     return expected_of_tokens(0, calibration) + slower * (sum(seconds) + sum(seconds[:2]))
 
 
@@ -311,11 +311,16 @@ def repeat(session: Session, cell: Cell, record: CellRecord) -> CellRecord:
     except (ValueError, JobDied) as error:
         if record["samples"]:
             return {**record, "notes": [*record["notes"], f"a repetition failed: {error}"]}
-        return {**record, "error": f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"}
+        return {**record, "error": fate_of(error)}
     check_machine(session.report, done["environment"])
     if "ceilings" in done:
         session.report["ceilings"] = best_ceilings(session.report["ceilings"], done["ceilings"])
     return with_figures(aggregated(record, done["record"]), session.report["ceilings"])
+
+
+def fate_of(error: ValueError | JobDied) -> str:
+    """Return how a report calls a job that did not come to its end."""
+    return f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"
 
 
 def crossover_cells(session: Session) -> dict[str, Cell]:

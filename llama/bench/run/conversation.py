@@ -31,7 +31,7 @@ from llama.bench.schema import ChatPlan, OnDisk, Way, WayName
 from llama.bench.texts import read_dialog, read_text
 from llama.machine import OtherLoad
 from llama.request import Options
-from llama.streaming import encode_prompt
+from llama.streaming import TextCodec, encode_prompt
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat
 
@@ -140,7 +140,7 @@ def measure_prompts(cell: Cell, *, plan: ChatPlan) -> dict[str, Any]:
     """Feed many prompts that begin alike, their beginning once for all of them and in every row."""
     engine, _, _ = open_engine(cell)
     assert isinstance(engine, LlamaEngine)
-    prompts = shared_prompts(find_model(cell).tokenizer, plan)
+    prompts = shared_prompts(engine.tokenizer, plan)
     watch = _Watch(engine)
     for share in (True, False):
         _first_tokens(engine, [prompt[-plan["own"] - 1 :] for prompt in prompts[:2]], share=share)  # warms up
@@ -152,7 +152,7 @@ def measure_prompts(cell: Cell, *, plan: ChatPlan) -> dict[str, Any]:
     return {"ways": ways, "disk": None, **watch.end()}
 
 
-def shared_prompts(tokenizer: Tokenizer, plan: ChatPlan) -> list[list[int]]:
+def shared_prompts(tokenizer: TextCodec, plan: ChatPlan) -> list[list[int]]:
     """Return rows of ids that begin with the same text and go on with passages of their own."""
     ids = encode_prompt(tokenizer, read_text())
     begins = (plan["shared"] + row * plan["own"] for row in range(plan["rows"]))

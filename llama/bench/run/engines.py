@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.model import Transformer
-from llama.request import Options
+from llama.request import Options, common_beginning
 from llama.streaming import TextCodec, encode_prompt
 
 GREEDY: Options = {"temperature": 0.0}
@@ -98,8 +97,7 @@ class Conversation(Protocol):
 
 def held_of(held: Sequence[int], ids: Sequence[int]) -> int:
     """Return how many ids of a text need no feeding where a cache holds `held`: never the last, which makes logits."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids, strict=False)))
-    return min(same, len(ids) - 1)
+    return min(common_beginning(held, ids), len(ids) - 1)
 
 
 def weights_bytes(model: nn.Module) -> int:
@@ -248,8 +246,9 @@ class SessionConversation:
         hook = self.session.model.register_forward_hook(self._count)
         try:
             self.session.feed(ids)
-            assert self.session.logits is not None
-            return int(self.session.logits.argmax())
+            logits = self.session.logits
+            assert logits is not None
+            return int(logits.argmax())
         finally:
             hook.remove()
 
