@@ -4,14 +4,13 @@ import csv
 import io
 import json
 import re
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from fakes import NATIVE_SIZES, write_checkpoint
-from jobs_here import CEILINGS, Here
+from jobs_here import CEILINGS, Here, session_of
 from native import needs_a_compiler
 
 import benchmark_inference as script
@@ -19,17 +18,14 @@ from llama import cli, load
 from llama.bench import caches, presets
 from llama.bench.caches import AMOUNTS, PROMPT_LEN, caches_report, default_kinds, run_caches
 from llama.bench.cell import Cell
-from llama.bench.presets import Session
 from llama.bench.report.caches import cache_tables, context_of_size
 from llama.bench.report.files import write_report
 from llama.bench.report.plots import figures, heading
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.run import worker
 from llama.bench.run.cache_kind import STEPS, greedy, parting
-from llama.bench.run.directory import new_run_directory, resumed_run_directory
 from llama.bench.run.jobs import JobDied
 from llama.bench.run.models import find_model
-from llama.bench.run.progress import progress_bar
 from llama.bench.schema import Report
 from llama.bench.texts import read_text
 from llama.kv_cache import KVCache
@@ -61,11 +57,6 @@ def done_here(monkeypatch: pytest.MonkeyPatch) -> Here:
     monkeypatch.setattr(caches, "AMOUNTS", ((20, 8, 1, 1), (8, 4, 0, 0)))
     monkeypatch.setattr(presets, "_STARTING", 0.0)
     return jobs_done_here
-
-
-def session_of(report: Report, out: Path, *, minutes: float, resume: bool = False) -> Session:
-    directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
-    return Session(directory, time.monotonic() + 60 * minutes, progress_bar())
 
 
 def measured(base: Cell, out: Path, *, kinds: list[str] = KINDS, minutes: float = 60, resume: bool = False) -> Report:

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 
 import pytest
 from fakes import write_checkpoint
-from jobs_here import CEILINGS, Here
+from jobs_here import CEILINGS, Here, session_of
 
 import benchmark_inference as script
 from llama import Chat, Transformer, cli, load
 from llama.bench import chat, presets
 from llama.bench.cell import Cell
 from llama.bench.chat import FED, FROM_DISK, chat_report, run_chat
-from llama.bench.presets import Session
 from llama.bench.report.chat import chat_findings, chat_sections, chat_tables
 from llama.bench.report.files import write_report
 from llama.bench.report.plots import figures
@@ -26,11 +24,9 @@ from llama.bench.report.tables import DISTURBED, TITLES, disturbances, violation
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.run import conversation, worker
 from llama.bench.run.conversation import shared_prompts, turns_of
-from llama.bench.run.directory import new_run_directory, resumed_run_directory
 from llama.bench.run.engines import SessionConversation
 from llama.bench.run.jobs import JobDied
 from llama.bench.run.models import find_model
-from llama.bench.run.progress import progress_bar
 from llama.bench.schema import Report, Way
 from llama.bench.texts import read_dialog
 from llama.machine import OtherLoad
@@ -85,9 +81,7 @@ def planned(base: Cell, engines: list[str], minutes: float = 60) -> Report:
 def measured(
     base: Cell, out: Path, engines: list[str] | None = None, *, minutes: float = 60, resume: bool = False
 ) -> Report:
-    report = planned(base, engines or [], minutes)
-    directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
-    session = Session(directory, time.monotonic() + 60 * minutes, progress_bar())
+    session = session_of(planned(base, engines or [], minutes), out, minutes=minutes, resume=resume)
     run_chat(session)
     return session.report
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fakes import NATIVE_SIZES, write_checkpoint
-from jobs_here import CEILINGS, Here
+from jobs_here import CEILINGS, Here, session_of
 
 import benchmark_inference as script
 from llama import cli
@@ -53,9 +53,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
 
 def table(base: Cell, out: Path, *, minutes: float, resume: bool = False) -> RunDirectory:
     report = new_report("table", table_cells(base, []), budget_minutes=minutes)
-    directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
-    run_session(Session(directory, time.monotonic() + 60 * minutes, progress_bar()))
-    return directory
+    session = session_of(report, out, minutes=minutes, resume=resume)
+    run_session(session)
+    return session.directory
 
 
 def test_a_table_repeats_every_cell_in_turn_where_that_fits(base: Cell, here: Here, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def measure_conversation(cell: Cell, *, plan: ChatPlan) -> dict[str, Any]:
     _replay(engine, turns[:2], "kept" if cell.kv_caching else "off")  # warms up; with the first turn's shapes, too
     watch.begin()
     ways, disk = list[Way](), None
-    for name in ("anew", "kept") if cell.kv_caching else ("off",):
+    for name in ("anew", "kept") if cell.kv_caching else ("off",):  # the kept one last: its text goes on to disk
         way, conversation = _replay(engine, turns, name)
         ways.append(way)
         if name == "kept" and isinstance(conversation, SessionConversation):
