@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 import tiktoken
 
-from llama.tokenizer.vocabulary import Vocabulary, gguf_vocabulary, huggingface_vocabulary, meta_vocabulary
+from llama.tokenizer.vocabulary import (
+    Vocabulary,
+    gguf_metadata,
+    gguf_vocabulary,
+    huggingface_vocabulary,
+    meta_vocabulary,
+)
 
 _END_MARKS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
@@ -67,7 +73,16 @@ class Tokenizer:
             raise ValueError(f"the GGUF file has no tokenizer as expected: {error!r}") from error
         return tokenizer
 
+    def to_gguf(self, size: int) -> dict[str, Any]:
+        """Return the `tokenizer.*` keys that make `from_gguf`, and llama.cpp, encode and decode as this tokenizer does.
+
+        `size` is the model's vocabulary: ids without a token are filled up with unused ones, because llama.cpp wants a
+        token for every row of the embedding. Raises ValueError for what those keys cannot say.
+        """
+        return gguf_metadata(self._vocabulary, size)
+
     def _take(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_ids[0] if vocabulary.eos_ids else None
         self.pad_id = vocabulary.pad_id

@@ -5,8 +5,8 @@ Knows files, merges and how tiktoken merges. Does not know texts, models, or how
 
 import base64
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ _GGUF_PATTERNS = {
     "smollm": (SMOLLM_PATTERN, False),
     "gpt-2": (GPT2_PATTERN, False),
 }
+# The name under which a pattern is written.
+_GGUF_PRE = {LLAMA3_PATTERN: "llama-bpe", SMOLLM_PATTERN: "smollm", GPT2_PATTERN: "gpt-2"}
+_END_OF_MESSAGE = "<|eom_id|>"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)  # tokenizer.ggml.token_type
 
 _META_SPECIALS = (
     "<|begin_of_text|>",
@@ -288,8 +292,9 @@ def _by_type(tokens: list[str], types: list[int]) -> tuple[dict[str, int], dict[
     vocab: dict[str, int] = {}
     special_tokens: dict[str, int] = {}
     user_tokens: dict[str, int] = {}
-    # Unknown (2) and unused (5) tokens are like control tokens (3): they have a text and no text becomes them.
-    tables = {1: vocab, 2: special_tokens, 3: special_tokens, 4: user_tokens, 5: special_tokens}
+    # Unknown and unused tokens are like control tokens: they have a text and no text becomes them.
+    special = dict.fromkeys((_UNKNOWN, _CONTROL, _UNUSED), special_tokens)
+    tables = {_NORMAL: vocab, _USER_DEFINED: user_tokens, **special}
     for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind not in tables:
             raise ValueError(f"token {token_id}, {text!r}, has type {kind!r}, which is not supported")
@@ -297,6 +302,82 @@ def _by_type(tokens: list[str], types: list[int]) -> tuple[dict[str, int], dict[
             raise ValueError(f"token {token_id}, {text!r}, stands in the vocabulary twice")
         tables[kind][text] = token_id
     return vocab, special_tokens, user_tokens
+
+
+def gguf_metadata(vocabulary: Vocabulary, size: int) -> dict[str, Any]:
+    """Return the keys that `gguf_vocabulary` reads as this vocabulary, filled up to `size` tokens with unused ones.
+
+    Raises ValueError where there are none.
+    """
+    pre = _GGUF_PRE[vocabulary.pattern]
+    letters = {byte: letter for letter, byte in _byte_alphabet().items()}
+    tokens, types = [f"[PAD{token_id}]" for token_id in range(size)], [_UNUSED] * size
+    for token_id, piece in vocabulary.pieces.items():
+        tokens[token_id], types[token_id] = "".join(letters[byte] for byte in piece), _NORMAL
+    for kind, table in ((_CONTROL, vocabulary.special_tokens), (_USER_DEFINED, vocabulary.user_tokens)):
+        for text, token_id in table.items():
+            tokens[token_id], types[token_id] = text, kind
+    merges = _merges_of(vocabulary.ranks, every_way=_GGUF_PATTERNS[pre][1])
+    facts: dict[str, Any] = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types}
+    facts["merges"] = [" ".join("".join(letters[byte] for byte in part) for part in merge) for merge in merges]
+    ids = {"bos": vocabulary.bos_id, "padding": vocabulary.pad_id, **_named_ends(vocabulary)}
+    facts |= {f"{name}_token_id": token_id for name, token_id in ids.items() if token_id is not None}
+    facts["add_bos_token"] = vocabulary.adds_bos
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in facts.items()}
+    if vocabulary.chat_template is not None:
+        metadata["tokenizer.chat_template"] = vocabulary.chat_template
+    _check_read_back(vocabulary, gguf_vocabulary(metadata))
+    return metadata
+
+
+def _merges_of(ranks: dict[bytes, int], *, every_way: bool) -> Iterator[tuple[bytes, ...]]:
+    """Yield the merges that make the tokens in the order of their ranks: one for each, or every pair that spells it.
+
+    Files in which words are taken whole list every pair, as transformers' converter from tiktoken does.
+    """
+    for token in sorted(ranks, key=ranks.__getitem__):
+        if len(token) == 1:
+            continue
+        if not every_way:
+            yield _last_parts(token, ranks)
+            continue
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        yield from sorted(
+            (split for split in splits if ranks.keys() >= set(split)), key=lambda split: [ranks[part] for part in split]
+        )
+
+
+def _named_ends(vocabulary: Vocabulary) -> dict[str, int]:
+    """Return the ends of a text under the three names that a file has for them; others have to go."""
+    named = dict(zip(("eos",), vocabulary.eos_ids, strict=False))
+    for token_id in vocabulary.eos_ids[1:]:
+        is_eom = vocabulary.special_tokens.get(_END_OF_MESSAGE) == token_id
+        named.setdefault("eom" if is_eom else "eot", token_id)
+    return named
+
+
+def _check_read_back(written: Vocabulary, read: Vocabulary) -> None:
+    """Refuse, by name, what a reader would take for something else; tokens that fill up are no difference."""
+    special = {text: token_id for text, token_id in read.special_tokens.items() if text in written.special_tokens}
+    ours, theirs = _facts(written), _facts(replace(read, special_tokens=special))
+    lost = [name for name in ours if ours[name] != theirs[name]]
+    if lost:
+        raise ValueError(f"a .gguf file cannot say this tokenizer's {', '.join(lost)}: it would be read as another")
+
+
+def _facts(vocabulary: Vocabulary) -> dict[str, object]:
+    """Return what text and ids hang on, by name; how single bytes are ranked is nothing of it."""
+    in_order = sorted(vocabulary.ranks, key=vocabulary.ranks.__getitem__)
+    return {
+        "pattern": vocabulary.pattern,
+        "merges": [token for token in in_order if len(token) > 1],
+        "ordinary tokens": vocabulary.pieces,
+        "added tokens": vocabulary.user_tokens,
+        "special tokens": vocabulary.special_tokens,
+        "BOS": (vocabulary.bos_id, vocabulary.adds_bos),
+        "ends of a text": set(vocabulary.eos_ids),
+        "padding": vocabulary.pad_id,
+    }
 
 
 # ---- merges -> ranks -------------------------------------------------------------------------------------------------

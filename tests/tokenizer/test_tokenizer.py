@@ -12,6 +12,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llama.checkpoint.gguf import read_header
 from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
 
@@ -649,6 +650,71 @@ def test_llama_bpe_in_gguf_equals_metas_pattern_and_asks_for_a_bos(meta_ranks: d
         assert plain(ours, text) == oracle.encode_ordinary(text)
 
     ids_are_equal()
+
+
+# ---- written into a GGUF file ----------------------------------------------------------------------------------------
+
+
+def written(tokenizer: Tokenizer, size: int | None = None) -> Tokenizer:
+    return Tokenizer.from_gguf(tokenizer.to_gguf(tokenizer.n_words if size is None else size))
+
+
+def test_metas_file_says_in_gguf_the_merges_of_llama_3s_own(meta: Tokenizer, meta_ranks: dict[bytes, int]) -> None:
+    metadata = meta.to_gguf(meta.n_words)
+    assert metadata["tokenizer.ggml.merges"] == [" ".join(way) for way in every_way(meta_ranks)]
+    assert (metadata["tokenizer.ggml.pre"], metadata["tokenizer.ggml.add_bos_token"]) == ("llama-bpe", True)
+
+
+def test_the_demos_vocabulary_is_written_as_llama_cpp_wrote_it(demo: Tokenizer) -> None:
+    theirs = read_header(demo_model_path()).metadata
+    ours = demo.to_gguf(demo.n_words)
+    for key in ("pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "padding_token_id"):
+        assert ours[f"tokenizer.ggml.{key}"] == theirs[f"tokenizer.ggml.{key}"], key
+    assert ours["tokenizer.chat_template"] == theirs["tokenizer.chat_template"]
+
+
+@pytest.mark.parametrize("style", ["llama3", "smollm", "gpt2"])
+def test_a_tokenizer_json_gives_the_same_ids_out_of_a_gguf_file(style: str, tmp_path: Path) -> None:
+    source = trained(style, ignore_merges=style == "llama3")
+    source.add_tokens(["hello", "hello 1"])
+    ours = Tokenizer.from_huggingface(saved(tmp_path, source, chat_template="{{ messages }}"))
+    again = written(ours)
+    assert again.fingerprint() == ours.fingerprint()
+
+    @settings(max_examples=100, deadline=None, derandomize=True)
+    @given(TEXTS)
+    def ids_are_equal(text: str) -> None:
+        assert plain(again, text) == plain(ours, text)
+
+    ids_are_equal()
+
+
+def test_ids_without_a_token_are_filled_up_with_ones_that_no_text_becomes() -> None:
+    ours = Tokenizer.from_gguf(small_gguf())
+    again = written(ours, 12)
+    assert again.n_words == 12
+    assert again.special_tokens.keys() - ours.special_tokens.keys() == {"[PAD10]", "[PAD11]"}
+    assert plain(again, "aababcc") == plain(ours, "aababcc")
+    assert again.stop_tokens == ours.stop_tokens
+
+
+def test_the_ends_of_a_text_are_written_under_the_names_that_a_file_has_for_them(tmp_path: Path) -> None:
+    source = trained("gpt2")
+    source.add_special_tokens(["<|eom_id|>", "<|eot_id|>"])
+    ends = [source.token_to_id(text) for text in ("<|im_end|>", "<|eom_id|>", "<|eot_id|>")]
+    saved(tmp_path, source)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    ours = Tokenizer.from_huggingface(tmp_path)
+    metadata = ours.to_gguf(ours.n_words)
+    assert [metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eom", "eot")] == ends
+    assert set(Tokenizer.from_gguf(metadata).stop_tokens) == set(ours.stop_tokens)
+
+
+def test_more_ends_than_a_gguf_file_has_names_for_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, trained("gpt2"))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1, 2]}))
+    with pytest.raises(ValueError, match=r"a \.gguf file cannot say this tokenizer's ends of a text"):
+        Tokenizer.from_huggingface(tmp_path).to_gguf(700)
 
 
 @pytest.mark.parametrize(
