@@ -61,6 +61,21 @@ CLASSICS: dict[str, tuple[int, int, int]] = {
 }
 
 
+# How a .gguf file holds numbers, by the name of the type: so many side by side, a block, in so many bytes.
+FILE_BLOCKS: dict[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+
 GROUP, LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/quantize.py
 
 
@@ -94,6 +109,12 @@ def matrix_bytes(outputs: int, inputs: int, *, itemsize: int, quantize: str | No
         return outputs * inputs * itemsize
     filled_up = -(-outputs // LANES) * LANES
     return filled_up * (inputs * (4 if quantize == "int4" else 8) // 8 + inputs // GROUP * 4)
+
+
+def file_bytes(numbers: int, kind: str) -> int:
+    """Return the bytes of so many numbers, whole blocks of them, in a .gguf file that holds them in this type."""
+    block, nbytes = FILE_BLOCKS[kind]
+    return numbers // block * nbytes
 
 
 def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, *, positions: int, itemsize: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import tiny_args
@@ -122,6 +123,12 @@ def test_an_int8_weight_takes_nine_eighths_of_a_byte_and_outputs_come_in_sixteen
     assert costs.matrix_bytes(50, 96, itemsize=4, quantize="int8") == 64 * 96 * 9 // 8
     assert costs.matrix_bytes(50, 96, itemsize=4, quantize="int4") == 64 * 96 * 5 // 8
     assert (costs.GROUP, costs.LANES) == (quantize.GROUP, quantize.LANES)
+
+
+def test_the_bytes_of_a_files_types_are_those_of_the_gguf_package() -> None:
+    assert {kind: GGML_QUANT_SIZES[GGMLQuantizationType[kind]] for kind in costs.FILE_BLOCKS} == costs.FILE_BLOCKS
+    assert costs.file_bytes(1024, "Q4_K") == 1024 * 144 // 256
+    assert costs.file_bytes(1024, "BF16") == 2048
 
 
 def test_a_step_reads_int8_weights_once_and_the_cache_in_the_dtype_of_the_activations() -> None:

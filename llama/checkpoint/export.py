@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs, RopeScaling
-from llama.checkpoint import gguf, huggingface
-from llama.checkpoint.base import numbered
+from llama.checkpoint import huggingface
+from llama.checkpoint.base import Weight, numbered
+from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.model import Transformer
-from llama.rope import rope_frequencies, scale_frequencies
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _GGUF_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -93,24 +93,9 @@ def save_gguf(model: Transformer, path: str | PathLike[str]) -> None:
     bf16.
     """
     _refuse_a_slice(model)
-    from gguf import GGUFWriter  # here, because the package is slow to import
-
-    dtype = _dtype(model)
-    writer = GGUFWriter(Path(path), "llama")
-    try:
-        _add_metadata(writer, model.args)
-        divisors = _rope_divisors(model.args)
-        if divisors is not None:
-            _add_tensor(writer, gguf.ROPE_DIVISORS, divisors, torch.float32)
-        names = numbered(gguf.NAMES, model.args.n_layers)
-        for ours, weight in model.state_dict().items():
-            if not (ours == "output.weight" and model.args.tied_head):  # missing, it is the embedding there
-                _add_tensor(writer, names[ours], weight, torch.float32 if weight.ndim == 1 else dtype)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+    tensors = {name: Weight.of(weight) for name, weight in model.state_dict().items()}
+    parts = planned(model.args, tensors, _GGUF_KINDS[_dtype(model)])
+    write_gguf(Path(path), model.args, parts, {"tokenizer.ggml.model": "no_vocab"})
 
 
 def _dtype(model: Transformer) -> torch.dtype:
@@ -136,35 +121,3 @@ def _rope_scaling(args: ModelArgs) -> dict[str, Any]:
 def _half_split(weight: Tensor, head_dim: int) -> Tensor:
     rows = huggingface.half_split_rows(0, len(weight), head_dim).to(weight.device)
     return torch.empty_like(weight).index_copy_(0, rows, weight)
-
-
-def _rope_divisors(args: ModelArgs) -> Tensor | None:
-    if args.rope_scaling is None:
-        return None
-    if not isinstance(args.rope_scaling, RopeScaling):
-        return torch.tensor(args.rope_scaling, dtype=torch.float32)
-    freqs = rope_frequencies(args.head_dim, args.rope_theta)
-    return freqs / scale_frequencies(freqs, **asdict(args.rope_scaling))
-
-
-def _add_metadata(writer: Any, args: ModelArgs) -> None:
-    writer.add_vocab_size(args.vocab_size)
-    writer.add_context_length(args.max_seq_len)
-    writer.add_embedding_length(args.dim)
-    writer.add_feed_forward_length(args.ffn_dim)
-    writer.add_block_count(args.n_layers)
-    writer.add_head_count(args.n_heads)
-    writer.add_head_count_kv(args.n_kv_heads)
-    writer.add_key_length(args.head_dim)
-    writer.add_value_length(args.head_dim)
-    writer.add_rope_dimension_count(args.head_dim)
-    writer.add_rope_freq_base(args.rope_theta)
-    writer.add_layer_norm_rms_eps(args.norm_eps)
-    writer.add_tokenizer_model("no_vocab")
-
-
-def _add_tensor(writer: Any, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    from gguf.constants import GGMLQuantizationType
-
-    raw = tensor.detach().to("cpu", dtype).contiguous().view(torch.uint8)  # as bytes: numpy has no bf16
-    writer.add_tensor(name, raw.numpy(), raw_dtype=GGMLQuantizationType[_GGUF_KINDS[dtype]])

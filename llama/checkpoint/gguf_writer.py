@@ -1,0 +1,244 @@
+"""A .gguf file written piece by piece: which type each tensor gets, and what its bytes are.
+
+The gguf package writes the header and does the rounding of quantised types; what a file holds in the wanted type
+already is copied as it is. No tensor is ever in memory as a whole. Knows no model and no text: it takes sizes, weights
+in our names and layout, and metadata as plain values.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs, RopeScaling
+from llama.checkpoint.base import Checkpoint, CheckpointError, Weight, numbered
+from llama.checkpoint.gguf import NAMES, ROPE_DIVISORS, Header, TensorInfo, read_header
+from llama.costs import FILE_BLOCKS, file_bytes
+from llama.rope import rope_frequencies, scale_frequencies
+
+# What a file can be written in: the name of the type, and its number of llama.cpp's enum llama_ftype.
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ENDS = ("tok_embeddings.weight", "output.weight")  # in a file of 4 bits they have 8, as with quantize="int4"
+_QUANTIZATION_VERSION = 2  # of ggml's blocks
+_COPIED_AT_A_TIME = 1 << 20
+# Of the file that a checkpoint comes from, what does not describe the one that is written.
+_NOT_CARRIED = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the file: its name and type there, its shape, and its bytes, a piece at a time.
+
+    copied: whether they are those of the file that the checkpoint comes from.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[Tensor]]
+    copied: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return file_bytes(prod(self.shape), self.kind)
+
+
+def planned_of(checkpoint: Checkpoint, kind: str) -> tuple[list[Part], dict[str, Any]]:
+    """Return what a checkpoint's weights become in a file of this type, see `planned`, and what is said of it there.
+
+    Of a .gguf file that is what it says of its tokenizer and of itself; of another format its name alone.
+    """
+    path = checkpoint.path
+    header = read_header(path) if path.is_file() else None
+    parts = planned(checkpoint.args, checkpoint.tensors, kind, path=path, header=header)
+    if header is None:
+        return parts, {"general.name": path.resolve().name}
+    return parts, {key: value for key, value in header.metadata.items() if _is_carried(key, value)}
+
+
+def planned(
+    args: ModelArgs,
+    tensors: Mapping[str, Weight],
+    kind: str,
+    *,
+    path: Path | None = None,
+    header: Header | None = None,
+) -> list[Part]:
+    """Return the tensors of a file in which matrices are of this type, F32 vectors beside them.
+
+    Of a file with 4 bits the embedding and the head have 8 (Q8_0); a matrix whose rows are no whole blocks is F16. A
+    tied head is left out. `path` and `header` are those of the file that `tensors` come from, where that is a .gguf
+    file: what it holds in the type that is wanted is copied.
+    """
+    parts = []
+    divisors = _rope_divisors(args)
+    if divisors is not None:
+        parts.append(_encoded(ROPE_DIVISORS, "F32", Weight.of(divisors), path))
+    for ours, name in numbered(NAMES, args.n_layers).items():
+        if ours == "output.weight" and args.tied_head:
+            continue
+        weight = tensors[ours]
+        wanted = _kind_of(ours, weight.shape, kind)
+        info = None if header is None else header.tensors.get(name)
+        if path is not None and info is not None and info.kind == wanted:
+            parts.append(_copied(name, info, path))
+        else:
+            parts.append(_encoded(name, wanted, weight, path))
+    return parts
+
+
+def write_gguf(
+    path: Path,
+    args: ModelArgs,
+    parts: Sequence[Part],
+    metadata: Mapping[str, Any],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the file; `metadata` says what its sizes leave open, the tokenizer for one.
+
+    `progress(done, total)` is told the bytes of the tensors after each piece. Raises CheckpointError for numbers that
+    the type cannot hold. What is there of the file then, the caller has to delete.
+    """
+    _write_header(path, args, parts, metadata)
+    total, done = sum(part.nbytes for part in parts), 0
+    with path.open("ab") as file:
+        for part in parts:
+            file.write(bytes(-file.tell() % 32))  # every tensor begins at a multiple of the format's alignment
+            for piece in part.pieces():
+                file.write(piece.numpy().data)
+                done += piece.nbytes
+                if progress is not None:
+                    progress(done, total)
+        file.write(bytes(-file.tell() % 32))
+
+
+def _is_carried(key: str, value: Any) -> bool:
+    of_itself = key.startswith("general.") and key not in _NOT_CARRIED and isinstance(value, str)
+    return of_itself or key.startswith("tokenizer.")
+
+
+def _kind_of(name: str, shape: tuple[int, ...], wanted: str) -> str:
+    if len(shape) == 1:
+        return "F32"  # norms: few numbers, and llama.cpp wants them so
+    kind = "Q8_0" if wanted.startswith("Q4") and name in _ENDS else wanted
+    return "F16" if shape[-1] % FILE_BLOCKS[kind][0] else kind
+
+
+def _copied(name: str, info: TensorInfo, path: Path) -> Part:
+    def pieces() -> Iterator[Tensor]:
+        with path.open("rb") as file:
+            file.seek(info.start)
+            for begin in range(0, info.nbytes, _COPIED_AT_A_TIME):
+                yield torch.frombuffer(
+                    bytearray(file.read(min(_COPIED_AT_A_TIME, info.nbytes - begin))), dtype=torch.uint8
+                )
+
+    return Part(name, info.kind, info.shape, pieces, copied=True)
+
+
+def _encoded(name: str, kind: str, weight: Weight, path: Path | None) -> Part:
+    def pieces() -> Iterator[Tensor]:
+        for start, stop in weight.blocks():
+            rows = weight.rows(start, stop).detach().cpu()
+            _check_numbers(rows, name, kind, path)
+            yield _bytes(rows, kind)
+
+    return Part(name, kind, weight.shape, pieces)
+
+
+def _bytes(rows: Tensor, kind: str) -> Tensor:
+    if kind in _FLOATS:
+        return rows.to(_FLOATS[kind]).contiguous().view(torch.uint8).flatten()
+    from gguf.constants import GGMLQuantizationType  # here, because the package is slow to import
+    from gguf.quants import quantize
+
+    with np.errstate(all="ignore"):  # blocks of numbers too small for a scale become zeros
+        return torch.from_numpy(quantize(rows.float().numpy(), GGMLQuantizationType[kind])).flatten()
+
+
+def _check_numbers(rows: Tensor, name: str, kind: str, path: Path | None) -> None:
+    """Refuse what a type would not hold: NaN and infinity in blocks, and what is beyond float16, as scales are."""
+    if kind in ("F32", "BF16"):
+        return
+    most, limit = float(rows.abs().max()), torch.finfo(torch.float16).max
+    if not most <= limit:  # NaN is not
+        raise CheckpointError(
+            path or Path(name),
+            f"{name} holds {most:g}, and {kind} has numbers up to {limit:g}; choose bf16 or f32",
+        )
+
+
+def _rope_divisors(args: ModelArgs) -> Tensor | None:
+    if args.rope_scaling is None:
+        return None
+    if not isinstance(args.rope_scaling, RopeScaling):
+        return torch.tensor(args.rope_scaling, dtype=torch.float32)
+    freqs = rope_frequencies(args.head_dim, args.rope_theta)
+    return freqs / scale_frequencies(freqs, **asdict(args.rope_scaling))
+
+
+def _write_header(path: Path, args: ModelArgs, parts: Sequence[Part], metadata: Mapping[str, Any]) -> None:
+    from gguf import GGUFWriter
+    from gguf.constants import GGMLQuantizationType
+
+    writer = GGUFWriter(path, "llama")
+    try:
+        _add_sizes(writer, args)
+        _add_type(writer, parts)
+        for key, value in metadata.items():
+            _add_value(writer, key, value)
+        for part in parts:
+            kind = GGMLQuantizationType[part.kind]
+            writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), part.nbytes, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    finally:
+        writer.close()
+
+
+def _add_sizes(writer: Any, args: ModelArgs) -> None:
+    writer.add_vocab_size(args.vocab_size)
+    writer.add_context_length(args.max_seq_len)
+    writer.add_embedding_length(args.dim)
+    writer.add_feed_forward_length(args.ffn_dim)
+    writer.add_block_count(args.n_layers)
+    writer.add_head_count(args.n_heads)
+    writer.add_head_count_kv(args.n_kv_heads)
+    writer.add_key_length(args.head_dim)
+    writer.add_value_length(args.head_dim)
+    writer.add_rope_dimension_count(args.head_dim)
+    writer.add_rope_freq_base(args.rope_theta)
+    writer.add_layer_norm_rms_eps(args.norm_eps)
+
+
+def _add_type(writer: Any, parts: Sequence[Part]) -> None:
+    """Say of which type most numbers of the file are, which is what llama.cpp shows of it."""
+    counts: dict[str, int] = {}
+    for part in parts:
+        counts[part.kind] = counts.get(part.kind, 0) + prod(part.shape)
+    most = max(counts, key=lambda kind: counts[kind])
+    writer.add_file_type(FILE_TYPES[most])
+    if most not in _FLOATS:
+        writer.add_quantization_version(_QUANTIZATION_VERSION)
+
+
+def _add_value(writer: Any, key: str, value: Any) -> None:
+    """Add a value in the type that llama.cpp reads it as: whole numbers as uint32."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        (writer.add_int32 if value < 0 else writer.add_uint32)(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
