@@ -81,9 +81,12 @@ def in_one_line(error: Exception) -> str:
 
 
 def flag_types(command: Callable[..., int]) -> dict[str, Any]:
-    """Return the type of everything that the command takes, by name; its prompts are a list."""
+    """Return the type of everything that the command takes, by name; plain words are a list, whatever their name."""
     parameters = inspect.signature(command).parameters.values()
-    return {p.name: list[str] if p.kind is inspect.Parameter.VAR_POSITIONAL else p.annotation for p in parameters}
+    plain = inspect.Parameter.VAR_POSITIONAL
+    return {
+        "prompts" if p.kind is plain else p.name: list[str] if p.kind is plain else p.annotation for p in parameters
+    }
 
 
 def help_text(command: Callable[..., int]) -> str:

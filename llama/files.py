@@ -7,7 +7,8 @@ import errno
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -26,14 +27,21 @@ def replace_file(path: Path, content: bytes) -> Path:
 
     A reader, or an interruption, never meets half of one. Raises OSError where it cannot be written.
     """
+    with replacing(path) as new:
+        new.write_bytes(content)
+    return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the name of a new file beside this one, which takes its place once the block has ended well, or is gone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = _beside(path)
     try:
-        new.write_bytes(content)
+        yield new
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
-    return path
 
 
 def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:

@@ -67,7 +67,7 @@ MAY_IMPORT = {
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/tokenizer.py": ("tokenizer", "tiktoken"),
     "llama/tokenizer/": ("tokenizer", ""),
-    "llama/checkpoint/": ("args ranks rope model quantize tokenizer checkpoint", "torch numpy safetensors gguf"),
+    "llama/checkpoint/": ("args costs ranks rope model quantize tokenizer checkpoint", "torch numpy safetensors gguf"),
     "llama/exact/triton_kernels.py": ("", "torch triton"),
     "llama/exact/switch.py": ("args exact kv_cache ops quantize self_comparison", "torch"),
     "llama/exact/": ("ops ranks self_comparison exact", "torch"),
@@ -113,6 +113,7 @@ MAY_IMPORT = {
     # the front door
     "llama/cli.py": ("", "fire"),
     "llama/demo.py": ("files", ""),
+    "llama/convert.py": ("checkpoint cli demo files parallel", "tqdm"),
     "llama/chat.py": ("request tokenizer", ""),
     "llama/terminal.py": ("chat cli", ""),
     "llama/api.py": (f"{FLOOR} checkpoint demo fast tokenizer", "torch tqdm"),
@@ -133,7 +134,10 @@ ONLY_DOOR = {
     "gguf": "llama/checkpoint/",
     "filelock": "llama/verify/results.py",
     "fire": "llama/cli.py",
-    "tqdm": "llama/api.py llama/perplexity.py llama/bench/run/progress.py llama/verify/ scripts/compare_quantized.py",
+    "tqdm": (
+        "llama/api.py llama/convert.py llama/perplexity.py llama/bench/run/progress.py llama/verify/ "
+        "scripts/compare_quantized.py"
+    ),
     "matplotlib": "llama/bench/report/plots.py",
     "fairscale": "llama/parallel.py",
     "triton": "llama/exact/triton_kernels.py llama/fast/triton_kernels.py",
