@@ -82,14 +82,14 @@ def main(
         compare: Run a single cell in the other mode, too, and compare the tokens.
         engine: transformers or llama.cpp, on the same weights, prompts, threads and dtype; the presets table and chat
             take several and put them beside ours. Modes may stand behind the name, so that one table holds them all:
-            llama.cpp:int8, llama.cpp:int4, and of ours llama:fast, llama:int8, llama:fast:int8.
+            llama.cpp:int8, llama.cpp:int4, llama.cpp:stored, and of ours llama:fast, llama:int8, llama:fast:stored.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, by default, concat, window:1024+4, int8, int4, paged;
             or FILE.py:NAME[:PARAMS] for one of your own. --preset caches takes several; without any, all there are.
         logits: last, or all: compute those of every position at each step, as published code does.
         exact: Measure exact mode, in which the bits of the logits do not depend on the cache or the batch.
         fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU; in a table, of our own cells.
         quantize: int8 or int4 holds the matrices of our own cells in 8 or 4 bits; with --engine llama.cpp int8 is its
-            Q8_0, and int4 its Q4_0.
+            Q8_0, and int4 its Q4_0. stored takes those of a .gguf file as they are, in either engine.
         device: auto, cpu, cuda or mps.
         dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         threads: Threads of the CPU, for every engine; by default PyTorch's choice.
@@ -265,7 +265,8 @@ def plan_chat(cell: Cell, engines: list[str], *, command: str, budget: float) ->
     for record in report["cells"]:
         each = Cell(**record["cell"])
         check_cell(each)
-        check_memory(each, source.args, source.device, held=0)
+        own = find_model(each) if each.quantize == "stored" else source
+        check_memory(each, own.args, own.device, held=0, stored=own.stored)
     return report
 
 
@@ -280,6 +281,8 @@ def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: f
     cells = table_cells(cell, engines) if preset == "table" else sweep_cells(cell)
     for each in cells:
         check_cell(each)
+        if each.quantize == "stored":
+            find_model(each)
     if cell.model not in GPT2:
         limit = find_model(cell).args.max_seq_len
         for each in cells:

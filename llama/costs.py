@@ -5,7 +5,7 @@ Units: bytes, and FLOPs where a multiplication and an addition are two. "rows" a
 positions a row, `itemsize` the bytes of a number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -79,27 +79,35 @@ FILE_BLOCKS: dict[str, tuple[int, int]] = {
 GROUP, LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/quantize.py
 
 
+# How matrices are held: None as they are, "int8" or "int4", or, where a file decides, the bytes of each by its name.
+Layout = str | Mapping[str, int] | None
+
+
 def parameters(args: ModelArgs) -> int:
     """Return how many numbers a model has; a tied head counts once."""
     return weights_bytes(args, itemsize=1)
 
 
-def weights_bytes(args: ModelArgs, *, itemsize: int, quantize: str | None = None) -> int:
+def weights_bytes(args: ModelArgs, *, itemsize: int, quantize: Layout = None) -> int:
     """Return the bytes of a model's weights, a tied head's once.
 
-    With `quantize`, "int8" or "int4", only the norms are of `itemsize`, and the ends of int4 are in int8.
+    With `quantize` only the norms are of `itemsize`, and the ends of int4 are in int8.
     """
+    norms = (2 * args.n_layers + 1) * args.dim * itemsize
+    if isinstance(quantize, Mapping):
+        return sum(quantize.values()) + norms
     queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     layer = [(queries, args.dim), (keys, args.dim), (keys, args.dim), (args.dim, queries)]  # wq, wk, wv, wo
     layer += [(args.ffn_dim, args.dim), (args.dim, args.ffn_dim), (args.ffn_dim, args.dim)]  # w1, w2, w3
     matrices = sum(matrix_bytes(*shape, itemsize=itemsize, quantize=quantize) for shape in layer)
     ends = head_bytes(args, itemsize=itemsize, quantize=quantize) * (1 if args.tied_head else 2)
-    norms = (2 * args.n_layers + 1) * args.dim * itemsize
     return args.n_layers * matrices + ends + norms
 
 
-def head_bytes(args: ModelArgs, *, itemsize: int, quantize: str | None = None) -> int:
-    """Return the bytes of a head of its own, which are also those of the embedding."""
+def head_bytes(args: ModelArgs, *, itemsize: int, quantize: Layout = None) -> int:
+    """Return the bytes of the head, where it is tied of one of its own."""
+    if isinstance(quantize, Mapping):
+        return quantize.get("output.weight", quantize["tok_embeddings.weight"])
     return matrix_bytes(args.vocab_size, args.dim, itemsize=itemsize, quantize="int8" if quantize else None)
 
 
@@ -108,7 +116,7 @@ def matrix_bytes(outputs: int, inputs: int, *, itemsize: int, quantize: str | No
     if quantize is None:
         return outputs * inputs * itemsize
     filled_up = -(-outputs // LANES) * LANES
-    return filled_up * (inputs * (4 if quantize == "int4" else 8) // 8 + inputs // GROUP * 4)
+    return filled_up * (inputs * {"int8": 8, "int4": 4}[quantize] // 8 + inputs // GROUP * 4)
 
 
 def file_bytes(numbers: int, kind: str) -> int:
@@ -159,12 +167,13 @@ def forward_flops(args: ModelArgs, *, seqlen: int, start_pos: int = 0, scored: i
     return 2 * weights * seqlen + attention + 2 * args.dim * args.vocab_size * scored
 
 
-def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int, quantize: str | None = None) -> int:
+def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int, quantize: Layout = None) -> int:
     """Return the bytes that a cached decode step must read: every weight once, and the keys and values so far.
 
     Of an untied embedding only the rows' own vectors are read.
     """
-    embedding = head_bytes(args, itemsize=itemsize, quantize=quantize)
+    alike = head_bytes(args, itemsize=itemsize, quantize=quantize)
+    embedding = quantize["tok_embeddings.weight"] if isinstance(quantize, Mapping) else alike
     unread = 0 if args.tied_head else embedding - rows * embedding // args.vocab_size
     read = weights_bytes(args, itemsize=itemsize, quantize=quantize) - unread
     return read + cache_bytes(args, rows=rows, length=context, itemsize=itemsize)
@@ -240,7 +249,7 @@ def peak_memory(
     all_logits: bool = False,
     workspace: int = 0,
     ranks: int = 1,
-    quantize: str | None = None,
+    quantize: Layout = None,
     held: Callable[[int], int] | None = None,
 ) -> PeakMemory:
     """Predict the peak of a greedy generation by the plain path, on each of the ranks that share the model.

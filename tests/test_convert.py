@@ -24,6 +24,8 @@ from torch import Tensor
 
 from llama import cli, load
 from llama.args import ModelArgs
+from llama.bench.run.engines import LlamaEngine
+from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.checkpoint import CheckpointError, open_checkpoint
 from llama.checkpoint.base import BLOCK, Weight, needed_shapes
 from llama.checkpoint.gguf import Header, read_header
@@ -103,10 +105,16 @@ def test_what_a_file_holds_in_the_wanted_type_keeps_its_bytes(kind: Any, tmp_pat
     assert after.tensors["blk.1.attn_q.weight"].kind == kind.name
 
 
-def test_the_demo_in_its_own_type_keeps_every_byte_and_every_word_of_its_tokenizer(tmp_path: Path) -> None:
-    out = tmp_path / "demo.gguf"
+@pytest.fixture(scope="module")
+def converted_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo") / "demo.gguf"
     parts = convert("demo", out, type="q4_1")
     assert all(part.copied for part in parts)
+    return out
+
+
+def test_the_demo_in_its_own_type_keeps_every_byte_and_every_word_of_its_tokenizer(converted_demo: Path) -> None:
+    out = converted_demo
     before, after = read_header(demo_model_path()), read_header(out)
     assert before.tensors.keys() == after.tensors.keys()
     theirs, ours = (np.memmap(path, mode="r") for path in (demo_model_path(), out))
@@ -217,6 +225,30 @@ def test_the_command_says_what_the_file_has_become(tmp_path: Path, capsys: pytes
     source, _ = checkpoint_of("gguf", tmp_path)
     assert cli.run(main, [str(source), str(tmp_path / "out.gguf"), "--type", "q4_0"]) == 0
     assert "0.1 MB, 5 tensors F32, 14 tensors Q4_0, 2 tensors Q8_0; 5 of them copied" in capsys.readouterr().out
+
+
+def test_llama_cpp_reads_the_text_as_we_do_and_goes_on_as_our_plain_path_does(tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    source, _ = checkpoint_of("meta", tmp_path)
+    out = tmp_path / "out.gguf"
+    convert(source, out, type="f32")  # of other types it rounds the inputs, too
+    model, tokenizer = load(out, device="cpu", dtype="fp32")
+    text = "the cat in a hat, 1234 times"
+    prompt = tokenizer.encode(text, bos=True, eos=False)
+    theirs = llama_cpp.Llama(str(out), vocab_only=True, verbose=False).tokenize(text.encode(), add_bos=True)
+    assert theirs == prompt
+    peer = LlamaCppEngine.of_file(out, model.args, tokenizer)
+    ours = LlamaEngine(model, tokenizer)
+    assert peer.run([prompt], 8, kv_caching=True).ids == ours.run([prompt], 8, kv_caching=True).ids
+
+
+def test_llama_cpp_goes_on_from_the_converted_demo_as_we_do(converted_demo: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    model, tokenizer = load(converted_demo, device="cpu", dtype="fp32")
+    prompt = tokenizer.encode("The capital of France is", bos=False, eos=False)
+    peer = LlamaCppEngine.of_file(converted_demo, model.args, tokenizer)
+    ours = LlamaEngine(model, tokenizer).run([prompt], 4, kv_caching=True).ids  # " Paris.", and what follows it
+    assert peer.run([prompt], 4, kv_caching=True).ids == ours
 
 
 def test_a_tokenizer_that_stands_elsewhere_is_written_into_the_file(tmp_path: Path) -> None:

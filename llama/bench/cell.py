@@ -8,8 +8,9 @@ from typing import Any, Literal, TypedDict
 
 from llama.machine import DTYPES
 
-# Whose weights can be brought into what: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0.
-QUANTIZED = {"llama": ("int8", "int4"), "llama.cpp": ("int8", "int4")}
+# Whose weights can be in what: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0; stored is as a .gguf
+# file has them.
+QUANTIZED = {"llama": ("int8", "int4", "stored"), "llama.cpp": ("int8", "int4", "stored")}
 
 
 class Modes(TypedDict):
@@ -27,8 +28,8 @@ def read_engine(words: str) -> Modes:
     """
     engine, *modes = words.split(":")
     found = [mode for mode in modes if mode != "fast"]
-    if unknown := [mode for mode in found if mode not in ("int8", "int4")]:
-        known = "known are fast, int8 and int4, as in llama:fast:int8"
+    if unknown := [mode for mode in found if mode not in ("int8", "int4", "stored")]:
+        known = "known are fast, int8, int4 and stored, as in llama:fast:int8"
         raise ValueError(f"engine={words!r}: {unknown[0]!r} is no mode; {known}")
     if len(found) > 1 or modes.count("fast") > 1:
         raise ValueError(f"engine={words!r} has more modes than one cell can; give --engine once for each")
@@ -42,7 +43,8 @@ class Cell:
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
     kind that the library has, or "file.py:kind" for one that a file defines. `text` replaces the random ids of every
     row; `input_len` is then the count of its tokens. `ranks` are the processes that share the model. `fast` asks for
-    the fast step, and `quantize` for weights in "int8" or "int4". Raises ValueError.
+    the fast step, and `quantize` for weights in "int8" or "int4", or as a .gguf file has them "stored". Raises
+    ValueError.
     """
 
     batch_size: int = 1
@@ -94,7 +96,7 @@ class Cell:
             )
         if self.quantize not in known:
             raise ValueError(
-                f"quantize={self.quantize!r}: the engine {self.engine} has weights in {' and '.join(known)}; "
+                f"quantize={self.quantize!r}: the engine {self.engine} has weights in {', '.join(known)}; "
                 "choose of these, or leave it out"
             )
 
@@ -124,8 +126,8 @@ class Cell:
 
     @property
     def layout(self) -> str | None:
-        """In which layout of this library the matrices are, the bytes of which are known beforehand."""
-        return self.quantize if self.engine == "llama" else None
+        """In which layout the matrices are, where its bytes are known beforehand: ours, and whatever a file has."""
+        return self.quantize if self.engine == "llama" or self.quantize == "stored" else None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,6 +14,7 @@ from llama.checkpoint.base import Checkpoint, CheckpointError, Weight, check_sha
 from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
+from llama.costs import file_bytes
 from llama.model import Transformer
 from llama.quantize import PackedWeight, quantize_layers, weights_of
 from llama.ranks import ALONE, Ranks, cut_for
@@ -101,10 +102,7 @@ def load_weights(
     )
     found = {name: weight.shape for name, weight in checkpoint.tensors.items()}
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
-    with torch.device("meta"), cut_for(ranks):
-        model = Transformer(args)
-        if quantize is not None:
-            quantize_layers(model, dtype, quantize, stored_bits(checkpoint) if quantize == "stored" else None)
+    model = _blank(checkpoint, args, dtype, quantize, ranks)
     materialise(model, dtype=dtype, device=device)
     parts = weights_of(model)  # a tied head is here as the embedding
     total, done = sum(part.nbytes for part in parts.values()), 0
@@ -120,6 +118,41 @@ def load_weights(
     # What all ranks hold whole tells whether their files are the same.
     ranks.agree(lambda: {"weights": model.norm.weight.tolist()})
     return model
+
+
+def _blank(
+    checkpoint: Checkpoint, args: ModelArgs, dtype: torch.dtype, quantize: str | None, ranks: Ranks
+) -> Transformer:
+    """Return the model with its layers as they will be, and no memory taken yet."""
+    with torch.device("meta"), cut_for(ranks):
+        model = Transformer(args)
+        if quantize is not None:
+            quantize_layers(model, dtype, quantize, stored_bits(checkpoint) if quantize == "stored" else None)
+    return model
+
+
+def stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes that each matrix takes in memory with quantize="stored", by its name; a tied head's once.
+
+    Raises CheckpointError where `stored_bits` does.
+    """
+    model = _blank(checkpoint, checkpoint.args, dtype, "stored", ALONE)
+    held = {name: part.nbytes for name, part in weights_of(model).items() if len(part.shape) == 2}
+    itemsize = dtype.itemsize  # of matrices that stay floats, which are blank in another dtype
+    floats = {name: torch.Size(part.shape).numel() for name, part in model.named_parameters() if part.requires_grad}
+    return held | {name: count * itemsize for name, count in floats.items() if name in held}
+
+
+def file_bytes_of(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the bytes that each matrix takes in the file, by its name; a tied head's once."""
+    found = {}
+    for name, weight in checkpoint.tensors.items():
+        if len(weight.shape) == 2 and not (name == "output.weight" and checkpoint.args.tied_head):
+            numbers = torch.Size(weight.shape).numel()
+            stored = weight.stored
+            floats = numbers * weight.rows(0, 1).itemsize
+            found[name] = floats if stored is None else file_bytes(numbers, stored.kind)
+    return found
 
 
 def stored_bits(checkpoint: Checkpoint) -> dict[str, int | None]:

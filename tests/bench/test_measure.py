@@ -469,7 +469,7 @@ def test_a_cell_past_the_models_limit_or_the_memory_is_refused_in_words() -> Non
         {"logits": "some"},
         {"dtype": "int8"},
         {"text": "  "},
-        {"quantize": "stored"},
+        {"quantize": "int3"},
         {"quantize": "int8", "engine": "transformers"},
         {"quantize": "int2", "engine": "llama.cpp"},
         {"fast": True, "engine": "llama.cpp"},
@@ -506,7 +506,9 @@ def test_an_engine_is_named_with_its_modes() -> None:
     assert Cell(**read_engine("llama:fast:int8")).name == "batch 1, cache on, fast, int8 weights"
     assert Cell(**read_engine("llama.cpp:int8")).name == "llama.cpp, batch 1, cache on, int8 weights"
     for words in ("llama:quick", "llama.cpp:", "llama.cpp:Q8_0"):
-        with pytest.raises(ValueError, match=r"is no mode; known are fast, int8 and int4, as in llama:fast:int8"):
+        with pytest.raises(
+            ValueError, match=r"is no mode; known are fast, int8, int4 and stored, as in llama:fast:int8"
+        ):
             read_engine(words)
     with pytest.raises(ValueError, match="more modes than one cell can"):
         read_engine("llama.cpp:int8:int4")

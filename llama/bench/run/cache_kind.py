@@ -36,7 +36,8 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     """Fill the caches up to each context, time the steps that reach it, and count the bytes that are held there."""
     source = find_model(cell)
     longest = max(contexts)
-    check_memory(cell.but(input_len=min(CHUNK, longest - 1), output_len=1), source.args, source.device, held=0)
+    filled = cell.but(input_len=min(CHUNK, longest - 1), output_len=1)
+    check_memory(filled, source.args, source.device, held=0, stored=source.stored)
     started = time.perf_counter()
     model = source.build()
     loaded = time.perf_counter() - started
@@ -141,7 +142,8 @@ def _opened(cell: Cell, plan: CachesPlan) -> tuple[Transformer, TextCodec, list[
     """Return the model with the cell's kind, its tokenizer, and the ids of the text."""
     source = find_model(cell)
     last = plan["prompt_len"] + plan["tokens"]
-    check_memory(cell.but(input_len=plan["prompt_len"], output_len=plan["tokens"]), source.args, source.device, held=0)
+    scored = cell.but(input_len=plan["prompt_len"], output_len=plan["tokens"])
+    check_memory(scored, source.args, source.device, held=0, stored=source.stored)
     model = source.build()
     return model, source.tokenizer, encode_prompt(source.tokenizer, read_text())[:last]
 

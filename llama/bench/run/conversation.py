@@ -73,7 +73,7 @@ def _asking(tokenizer: Tokenizer) -> tuple[list[int], Callable[[list[int], str],
 def measure_conversation(cell: Cell, *, plan: ChatPlan) -> dict[str, Any]:
     """Replay the conversation, with the cache kept and made anew each turn; or, as the cell says, without it."""
     turns = turns_of(find_model(cell).tokenizer, read_dialog())[: len(plan["turns"])]
-    engine, _, _ = open_engine(cell)
+    engine = open_engine(cell).engine
     watch = _Watch(engine)
     _replay(engine, turns[:2], "kept" if cell.kv_caching else "off")  # warms up; with the first turn's shapes, too
     watch.begin()
@@ -138,7 +138,7 @@ def _on_disk(conversation: SessionConversation, more: Turn) -> OnDisk:
 
 def measure_prompts(cell: Cell, *, plan: ChatPlan) -> dict[str, Any]:
     """Feed many prompts that begin alike, their beginning once for all of them and in every row."""
-    engine, _, _ = open_engine(cell)
+    engine = open_engine(cell).engine
     assert isinstance(engine, LlamaEngine)
     prompts = shared_prompts(engine.tokenizer, plan)
     watch = _Watch(engine)

@@ -1,4 +1,4 @@
-"""llama.cpp behind the benchmark's protocol, by its C interface, with the weights of our model."""
+"""llama.cpp behind the benchmark's protocol, by its C interface, with the weights of our model or of a file."""
 
 import ctypes
 import sys
@@ -39,16 +39,26 @@ class LlamaCppEngine:
     max_batch_size = None  # no limit on rows, for the common check of what is asked
 
     def __init__(
-        self, held: ExitStack, pointer: Any, model: Transformer, tokenizer: TextCodec, *, quantize: str | None
+        self,
+        held: ExitStack,
+        pointer: Any,
+        args: ModelArgs,
+        tokenizer: TextCodec,
+        *,
+        weights: str | None,
+        cache: torch.dtype,
     ) -> None:
-        """Take over llama.cpp's model at `pointer`, and what is to be given back with it."""
+        """Take over llama.cpp's model at `pointer`, and what is to be given back with it.
+
+        `weights` says what they are in where they are quantized.
+        """
         self.api, self._pointer = check_engine("llama.cpp"), pointer
         self._finalizer = weakref.finalize(self, held.close)
-        self._cache_type = _GGML_TYPES[torch.float16 if quantize else model.norm.weight.dtype]
+        self._cache_type = _GGML_TYPES[cache]
         self.path = f"llama.cpp (llama-cpp-python {self.api.__version__})"
-        self.path += f", {_GGML_QUANTIZED[quantize][0]} weights, fp16 cache" if quantize else ""
-        self.args: ModelArgs | None = model.args
-        self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
+        self.path += f", {weights} weights, fp16 cache" if weights else ""
+        self.args: ModelArgs | None = args
+        self.vocab_size, self.max_seq_len = args.vocab_size, args.max_seq_len
         self.weights_bytes: int | None = self.api.llama_model_size(pointer)
         self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
@@ -70,7 +80,19 @@ class LlamaCppEngine:
                 file = _quantized(api, file, quantize)
             pointer = _loaded(api, file)
             stack.callback(api.llama_model_free, pointer)
-            return cls(stack.pop_all(), pointer, model, tokenizer, quantize=quantize)
+            kind = None if quantize is None else _GGML_QUANTIZED[quantize][0]
+            cache = torch.float16 if quantize else model.norm.weight.dtype
+            return cls(stack.pop_all(), pointer, model.args, tokenizer, weights=kind, cache=cache)
+
+    @classmethod
+    def of_file(cls, path: Path, args: ModelArgs, tokenizer: TextCodec) -> "LlamaCppEngine":
+        """Return an engine with a .gguf file's own weights, as it has them; `args` and `tokenizer` are its, too."""
+        api = check_engine("llama.cpp")
+        _let_only_errors_through(api)
+        with ExitStack() as stack:
+            pointer = _loaded(api, path)
+            stack.callback(api.llama_model_free, pointer)
+            return cls(stack.pop_all(), pointer, args, tokenizer, weights="stored", cache=torch.float16)
 
     def close(self) -> None:
         """Free the model and delete its file; the engine can run no more."""

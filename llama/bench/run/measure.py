@@ -5,7 +5,7 @@ process of its own.
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,6 +19,7 @@ from llama.bench.run.memory_ledger import (
     cache_of,
     check_length,
     check_memory,
+    layout_of,
     make_ledger,
     position_bytes,
     predict,
@@ -40,15 +41,17 @@ def measure(
     resident_before_model: int | None = None,
     device_bytes_before: int | None = None,
     trace: bool = True,
+    stored: Mapping[str, int] | None = None,
 ) -> CellRecord:
     """Measure a cell once. Raises ValueError where it does not fit the model's limits or the memory.
 
-    `trace` also measures the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
+    `stored`: the bytes that each matrix should take, where the weights are as a file has them. `trace` also measures
+    the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
     """
     cell = settled(cell, engine.encode)
     check_length(cell, engine.max_seq_len)
     if engine.args is not None:
-        check_memory(cell, engine.args, device, held=engine.weights_bytes or 0)
+        check_memory(cell, engine.args, device, held=engine.weights_bytes or 0, stored=stored)
     prompts = make_prompts(cell, engine)
     warm_up = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=min(2, cell.output_len))
     gc.collect()
@@ -70,10 +73,12 @@ def measure(
         "text": engine.decode(run.ids[0]),
         "points": judge(cell, run, warm_up, max_seq_len=engine.max_seq_len, reset_seen=peak.reset_seen),
         "notes": notes(cell, weights=weights),
-        "work": None if engine.args is None else make_work(cell, engine.args, weights=engine.weights_bytes),
+        "work": None
+        if engine.args is None
+        else make_work(cell, engine.args, weights=engine.weights_bytes, stored=stored),
     }
     if trace and isinstance(engine, LlamaEngine):
-        record["ledger"] = _ledger(cell, engine, run, sample, device, resident_before_model)
+        record["ledger"] = _ledger(cell, engine, run, sample, device, resident_before_model, stored)
     return record
 
 
@@ -98,11 +103,15 @@ def make_sample(run: Run, other_load: float | None, memory: PeakBytes) -> Sample
     }
 
 
-def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Work:
+def make_work(
+    cell: Cell, args: ModelArgs, *, weights: int | None = None, stored: Mapping[str, int] | None = None
+) -> Work:
     """Return what a cell asks of any machine: tokens, FLOPs and bytes that must be read, over all rows and forwards.
 
-    `weights` are the bytes that a peer's weights take, which only it knows where it has quantized them.
+    `weights` are the bytes that a peer's weights take, which only it knows where it has quantized them; `stored` as in
+    `measure`.
     """
+    layout = layout_of(cell, stored)
     fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
     bound, per_position = cache_of(args, cell).bound, position_bytes(args, cell)
 
@@ -111,7 +120,7 @@ def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Wor
         return cell.batch_size * forward_flops(args, seqlen=seqlen, start_pos=start_pos, scored=scored)
 
     def read(start_pos: int, seqlen: int) -> int:
-        whole = step_bytes(args, rows=cell.batch_size, context=0, itemsize=cell.itemsize, quantize=cell.layout)
+        whole = step_bytes(args, rows=cell.batch_size, context=0, itemsize=cell.itemsize, quantize=layout)
         if weights is not None and cell.quantize is not None and cell.layout is None:
             whole = whole * weights // (parameters(args) * cell.itemsize)
         kept = start_pos if bound is None else min(start_pos, bound)
@@ -129,7 +138,13 @@ def make_work(cell: Cell, args: ModelArgs, *, weights: int | None = None) -> Wor
 
 
 def _ledger(
-    cell: Cell, engine: LlamaEngine, run: Run, sample: Sample, device: torch.device, resident_before_model: int | None
+    cell: Cell,
+    engine: LlamaEngine,
+    run: Run,
+    sample: Sample,
+    device: torch.device,
+    resident_before_model: int | None,
+    stored: Mapping[str, int] | None,
 ) -> Ledger:
     """Return the ledger of a cell, and beside it, on a CPU, the resident memory of the process."""
     peak, resident = sample["peak_allocated_bytes"], None
@@ -137,7 +152,7 @@ def _ledger(
         resident = resident_before_model, sample["peak_resident_bytes"]
     measured_by = "max_memory_allocated" if device.type == "cuda" else "a trace of PyTorch's CPU allocator"
     head, embedding = engine.model.output.weight, engine.model.tok_embeddings.weight
-    predicted = predict(engine.model.args, cell, workspace=workspace(device))
+    predicted = predict(engine.model.args, cell, workspace=workspace(device), stored=stored)
     at_end = cache_bytes(engine.model.args.share(cell.ranks), cell, cell.total_len - 1) if cell.kv_caching else 0
     return make_ledger(
         engine.model.args,
@@ -150,6 +165,7 @@ def _ledger(
         peak=peak,
         measured_by=measured_by if peak is not None else "not measured",
         resident=resident,
+        stored=stored,
     )
 
 

@@ -1,9 +1,10 @@
 """The memory ledger: what a cell's memory is predicted to hold at its peak, line by line, beside what was measured.
 
-The predictions are `llama.costs`' and come from ModelArgs alone; what would not fit is refused by them. Knows nothing
-of how anything was measured.
+The predictions are `llama.costs`' and come from ModelArgs alone, and of stored weights from the header of their file;
+what would not fit is refused by them. Knows nothing of how anything was measured.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,7 @@ import torch
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.schema import Ledger, Line
-from llama.costs import PeakMemory, head_bytes, peak_memory, size
+from llama.costs import Layout, PeakMemory, head_bytes, peak_memory, size
 from llama.kv_cache import KVCache
 from llama.machine import available_memory
 from llama.parallel import local_size
@@ -21,8 +22,14 @@ CUBLAS_WORKSPACE = 8_519_680  # torch's default configuration, :4096:2:16:8, in 
 CUBLAS_WORKSPACE_HOPPER = 32 * 2**20  # and the one it takes from compute capability 9.0 on
 
 
-def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
-    """Return the predicted peak of a cell."""
+def layout_of(cell: Cell, stored: Mapping[str, int] | None) -> Layout:
+    """Return how a cell holds its matrices; `stored`: the bytes of each, where the weights are as a file has them."""
+    assert (cell.layout == "stored") == (stored is not None)
+    return cell.layout if stored is None else stored
+
+
+def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0, stored: Mapping[str, int] | None = None) -> PeakMemory:
+    """Return the predicted peak of a cell; `stored` as in `layout_of`."""
     return peak_memory(
         args,
         rows=cell.batch_size,
@@ -33,7 +40,7 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0) -> PeakMemory:
         all_logits=cell.logits == "all",
         workspace=workspace,
         ranks=cell.ranks,
-        quantize=cell.layout,
+        quantize=layout_of(cell, stored),
         held=partial(cache_bytes, args.share(cell.ranks), cell),
     )
 
@@ -70,13 +77,14 @@ def make_ledger(
     peak: int | None = None,
     measured_by: str = "not measured",
     resident: tuple[int, int] | None = None,
+    stored: Mapping[str, int] | None = None,
 ) -> Ledger:
     """Return the ledger of the tensors, and beside it the resident memory of the process.
 
     `weights`, of which `head` are those of a head of its own, `cache`, `logits`, `peak`, and `resident`, before the
-    model was there and at the peak, are measured bytes, None where none was measured.
+    model was there and at the peak, are measured bytes, None where none was measured; `stored` as in `layout_of`.
     """
-    own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, quantize=cell.layout)
+    own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, quantize=layout_of(cell, stored))
     untied = 0 if args.tied_head else own_head
     at_head = predicted.at_head
     lines = [
@@ -137,14 +145,19 @@ def check_length(cell: Cell, max_seq_len: int) -> None:
         )
 
 
-def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, held: int) -> None:
-    """Refuse what is predicted to pass the memory that is free; `held` bytes of the prediction are taken already."""
-    predicted = predict(args, cell, workspace=workspace(device))
+def check_memory(
+    cell: Cell, args: ModelArgs, device: torch.device, *, held: int, stored: Mapping[str, int] | None = None
+) -> None:
+    """Refuse what is predicted to pass the memory that is free; `held` bytes of the prediction are taken already.
+
+    `stored` as in `layout_of`.
+    """
+    predicted = predict(args, cell, workspace=workspace(device), stored=stored)
     free = available_memory(device)
     if free is not None and device.type != "cuda":
         free //= local_size()  # the other ranks of this host take as much
     if free is not None and predicted.total - held > free:
-        lines = [line for line in make_ledger(args, cell, predicted)["lines"] if line["counts"]]
+        lines = [line for line in make_ledger(args, cell, predicted, stored=stored)["lines"] if line["counts"]]
         parts = ", ".join(f"{line['name']} {size(line['predicted'])}" for line in lines)
         raise ValueError(
             f"{cell.name} does not fit: {parts}: {size(predicted.total)} at the peak, and {size(free)} are free "

@@ -3,8 +3,9 @@
 Meta's weights are gated, and no time or size depends on their values; the tokenizer is Meta's real one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.memory_ledger import check_length, check_memory
 from llama.bench.run.peers import GPT2
-from llama.checkpoint import load_weights, materialise, open_checkpoint
+from llama.checkpoint import Checkpoint, file_bytes_of, load_weights, materialise, open_checkpoint, stored_bytes
 from llama.checkpoint.base import Weight, needed_shapes
 from llama.costs import RELEASED
 from llama.demo import demo_model_path, meta_tokenizer_path
@@ -32,7 +33,11 @@ from llama.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """A model that is not in memory yet: its sizes, its tokenizer, and how to build it on a device."""
+    """A model that is not in memory yet: its sizes, its tokenizer, and how to build it on a device.
+
+    file: the .gguf file that its weights stand in. stored: of a cell that takes them as they stand there, the bytes of
+    each matrix, by its name.
+    """
 
     args: ModelArgs
     tokenizer: Tokenizer
@@ -40,6 +45,8 @@ class Source:
     device: torch.device
     dtype: torch.dtype
     build: Callable[[], Transformer]
+    file: Path | None = None
+    stored: Mapping[str, int] | None = None
 
 
 def make_cell(
@@ -65,7 +72,7 @@ def make_cell(
     KVCache.of(source.args)
     cell = settled(cell, lambda text: encode_prompt(source.tokenizer, text))
     check_length(cell, source.args.max_seq_len)
-    check_memory(cell, source.args, source.device, held=0)
+    check_memory(cell, source.args, source.device, held=0, stored=source.stored)
     return cell
 
 
@@ -108,7 +115,20 @@ def find_model(cell: Cell) -> Source:
             make_fast(model, cache_dir() / "native")
         return model
 
-    return Source(args, tokenizer, "random" if checkpoint is None else "checkpoint", device, dtype, build)
+    weights = "random" if checkpoint is None else "checkpoint"
+    file = checkpoint.path if checkpoint is not None and checkpoint.path.is_file() else None
+    stored = _stored_of(cell, checkpoint, dtype) if cell.layout == "stored" else None
+    return Source(args, tokenizer, weights, device, dtype, build, file, stored)
+
+
+def _stored_of(cell: Cell, checkpoint: Checkpoint | None, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of each matrix as it is in the file: ours in memory, a peer's in the file, which it maps."""
+    if checkpoint is None or not checkpoint.path.is_file():
+        raise ValueError(
+            f"quantize=stored takes the weights as a .gguf file has them, and {cell.model} is none; name one with "
+            "ckpt_dir, or choose int8 or int4"
+        )
+    return stored_bytes(checkpoint, dtype) if cell.engine == "llama" else file_bytes_of(checkpoint)
 
 
 def random_model(

@@ -1,6 +1,8 @@
 """What a cell runs on: a model of ours behind the benchmark's protocol, or a peer with its weights."""
 
 import json
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -9,7 +11,7 @@ from llama.bench.run.engines import Engine, LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.memory import resident_bytes
 from llama.bench.run.memory_ledger import check_length, check_memory
-from llama.bench.run.models import find_model
+from llama.bench.run.models import Source, find_model
 from llama.bench.run.peers import GPT2, check_engine
 from llama.bench.run.transformers_engine import TransformersEngine
 from llama.bench.schema import ModelFacts
@@ -19,23 +21,41 @@ from llama.model import Transformer
 from llama.streaming import TextCodec
 
 
-def open_engine(cell: Cell) -> tuple[Engine, ModelFacts, int | None]:
-    """Return what a cell runs on, what it is, and the resident memory before there was a model."""
+class Opened(NamedTuple):
+    """What a cell runs on, what it is, the resident memory before there was a model, and the bytes of stored weights.
+
+    Those are predicted, see `llama.bench.run.models.Source`, and None for a cell that has none.
+    """
+
+    engine: Engine
+    facts: ModelFacts
+    resident_before: int | None
+    stored: Mapping[str, int] | None = None
+
+
+def open_engine(cell: Cell) -> Opened:
+    """Return what a cell runs on."""
     if cell.model in GPT2:
         before = resident_bytes()
         gpt2 = TransformersEngine.gpt2(cell.model, seed=0, device=torch.device(cell.device), dtype=DTYPES[cell.dtype])
-        return gpt2, {"name": cell.model, "weights": gpt2.weights, "parameters": None, "sizes": None}, before
+        return Opened(gpt2, {"name": cell.model, "weights": gpt2.weights, "parameters": None, "sizes": None}, before)
     source = find_model(cell)
     check_length(cell, source.args.max_seq_len)
-    check_memory(cell, source.args, source.device, held=0)
+    check_memory(cell, source.args, source.device, held=0, stored=source.stored)
     before = resident_bytes()
-    model = source.build()
     sizes = json.loads(json.dumps(vars(source.args), default=vars))
     count = parameters(source.args)
     facts: ModelFacts = {"name": cell.model, "weights": source.weights, "parameters": count, "sizes": sizes}
+    return Opened(_engine_of(cell, source), facts, before, source.stored)
+
+
+def _engine_of(cell: Cell, source: Source) -> Engine:
     if cell.engine == "llama":
-        return LlamaEngine(model, source.tokenizer, logits=cell.logits), facts, before
-    return open_peer(cell.engine, model, source.tokenizer, quantize=cell.quantize), facts, before
+        return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits)
+    if cell.quantize == "stored" and cell.engine == "llama.cpp":
+        assert source.file is not None
+        return LlamaCppEngine.of_file(source.file, source.args, source.tokenizer)
+    return open_peer(cell.engine, source.build(), source.tokenizer, quantize=cell.quantize)
 
 
 def open_peer(engine: str, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> Engine:

@@ -39,7 +39,7 @@ def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
     device = torch.device(cell.device)
     device_before = device_bytes_used(device)
     with _heard() as warnings:
-        engine, facts, before = open_engine(cell)
+        engine, facts, before, stored = open_engine(cell)
         record = measure(
             cell,
             engine,
@@ -48,6 +48,7 @@ def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
             resident_before_model=before,
             device_bytes_before=device_before,
             trace=trace,
+            stored=stored,
         )
     record["notes"] += warnings
     if cell.exact and trace and isinstance(engine, LlamaEngine):
@@ -80,7 +81,7 @@ def describe(cell: Cell) -> dict[str, Any]:
 def calibrate(cell: Cell) -> dict[str, Any]:
     """Time the pieces that a prediction of all cells is made of."""
     started = time.perf_counter()
-    engine, facts, _ = open_engine(cell)
+    engine, facts, *_ = open_engine(cell)
     loaded = time.perf_counter() - started
     prompts = make_prompts(cell.but(batch_size=1), engine)
     engine.run(prompts, 2, kv_caching=True)
@@ -103,7 +104,8 @@ def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     source = find_model(cell)
     longest = cell.but(input_len=max(contexts), output_len=1)
     for kv_caching in (True, False):
-        check_memory(longest.but(kv_caching=kv_caching), source.args, source.device, held=0)
+        modes = longest.but(kv_caching=kv_caching)
+        check_memory(modes, source.args, source.device, held=0, stored=source.stored)
     model = source.build()
     steps: list[StepTimes] = []
     for kv_caching in (True, False):

@@ -1,0 +1,128 @@
+"""A cell of stored weights is predicted to the byte from its file's header, and a peer reads that very file."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import config_of, meta_params, meta_weights, random_model, write_gguf, write_meta
+from gguf import GGMLQuantizationType as Kind
+from jobs_here import CEILINGS
+
+from llama import costs
+from llama.bench.cell import Cell, read_engine
+from llama.bench.run import worker
+from llama.bench.run.models import find_model, make_cell
+from llama.bench.run.validity import violated
+from llama.bench.schema import CellRecord
+from llama.checkpoint import file_bytes_of, open_checkpoint
+from llama.checkpoint.gguf import read_header
+from llama.demo import demo_model_path
+
+JOB: dict[str, Any] = {"input_len": 7, "output_len": 5, "quantize": "stored", "threads": 1}
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+FLOATS = ("tok_embeddings.weight", "layers.1.attention.wo.weight")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what is no part of a claim here: a second of looking for the machine's ceilings."""
+    monkeypatch.setattr(worker, "ceilings", lambda *_, **__: CEILINGS)
+
+
+def file_of(folder: Path, kind: Kind = Kind.Q4_1, *, whole: tuple[str, ...] = (), tied: bool = False) -> str:
+    config = config_of(**SIZES, tie_word_embeddings=tied)
+    weights = meta_weights(random_model(config))
+    return str(write_gguf(folder / "model.gguf", weights, config, kind=kind, whole=whole))
+
+
+def line(record: CellRecord, name: str) -> tuple[int, int | None]:
+    assert record["ledger"] is not None
+    found = next(line for line in record["ledger"]["lines"] if line["name"] == name)
+    return found["predicted"], found["measured"]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [(Kind.Q4_0, ()), (Kind.Q4_1, ()), (Kind.Q8_0, ()), (Kind.Q4_1, FLOATS)],
+    ids=["Q4_0", "Q4_1", "Q8_0", "some in floats"],
+)
+def test_the_weights_of_a_stored_cell_take_the_bytes_that_were_predicted(
+    kind: Any, whole: tuple[str, ...], dtype: str, tied: bool, tmp_path: Path
+) -> None:
+    cell = Cell(**JOB, model=file_of(tmp_path, kind, whole=whole, tied=tied), dtype=dtype)
+    record = worker.run_cell(cell, trace=True)["record"]
+    predicted, held = line(record, "weights")
+    head = line(record, "tied head" if tied else "head")
+    assert predicted == held
+    assert head[0] == head[1]
+    assert record["weights_bytes"] == predicted + head[0]
+    source = find_model(cell)
+    assert source.stored is not None
+    assert record["weights_bytes"] == costs.weights_bytes(source.args, itemsize=cell.itemsize, quantize=source.stored)
+    assert record["path"] == "plain, stored weights"
+    assert violated(record["points"]) == []
+    assert any(note.startswith("stored weights: as the file has them") for note in record["notes"])
+
+
+def test_a_step_of_stored_weights_reads_them_once_and_of_an_untied_embedding_a_row(tmp_path: Path) -> None:
+    source = find_model(Cell(**JOB, model=file_of(tmp_path)))
+    assert source.stored is not None
+    read = costs.step_bytes(source.args, rows=2, context=0, itemsize=4, quantize=source.stored)
+    embedding = source.stored["tok_embeddings.weight"]
+    norms = 5 * 64 * 4
+    assert read == sum(source.stored.values()) - embedding + 2 * embedding // source.args.vocab_size + norms
+
+
+def test_the_bytes_in_the_file_are_those_of_its_tensors() -> None:
+    tensors = read_header(demo_model_path()).tensors.values()
+    matrices = sum(info.nbytes for info in tensors if len(info.shape) == 2)
+    assert sum(file_bytes_of(open_checkpoint(demo_model_path())).values()) == matrices
+
+
+def test_llama_cpp_reads_the_very_file_and_needs_no_model_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llama_cpp")
+    file = file_of(tmp_path, Kind.Q8_0)
+    monkeypatch.setattr("llama.bench.run.models.load_weights", None)
+    record = worker.run_cell(Cell(**JOB, model=file, engine="llama.cpp"), trace=True)["record"]
+    assert record["path"].endswith(", stored weights, fp16 cache")
+    assert record["weights_bytes"] == sum(info.nbytes for info in read_header(Path(file)).tensors.values())
+    assert violated(record["points"]) == []
+    assert record["work"] is not None
+    assert record["work"]["step_bytes"] < record["weights_bytes"] + 2 * 2 * 2 * 16 * 12 * 2
+
+
+def test_stored_is_a_mode_of_both_engines() -> None:
+    assert Cell(**read_engine("llama:fast:stored")).name == "batch 1, cache on, fast, stored weights"
+    assert Cell(**read_engine("llama.cpp:stored")).name == "llama.cpp, batch 1, cache on, stored weights"
+
+
+@pytest.mark.parametrize("engine", ["llama", "llama.cpp"])
+def test_what_is_no_file_with_blocks_is_refused_before_anything_runs(engine: str, tmp_path: Path) -> None:
+    config = config_of(**SIZES)
+    folder = write_meta(tmp_path / "meta", meta_weights(random_model(config)), meta_params(config))
+    for model in ({"ckpt_dir": str(folder)}, {"model": "llama-3.2-1b"}):
+        with pytest.raises(ValueError, match=r"takes the weights as a \.gguf file has them, and .* is none; name one"):
+            make_cell(device="cpu", engine=engine, quantize="stored", **model)  # type: ignore[arg-type]
+
+
+def test_a_file_of_floats_has_nothing_stored_for_us(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"keeps what a \.gguf file has quantised, and here no matrix is"):
+        make_cell(device="cpu", ckpt_dir=file_of(tmp_path, Kind.F32), quantize="stored")
+
+
+def test_a_peer_is_not_refused_for_memory_that_its_file_does_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = file_of(tmp_path, Kind.Q4_1)
+    source = find_model(Cell(**JOB, model=file, engine="llama.cpp"))
+    assert source.stored is not None
+    free = 400_000
+    assert sum(source.stored.values()) < free < costs.weights_bytes(source.args, itemsize=4)
+    monkeypatch.setattr("llama.bench.run.memory_ledger.available_memory", lambda _: free)
+    make_cell(device="cpu", ckpt_dir=file, engine="llama.cpp", quantize="stored", input_len=7, output_len=5)
+    with pytest.raises(ValueError, match="does not fit"):
+        make_cell(device="cpu", ckpt_dir=file, input_len=7, output_len=5)
