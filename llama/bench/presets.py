@@ -28,9 +28,10 @@ from llama.bench.run.directory import RunDirectory
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.peers import GPT2
 from llama.bench.run.step_times import context_lengths, crossover
-from llama.bench.schema import CellRecord, Report, Sweep
+from llama.bench.schema import Agreement, CellRecord, Report, Sweep
 from llama.bench.statistics import best_ceilings
-from llama.costs import Ceilings, forwards
+from llama.bench.texts import text_path
+from llama.costs import RELEASED, Ceilings, forwards
 
 REPETITIONS = 5
 BATCHES = (1, 8, 16)
@@ -38,6 +39,7 @@ SWEEP_BATCHES = [1, 2, 4, 8, 16]
 GENERATED = (10, 20, 50, 100, 200)
 CACHE_LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192]
 CONTEXTS = [16, 32, 64, 128, 256, 512, 1024, 2048]
+AGREED_ON = 1024  # tokens of a text: 1 % of them is 10
 
 _STARTING = 4.0  # seconds that a process needs before it loads a model, and for the ceilings at its end, about
 PEER_IS_SLOWER = 2.0  # what is assumed of an engine before it has run once
@@ -133,6 +135,8 @@ def run_session(session: Session) -> None:
     is_table = session.report["preset"] == "table"
     begin(session, table_curves(session) if is_table else sweep_curves(session))
     one_round(session, 0)
+    if is_table:
+        measure_agreements(session)
     (measure_crossovers if is_table else measure_curves)(session)
     for repetition in range(1, REPETITIONS):
         one_round(session, repetition)
@@ -140,9 +144,10 @@ def run_session(session: Session) -> None:
 
 
 def table_curves(session: Session) -> dict[str, int]:
-    """Return the jobs beside the table's cells, and about how many tokens each feeds: a warm-up and three times."""
+    """Return the jobs beside the table's cells, and about how many tokens each feeds: steps warm up, and run thrice."""
     jobs = crossover_cells(session).items()
-    return {what: 4 * cell.batch_size * sum(context_lengths(cell.input_len)) for what, cell in jobs}
+    steps = {what: 4 * cell.batch_size * sum(context_lengths(cell.input_len)) for what, cell in jobs}
+    return dict.fromkeys(agreement_cells(session), AGREED_ON) | steps
 
 
 def sweep_curves(session: Session) -> dict[str, int]:
@@ -340,6 +345,52 @@ def measure_crossovers(session: Session) -> None:
         with session.noting_failure(what):
             steps = session.do(what, "steps", cell, contexts=context_lengths(cell.input_len))["steps"]
             session.report["crossovers"].append(crossover(steps))
+
+
+def agreement_cells(session: Session) -> dict[str, Cell]:
+    """Return a job and a cell for each way with rounded weights whose agreement is not known, and float32's before.
+
+    There is none where weights are random, of which every token is about as likely as all others.
+    """
+    known = {(one["engine"], one["fast"], one["quantize"]) for one in session.report["agreements"]}
+    rounded = [cell for cell in session.cells if cell.quantize is not None and cell.model not in RELEASED]
+    left = [cell for cell in rounded if (cell.engine, cell.fast, cell.quantize) not in known]
+    job = {"batch_size": 1, "input_len": AGREED_ON, "output_len": 1, "kv_caching": True, "text": None}
+    whole = {"engine": "llama", "fast": False, "quantize": None, "dtype": "fp32", "kv_cache": "static"}
+    ways = dict.fromkeys(cell.but(**job) for cell in left)
+    cells = [cell.but(**whole) for cell in list(ways)[:1]] + list(ways)
+    return {f"top-1 of {cell.name}": cell for cell in cells}
+
+
+def measure_agreements(session: Session) -> None:
+    """Count, once for each way with rounded weights, how often its most likely token is float32's."""
+    reference: list[int] | None = None
+    for what, cell in agreement_cells(session).items():
+        session.curves.remove(what)
+        if (cell.quantize is not None and reference is None) or not session.has_room(what, must=True):
+            continue
+        with session.noting_failure(what):
+            tokens = min(AGREED_ON, session.calibration["max_seq_len"] - 1)
+            done = session.do(what, "most_likely", cell.but(input_len=tokens))
+            if reference is None:
+                reference = done["ids"]
+            else:
+                session.report["agreements"].append(agreement(cell, done, reference))
+
+
+def agreement(cell: Cell, done: dict[str, Any], reference: Sequence[int]) -> Agreement:
+    """Return what a way's most likely tokens are beside the reference's."""
+    assert cell.quantize is not None
+    same = sum(one == other for one, other in zip(done["ids"], reference, strict=True))
+    return {
+        "engine": cell.engine,
+        "fast": cell.fast,
+        "quantize": cell.quantize,
+        "path": done["path"],
+        "text": text_path().name,
+        "tokens": len(reference),
+        "top1_agreement": same / len(reference),
+    }
 
 
 def measure_curves(session: Session) -> None:

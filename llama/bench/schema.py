@@ -143,6 +143,18 @@ class Comparison(TypedDict):
     divergence: Divergence | None
 
 
+class Agreement(TypedDict):
+    """How often a way with rounded weights finds the same token the most likely as our float32, over a text."""
+
+    engine: str
+    fast: bool
+    quantize: str
+    path: str
+    text: str
+    tokens: int
+    top1_agreement: float
+
+
 class StepTimes(TypedDict):
     """How long a step takes that makes one token per row at a context length, in one mode."""
 
@@ -344,6 +356,7 @@ class Report(TypedDict):
     ceilings: Ceilings | None
     cells: list[CellRecord]
     comparisons: list[Comparison]
+    agreements: list[Agreement]
     crossovers: list[Crossover]
     sweep: Sweep | None
     caches: Caches | None
@@ -362,7 +375,7 @@ def new_record(cell: Cell) -> CellRecord:
 def new_report(preset: str, cells: Sequence[Cell], *, command: str = "", budget_minutes: float | None = None) -> Report:
     """Return a report, begun now, in which nothing has been measured yet."""
     blank: dict[str, Any] = dict.fromkeys(Report.__annotations__)
-    blank |= {name: [] for name in ("comparisons", "crossovers", "reading", "failures")}
+    blank |= {name: [] for name in ("comparisons", "agreements", "crossovers", "reading", "failures")}
     blank |= {"schema": SCHEMA, "preset": preset, "command": command, "budget_minutes": budget_minutes}
     blank |= {"started": datetime.now().astimezone().isoformat(timespec="seconds"), "environment": {}}
     return cast(Report, blank | {"cells": [new_record(cell) for cell in cells]})

@@ -46,9 +46,12 @@ DEFINITIONS = (
     ),
     ("predicted", "worked out from the model's sizes alone; the residual is measured less predicted"),
     ("R^2", "the share of the variance of the times that a fitted line explains"),
+    ("top-1 as fp32", "of rounded weights: the share of a text's positions whose most likely token is that of float32"),
     ("crossover", "the context from which on a step with the cache is faster than one without"),
     ("MB", "2^20 bytes"),
 )
+
+Way = tuple[str, bool, str | None]  # engine, fast, quantize
 
 # What two cells must share before one is held against the other.
 _SAME = ("batch_size", "input_len", "output_len", "model", "quantize", "logits", "device", "dtype", "threads", "text")
@@ -216,14 +219,33 @@ def result_tables(report: Report) -> list[Table]:
     """
     records = _in_order(report["cells"])
     plain = [record for record in records if not stands_apart(record)]
-    tables = [_cell_table("Every cell", plain)]
+    agreed = agreements(report)
+    tables = [_cell_table("Every cell", plain, agreed)]
     for path in sorted({record["path"] for record in records if stands_apart(record)}):
         apart = [record for record in records if stands_apart(record) and record["path"] == path]
-        tables.append(_cell_table(f"On the {path_words(apart[0])}, apart from the plain one", apart))
+        tables.append(_cell_table(f"On the {path_words(apart[0])}, apart from the plain one", apart, agreed))
     return [grid for grid in (*tables, speedup_table(report), engines_table(report)) if grid]
 
 
-def _cell_table(name: str, records: Sequence[CellRecord]) -> Table:
+def way_of(record: CellRecord) -> Way:
+    """Return what decides how a cell rounds its weights."""
+    return record["cell"]["engine"], record["cell"]["fast"], record["cell"]["quantize"]
+
+
+def agreements(report: Report) -> Mapping[Way, float]:
+    """Return the share of positions at which each way with rounded weights agrees with float32, where it is known."""
+    known = report.get("agreements", [])
+    return {(one["engine"], one["fast"], one["quantize"]): one["top1_agreement"] for one in known}
+
+
+def _agreement_words(agreed: Mapping[Way, float], record: CellRecord) -> str:
+    if record["cell"]["quantize"] is None:
+        return "not rounded"
+    share = agreed.get(way_of(record))
+    return NOT_MEASURED if share is None else f"{share:.2%}"
+
+
+def _cell_table(name: str, records: Sequence[CellRecord], agreed: Mapping[Way, float]) -> Table:
     shown = ("batch_size", "kv_caching")
     cells = [record["cell"] for record in records]
     varying = [key for key in Cell.__dataclass_fields__ if key not in shown and len({cell[key] for cell in cells}) > 1]
@@ -233,7 +255,8 @@ def _cell_table(name: str, records: Sequence[CellRecord]) -> Table:
     for record in records:
         cell = record["cell"]
         row = [str(cell["batch_size"]), on_or_off(cell["kv_caching"]), *(_words(cell[key], "none") for key in varying)]
-        rows.append([*row, *_figures(record)])
+        rows.append([*row, *([_agreement_words(agreed, record)] if agreed else []), *_figures(record)])
+    heads += ["top-1 as fp32"] if agreed else []
     return Table(name, ["batch size", "KV cache", *heads, *(head for head, _ in _FIGURES)], rows, notes)
 
 
@@ -301,7 +324,15 @@ def engines_table(report: Report) -> Table:
         rate = summary_of(one)["tokens_per_second"]
         rows.append([label(one), *(_ratio(rates.get((key(one), path)), rate, 2) for path in paths)])
     notes = ["their time over ours, same batch size and mode: above 1 ours is the faster one; weights are as named"]
+    notes += _agreement_notes(report)
     return Table("How many times faster ours is, by path", ["than", *paths.values()], rows, notes)
+
+
+def _agreement_notes(report: Report) -> list[str]:
+    """Say of every way with rounded weights how often it agrees with float32, where times stand side by side."""
+    known = report.get("agreements", [])
+    shares = [f"{one['engine']}, {one['path']}: {one['top1_agreement']:.2%}" for one in known]
+    return [f"top-1 as fp32, over {known[0]['tokens']:,} positions: {'; '.join(shares)}"] if known else []
 
 
 def speedup_table(report: Report) -> Table:

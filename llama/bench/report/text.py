@@ -15,6 +15,7 @@ from llama.bench.report.tables import (
     NOT_MEASURED,
     NOT_OBSERVED,
     Table,
+    agreements,
     alarms,
     byline,
     deaths,
@@ -29,6 +30,7 @@ from llama.bench.report.tables import (
     point_words,
     rate,
     title,
+    way_of,
     work_lines,
 )
 from llama.bench.schema import Caches, CellRecord, Chats, KindRecord, Point, Report, Spread, StepTimes, Summary, Sweep
@@ -180,7 +182,9 @@ def report_csv(report: Report) -> str:
     if caches is not None:
         rows = _cache_rows(caches)
     else:
-        rows = [_cell_row(record) for record in report["cells"]] if chat is None else _chat_rows(report, chat)
+        agreed = agreements(report)
+        cells = [_cell_row(record) | {"top1_agreement": agreed.get(way_of(record))} for record in report["cells"]]
+        rows = cells if chat is None else _chat_rows(report, chat)
     rows += [_step_row("crossover", step) for one in report["crossovers"] for step in one["steps"]]
     rows += _sweep_rows(report["sweep"]) if report["sweep"] is not None else []
     rows = [{"figures": row["figures"], "disturbed": disturbed, **row} for row in rows]

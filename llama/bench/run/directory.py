@@ -62,6 +62,7 @@ def resumed_run_directory(out: Path, report: Report) -> RunDirectory:
     for path in reversed(found):
         kept = _read(path)
         if kept is not None and [record["cell"] for record in kept["cells"]] == wanted:
+            kept.setdefault("agreements", [])  # which reports of before did not have
             kept["failures"], kept["budget_minutes"] = [], report["budget_minutes"]
             for record in kept["cells"]:
                 record["error"] = None  # what died may live now

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import Run, held_of
+from llama.bench.run.engines import SCORED, Run, held_of
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
@@ -123,26 +123,36 @@ class LlamaCppEngine:
                 run.ids = [row + new for row, new in zip(run.ids, fed, strict=True)]
         return run
 
+    def most_likely(self, ids: Sequence[int]) -> tuple[list[int], str]:
+        """Return the most likely token behind every position of a text, and what executed the forwards."""
+        found: list[int] = []
+        with self.context(1, len(ids), scored=SCORED) as context, self.batch(SCORED) as batch:
+            for start in range(0, len(ids), SCORED):
+                found += self.forward(context, batch, [ids[start : start + SCORED]], [start], every=True)
+        return found, self.path
+
     def conversation(self, length: int, *, kv_caching: bool) -> "LlamaCppConversation":
         _refuse_without_cache(kv_caching)
         return LlamaCppConversation(self, length)
 
-    def forward(self, context: Any, batch: Any, fed: Sequence[Sequence[int]], starts: Sequence[int]) -> list[int]:
-        """Feed every row at its position, and return the most likely next token of each."""
-        at, ends = 0, []
+    def forward(
+        self, context: Any, batch: Any, fed: Sequence[Sequence[int]], starts: Sequence[int], *, every: bool = False
+    ) -> list[int]:
+        """Feed every row at its position, and return the most likely next token of each, or of every position."""
+        at, asked = 0, []
         for row, (ids, start) in enumerate(zip(fed, starts, strict=True)):
             for pos, id in enumerate(ids, start):
                 batch.token[at], batch.pos[at] = id, pos
                 batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
-                batch.logits[at] = pos + 1 == start + len(ids)
+                batch.logits[at] = every or pos + 1 == start + len(ids)
+                asked += [at] if batch.logits[at] else []
                 at += 1
-            ends.append(at - 1)
         batch.n_tokens = at
         code = self.api.llama_decode(context, batch)
         if code != 0:
             raise RuntimeError(f"llama_decode ended with code {code}; what llama.cpp says of it stands on stderr")
         vector = ctypes.POINTER(ctypes.c_float * self.vocab_size)
-        logits = [ctypes.cast(self.api.llama_get_logits_ith(context, end), vector).contents for end in ends]
+        logits = [ctypes.cast(self.api.llama_get_logits_ith(context, end), vector).contents for end in asked]
         return [int(torch.frombuffer(each, dtype=torch.float32).argmax()) for each in logits]
 
     @contextmanager
@@ -155,8 +165,8 @@ class LlamaCppEngine:
             self.api.llama_batch_free(batch)
 
     @contextmanager
-    def context(self, rows: int, length: int) -> Iterator[Any]:
-        """Make room for `rows` x `length` positions, and free it at the end."""
+    def context(self, rows: int, length: int, *, scored: int = 1) -> Iterator[Any]:
+        """Make room for `rows` x `length` positions, and logits of `scored` of them at a time; free it at the end."""
         most = self.api.llama_max_parallel_sequences()
         if rows > most:
             raise ValueError(f"{rows} rows are more than the {most} that llama.cpp takes at a time; give fewer")
@@ -164,7 +174,7 @@ class LlamaCppEngine:
         wanted.n_ctx, wanted.n_seq_max = rows * length, rows  # it rounds a row's share up
         wanted.kv_unified = False  # or every row's attention also goes through the keys of all others
         wanted.n_batch, wanted.n_ubatch = rows * length, _UBATCH
-        wanted.n_outputs_max = rows  # or it takes room for the logits of every position
+        wanted.n_outputs_max = rows * scored  # or it takes room for the logits of every position
         if self._cache_type == _GGML_TYPES[torch.float32]:
             wanted.flash_attn_type = 0  # because that kernel rounds keys and values to fp16, and other ids come out
         wanted.n_threads = wanted.n_threads_batch = torch.get_num_threads()

@@ -20,6 +20,7 @@ import torch
 from llama.bench.cell import Cell
 from llama.bench.gpu.checks import run_checks
 from llama.bench.gpu.kernels import profile_step, time_kernels
+from llama.bench.run.agreement import most_likely
 from llama.bench.run.cache_kind import cache_costs, cache_quality, cache_reference
 from llama.bench.run.conversation import measure_conversation, measure_prompts
 from llama.bench.run.engines import LlamaEngine
@@ -142,6 +143,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "conversation": measure_conversation,
     "prompts": measure_prompts,
     "margin": margin,
+    "most_likely": most_likely,
     "checks": run_checks,
     "kernels": time_kernels,
     "profile": profile_step,
