@@ -136,8 +136,7 @@ def test_agreement_stands_in_every_table_of_times(base: Cell) -> None:
     assert "| 96.00% |" in shown
     assert "| not measured |" in shown  # llama.cpp's Q8_0
     assert (
-        "top-1 as fp32, over 1,024 positions: llama, plain, stored weights: 99.95%; llama.cpp, llama.cpp 1, stored "
-        "weights: 96.00%"
+        "top-1 as fp32, over 1,024 positions: our plain, stored weights 99.95%; llama.cpp 1, stored weights 96.00%"
     ) in shown
     rows = list(csv.DictReader(io.StringIO(report_csv(report))))
     assert [row["top1_agreement"] for row in rows] == ["", "0.9995", "0.96", ""]

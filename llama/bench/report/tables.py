@@ -331,7 +331,7 @@ def engines_table(report: Report) -> Table:
 def _agreement_notes(report: Report) -> list[str]:
     """Say of every way with rounded weights how often it agrees with float32, where times stand side by side."""
     known = report.get("agreements", [])
-    shares = [f"{one['engine']}, {one['path']}: {one['top1_agreement']:.2%}" for one in known]
+    shares = [f"{'our ' * (one['engine'] == 'llama')}{one['path']} {one['top1_agreement']:.2%}" for one in known]
     return [f"top-1 as fp32, over {known[0]['tokens']:,} positions: {'; '.join(shares)}"] if known else []
 
 
