@@ -76,7 +76,7 @@ FILE_BLOCKS: dict[str, tuple[int, int]] = {
     "Q6_K": (256, 210),
 }
 
-GROUP, LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/quantize.py
+GROUP, LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/packed.py
 
 
 # How matrices are held: None as they are, "int8" or "int4", or, where a file decides, the bytes of each by its name.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from llama.model import Transformer
-from llama.quantize import PackedWeight
+from llama.packed import PackedWeight
 
 Change = Callable[[Transformer], object]
 
@@ -199,7 +199,7 @@ def resize(layer: Any, rows: int | None = None, columns: int | None = None) -> N
     if isinstance(weight, PackedWeight):
         wide = weight.rows(0, weight.shape[0])
         size = rows or wide.shape[0], columns or wide.shape[1]
-        layer.weight = PackedWeight(*size, weight.bits)
+        layer.weight = PackedWeight(*size, weight.format)
         layer.weight.fill(0, fitted(wide, *size))
         return
     size = rows or weight.shape[0], columns or weight.shape[1]

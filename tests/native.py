@@ -17,7 +17,8 @@ from llama.fast.choose import make_fast
 from llama.fast.native_runner import NativeRunner
 from llama.files import cache_dir
 from llama.model import Transformer
-from llama.quantize import PackedWeight, quantize_layers
+from llama.packed import PackedWeight
+from llama.quantize import quantize_layers
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"

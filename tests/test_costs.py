@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import tiny_args
 
-from llama import costs, quantize
+from llama import costs, packed
 from llama.args import ModelArgs
 from llama.costs import MB, RELEASED
 from llama.model import Transformer
@@ -122,7 +122,7 @@ def test_an_int8_weight_takes_nine_eighths_of_a_byte_and_outputs_come_in_sixteen
     assert costs.matrix_bytes(64, 96, itemsize=4, quantize="int8") == 64 * 96 * 9 // 8
     assert costs.matrix_bytes(50, 96, itemsize=4, quantize="int8") == 64 * 96 * 9 // 8
     assert costs.matrix_bytes(50, 96, itemsize=4, quantize="int4") == 64 * 96 * 5 // 8
-    assert (costs.GROUP, costs.LANES) == (quantize.GROUP, quantize.LANES)
+    assert (costs.GROUP, costs.LANES) == (packed.GROUP, packed.LANES)
 
 
 def test_the_bytes_of_a_files_types_are_those_of_the_gguf_package() -> None:

@@ -27,7 +27,7 @@ FILES = [
 
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
-    "args rope ranks ops layers quantize limits rows kv_cache ownership self_comparison model sampling request "
+    "args rope ranks ops layers packed quantize limits rows kv_cache ownership self_comparison model sampling request "
     "batch runner streaming generation session session_file digest costs machine files parallel perplexity testing"
 )
 
@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "llama/ranks.py": ("", "torch"),
     "llama/ops.py": ("ranks", "torch"),
     "llama/layers.py": ("ops ranks", "torch"),
-    "llama/quantize.py": ("ops", "torch"),
+    "llama/packed.py": ("", "torch"),
+    "llama/quantize.py": ("ops packed", "torch"),
     "llama/limits.py": ("args", "torch"),
     "llama/rows.py": ("", ""),
     "llama/kv_cache/": ("args limits rope rows kv_cache", "torch"),
@@ -67,7 +68,10 @@ MAY_IMPORT = {
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/tokenizer.py": ("tokenizer", "tiktoken"),
     "llama/tokenizer/": ("tokenizer", ""),
-    "llama/checkpoint/": ("args costs ranks rope model quantize tokenizer checkpoint", "torch numpy safetensors gguf"),
+    "llama/checkpoint/": (
+        "args costs ranks rope model packed quantize tokenizer checkpoint",
+        "torch numpy safetensors gguf",
+    ),
     "llama/exact/triton_kernels.py": ("", "torch triton"),
     "llama/exact/switch.py": ("args exact kv_cache ops quantize self_comparison", "torch"),
     "llama/exact/": ("ops ranks self_comparison exact", "torch"),

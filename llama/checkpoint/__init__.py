@@ -16,7 +16,8 @@ from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
 from llama.costs import file_bytes
 from llama.model import Transformer
-from llama.quantize import PackedWeight, quantize_layers, weights_of
+from llama.packed import Format, PackedWeight
+from llama.quantize import quantize_layers, weights_of
 from llama.ranks import ALONE, Ranks, cut_for
 
 __all__ = ["Checkpoint", "CheckpointError", "load_weights", "open_checkpoint"]
@@ -127,14 +128,14 @@ def _blank(
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
         if quantize is not None:
-            quantize_layers(model, dtype, quantize, stored_bits(checkpoint) if quantize == "stored" else None)
+            quantize_layers(model, dtype, quantize, stored_formats(checkpoint).get if quantize == "stored" else None)
     return model
 
 
 def stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
     """Return the bytes that each matrix takes in memory with quantize="stored", by its name; a tied head's once.
 
-    Raises CheckpointError where `stored_bits` does.
+    Raises CheckpointError where `stored_formats` does.
     """
     model = _blank(checkpoint, checkpoint.args, dtype, "stored", ALONE)
     held = {name: part.nbytes for name, part in weights_of(model).items() if len(part.shape) == 2}
@@ -155,25 +156,18 @@ def file_bytes_of(checkpoint: Checkpoint) -> dict[str, int]:
     return found
 
 
-def stored_bits(checkpoint: Checkpoint) -> dict[str, int | None]:
-    """Return in how many bits each matrix keeps what the file has of it, None where that is floats.
+def stored_formats(checkpoint: Checkpoint) -> dict[str, Format | None]:
+    """Return the format in which the file has each matrix, None where that is floats.
 
-    Raises CheckpointError where no matrix is quantised, and for a type that cannot be kept.
+    Raises CheckpointError where no matrix is quantised.
     """
     stored = {name: weight.stored for name, weight in checkpoint.tensors.items() if len(weight.shape) == 2}
-    for name, kept in stored.items():
-        if kept is not None and kept.bits is None:
-            raise CheckpointError(
-                checkpoint.path,
-                f"{name} is {kept.kind}, which quantize='stored' cannot keep so far; it keeps Q4_0, Q4_1 and Q8_0. "
-                "Load it with quantize='int8', or without",
-            )
     if not any(stored.values()):
         raise CheckpointError(
             checkpoint.path,
             "quantize='stored' keeps what a .gguf file has quantised, and here no matrix is; leave it out",
         )
-    return {name: None if kept is None else kept.bits for name, kept in stored.items()}
+    return {name: None if kept is None else kept.format for name, kept in stored.items()}
 
 
 def _fill(checkpoint: Checkpoint, name: str, weight: PackedWeight, own: Weight) -> None:
@@ -183,14 +177,15 @@ def _fill(checkpoint: Checkpoint, name: str, weight: PackedWeight, own: Weight) 
         if stored is None:
             weight.fill(start, own.rows(start, stop))
             continue
-        codes, scales, zeros = stored.codes(start, stop)
-        if not (scales.isfinite().all() and zeros.isfinite().all()):
+        parts = stored.parts(start, stop)
+        floats = [part for part in parts if part is not None and part.is_floating_point()]
+        if not all(part.isfinite().all() for part in floats):
             raise CheckpointError(
                 checkpoint.path,
                 f"{name} has scales that are no finite float16, in outputs {start} to {stop}; the file is damaged, or "
                 "needs quantize='int8'",
             )
-        weight.take(start, codes, scales, zeros)
+        weight.take(start, parts)
 
 
 def materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device | str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.model import Transformer
+from llama.packed import Format, Parts
 from llama.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -109,15 +110,14 @@ class Weight:
 
 @dataclass(frozen=True)
 class Stored:
-    """The codes of a matrix as a file has them, see `llama.quantize`, which keeps them to the bit.
+    """The codes and scales of a matrix as a file has them, which `llama.packed` keeps to the bit.
 
-    kind: the file's name for it. bits: of a code, 4 or 8; None where the layout cannot hold what the file has.
-    `codes(start, stop)` returns codes (rows, groups, 32), and scales and zeros (rows, groups, 1), of some rows.
+    kind: the file's name for them. `parts(start, stop)` returns those of some rows.
     """
 
     kind: str
-    bits: int | None
-    codes: Callable[[int, int], tuple[Tensor, Tensor, Tensor]]
+    format: Format
+    parts: Callable[[int, int], Parts]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -30,6 +30,7 @@ from llama.checkpoint.base import (
     refuse_others,
     refusing,
 )
+from llama.checkpoint.gguf_types import KINDS
 from llama.rope import rope_frequencies, scale_frequencies
 from llama.tokenizer import Tokenizer
 
@@ -67,31 +68,6 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
     "llama.rope.scale_linear": (0, 1, None),
 }
 
-
-@dataclass(frozen=True)
-class _Kind:
-    """How numbers of one type are stored: `size` bytes for each `block` of them."""
-
-    name: str
-    block: int
-    size: int
-    dtype: torch.dtype | None = None  # None: quantised
-    bits: int | None = None  # in which `llama.quantize` keeps the file's codes; None: it cannot
-
-
-_KINDS = {
-    0: _Kind("F32", 1, 4, torch.float32),
-    1: _Kind("F16", 1, 2, torch.float16),
-    2: _Kind("Q4_0", 32, 18, bits=4),
-    3: _Kind("Q4_1", 32, 20, bits=4),
-    6: _Kind("Q5_0", 32, 22),
-    7: _Kind("Q5_1", 32, 24),
-    8: _Kind("Q8_0", 32, 34, bits=8),
-    12: _Kind("Q4_K", 256, 144),
-    13: _Kind("Q5_K", 256, 176),
-    14: _Kind("Q6_K", 256, 210),
-    30: _Kind("BF16", 1, 2, torch.bfloat16),
-}
 
 # Far above every real file, and low enough that refusing a hostile one takes little time and memory.
 _MAX_HEADER = 128 << 20
@@ -186,26 +162,16 @@ def _decimal(value: float) -> float:
 
 def _weight(data: Tensor, info: TensorInfo) -> Weight:
     raw = data[info.start : info.start + info.nbytes]
-    kind = next(kind for kind in _KINDS.values() if kind.name == info.kind)
+    kind = next(kind for kind in KINDS.values() if kind.name == info.kind)
     if kind.dtype is not None:
         return Weight.of(raw.view(kind.dtype).view(info.shape))
-    blocks = raw.view(*info.shape[:-1], -1)
-    codes = Stored(kind.name, kind.bits, lambda start, stop: _codes(blocks[start:stop], kind))
-    return Weight(info.shape, lambda start, stop: _dequantize(blocks[start:stop], kind.name), codes)
-
-
-def _codes(blocks: Tensor, kind: _Kind) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes (rows, groups, 32) of a matrix's blocks, (rows, bytes), and scales and zeros (rows, groups, 1).
-
-    Where ggml counts codes from -8 or -128, the zero is that times the scale, which float16 has without rounding.
-    """
-    parts = blocks.view(len(blocks), -1, kind.size)
-    scales = parts[..., :2].contiguous().view(torch.float16)
-    if kind.name == "Q8_0":
-        return parts[..., 2:] ^ 128, scales, -128 * scales  # signed bytes: 128 more than each
-    zeros = parts[..., 2:4].contiguous().view(torch.float16) if kind.name == "Q4_1" else -8 * scales
-    packed = parts[..., kind.size - 16 :]  # the first 16 codes, and in the upper halves the last 16
-    return torch.cat((packed & 15, packed >> 4), dim=-1), scales, zeros
+    blocks, parts = raw.view(*info.shape[:-1], -1), kind.parts
+    stored = None
+    if kind.format is not None and parts is not None:
+        stored = Stored(
+            kind.name, kind.format, lambda start, stop: parts(torch.unflatten(blocks[start:stop], 1, (-1, kind.size)))
+        )
+    return Weight(info.shape, lambda start, stop: _dequantize(blocks[start:stop], kind.name), stored)
 
 
 def _dequantize(blocks: Tensor, kind: str) -> Tensor:
@@ -318,9 +284,9 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
     dims = cursor.numbers("Q", n_dims)
     (number,) = cursor.numbers("I")
     (start,) = cursor.numbers("Q")
-    if number not in _KINDS:
+    if number not in KINDS:
         raise ValueError(f"{name} is {_kind_name(number)}; {_kinds()} are read")
-    kind = _KINDS[number]
+    kind = KINDS[number]
     if 0 in dims or dims[0] % kind.block or (kind.dtype is None and n_dims == 1):
         raise ValueError(f"{name} of type {kind.name} has dimensions {dims}")
     return TensorInfo(kind.name, tuple(reversed(dims)), start, math.prod(dims) // kind.block * kind.size)
@@ -347,7 +313,7 @@ def _place(
 
 
 def _kinds() -> str:
-    return ", ".join(kind.name for kind in _KINDS.values())
+    return ", ".join(kind.name for kind in KINDS.values())
 
 
 def _kind_name(number: int) -> str:

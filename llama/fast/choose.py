@@ -33,8 +33,8 @@ def make_fast(model: Transformer, folder: Path) -> None:
 def _use_native_code(model: Transformer, folder: Path) -> None:
     step = NativeRunner(folder)
     described = step.describe(model)
-    bits = {weight.bits for weight in packed_weights(model).values()}
-    check_library(folder, described.dtype, quantize=f"int{min(bits)}" if bits else None)
+    formats = frozenset(weight.format for weight in packed_weights(model).values())
+    check_library(folder, described.dtype, formats=formats, activations=described.sizes.activations)
     model.runner = step
     logger.info("fast: native code for %s", step.instructions)
 

@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from llama import layers, limits, model, ops, quantize, rope, rows
+from llama import layers, limits, model, ops, packed, quantize, rope, rows
 from llama.fast.supported import PATH, Unsupported
 from llama.kv_cache import contract, counting, paged, quantized, static
 from llama.model import Transformer
@@ -32,9 +32,12 @@ Description = TypeVar("Description")
 
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
-_FILES = (contract, counting, paged, quantized, static, layers, limits, model, ops, quantize, rope, rows)
+_FILES = (contract, counting, paged, quantized, static, layers, limits, model, ops, packed, quantize, rope, rows)
 # Numbers of ours by which native code was written.
 _NUMBERS: dict[tuple[Any, str], object] = {
+    (packed, "GROUP"): 32,
+    (packed, "LANES"): 16,
+    (packed, "UNIT"): 256,
     (paged, "BLOCK"): 16,
     (quantized, "GROUP"): 32,
     (quantized, "SCALES"): torch.float16,

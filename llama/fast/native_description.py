@@ -14,10 +14,13 @@ from llama.fast.native_library import Layer, Matrix, Model
 from llama.fast.supported import Unsupported, check_modules
 from llama.kv_cache import Int4Cache, Int8Cache, KVCache, PagedCache, StaticCache
 from llama.model import Attention, Transformer, TransformerBlock
-from llama.quantize import GROUP, LANES, PackedEmbedding, PackedWeight
+from llama.packed import PackedWeight, part_sizes
+from llama.quantize import PackedEmbedding, PackedLinear
 from llama.rows import Rows
 
 CACHES = (StaticCache, Int8Cache, Int4Cache, PagedCache)  # the kinds that native code reads where they lie
+# The bits, span and whether there are zeros of packed weights that it reads.
+_PACKED = {(bits, 32, zeros) for bits in (4, 5, 8) for zeros in (False, True)} | {(6, 16, False)}
 _MULTIPLE = 32  # of numbers that the native code takes at a time
 
 
@@ -95,7 +98,7 @@ def _sizes(model: Transformer) -> Model:
     head_dim = attention.head_dim
     sizes = Model(
         bfloat16=model.norm.weight.dtype == torch.bfloat16,
-        packed=isinstance(embedding, PackedWeight),
+        activations=_activations(model),
         dim=embedding.shape[1],
         heads=attention.wq.weight.shape[0] // head_dim,
         kv_heads=attention.wk.weight.shape[0] // head_dim,
@@ -120,6 +123,14 @@ def _sizes(model: Transformer) -> Model:
     return sizes
 
 
+def _activations(model: Transformer) -> int:
+    """Return how many bits activations have in the products with packed weights; 0 where there are none."""
+    found = {module.activations for module in model.modules() if isinstance(module, PackedLinear)}
+    if len(found) > 1 or not found <= {8, 16}:
+        raise Unsupported(f"layers round activations to {sorted(found)} bits")
+    return found.pop() if found else 0
+
+
 def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
     attention, mlp = block.attention, block.feed_forward
     queries, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
@@ -138,18 +149,18 @@ def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
 
 def _matrix(weight: Tensor | PackedWeight, rows: int, columns: int, sizes: Model) -> Matrix:
     """Return a weight (rows, columns) as the native code is told of it, whose columns are our rows."""
-    if isinstance(weight, PackedWeight) != bool(sizes.packed):
+    if isinstance(weight, PackedWeight) != bool(sizes.activations):
         raise Unsupported("some matrices are quantised and some are not")
     if isinstance(weight, Tensor):
         dtype = torch.bfloat16 if sizes.bfloat16 else torch.float32
-        return Matrix(check_tensor(weight, (rows, columns), dtype), None, None, rows, columns, 0)
-    if weight.bits not in (4, 8):
-        raise Unsupported(f"a matrix has codes of {weight.bits} bits")
+        return Matrix(weight=check_tensor(weight, (rows, columns), dtype), columns=rows, length=columns)
     if tuple(weight.shape) != (rows, columns):
         raise Unsupported(f"a matrix is {tuple(weight.shape)} where the others ask for {(rows, columns)}")
-    panels, groups = -(-rows // LANES), columns // GROUP
-    codes = check_tensor(weight.codes, (panels, groups, weight.bits, LANES, 4), torch.uint8)
-    scales, zeros = (
-        check_tensor(part, (panels, groups, LANES), torch.float16) for part in (weight.scales, weight.zeros)
+    format = weight.format
+    if (format.bits, format.span, format.offset is None) not in _PACKED:
+        raise Unsupported(f"there is no native code for weights packed as {format}")
+    parts = part_sizes(rows, columns, format)
+    places = {name: check_tensor(getattr(weight, name), *size) for name, size in parts.items()}
+    return Matrix(
+        places.pop("codes"), **places, columns=rows, length=columns, bits=format.bits, offset=format.offset or 0
     )
-    return Matrix(codes, scales, zeros, rows, columns, weight.bits)

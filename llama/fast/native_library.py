@@ -13,15 +13,14 @@ SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 
 
 class Matrix(ctypes.Structure):
-    """A weight (columns, length); of a packed one the codes, of `bits` bits, else 0, and its scales and zeros."""
+    """A weight (columns, length); of a packed one the codes and the other parts, as `llama/packed.py` has them.
+
+    bits: of a code; 0 where the weight is plain.
+    """
 
     _fields_ = (
-        ("weight", c_void_p),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
-        ("columns", c_int64),
-        ("length", c_int64),
-        ("bits", c_int64),
+        *((name, c_void_p) for name in ("weight", "scales", "zeros", "scale_units", "zero_units")),
+        *((name, c_int64) for name in ("columns", "length", "bits", "offset")),
     )
 
 
@@ -39,7 +38,7 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = (
         ("bfloat16", c_int64),  # whether norms, cache and plain matrices are bfloat16, not float32
-        ("packed", c_int64),  # whether the matrices are those of quantize.py
+        ("activations", c_int64),  # bits that packed matrices are multiplied with, 8 or 16; 0: the matrices are plain
         *((name, c_int64) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden", "layer_count")),
         ("eps", c_float),
         ("embedding", Matrix),

@@ -10,7 +10,8 @@ from llama.kv_cache import KVCache
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
-from llama.quantize import PackedEmbedding, PackedLinear, PackedWeight
+from llama.packed import PackedWeight
+from llama.quantize import PackedEmbedding, PackedLinear
 from llama.ranks import ALONE
 
 _KNOWN = {
@@ -25,7 +26,7 @@ PATH = {
     *("room", "fits", "_grow", "_enlarge", "_allocate", "_write", "sizes", "_refusal", "_note_ends"),
     *("quantize", "dequantize", "_packed", "_unpacked", "_run", "_newest", "value_parts", "_whole", "_keep", "_take"),
     *("_refuse_what_is_gone", "rotated", "real", "_take_one", "_give_back", "_slots", "_gathered"),
-    *("_widened", "check_fed", "row_starts", "check_room"),
+    *("_widened", "unpack_codes", "in_8_bits", "check_fed", "row_starts", "check_room"),
     *("torch", "nn", "F"),
 }
 

@@ -39,7 +39,8 @@ from llama.bench.statistics import best_ceilings, bound_by, percentiles, rooflin
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
-from llama.quantize import PackedWeight, packed_weights
+from llama.packed import PackedWeight
+from llama.quantize import packed_weights
 
 CPU = torch.device("cpu")
 CELL = Cell(batch_size=3, input_len=7, output_len=5)

@@ -35,12 +35,15 @@ from oracles import bits, fp32_tolerance, some_tokens, tiny_args
 from torch import Tensor
 
 from llama.args import ModelArgs
+from llama.checkpoint.gguf_types import KINDS as KINDS_OF_FILES
 from llama.fast import native_build
 from llama.fast.choose import make_fast
+from llama.fast.native_check import check_library, tiny_model
 from llama.fast.native_runner import NativeRunner
 from llama.generation import NonFiniteLogits
 from llama.model import Transformer
-from llama.quantize import PackedLinear
+from llama.packed import Format
+from llama.quantize import PackedLinear, packed_weights
 
 pytestmark = needs_a_compiler
 # AVX2 by the rules of the CPU on which GCC fuses some loops' products and sums and not others', left to itself.
@@ -74,6 +77,41 @@ def test_native_logits_are_the_plain_ones(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_bits_depend_on_nothing_but_the_text(kind: str) -> None:
     check_bits(kind)
+
+
+PACKED = {kind.name: kind.format for kind in KINDS_OF_FILES.values() if kind.format is not None}
+EACH = [
+    *((frozenset([packed]), torch.float32) for packed in PACKED.values()),
+    (frozenset(PACKED.values()), torch.bfloat16),
+]
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("activations", [16, 8])
+@pytest.mark.parametrize(("formats", "dtype"), EACH, ids=[*PACKED, "all in bf16"])
+def test_every_packed_format_gives_what_its_plain_layers_give_and_always_the_same_bits(
+    formats: frozenset[Format], dtype: torch.dtype, activations: int
+) -> None:
+    check_library.__wrapped__(FOLDER, dtype, formats=formats, activations=activations)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("activations", [16, 8])
+@pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
+def test_sums_of_the_largest_codes_and_activations_are_not_cut(packed: Format, activations: int) -> None:
+    model = tiny_model(torch.float32, [packed], activations)
+    for weight in packed_weights(model).values():
+        weight.codes.fill_(255)
+        for part in (weight.scales, weight.zeros, weight.scale_units, weight.zero_units):
+            if part is not None:  # so that all vectors are of one number, which is rounded to the largest
+                part.copy_(part.flatten()[0].expand_as(part))
+    for norm in (model.norm, *(norm for block in model.blocks for norm in (block.attention_norm, block.ffn_norm))):
+        norm.weight.fill_(1.0)
+    with torch.inference_mode():
+        plain = model(torch.arange(8).view(2, 4))
+        make_fast(model, FOLDER)
+        torch.testing.assert_close(model(torch.arange(8).view(2, 4)), plain, rtol=2e-4, atol=0)
+    assert served(model) == 1
 
 
 @settings(max_examples=25)

@@ -24,8 +24,9 @@ from llama.files import cache_dir
 from llama.kv_cache import KVCache, cache_kind
 from llama.machine import DTYPES, dtype_name
 from llama.model import Transformer
+from llama.packed import PackedWeight
 from llama.parallel import join, own_device, world_size
-from llama.quantize import PackedWeight, quantize_layers, weights_of
+from llama.quantize import quantize_layers, weights_of
 from llama.ranks import cut_for
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer

@@ -36,7 +36,7 @@ enum Kind : Int {
 
 struct Model {
     Int bfloat16;  // whether norms, cache and plain matrices are bfloat16, not float32
-    Int packed;    // whether the matrices are those of quantize.py
+    Int activations;  // bits that packed matrices are multiplied with, 8 or 16; 0: the matrices are plain
     Int dim, heads, kv_heads, head_dim, hidden, layer_count;
     float eps;
     Matrix embedding, output;
@@ -665,8 +665,10 @@ struct Forward {
 
 template <class Act>
 void choose(const Model& model, Act act) {
-    if (model.packed)
-        model.bfloat16 ? act(bfloat{}, Packed{}) : act(float{}, Packed{});
+    if (model.activations == 8)
+        model.bfloat16 ? act(bfloat{}, Packed<8>{}) : act(float{}, Packed<8>{});
+    else if (model.activations)
+        model.bfloat16 ? act(bfloat{}, Packed<16>{}) : act(float{}, Packed<16>{});
     else
         model.bfloat16 ? act(bfloat{}, Plain<bfloat>{}) : act(float{}, Plain<float>{});
 }

@@ -1,6 +1,6 @@
 // Products: rows of activations, rounded to the weights' kind, times the columns of a matrix.
 //
-// Two kinds with the same functions: Plain for float32 and bfloat16, Packed for the weights of quantize.py. A sum is
+// Two kinds with the same functions: Plain for float32 and bfloat16, Packed for the weights of packed.py. A sum is
 // added up in the same order however many rows and columns are taken at a time.
 
 #pragma once
@@ -9,11 +9,12 @@
 
 namespace {
 
-// A weight as PyTorch has it, (columns, length); or as quantize.py packs it in 8 or 4 bits, with its scales and zeros.
+// A weight as PyTorch has it, (columns, length), of 0 bits; or in codes of 4 to 8 bits, as packed.py has them, where
+// zeros and units may be null. offset: the code of 0 where there are no zeros.
 struct Matrix {
-    const void *weight, *scales, *zeros;
+    const void *weight, *scales, *zeros, *scale_units, *zero_units;
     Int columns, length;
-    Int bits;
+    Int bits, offset;
 };
 
 // Weights of float32 or bfloat16, and activations rounded to the same.
@@ -38,136 +39,250 @@ struct Plain {
     }
 };
 
-// Packed weights: PANEL columns and GROUP of their weights stand together, as vectors of a word for every column: four
-// weights of 8 bits, or eight of 4. Activations are 16-bit integers with one scale a row, in the order 0 2 1 3 of every
-// four, in which masks give the weights in pairs.
+// What a row of activations is rounded to for packed weights: whole numbers of so many bits, 16 with one scale for the
+// row, or 8 with a scale for every GROUP.
+template <int ACTIVATIONS>
+struct RoundedRow {
+    float* factors;       // two: of 16 bits the scale is their product, of 8 the second belongs to every scale
+    float *scales, *sums;  // of every GROUP; the sums are of its numbers, of 8 bits times the scale
+    std::int32_t* counts;  // the sum of every half of a GROUP, in whole numbers
+    char* numbers;         // of 16 bits in the order 0 2 1 3 of every four, in which masks give codes
+
+    RoundedRow(const char* at, Int length) {
+        factors = (float*)at, scales = factors + 16, sums = scales + length / GROUP;
+        counts = (std::int32_t*)(sums + length / GROUP), numbers = (char*)(counts + length / HALF);
+    }
+    static Int bytes(Int length) {
+        return (64 + length / GROUP * 8 + length / HALF * 4 + length * ACTIVATIONS / 8 + 63) / 64 * 64;
+    }
+};
+
+// The codes of four neighbouring weights of LANES columns, a byte each, those from HALF * h + 4 * w on in a
+// GROUP. Up to 6 bits, a group has four words of the low halves of codes and then their high bits.
+template <int BITS>
+INLINE words four_codes(const char* group, int h, int w) {
+    constexpr Int WORD = PANEL * 4;
+    if constexpr (BITS == 8) return load<words>(group + (4 * h + w) * WORD);
+    const words low = load<words>(group + w * WORD) >> 4 * h & 0x0f0f0f0fu;
+    if constexpr (BITS == 4) return low;
+    const words high = load<words>(group + (4 + (BITS == 6 ? h : 0)) * WORD);
+    const int at = BITS == 5 ? 4 * h + w : 2 * w;
+    return low | ((at < 4 ? high << (4 - at) : high >> (at - 4)) & (BITS == 5 ? 0x10101010u : 0x30303030u));
+}
+
+constexpr int spans(int bits) { return bits == 6 ? 2 : 1; }  // how many scales a column has in a GROUP
+
+// Scales or zeros of LANES columns, one span after the other: float16, or whole numbers times a float16 of every UNIT.
+struct Shares {
+    const void* each;
+    const half* units;
+
+    INLINE floats at(Int span, Int group) const {
+        if (!units) return widen((const half*)each + span * PANEL);
+        return widen((const std::int8_t*)each + span * PANEL) * widen(units + group / (UNIT / GROUP) * PANEL);
+    }
+};
+
+// Where LANES columns of a packed matrix begin.
+struct Place {
+    const char* codes;
+    Shares scales, zeros;
+
+    Place() = default;
+    Place(const Matrix& matrix, Int panel, Int lane, int bits) {
+        const Int panels = panel * PANEL, share = panels * (matrix.length / GROUP) * spans(bits) + lane;
+        const Int unit = panels * (matrix.length / UNIT) + lane;
+        codes = (const char*)matrix.weight + (panels * (matrix.length / GROUP) * bits + lane) * 4;
+        auto shares = [&](const void* all, const void* units) {
+            if (!units) return Shares{(const half*)all + share, nullptr};
+            return Shares{(const std::int8_t*)all + share, (const half*)units + unit};
+        };
+        scales = shares(matrix.scales, matrix.scale_units), zeros = shares(matrix.zeros, matrix.zero_units);
+    }
+};
+
+// Packed weights: PANEL columns and GROUP of their weights stand together in words, of which each column has one.
+template <int ACTIVATIONS>
 struct Packed {
-    // A rounded row: two factors of its scale, from byte 64 on the sum of every group, then its integers.
-    static Int bytes(Int length) { return (64 + length / GROUP * 4 + length * 2 + 63) / 64 * 64; }
-    static std::int16_t* integers(char* row, Int length) { return (std::int16_t*)(row + 64 + length / GROUP * 4); }
+    using Row = RoundedRow<ACTIVATIONS>;
+    static Int bytes(Int length) { return Row::bytes(length); }
 
     static void round(const float* x, Int length, char* to) {
-        floats most = {}, lost = {};  // lost: 0, or nan where a number is no finite one, which no integer could tell
-        for (Int i = 0; i < length; i += LANES) {
+        constexpr float MOST = ACTIVATIONS == 16 ? 32767.0f : 127.0f;
+        const Row row(to, length);
+        const float largest = largest_of(x, length);
+        // Rows of tiny numbers are computed 2**64 times as large, or the inverse would be past float32.
+        const float up = largest < 0x1p-64f ? 0x1p64f : 1.0f;
+        row.factors[0] = 1, row.factors[1] = 1.0f / up;
+        float scale = largest * up / MOST;
+        for (Int g = 0; g < length / GROUP; g++) {
+            const float most = ACTIVATIONS == 16 ? largest * up : largest_of(x + g * GROUP, GROUP) * up;
+            if (ACTIVATIONS == 8) scale = row.scales[g] = most / MOST;
+            const float inverse = most > 0x1p-100f ? MOST / most : 0.0f;
+            float sum = 0;
+            for (Int h = 2 * g; h < 2 * g + 2; h++) {
+                floats some = {};
+                for (Int i = h * HALF; i < (h + 1) * HALF; i += LANES) {
+                    const floats whole = widen(x + i) * up * inverse + ROUND - ROUND;
+                    if (ACTIVATIONS == 16)
+                        store(row.numbers + i * 2, swapped(__builtin_convertvector(whole, signed_shorts)));
+                    else
+                        store(row.numbers + i, __builtin_convertvector(whole, signed_bytes));
+                    some += whole;
+                }
+                const float count = sum_of(some);
+                row.counts[h] = count, sum += count;
+            }
+            row.sums[g] = ACTIVATIONS == 16 ? sum : sum * scale;
+        }
+        if (ACTIVATIONS == 16) row.factors[0] = scale;
+    }
+
+    // The largest size, or nan where a number is no finite one, which no whole number could tell.
+    static float largest_of(const float* x, Int count) {
+        floats most = {}, lost = {};
+        for (Int i = 0; i < count; i += LANES) {
             const floats number = widen(x + i), size = number < 0 ? -number : number;
             most = size > most ? size : most;
             lost += number * 0.0f;
         }
         float largest = 0;
         for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
-        // Rows of tiny numbers are computed 2**64 times as large, or the inverse would be past float32.
-        const float up = largest < 0x1p-64f ? 0x1p64f : 1.0f;
-        largest *= up;
-        const float scale = largest / 32767.0f + sum_of(lost), inverse = largest > 0 ? 32767.0f / largest : 0.0f;
-        const float header[] = {scale, 1.0f / up};
-        std::memcpy(to, header, sizeof header);
-        for (Int g = 0; g < length / GROUP; g++) {
-            floats sum = {};
-            for (Int i = g * GROUP; i < (g + 1) * GROUP; i += LANES) {
-                const floats whole = multiply_add(floats{} + ROUND, widen(x + i) * up, inverse) - ROUND;
-                store(integers(to, length) + i, swapped(__builtin_convertvector(whole, signed_shorts)));
-                sum += whole;
-            }
-            ((float*)(to + 64))[g] = sum_of(sum);
-        }
+        return largest + sum_of(lost);
     }
 
-    static float number(const half* x, Int i) { return widen(x + i / LANES * LANES)[i % LANES]; }
-
-    static void row_of(const Matrix& matrix, Int row, float* to) {
-        const Int groups = matrix.length / GROUP, column = row % PANEL, each = 32 / matrix.bits;  // weights of a word
-        for (Int g = 0; g < groups; g++) {
-            const Int group = (row / PANEL * groups + g) * PANEL;
-            const auto* words = (const std::uint32_t*)matrix.weight + group * GROUP / each + column;
-            const float scale = number((const half*)matrix.scales + group, column);
-            const float zero = number((const half*)matrix.zeros + group, column);
-            for (Int i = 0; i < GROUP; i++) {
-                const std::uint32_t word = words[i / each * PANEL];
-                const Int place = i % each;
-                // Of eight, the middle pairs have changed places.
-                const Int four = place >= 2 && place < 6 ? place ^ 6 : place;
-                const std::uint32_t code = each == 4 ? word >> 8 * place & 255 : word >> 4 * four & 15;
-                to[g * GROUP + i] = scale * code + zero;
-            }
-        }
-    }
-
-    // The weights of a word of every column, in pairs.
-    template <int BITS>
-    static void unpack(const char* at, ints* pairs) {
-        const words word = load<words>(at);
-        for (int i = 0; i < 16 / BITS; i++) pairs[i] = ints(word >> BITS * i & (BITS == 8 ? 0x00ff00ffu : 0x000f000fu));
-    }
-
-    static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // vectors of columns at a time, by the registers there are
-
-    // ROWS rows times VECTORS vectors of columns.
-    template <int BITS, int ROWS, int VECTORS>
+    // ROWS rows times PANELS panels of columns from `c` on.
+    template <int BITS, int ROWS, int PANELS>
     static void some(const Matrix& matrix, const char* x, Int c, float* to, Int stride) {
-        constexpr int PAIRS = 16 / BITS;  // in a word
+        constexpr int EACH = PANEL / LANES, VECTORS = PANELS * EACH;
+        constexpr int SPANS = spans(BITS), CHAINS = ROWS == 1 ? 4 : SPANS;  // chains of sums that do not wait for each other
         const Int length = matrix.length, groups = length / GROUP, size = bytes(length);
-        const char* codes[VECTORS];
-        const half *scales[VECTORS], *zeros[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
-            const Int panel = (c + v * LANES) / PANEL, column = (c + v * LANES) % PANEL;
-            codes[v] = (const char*)matrix.weight + panel * PANEL * length * BITS / 8 + column * 4;
-            scales[v] = (const half*)matrix.scales + panel * PANEL * groups + column;
-            zeros[v] = (const half*)matrix.zeros + panel * PANEL * groups + column;
-        }
+        const std::int32_t offset = matrix.offset;
+        Place at[VECTORS];
+        for (int v = 0; v < VECTORS; v++) at[v] = Place(matrix, c / PANEL + v / EACH, v % EACH * LANES, BITS);
         floats sums[ROWS][VECTORS] = {};
         for (Int g = 0; g < groups; g++) {
-            ints partial[ROWS][VECTORS] = {};
-            for (Int i = g * GROUP; i < (g + 1) * GROUP; i += 2 * PAIRS) {
-                ints weights[VECTORS][PAIRS];
-                for (int v = 0; v < VECTORS; v++) {
-                    const char* at = codes[v] + i * PANEL * BITS / 8;
-                    if (ROWS == 1) __builtin_prefetch(at + 4096);  // the CPU's own reading ahead ends with a page
-                    unpack<BITS>(at, weights[v]);
-                }
-                for (int r = 0; r < ROWS; r++) {
-                    std::int32_t pairs[PAIRS];
-                    std::memcpy(pairs, integers((char*)x + r * size, length) + i, sizeof pairs);
-                    ints activations[PAIRS];
-                    for (int p = 0; p < PAIRS; p++) activations[p] = held(ints{} + pairs[p]);
-                    for (int v = 0; v < VECTORS; v++)
-                        for (int p = 0; p < PAIRS; p++)
-                            partial[r][v] = multiply_add(partial[r][v], activations[p], weights[v][p]);
+            ints partial[CHAINS][ROWS][VECTORS] = {};
+            for (int r = 0; r < ROWS; r++) {
+                const std::int32_t* counts = Row(x + r * size, length).counts + 2 * g;
+                for (int s = 0; s < SPANS; s++) {
+                    const ints start = held(ints{} - offset * (SPANS == 2 ? counts[s] : counts[0] + counts[1]));
+                    for (int v = 0; v < VECTORS; v++) partial[s * CHAINS / SPANS][r][v] = start;
                 }
             }
-            for (int v = 0; v < VECTORS; v++) {
-                const floats scale = widen(scales[v] + g * PANEL), zero = widen(zeros[v] + g * PANEL);
-                for (int r = 0; r < ROWS; r++) {
-                    const floats shifted = multiply_add(sums[r][v], zero, ((const float*)(x + r * size + 64))[g]);
-                    sums[r][v] = multiply_add(shifted, scale, __builtin_convertvector(partial[r][v], floats));
+            ints narrow[ROWS][VECTORS] = {};
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; h++) {
+#pragma GCC unroll 4
+                for (int w = 0; w < 4; w++) {
+                    constexpr int RUN = fours_in_16_bits<BITS>();
+                    words four[VECTORS];
+                    for (int v = 0; v < VECTORS; v++) {
+                        const char* group = at[v].codes + g * PANEL * BITS * 4;
+                        four[v] = four_codes<BITS>(group, h, w);
+                        // The CPU's own reading ahead ends with a page.
+                        if (ROWS == 1 && (BITS == 8 || h == 0)) __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + 4096);
+                    }
+                    for (int r = 0; r < ROWS; r++) {
+                        const char* numbers = Row(x + r * size, length).numbers + (g * GROUP + HALF * h + 4 * w) * (ACTIVATIONS / 8);
+                        ints* total = partial[CHAINS == 4 ? 2 * h + w % 2 : CHAINS == 2 ? h : 0][r];
+                        std::int32_t some[ACTIVATIONS / 8];
+                        std::memcpy(some, numbers, sizeof some);
+                        if constexpr (ACTIVATIONS == 16) {
+                            const ints even = held(ints{} + some[0]), odd = held(ints{} + some[1]);
+                            for (int v = 0; v < VECTORS; v++) {
+                                total[v] = multiply_add(total[v], even, ints(four[v] & 0x00ff00ffu));
+                                total[v] = multiply_add(total[v], odd, upper_bytes(four[v]));
+                            }
+                        } else {
+                            const ints activations = held(ints{} + some[0]);
+                            for (int v = 0; v < VECTORS; v++) {
+                                if constexpr (RUN == 0) {
+                                    total[v] = add_fours<BITS>(total[v], activations, four[v]);
+                                } else {
+                                    narrow[r][v] = add_fours<BITS>(narrow[r][v], activations, four[v]);
+                                    if ((4 * h + w + 1) % RUN == 0)
+                                        total[v] += pairs_added(narrow[r][v]), narrow[r][v] = ints{};
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+            for (int s = 0; s < SPANS; s++) {
+                const Int span = g * SPANS + s;
+                for (int v = 0; v < VECTORS; v++) {
+                    const floats scale = at[v].scales.at(span, g);
+                    const floats zero = matrix.zeros ? at[v].zeros.at(span, g) : floats{};
+                    for (int r = 0; r < ROWS; r++) {
+                        ints all = partial[s * CHAINS / SPANS][r][v];
+                        for (int i = 1; i < CHAINS / SPANS; i++) all += partial[s * CHAINS / SPANS + i][r][v];
+                        floats product = __builtin_convertvector(all, floats);
+                        if (ACTIVATIONS == 8) product *= Row(x + r * size, length).scales[g];
+                        floats sum = sums[r][v];
+                        if (matrix.zeros) sum = multiply_add(sum, zero, Row(x + r * size, length).sums[g]);
+                        sums[r][v] = multiply_add(sum, scale, product);
+                    }
                 }
             }
         }
         for (int v = 0; v < VECTORS; v++) {
             const Int columns = std::clamp<Int>(matrix.columns - c - v * LANES, 0, LANES);
             for (int r = 0; r < ROWS; r++) {
-                const float* factors = (const float*)(x + r * size);
+                const float* factors = Row(x + r * size, length).factors;
                 const floats out = sums[r][v] * factors[0] * factors[1];
                 std::memcpy(to + r * stride + c + v * LANES, &out, columns * sizeof(float));
             }
         }
     }
 
-    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
-        matrix.bits == 4 ? by_columns<4>(matrix, x, rows, first, end, to, stride)
-                         : by_columns<8>(matrix, x, rows, first, end, to, stride);
-    }
+    static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // panels at a time, by the registers there are
 
     template <int BITS>
     static void by_columns(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
         for (Int c = first; c < end;) {
-            const bool many = rows > 1 && c + MOST * LANES <= end;  // one row reads from as few places as it can
+            const bool many = rows > 1 && c + MOST * PANEL <= end;  // one row reads from as few places as it can
             by_rows(rows, [&](auto n, Int r) {
                 constexpr int ROWS = decltype(n)::value;
                 const char* from = x + r * bytes(matrix.length);
                 many ? some<BITS, ROWS, MOST>(matrix, from, c, to + r * stride, stride)
                      : some<BITS, ROWS, 1>(matrix, from, c, to + r * stride, stride);
             });
-            c += many ? MOST * LANES : LANES;
+            c += many ? MOST * PANEL : PANEL;
+        }
+    }
+
+    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
+        with_bits(matrix, [&](auto bits) { by_columns<bits>(matrix, x, rows, first, end, to, stride); });
+    }
+
+    static void row_of(const Matrix& matrix, Int row, float* to) {
+        with_bits(matrix, [&](auto bits) { row_of<bits>(matrix, row, to); });
+    }
+
+    template <int BITS>
+    static void row_of(const Matrix& matrix, Int row, float* to) {
+        constexpr int SPANS = spans(BITS);
+        const Place at(matrix, row / PANEL, row % PANEL / LANES * LANES, BITS);
+        const int lane = row % LANES;
+        for (Int g = 0; g < matrix.length / GROUP; g++)
+            for (int i = 0; i < GROUP; i++) {
+                const Int span = g * SPANS + i * SPANS / GROUP;
+                const float scale = at.scales.at(span, g)[lane];
+                const float zero = matrix.zeros ? at.zeros.at(span, g)[lane] : -float(matrix.offset) * scale;
+                const words four = four_codes<BITS>(at.codes + g * PANEL * BITS * 4, i / HALF, i % HALF / 4);
+                to[g * GROUP + i] = scale * (four[lane] >> i % 4 * 8 & 255) + zero;
+            }
+    }
+
+    // Call act with how many bits the codes have, where the compiler knows it.
+    template <class Act>
+    static void with_bits(const Matrix& matrix, Act act) {
+        switch (matrix.bits) {
+            case 4: return act(std::integral_constant<int, 4>());
+            case 5: return act(std::integral_constant<int, 5>());
+            case 6: return act(std::integral_constant<int, 6>());
+            default: return act(std::integral_constant<int, 8>());
         }
     }
 };

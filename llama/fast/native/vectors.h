@@ -36,13 +36,18 @@ typedef std::int32_t ints __attribute__((vector_size(VECTOR)));
 typedef std::uint32_t words __attribute__((vector_size(VECTOR)));
 typedef std::uint16_t shorts __attribute__((vector_size(VECTOR / 2)));
 typedef std::int16_t signed_shorts __attribute__((vector_size(VECTOR / 2)));
+typedef std::int8_t signed_bytes __attribute__((vector_size(VECTOR / 4)));
+typedef std::uint16_t pairs __attribute__((vector_size(VECTOR)));
+typedef std::int16_t signed_pairs __attribute__((vector_size(VECTOR)));
 typedef std::uint64_t longs __attribute__((vector_size(VECTOR)));
 typedef std::uint8_t bytes __attribute__((vector_size(VECTOR / 4)));
 
 constexpr int LANES = VECTOR / 4;
 constexpr int TOGETHER = 4;  // rows that are taken at a time
-constexpr int PANEL = 16;    // columns of which a thread takes all or none; those of int8 stand side by side
-constexpr int GROUP = 32;    // int8 weights of a column that share a scale and a zero; quantize.py has the layout
+constexpr int PANEL = 16;    // columns of which a thread takes all or none; those of packed weights stand side by side
+constexpr int GROUP = 32;    // packed weights of a column that stand together; packed.py has the layout
+constexpr int HALF = 16;     // the fewest of them that share a scale
+constexpr int UNIT = 256;    // those that share what their scales are multiplied by
 
 struct bfloat {
     std::uint16_t bits;
@@ -111,6 +116,16 @@ INLINE ints whole(const std::uint8_t* x) {
 }
 
 INLINE floats widen(const std::uint8_t* x) { return __builtin_convertvector(whole(x), floats); }
+
+INLINE floats widen(const std::int8_t* x) {
+#if defined(__AVX512F__)
+    return __builtin_convertvector((ints)_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(x)), floats);
+#elif defined(__AVX2__)
+    return __builtin_convertvector((ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)), floats);
+#else
+    return __builtin_convertvector(load<signed_bytes>(x), floats);
+#endif
+}
 
 INLINE void narrow(floats x, float* to) { store(to, x); }
 
@@ -214,6 +229,8 @@ INLINE floats neighbours(floats x) {
 INLINE ints multiply_add(ints sum, ints x, ints w) {
 #if defined(__AVX512VNNI__)
     return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (ints)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
 #elif defined(__AVX512BW__)
     return sum + (ints)_mm512_madd_epi16((__m512i)x, (__m512i)w);
 #elif defined(__AVX2__)
@@ -222,6 +239,38 @@ INLINE ints multiply_add(ints sum, ints x, ints w) {
     return sum + (x << 16 >> 16) * (w << 16 >> 16) + (x >> 16) * (w >> 16);
 #endif
 }
+
+// Return the upper byte of every 16 bits.
+INLINE ints upper_bytes(words x) { return (ints)((pairs)x >> 8); }
+
+// How many fours of products are added up in 16 bits, where that is how this CPU adds them; 0: it adds them in 32.
+template <int BITS>
+constexpr int fours_in_16_bits() {
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || !defined(__AVX2__)
+    return 0;
+#else
+    return BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 0;
+#endif
+}
+
+// The products of four numbers of 8 bits and four codes, added to every lane.
+template <int BITS>
+INLINE ints add_fours(ints sum, ints x, words codes) {
+#if defined(__AVX512VNNI__)
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+#elif defined(__AVX512BW__)
+    if (BITS < 8) return (ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, (__m512i)x));
+#elif defined(__AVX2__)
+    if (BITS < 8) return (ints)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
+#endif
+    sum = multiply_add(sum, (ints)((signed_pairs)x << 8 >> 8), ints(codes & 0x00ff00ffu));
+    return multiply_add(sum, (ints)((signed_pairs)x >> 8), upper_bytes(codes));
+}
+
+// The sum of every two of 16 bits.
+INLINE ints pairs_added(ints x) { return multiply_add(ints{}, x, ints{} + 0x00010001); }
 
 // Return the sum of vector i in lane i.
 INLINE floats sums_of(floats v[LANES]) {

@@ -1,0 +1,244 @@
+"""A matrix of packed weights: codes of 4 to 8 bits, in the layout that is fastest to multiply with, and their scales.
+
+A weight is `scale * code + zero`. Neighbouring weights of an output share a scale and a zero, as the matrix's `Format`
+says. What a .gguf file holds is kept to the bit (`quantize="stored"`). Of float weights a span of 8 bits takes
+whichever loses less: 240 steps from its smallest weight to its largest, or 127 steps to either side of 0. The first is
+exact for weights that come from a file with 4 bits a weight in such spans (240 is 16 times 15), the second for one with
+8; others are off by 1/480 of their span's width at most, and by what float16 rounds off. One of 4 bits takes 15 steps
+from its smallest weight to its largest. Knows torch only. `llama/fast/native/products.h` reads the same bytes.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GROUP = 32  # weights of an output whose codes stand together
+UNIT = 256  # weights of an output that share what their nested scales are multiplied by
+LANES = 16  # outputs whose groups stand side by side, so that one vector of a CPU holds the same weights of each
+_ROWS = 128  # outputs that are widened at a time: what stays in a CPU's nearer cache
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the numbers of a packed matrix are.
+
+    bits: of a code. span: how many weights share a scale. offset: the code of 0, where no zeros are stored. nested:
+    scales and zeros are whole numbers of 8 bits, times a float16 for every 256 weights; else they are float16.
+    """
+
+    bits: int
+    span: int = GROUP
+    offset: int | None = None
+    nested: bool = False
+
+
+INT8, INT4 = Format(8), Format(4)
+
+
+class Parts(NamedTuple):
+    """Some outputs of a matrix: codes as `pack_codes` returns them, and (outputs, spans) scales and zeros.
+
+    Where these are nested, (outputs, columns / 256) is what they are multiplied by. Zeros are None where a format has
+    an offset.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    scale_units: Tensor | None = None
+    zero_units: Tensor | None = None
+
+
+class PackedWeight(nn.Module):
+    """A matrix (out_features, in_features) of a Format; a tied head and its embedding share one.
+
+    codes are (panels, groups, bits, 16, 4), bytes, a panel being 16 outputs; the others (panels, spans, 16), and units
+    (panels, columns / 256, 16). Where out_features is no multiple of 16, the last panel is filled up. stored_as: how
+    the model's weights are called.
+    """
+
+    codes: nn.Parameter
+    scales: nn.Parameter
+    zeros: nn.Parameter | None
+    scale_units: nn.Parameter | None
+    zero_units: nn.Parameter | None
+
+    def __init__(self, out_features: int, in_features: int, format: Format = INT8, stored_as: str = "int8") -> None:
+        super().__init__()
+        together = UNIT if format.nested else GROUP
+        if in_features % together:
+            raise ValueError(
+                f"int{format.bits} weights come in groups of {together}, and a layer of this model has {in_features} "
+                "inputs; leave quantize out"
+            )
+        self.shape, self.format, self.stored_as = torch.Size((out_features, in_features)), format, stored_as
+        sizes = part_sizes(out_features, in_features, format)
+        for name in Parts._fields:
+            self.register_parameter(name, _blank(*sizes[name]) if name in sizes else None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parameters())
+
+    @torch.no_grad()
+    def fill(self, start: int, weight: Tensor) -> None:
+        """Take the float weights of the outputs from `start` on, a multiple of 16; all 16 of a panel at once.
+
+        For INT8 and INT4; the other formats are a file's.
+        """
+        assert self.format in (INT8, INT4)
+        spans = weight.float().view(len(weight), -1, GROUP)
+        codes, scales, zeros = (_nearest if self.format == INT8 else _spanned)(spans)
+        self.take(start, Parts(pack_codes(codes, self.format.bits), scales[..., 0], zeros[..., 0]))
+
+    @torch.no_grad()
+    def take(self, start: int, parts: Parts) -> None:
+        """Take the parts of some outputs as they are; else as `fill`."""
+        count = len(parts.codes)
+        if start % LANES or (count % LANES and start + count != self.shape[0]):
+            raise ValueError(f"outputs {start} to {start + count} do not end with a panel of {LANES}")
+        panels = slice(start // LANES, -(-(start + count) // LANES))
+        for held, part in zip(self._parts(), parts, strict=True):
+            assert (held is None) == (part is None), "the parts are of another format"
+            if held is None or part is None:
+                continue
+            if part.dtype == torch.uint8:  # word by word, not byte by byte
+                held, part = (bytes.view(torch.int32)[..., 0] for bytes in (held, part.clone()))
+            padded = F.pad(part, (0, 0) * (part.ndim - 1) + (0, -count % LANES))
+            held[panels] = torch.unflatten(padded, 0, (-1, LANES)).movedim(1, -1)
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weights of outputs `start` to `stop`, (stop - start, in_features)."""
+        first, last = start // LANES, -(-stop // LANES)
+        codes, *others = self._parts()
+        parts: list[Any] = [codes[first:last].movedim(3, 1).flatten(0, 1)]
+        parts += [None if part is None else part[first:last].mT.flatten(0, 1) for part in others]
+        return self._widened(Parts(*parts), dtype)[start - first * LANES : stop - first * LANES]
+
+    def at(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weights of the outputs `ids`, (*ids.shape, in_features)."""
+        panels, lanes = ids // LANES, ids % LANES
+        codes, *others = self._parts()
+        parts: list[Any] = [codes[panels, :, :, lanes]]
+        parts += [None if part is None else part[panels, :, lanes] for part in others]
+        return self._widened(Parts(*parts), dtype)
+
+    def _parts(self) -> Parts:
+        return Parts(self.codes, self.scales, self.zeros, self.scale_units, self.zero_units)
+
+    def _widened(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        """Return weights (..., in_features) of parts, whose leading dimensions are any."""
+        span, offset = self.format.span, self.format.offset
+        scale = _whole(parts.scales, parts.scale_units, span)[..., None]
+        zero = _whole(parts.zeros, parts.zero_units, span)[..., None] if offset is None else -offset * scale
+        spans = torch.unflatten(unpack_codes(parts.codes, self.format.bits).flatten(-2), -1, (-1, span))
+        return torch.addcmul(zero, spans.float(), scale).flatten(-2).to(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedWeight":
+        """Move, but keep the dtypes: a cast of the model is one of its activations."""
+
+        def moved(part: Tensor) -> Tensor:
+            there = fn(part)
+            return there if there.dtype == part.dtype else part.to(there.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of some outputs at a time, each start a multiple of 16."""
+        return ((start, min(start + _ROWS, self.shape[0])) for start in range(0, self.shape[0], _ROWS))
+
+
+def part_sizes(out_features: int, in_features: int, format: Format) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and dtype of every part that a matrix of this format has, by its name."""
+    panels, has_zeros = -(-out_features // LANES), format.offset is None
+    share = (panels, in_features // format.span, LANES), torch.int8 if format.nested else torch.float16
+    unit = (panels, in_features // UNIT, LANES), torch.float16
+    parts = {
+        "codes": ((panels, in_features // GROUP, format.bits, LANES, 4), torch.uint8),
+        "scales": share,
+        "zeros": share if has_zeros else None,
+        "scale_units": unit if format.nested else None,
+        "zero_units": unit if format.nested and has_zeros else None,
+    }
+    return {name: size for name, size in parts.items() if size is not None}
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Return codes (outputs, groups, 32) as the words of a packed matrix, (outputs, groups, bits, 4), in bytes.
+
+    A word has four codes of 8 bits. Of fewer bits, four words have the low halves: word i those of the weights from 4i
+    on, above them those from 16 + 4i on. The bits that are left follow: the fifth bit of weight 4i + b in bit i of
+    byte b, in one word; or of 6 bits two from bit 2i of byte b, in a word for every 16 weights.
+    """
+    fours = torch.unflatten(codes, -1, (8, 4))
+    if bits == 8:
+        return fours
+    low = fours & 15
+    words = [low[..., :4, :] | low[..., 4:, :] << 4]
+    if bits > 4:
+        high = torch.unflatten((fours >> 4), -2, (bits - 4, -1))  # (outputs, groups, words, fours of a word, 4)
+        at = (bits - 4) * torch.arange(high.shape[-2], dtype=torch.uint8, device=codes.device)
+        words.append((high << at[:, None]).sum(dim=-2, dtype=torch.uint8))
+    return torch.cat(words, dim=-2)
+
+
+def unpack_codes(words: Tensor, bits: int) -> Tensor:
+    """Return what `pack_codes` was given, (..., groups, 32), for words (..., groups, bits, 4)."""
+    if bits == 8:
+        return words.flatten(-2)
+    codes = torch.cat((words[..., :4, :] & 15, words[..., :4, :] >> 4), dim=-2)
+    if bits > 4:
+        at = torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=words.device)
+        high = words[..., 4:, None, :] >> at[:, None] & (1 << bits - 4) - 1
+        codes = codes | high.flatten(-3, -2) << 4
+    return codes.flatten(-2)
+
+
+def _whole(shares: Tensor | None, units: Tensor | None, span: int) -> Tensor:
+    """Return scales or zeros (..., spans) in float32."""
+    assert shares is not None
+    if units is None:
+        return shares.float()
+    return (torch.unflatten(shares, -1, (-1, UNIT // span)).float() * units[..., None].float()).flatten(-2)
+
+
+def _spanned(spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (..., 32) of 4 bits, scales (..., 1) and zeros (..., 1) for spans of weights (..., 32)."""
+    low, high = spans.aminmax(dim=-1, keepdim=True)
+    scale, zero = ((high - low) / 15).half(), low.half()
+    return _codes(spans, scale, zero, 15), scale, zero
+
+
+def _codes(spans: Tensor, scale: Tensor, zero: Tensor, most: int) -> Tensor:
+    steps = (spans - zero.float()).div_(scale.float().clamp(min=2.0**-24))
+    return steps.round_().clamp_(0, most).to(torch.uint8)
+
+
+def _nearest(spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (..., 32) of 8 bits, scales (..., 1) and zeros (..., 1) for spans of weights (..., 32)."""
+    low, high = spans.aminmax(dim=-1, keepdim=True)
+    even = torch.maximum(high, -low) / 127
+    found = []
+    for scale, zero in (((high - low) / 240, low), (even, -128 * even.half().float())):
+        scale, zero = scale.half(), zero.half()
+        codes = _codes(spans, scale, zero, 255)
+        lost = torch.addcmul(zero.float(), codes.float(), scale.float()).sub_(spans).square_().sum(-1, keepdim=True)
+        found.append((lost, codes, scale, zero))
+    first, second = found
+    better = second[0] < first[0]
+    codes, scale, zero = (torch.where(better, ours, theirs) for ours, theirs in zip(second[1:], first[1:], strict=True))
+    return codes, scale, zero
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    # Parameters, so that they are counted, saved and moved as weights are; there is no gradient in whole numbers.
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
