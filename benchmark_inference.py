@@ -48,6 +48,7 @@ def main(
     exact: bool = False,
     fast: bool = False,
     quantize: str | None = None,
+    activations: int = 16,
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
@@ -119,7 +120,7 @@ def main(
     from llama.bench.run.peers import GPT2, check_engine
     from llama.parallel import world_rank
 
-    own: Modes = {"engine": "llama", "fast": fast, "quantize": quantize}
+    own: Modes = {"engine": "llama", "fast": fast, "quantize": quantize, "activations": activations}
     for name in {read_engine(words)["engine"] for words in engine} - {"llama"}:
         check_engine(name)
     if model in GPT2 and (engine != ["transformers"] or fast or quantize is not None):
@@ -169,8 +170,8 @@ def one_engine(engine: list[str], flags: Modes) -> Modes:
     asked = read_engine(engine[0])
     if ":" not in engine[0]:
         return {**flags, "engine": asked["engine"]}
-    if flags["fast"] or flags["quantize"] is not None:
-        raise ValueError(f"--engine {engine[0]} says its modes itself; leave out --fast and --quantize")
+    if flags["fast"] or flags["quantize"] is not None or flags["activations"] != 16:
+        raise ValueError(f"--engine {engine[0]} says its modes itself; leave out --fast, --quantize and --activations")
     return asked
 
 

@@ -52,6 +52,7 @@ def main(
     share_prefix: bool = False,
     fast: bool = False,
     quantize: str | None = None,
+    activations: int = 16,
     exact: bool = False,
     stream: bool = False,
     chat: bool = False,
@@ -84,7 +85,8 @@ def main(
         fast: Take the fastest way to compute that this machine has, native code on a CPU or CUDA graphs on a GPU, and
             say which.
         quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory, int4 most of them in 4; stored keeps
-            those of a .gguf file as it has them, in Q4_0, Q4_1 or Q8_0. Give --fast with it.
+            those of a .gguf file as it has them. Give --fast with it.
+        activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does: faster, less accurate.
         exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower.
         stream: Print the text as it is made; of several prompts, the first one's.
         chat: Take each prompt as a user's message and answer it; without prompts, hold a conversation: one message a
@@ -112,7 +114,7 @@ def main(
         "share_prefix": share_prefix,
     }
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
-    modes: dict[str, Any] = {"fast": fast, "quantize": quantize, "exact": exact}
+    modes: dict[str, Any] = {"fast": fast, "quantize": quantize, "activations": activations, "exact": exact}
     longest = 64 if max_gen_len is None else max_gen_len
     check_without_a_model(len(texts) or 1, longest, stop, options, limits, modes, device=device, dtype=dtype)
 

@@ -45,6 +45,7 @@ def load(
     kv_cache: str = "static",
     fast: bool = False,
     quantize: str | None = None,
+    activations: int = 16,
     exact: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
     """Load a checkpoint: Meta's directory, Hugging Face's directory, a .gguf file, or "demo".
@@ -54,13 +55,14 @@ def load(
     default to the checkpoint's length and no limit on rows. `tokenizer_path` names a tokenizer.model that does not
     stand beside Meta's weights. `kv_cache` names a kind, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see `llama.kv_cache`.
     `fast` takes the fastest way to run a forward that this machine has, and the plain one where it has none;
-    `quantize` holds the matrices in "int8" or "int4", or, of a .gguf file, as it has them "stored", see
-    `llama.quantize`; `exact` asks for exact mode, see
-    `Transformer.exact`. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
+    `quantize` holds the matrices in "int8" or "int4", or, of a .gguf file, as it has them "stored", see `llama.packed`;
+    with it `activations=8` rounds what is multiplied by them to 8 bits, as llama.cpp does, for its speed at its
+    accuracy. `exact` asks for exact mode, see `Transformer.exact`. Raises ValueError (CheckpointError for the files) or
+    `llama.demo.DemoUnavailable`.
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
-    check_modes(on, kind, fast=fast, quantize=quantize, exact=exact)
+    check_modes(on, kind, fast=fast, quantize=quantize, exact=exact, activations=activations)
     ranks = join(on)
     checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
     args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=cache_kind(kv_cache))
@@ -76,7 +78,8 @@ def load(
             bar.total = total
             bar.update(done - bar.n)
 
-        model = load_weights(checkpoint, args, dtype=kind, device=on, ranks=ranks, quantize=quantize, progress=progress)
+        packing: Any = {"quantize": quantize, "activations": activations}
+        model = load_weights(checkpoint, args, dtype=kind, device=on, ranks=ranks, progress=progress, **packing)
     with _bar_of_exact_mode(model) if exact is True else nullcontext():
         model.exact = exact
     if fast:
@@ -111,11 +114,17 @@ def _bar_of_exact_mode(model: Transformer) -> Iterator[None]:
         yield
 
 
-def check_modes(device: torch.device, dtype: torch.dtype, *, fast: bool, quantize: str | None, exact: bool) -> None:
+def check_modes(
+    device: torch.device, dtype: torch.dtype, *, fast: bool, quantize: str | None, exact: bool, activations: int = 16
+) -> None:
     """Raise ValueError for ways to compute that cannot be had together, or not here."""
     if exact and fast:
         raise ValueError("exact mode and the fast step are two ways to compute; choose one of exact and fast")
+    if activations not in (8, 16):
+        raise ValueError(f"activations={activations!r} must be 8 or 16, in bits")
     if quantize is None:
+        if activations == 8:
+            raise ValueError("activations=8 goes with packed weights; ask for quantize int8, int4 or stored, too")
         return
     if quantize not in QUANTIZED:
         raise ValueError(f"quantize={quantize!r} is not known; choose of {', '.join(QUANTIZED)}, or leave it out")

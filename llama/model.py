@@ -211,7 +211,8 @@ class Transformer(nn.Module, Generation, Sessions):
     def execution(self) -> Execution:
         """How forwards are executed now."""
         kinds = {str(module.stored_as) for module in self.modules() if hasattr(module, "stored_as")}
-        return Execution(self.ops.name if self.runner is None else self.runner.name, min(kinds, default=None))
+        bits = min((vars(module).get("activations", 16) for module in self.modules()), default=16)
+        return Execution(self.ops.name if self.runner is None else self.runner.name, min(kinds, default=None), bits)
 
     def use(self, ops: Ops) -> None:
         """Do every operation of the model in this way."""

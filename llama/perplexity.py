@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -280,6 +281,7 @@ def main(
     device: str = "auto",
     fast: bool = False,
     quantize: str | None = None,
+    activations: int = 16,
     json: bool = False,
 ) -> int:
     """Print a model's perplexity on a text, without a cache in one pass a window, or through a kind of cache.
@@ -295,7 +297,8 @@ def main(
         dtype: auto, fp32, bf16, fp16 or fp64.
         device: auto, cpu, cuda or mps.
         fast: Use the fastest way to run a forward that this machine has.
-        quantize: int8, int4, stored (a .gguf file's own 4 or 8 bits), or none.
+        quantize: int8, int4, stored (as a .gguf file has them), or none.
+        activations: 8 rounds what is multiplied by such weights to 8 bits; else 16.
         json: Print JSON.
     """
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
@@ -303,7 +306,8 @@ def main(
 
     words = _read(path)
     kind = "static" if kv_cache is None else cache_kind(kv_cache)
-    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, quantize=quantize)
+    packing: Any = {"quantize": quantize, "activations": activations}
+    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, **packing)
     ids = encode_prompt(tokenizer, words)[:tokens]
     context = min(CONTEXT, model.args.max_seq_len) if context is None else context
     if kv_cache is None:

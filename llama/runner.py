@@ -19,14 +19,17 @@ class Execution:
     """How forwards are executed, as a value: by which operations or runner, and from which kind of weights.
 
     runner: "plain", "exact", the name of operations of your own, "native", or what a GPU's graphs are made of.
-    weights: "int8"; None where the weights are floats.
+    weights: "int8", "int4" or "stored"; None where the weights are floats. activations: 8 where products with these
+    round what they multiply to 8 bits; else 16.
     """
 
     runner: str
     weights: str | None = None
+    activations: int = 16
 
     def __str__(self) -> str:
-        return self.runner if self.weights is None else f"{self.runner}, {self.weights} weights"
+        words = self.runner if self.weights is None else f"{self.runner}, {self.weights} weights"
+        return words if self.activations == 16 else f"{words}, {self.activations}-bit activations"
 
 
 class Runner(Protocol):

@@ -60,19 +60,22 @@ class Agreement:
         ]
 
 
-def main(*prompts: str, quantize: str = "int8", ckpt_dir: str = "demo", tokens: int = 512) -> int:
+def main(
+    *prompts: str, quantize: str = "int8", activations: int = 16, ckpt_dir: str = "demo", tokens: int = 512
+) -> int:
     """Compare quantised weights with float32 on texts.
 
     Args:
         prompts: Files to read; by default texts of the model's own, and documentation.
         quantize: int8, int4, or stored: of a .gguf file, against its weights widened.
+        activations: 16 or 8, the bits in which they are multiplied by the weights.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         tokens: Tokens of a window.
     """
     if tokens < 2:
         raise ValueError(f"tokens={tokens} must be at least 2: the first of a window has nothing to be predicted from")
     plain, tokenizer = load(ckpt_dir, device="cpu", dtype="fp32", fast=True)
-    quantized, _ = load(ckpt_dir, device="cpu", dtype="fp32", fast=True, quantize=quantize)
+    quantized, _ = load(ckpt_dir, device="cpu", dtype="fp32", fast=True, quantize=quantize, activations=activations)
     plain.kv_caching = quantized.kv_caching = False
     windows = read(prompts, tokenizer, tokens) if prompts else own_texts(plain, tokenizer, tokens)
     total, rows = Agreement(), []

@@ -225,6 +225,8 @@ def test_every_way_to_generate_goes_on_with_int8(fast: bool) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
+        ({"activations": 8}, "activations=8 goes with packed weights; ask for quantize int8, int4 or stored"),
+        ({"quantize": "int8", "activations": 4}, "activations=4 must be 8 or 16, in bits"),
         ({"quantize": "int3"}, "quantize='int3' is not known; choose of int8, int4, stored"),
         ({"quantize": "stored", "exact": True}, "choose one of exact and quantize"),
         ({"quantize": "int4", "dtype": "fp16"}, "int4 weights go with activations in fp32 or bf16"),
@@ -330,6 +332,42 @@ def test_the_demo_is_kept_as_it_is_stored() -> None:
     assert nbytes == file
     [said] = kept.generate(tokenizer, ["The capital of France is"], 4, temperature=0.0)
     assert "Paris" in said["generation"]
+
+
+def test_activations_of_8_bits_are_those_of_every_layer_and_lose_more(checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    fine, coarse = (
+        load_weights(opened, opened.args, dtype=torch.float32, device="cpu", **how).requires_grad_(False)
+        for how in ({"quantize": "int8"}, {"quantize": "int8", "activations": 8})
+    )
+    layers = [module for module in coarse.modules() if isinstance(module, PackedLinear)]
+    assert len(layers) == 2 * 7 + 1
+    assert all(layer.activations == 8 for layer in layers)
+    assert str(coarse.execution) == "plain, int8 weights, 8-bit activations"
+    tokens = some_tokens(2, 11, vocab_size=20)
+    wide = fine(tokens)
+    assert 0.001 < (coarse(tokens) - wide).abs().max() / wide.abs().max() < 0.1
+
+
+def test_native_code_takes_8_bits_too_and_says_so() -> None:
+    model, tokenizer = load("demo", quantize="stored", activations=8, fast=True)
+    assert model.execution.activations == 8
+    assert str(model.execution) in (
+        "native, stored weights, 8-bit activations",
+        "plain, stored weights, 8-bit activations",
+    )
+    [said] = model.generate(tokenizer, ["The capital of France is"], 4, temperature=0.0)
+    assert "Paris" in said["generation"]
+
+
+def test_layers_that_round_to_different_bits_are_left_to_the_plain_path() -> None:
+    model, tokenizer = load("demo", quantize="stored", fast=True)
+    if model.runner is None:
+        pytest.skip("there is no native code here")
+    model.blocks[3].feed_forward.w1.activations = 8
+    before = model.runner.forwards
+    model.generate(tokenizer, ["The capital of France is"], 1, temperature=0.0)
+    assert model.runner.forwards == before
 
 
 def test_stored_is_refused_where_nothing_is_quantised(checkpoint: Path) -> None:

@@ -19,21 +19,28 @@ class Modes(TypedDict):
     engine: str
     fast: bool
     quantize: str | None
+    activations: int
 
 
 def read_engine(words: str) -> Modes:
-    """Return what an engine's name and the modes behind it mean: transformers, llama.cpp:int8, llama:fast:int8.
+    """Return what an engine's name and the modes behind it mean: transformers, llama.cpp:int8, llama:fast:int8:a8.
 
     Raises ValueError for a word that is no mode. Which engine has which modes, a Cell knows.
     """
     engine, *modes = words.split(":")
-    found = [mode for mode in modes if mode != "fast"]
+    found = [mode for mode in modes if mode not in ("fast", "a8")]
     if unknown := [mode for mode in found if mode not in ("int8", "int4", "stored")]:
-        known = "known are fast, int8, int4 and stored, as in llama:fast:int8"
+        known = "known are fast, int8, int4, stored and a8, as in llama:fast:int8"
         raise ValueError(f"engine={words!r}: {unknown[0]!r} is no mode; {known}")
-    if len(found) > 1 or modes.count("fast") > 1:
+    if len(found) > 1 or len(set(modes)) < len(modes):
         raise ValueError(f"engine={words!r} has more modes than one cell can; give --engine once for each")
-    return {"engine": engine, "fast": "fast" in modes, "quantize": found[0] if found else None}
+    activations = 8 if "a8" in modes else 16
+    return {
+        "engine": engine,
+        "fast": "fast" in modes,
+        "quantize": found[0] if found else None,
+        "activations": activations,
+    }
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,8 @@ class Cell:
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
     kind that the library has, or "file.py:kind" for one that a file defines. `text` replaces the random ids of every
     row; `input_len` is then the count of its tokens. `ranks` are the processes that share the model. `fast` asks for
-    the fast step, and `quantize` for weights in "int8" or "int4", or as a .gguf file has them "stored". Raises
-    ValueError.
+    the fast step, and `quantize` for weights in "int8" or "int4", or as a .gguf file has them "stored"; with these
+    `activations` are the bits of what they multiply. Raises ValueError.
     """
 
     batch_size: int = 1
@@ -59,6 +66,7 @@ class Cell:
     exact: bool = False
     fast: bool = False
     quantize: str | None = None
+    activations: int = 16
     device: str = "cpu"
     dtype: str = "fp32"
     threads: int | None = None
@@ -75,7 +83,12 @@ class Cell:
             raise ValueError(f"threads={self.threads} must be at least 1")
         if self.logits not in ("last", "all"):
             raise ValueError(f"logits={self.logits!r} must be last or all")
-        own = {"logits=all": self.logits == "all", "exact mode": self.exact, "the fast step": self.fast}
+        own = {
+            "logits=all": self.logits == "all",
+            "exact mode": self.exact,
+            "the fast step": self.fast,
+            "activations=8": self.activations != 16,
+        }
         for what, asked in own.items():
             if asked and self.engine != "llama":
                 raise ValueError(f"{what} is ours alone; leave it out for {self.engine}")
@@ -107,6 +120,7 @@ class Cell:
         mode += f", {self.ranks} ranks" if self.ranks > 1 else ""
         mode += ", fast" if self.fast else ""
         mode += f", {self.quantize} weights" if self.quantize else ""
+        mode += f", {self.activations}-bit activations" if self.activations != 16 else ""
         return mode if self.engine == "llama" else f"{self.engine}, {mode}"
 
     @property

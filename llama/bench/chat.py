@@ -200,12 +200,12 @@ def points(record: ChatRecord, cores: int | None) -> list[Point]:
 
 def compare_tokens(session: Session) -> None:
     """Note for each cell whether its ways chose the first tokens that the first way on the same weights chose."""
-    firsts: dict[tuple[bool, str | None], list[list[int]]] = {}
+    firsts: dict[tuple[bool, str | None, int], list[list[int]]] = {}
     for cell, record, done in zip(
         session.cells, session.report["cells"], chats_of(session.report)["records"], strict=True
     ):
         for way in done["ways"]:
-            first = firsts.setdefault((cell.batch_size > 1, cell.quantize), way["ids"])
+            first = firsts.setdefault((cell.batch_size > 1, cell.quantize, cell.activations), way["ids"])
             apart = [turn for turn, (one, other) in enumerate(zip(first, way["ids"], strict=True), 1) if one != other]
             if apart:
                 note(

@@ -352,11 +352,18 @@ def agreement_cells(session: Session) -> dict[str, Cell]:
 
     There is none where weights are random, of which every token is about as likely as all others.
     """
-    known = {(one["engine"], one["fast"], one["quantize"]) for one in session.report["agreements"]}
+    known = {(one["engine"], one["fast"], one["quantize"], one["activations"]) for one in session.report["agreements"]}
     rounded = [cell for cell in session.cells if cell.quantize is not None and cell.model not in RELEASED]
-    left = [cell for cell in rounded if (cell.engine, cell.fast, cell.quantize) not in known]
+    left = [cell for cell in rounded if (cell.engine, cell.fast, cell.quantize, cell.activations) not in known]
     job = {"batch_size": 1, "input_len": AGREED_ON, "output_len": 1, "kv_caching": True, "text": None}
-    whole = {"engine": "llama", "fast": False, "quantize": None, "dtype": "fp32", "kv_cache": "static"}
+    whole = {
+        "engine": "llama",
+        "fast": False,
+        "quantize": None,
+        "activations": 16,
+        "dtype": "fp32",
+        "kv_cache": "static",
+    }
     ways = dict.fromkeys(cell.but(**job) for cell in left)
     cells = [cell.but(**whole) for cell in list(ways)[:1]] + list(ways)
     return {f"top-1 of {cell.name}": cell for cell in cells}
@@ -386,6 +393,7 @@ def agreement(cell: Cell, done: dict[str, Any], reference: Sequence[int]) -> Agr
         "engine": cell.engine,
         "fast": cell.fast,
         "quantize": cell.quantize,
+        "activations": cell.activations,
         "path": done["path"],
         "text": text_path().name,
         "tokens": len(reference),

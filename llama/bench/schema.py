@@ -149,6 +149,7 @@ class Agreement(TypedDict):
     engine: str
     fast: bool
     quantize: str
+    activations: int
     path: str
     text: str
     tokens: int

@@ -80,13 +80,14 @@ def load_weights(
     device: torch.device | str,
     ranks: Ranks = ALONE,
     quantize: str | None = None,
+    activations: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Return a Transformer(args) whose parameters are copies of the checkpoint's weights, in `dtype` on `device`.
 
     Of several `ranks` each reads its own slices only. With `quantize` "int8" or "int4" the matrices are brought into
     that one by one as they are read, so that none is ever there in a wider dtype as a whole but the one being read;
-    with "stored" they keep the codes and scales of the file.
+    with "stored" they keep the codes and scales of the file. `activations`: see `llama.quantize.PackedLinear`.
 
     `args` are the checkpoint's own, with limits and switches as the caller wants them. Nothing is allocated before
     all names and shapes are known to fit, and beyond the model only one small block at a time is.
@@ -103,7 +104,7 @@ def load_weights(
     )
     found = {name: weight.shape for name, weight in checkpoint.tensors.items()}
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
-    model = _blank(checkpoint, args, dtype, quantize, ranks)
+    model = _blank(checkpoint, args, dtype, quantize, ranks, activations)
     materialise(model, dtype=dtype, device=device)
     parts = weights_of(model)  # a tied head is here as the embedding
     total, done = sum(part.nbytes for part in parts.values()), 0
@@ -122,13 +123,19 @@ def load_weights(
 
 
 def _blank(
-    checkpoint: Checkpoint, args: ModelArgs, dtype: torch.dtype, quantize: str | None, ranks: Ranks
+    checkpoint: Checkpoint,
+    args: ModelArgs,
+    dtype: torch.dtype,
+    quantize: str | None,
+    ranks: Ranks,
+    activations: int = 16,
 ) -> Transformer:
     """Return the model with its layers as they will be, and no memory taken yet."""
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
         if quantize is not None:
-            quantize_layers(model, dtype, quantize, stored_formats(checkpoint).get if quantize == "stored" else None)
+            formats = stored_formats(checkpoint).get if quantize == "stored" else None
+            quantize_layers(model, dtype, quantize, formats, activations)
     return model
 
 

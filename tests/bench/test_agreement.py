@@ -122,7 +122,7 @@ def test_agreement_stands_in_every_table_of_times(base: Cell) -> None:
         cell_record(**theirs, path="llama.cpp 1, stored weights, fp16 cache"),
         cell_record(engine="llama.cpp", quantize="int8", path="llama.cpp 1, Q8_0 weights, fp16 cache"),
     ]
-    known: dict[str, Any] = {"fast": False, "text": "persuasion.txt", "tokens": 1024}
+    known: dict[str, Any] = {"fast": False, "activations": 16, "text": "persuasion.txt", "tokens": 1024}
     ours: Agreement = {
         "engine": "llama", "quantize": "stored", "path": "plain, stored weights", "top1_agreement": 0.9995, **known
     }  # type: ignore[typeddict-item]  # fmt: skip

@@ -501,14 +501,20 @@ def test_ways_that_cannot_be_had_together_are_refused_before_anything_runs() -> 
 
 
 def test_an_engine_is_named_with_its_modes() -> None:
-    assert read_engine("transformers") == {"engine": "transformers", "fast": False, "quantize": None}
-    assert read_engine("llama.cpp:int4") == {"engine": "llama.cpp", "fast": False, "quantize": "int4"}
+    assert read_engine("transformers") == {"engine": "transformers", "fast": False, "quantize": None, "activations": 16}
+    assert read_engine("llama.cpp:int4") == {
+        "engine": "llama.cpp",
+        "fast": False,
+        "quantize": "int4",
+        "activations": 16,
+    }
     assert read_engine("llama:int8:fast") == read_engine("llama:fast:int8")
     assert Cell(**read_engine("llama:fast:int8")).name == "batch 1, cache on, fast, int8 weights"
+    assert Cell(**read_engine("llama:int8:a8")).name == "batch 1, cache on, int8 weights, 8-bit activations"
     assert Cell(**read_engine("llama.cpp:int8")).name == "llama.cpp, batch 1, cache on, int8 weights"
     for words in ("llama:quick", "llama.cpp:", "llama.cpp:Q8_0"):
         with pytest.raises(
-            ValueError, match=r"is no mode; known are fast, int8, int4 and stored, as in llama:fast:int8"
+            ValueError, match=r"is no mode; known are fast, int8, int4, stored and a8, as in llama:fast:int8"
         ):
             read_engine(words)
     with pytest.raises(ValueError, match="more modes than one cell can"):

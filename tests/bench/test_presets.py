@@ -699,7 +699,7 @@ def run(*words: str) -> int:
         (["--engine", "transformers", "--quantize", "int8"], "transformers is measured with the weights as they are"),
         (["--engine", "transformers:int8"], "transformers is measured with the weights as they are"),
         (["--engine", "transformers", "--fast"], "the fast step is ours alone"),
-        (["--engine", "llama.cpp:int2"], "'int2' is no mode; known are fast, int8, int4 and stored"),
+        (["--engine", "llama.cpp:int2"], "'int2' is no mode; known are fast, int8, int4, stored and a8"),
         (["--engine", "llama:int8", "--quantize", "int4"], "says its modes itself"),
         (["--engine", "vllm:int8"], "engine='vllm' is not known"),
         (["--preset", "table", "--engine", "llama:fast", "--engine", "llama:fast"], "would stand in the table twice"),

@@ -163,6 +163,7 @@ def _group_name(record: CellRecord, grouped: Sequence[Sequence[CellRecord]]) -> 
     below = [cell["engine"]] if len(engines) > 1 else []
     below += [runner(record)] if stands_apart(record) else []
     below += [f"{cell['quantize']}"] if cell["quantize"] else []
+    below += [f"{cell['activations']}-bit act."] if cell["activations"] != 16 else []
     below += ["all logits"] if record["cell"]["logits"] == "all" else []
     return "\n".join([f"batch {record['cell']['batch_size']}", *below])
 

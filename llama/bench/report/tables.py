@@ -51,10 +51,22 @@ DEFINITIONS = (
     ("MB", "2^20 bytes"),
 )
 
-Way = tuple[str, bool, str | None]  # engine, fast, quantize
+Way = tuple[str, bool, str | None, int]  # engine, fast, quantize, activations
 
 # What two cells must share before one is held against the other.
-_SAME = ("batch_size", "input_len", "output_len", "model", "quantize", "logits", "device", "dtype", "threads", "text")
+_SAME = (
+    "batch_size",
+    "input_len",
+    "output_len",
+    "model",
+    "quantize",
+    "activations",
+    "logits",
+    "device",
+    "dtype",
+    "threads",
+    "text",
+)
 
 
 @dataclass(frozen=True)
@@ -168,13 +180,14 @@ def stands_apart(record: CellRecord) -> bool:
 
 def runner(record: CellRecord) -> str:
     """Return what executed the forwards of a cell of ours: its path less the kind of weights, which the cell names."""
-    return record["path"].removesuffix(f", {record['cell']['quantize']} weights")
+    return record["path"].partition(f", {record['cell']['quantize']} weights")[0]
 
 
 def path_words(record: CellRecord) -> str:
     """Return how the path of a cell of ours is called: native path, plain path with int8 weights."""
-    kind = record["cell"]["quantize"]
-    return f"{runner(record)} path" + (f" with {kind} weights" if kind else "")
+    kind, bits = record["cell"]["quantize"], record["cell"]["activations"]
+    rounded = f" and {bits}-bit activations" if bits != 16 else ""
+    return f"{runner(record)} path" + (f" with {kind} weights{rounded}" if kind else "")
 
 
 def our_paths(report: Report) -> dict[str, str]:
@@ -206,7 +219,7 @@ def pairs(report: Report) -> list[tuple[CellRecord, CellRecord]]:
 def _in_order(records: Sequence[CellRecord]) -> list[CellRecord]:
     def place(record: CellRecord) -> tuple[Any, ...]:
         cell = record["cell"]
-        modes = cell["engine"], cell["fast"], cell["quantize"] or ""
+        modes = cell["engine"], cell["fast"], cell["quantize"] or "", cell["activations"]
         return cell["batch_size"], cell["engine"] != "llama", *modes, not cell["kv_caching"]
 
     return sorted(records, key=place)
@@ -229,13 +242,14 @@ def result_tables(report: Report) -> list[Table]:
 
 def way_of(record: CellRecord) -> Way:
     """Return what decides how a cell rounds its weights."""
-    return record["cell"]["engine"], record["cell"]["fast"], record["cell"]["quantize"]
+    cell = record["cell"]
+    return cell["engine"], cell["fast"], cell["quantize"], cell["activations"]
 
 
 def agreements(report: Report) -> Mapping[Way, float]:
     """Return the share of positions at which each way with rounded weights agrees with float32, where it is known."""
     known = report.get("agreements", [])
-    return {(one["engine"], one["fast"], one["quantize"]): one["top1_agreement"] for one in known}
+    return {(one["engine"], one["fast"], one["quantize"], one["activations"]): one["top1_agreement"] for one in known}
 
 
 def _agreement_words(agreed: Mapping[Way, float], record: CellRecord) -> str:
@@ -312,7 +326,9 @@ def engines_table(report: Report) -> Table:
     """Return how many times faster each of our paths is than each of the others."""
 
     def key(one: CellRecord) -> tuple[Any, ...]:
-        return one["cell"]["kv_caching"], *(one["cell"][name] for name in _SAME if name != "quantize")
+        return one["cell"]["kv_caching"], *(
+            one["cell"][name] for name in _SAME if name not in ("quantize", "activations")
+        )
 
     records = [one for one in _in_order(report["cells"]) if one["summary"] is not None]
     ours = [one for one in records if one["cell"]["engine"] == "llama"]

@@ -198,7 +198,18 @@ def report_csv(report: Report) -> str:
 
 def _cell_row(record: CellRecord) -> dict[str, Any]:
     cell, summary, work, ledger = record["cell"], record["summary"], record["work"], record["ledger"]
-    asked = ("batch_size", "input_len", "output_len", "engine", "fast", "quantize", "model", "kv_cache", "logits")
+    asked = (
+        "batch_size",
+        "input_len",
+        "output_len",
+        "engine",
+        "fast",
+        "quantize",
+        "activations",
+        "model",
+        "kv_cache",
+        "logits",
+    )
     row: dict[str, Any] = {"figures": "cell", "kv_caching": on_or_off(cell["kv_caching"]), "path": record["path"]}
     row |= {key: cell[key] for key in (*asked, "device", "dtype", "threads")}
     if summary is not None:
@@ -249,7 +260,10 @@ def _chat_rows(report: Report, chat: Chats) -> list[dict[str, Any]]:
         turns: list[dict[str, Any]] = [{"shared": plan["shared"], "own": plan["own"]}]
         if is_conversation:
             turns = [{"turn": place, **turn} for place, turn in enumerate(plan["turns"], 1)]
-        asked = {key: cell["cell"][key] for key in ("batch_size", "engine", "fast", "quantize", "model", "kv_cache")}
+        asked = {
+            key: cell["cell"][key]
+            for key in ("batch_size", "engine", "fast", "quantize", "activations", "model", "kv_cache")
+        }
         own = {"figures": "turn" if is_conversation else "prompts", "path": record["path"], **asked}
         for way in record["ways"]:
             for place, turn in enumerate(turns):

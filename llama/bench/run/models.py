@@ -81,7 +81,7 @@ def check_cell(cell: Cell) -> None:
     """Raise ValueError for ways to compute that our own engine cannot have together, or not on this device."""
     if cell.engine == "llama":
         device, dtype = pick_device(cell.device), DTYPES[cell.dtype]
-        check_modes(device, dtype, fast=cell.fast, quantize=cell.layout, exact=cell.exact)
+        check_modes(device, dtype, fast=cell.fast, quantize=cell.layout, exact=cell.exact, activations=cell.activations)
 
 
 def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
@@ -105,12 +105,14 @@ def find_model(cell: Cell) -> Source:
         args, tokenizer = checkpoint.args, checkpoint.tokenizer
     args = replace(args, kv_cache=cache_kind(cell.kv_cache))
 
+    packing: Any = {"quantize": cell.layout, "activations": cell.activations}
+
     def build() -> Transformer:
         if checkpoint is None:
-            model = random_model(args, dtype=dtype, device=device, quantize=cell.layout)
+            model = random_model(args, dtype=dtype, device=device, **packing)
         else:
             ranks = join(device)
-            model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, quantize=cell.layout).eval()
+            model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, **packing).eval()
         model.exact = cell.exact
         if cell.fast:  # which compiles here, if at all, before anything is timed
             make_fast(model, cache_dir() / "native")
@@ -133,7 +135,13 @@ def _stored_of(cell: Cell, checkpoint: Checkpoint | None, dtype: torch.dtype) ->
 
 
 def random_model(
-    args: ModelArgs, *, dtype: torch.dtype, device: torch.device, seed: int = 0, quantize: str | None = None
+    args: ModelArgs,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    quantize: str | None = None,
+    activations: int = 16,
 ) -> Transformer:
     """Return a model of these sizes, or this rank's slice of it, whose numbers are random and always the same.
 
@@ -145,7 +153,7 @@ def random_model(
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
         if quantize is not None:
-            quantize_layers(model, dtype, quantize)
+            quantize_layers(model, dtype, quantize, activations=activations)
     whole = needed_shapes(args)
     materialise(model, dtype=dtype, device=device)
     stream = torch.Generator(device).manual_seed(seed)

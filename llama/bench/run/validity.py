@@ -45,6 +45,8 @@ def notes(cell: Cell, *, weights: str) -> list[str]:
         found.append(
             f"{cell.quantize} weights: rounded, so that another text may come out than of the weights as they are"
         )
+    if cell.activations == 8:
+        found.append("activations rounded to 8 bits: the table says how often the most likely token stays that of fp32")
     if cell.logits == "all":
         found.append("logits of all positions, on purpose: generation needs the last one's only")
     return found
