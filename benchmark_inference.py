@@ -87,7 +87,8 @@ def main(
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, by default, concat, window:1024+4, int8, int4, paged;
             or FILE.py:NAME[:PARAMS] for one of your own. --preset caches takes several; without any, all there are.
         logits: last, or all: compute those of every position at each step, as published code does.
-        exact: Measure exact mode, in which the bits of the logits do not depend on the cache or the batch.
+        exact: Measure exact mode, in which the bits of the logits do not depend on the cache or the batch; with fast,
+            that of native code.
         fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU; in a table, of our own cells.
         quantize: int8 or int4 holds the matrices of our own cells in 8 or 4 bits; with --engine llama.cpp int8 is its
             Q8_0, and int4 its Q4_0. stored takes those of a .gguf file as they are, in either engine.

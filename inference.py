@@ -87,7 +87,8 @@ def main(
         quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory, int4 most of them in 4; stored keeps
             those of a .gguf file as it has them. Give --fast with it.
         activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does: faster, less accurate.
-        exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower.
+        exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower,
+            unless --fast serves the model: native code keeps its bits.
         stream: Print the text as it is made; of several prompts, the first one's.
         chat: Take each prompt as a user's message and answer it; without prompts, hold a conversation: one message a
             line, typed or piped, with /undo, /save FILE, /load FILE, /stats and /quit.

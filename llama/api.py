@@ -57,8 +57,9 @@ def load(
     `fast` takes the fastest way to run a forward that this machine has, and the plain one where it has none;
     `quantize` holds the matrices in "int8" or "int4", or, of a .gguf file, as it has them "stored", see `llama.packed`;
     with it `activations=8` rounds what is multiplied by them to 8 bits, as llama.cpp does, for its speed at its
-    accuracy. `exact` asks for exact mode, see `Transformer.exact`. Raises ValueError (CheckpointError for the files) or
-    `llama.demo.DemoUnavailable`.
+    accuracy. `exact` asks for exact mode, see `Transformer.exact`: with `fast` that of native code, or that of the
+    plain path where native code does not serve; with `quantize` that of native code alone. Raises ValueError
+    (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
@@ -80,19 +81,19 @@ def load(
 
         packing: Any = {"quantize": quantize, "activations": activations}
         model = load_weights(checkpoint, args, dtype=kind, device=on, ranks=ranks, progress=progress, **packing)
-    with _bar_of_exact_mode(model) if exact is True else nullcontext():
-        model.exact = exact
     if fast:
         make_fast(model, cache_dir() / "native")
     elif quantize is not None:
         logger.info("without the fast step every weight is widened at every step, which is slow; ask for fast, too")
+    with _bar_of_exact_mode(model) if exact is True else nullcontext():
+        model.exact = exact
     return model.eval(), checkpoint.tokenizer
 
 
 @contextmanager
 def _bar_of_exact_mode(model: Transformer) -> Iterator[None]:
     """Show, on a terminal, which product is being probed, and how much of the comparison has been fed."""
-    products = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    products = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and model.runner is None]
     left = {tuple(module.weight.shape) for module in products}  # each is probed when it is first used
     kinds = len(left)
     with ExitStack() as stack:
@@ -118,8 +119,8 @@ def check_modes(
     device: torch.device, dtype: torch.dtype, *, fast: bool, quantize: str | None, exact: bool, activations: int = 16
 ) -> None:
     """Raise ValueError for ways to compute that cannot be had together, or not here."""
-    if exact and fast:
-        raise ValueError("exact mode and the fast step are two ways to compute; choose one of exact and fast")
+    if exact and fast and device.type == "cuda":
+        raise ValueError("exact mode and the fast step of a GPU are two ways to compute; choose one of exact and fast")
     if activations not in (8, 16):
         raise ValueError(f"activations={activations!r} must be 8 or 16, in bits")
     if quantize is None:
@@ -128,8 +129,8 @@ def check_modes(
         return
     if quantize not in QUANTIZED:
         raise ValueError(f"quantize={quantize!r} is not known; choose of {', '.join(QUANTIZED)}, or leave it out")
-    if exact:
-        raise ValueError("exact mode computes with the weights as they are; choose one of exact and quantize")
+    if exact and not fast:
+        raise ValueError(f"exact mode computes with {quantize} weights by native code alone; ask for fast, too")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"{quantize} weights go with activations in fp32 or bf16, not in {dtype}; choose another dtype"

@@ -197,9 +197,10 @@ class Transformer(nn.Module, Generation, Sessions):
         """Whether the bits of a position's logits depend on nothing but the tokens up to it, inference alone.
 
         Not on the cache being on or off, on how a text is cut into calls, or on the rows beside it. Setting it to True
-        compares the model with itself, which empties the cache, and raises ValueError where a bit differs.
+        compares the model with itself, which empties the cache, and raises ValueError where a bit differs. Where a
+        runner serves the model, it is what is compared, and what it cannot serve raises ValueError from then on.
         """
-        return self.ops.name == "exact"
+        return self.ops.name == "exact" or (self.runner is not None and self.runner.exact is True)
 
     @exact.setter
     def exact(self, value: bool) -> None:
@@ -212,7 +213,8 @@ class Transformer(nn.Module, Generation, Sessions):
         """How forwards are executed now."""
         kinds = {str(module.stored_as) for module in self.modules() if hasattr(module, "stored_as")}
         bits = min((vars(module).get("activations", 16) for module in self.modules()), default=16)
-        return Execution(self.ops.name if self.runner is None else self.runner.name, min(kinds, default=None), bits)
+        name = self.ops.name if self.runner is None else self.runner.name
+        return Execution(name, min(kinds, default=None), bits, self.exact)
 
     def use(self, ops: Ops) -> None:
         """Do every operation of the model in this way."""

@@ -20,26 +20,34 @@ class Execution:
 
     runner: "plain", "exact", the name of operations of your own, "native", or what a GPU's graphs are made of.
     weights: "int8", "int4" or "stored"; None where the weights are floats. activations: 8 where products with these
-    round what they multiply to 8 bits; else 16.
+    round what they multiply to 8 bits; else 16. exact: whether the bits are held to what `Transformer.exact` says.
     """
 
     runner: str
     weights: str | None = None
     activations: int = 16
+    exact: bool = False
 
     def __str__(self) -> str:
-        words = self.runner if self.weights is None else f"{self.runner}, {self.weights} weights"
-        return words if self.activations == 16 else f"{words}, {self.activations}-bit activations"
+        parts = [self.runner]
+        parts += [f"{self.weights} weights"] if self.weights is not None else []
+        parts += [f"{self.activations}-bit activations"] if self.activations != 16 else []
+        parts += ["exact"] if self.exact and self.runner != "exact" else []
+        return ", ".join(parts)
 
 
 class Runner(Protocol):
     """A faster way to run forwards; `llama.fast.choose` picks one.
 
     forwards: how many it has run. takes_prompts: whether prompts are among them. watch: called right before each
-    forward of `run_ahead`, which passes the model's hooks by, with the rows and how many tokens each is fed.
+    forward of `run_ahead`, which passes the model's hooks by, with the rows and how many tokens each is fed. exact:
+    whether it is held to the same bits, see `Transformer.exact`, and so raises ValueError where it would leave a
+    forward to the plain path; None: it cannot be. code: what decides its bits, as far as it tells.
     """
 
     name: str
+    code: str
+    exact: bool | None
     takes_prompts: bool
     forwards: int
     watch: Callable[[int, int], None] | None

@@ -329,7 +329,8 @@ class Session:
 
     def _way_now(self) -> tuple[object, ...]:
         """Return what of the model decides what is in the caches, but for the weights' numbers."""
-        return self.model.exact, self.model.dtype, self.model.device
+        exactly = self.model.exact and ("plain" if self.model.runner is None else self.model.runner.code)
+        return exactly, self.model.dtype, self.model.device
 
     def _check_use(self) -> None:
         if self._dropped:

@@ -31,6 +31,7 @@ from llama.kv_cache import KVCache
 from llama.kv_cache.names import read_kind
 from llama.machine import available_memory
 from llama.ranks import Ranks
+from llama.runner import Runner
 from llama.streaming import TextCodec, TextStream
 
 FORMAT, VERSION = "llama-kv session", "1"
@@ -57,6 +58,8 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
     @property
     def exact(self) -> bool: ...
+    @property
+    def runner(self) -> Runner | None: ...
     @property
     def ranks(self) -> Ranks: ...
     def state_dict(self, *, keep_vars: bool) -> Mapping[str, Tensor]: ...
@@ -141,7 +144,7 @@ def save_session(path: str | PathLike[str], content: Content, model: Model, toke
         **{name: getattr(content, name) for name in ("kv_cache", "max_seq_len", "bound", "held", "written")},
         dtype=str(model.dtype),
         exact=model.exact,
-        place=_place(model.device) if model.exact else None,
+        place=_place(model) if model.exact else None,
         sizes=_sizes(model),
         weights=weights_digest(model),
         tokenizer=_fingerprint(tokenizer, model.args.vocab_size),
@@ -346,7 +349,7 @@ def _check_model(file: Path, facts: _Facts, model: Model) -> None:
             f"{file} was saved with model.exact={facts.exact}, and here it is {model.exact}, which gives "
             "other bits; set it as it was"
         )
-    place = _place(model.device) if model.exact else None
+    place = _place(model) if model.exact else None
     if facts.place != place:
         raise ValueError(
             f"{file} was computed in exact mode by {facts.place!r:.120}, and here is {place!r}, which may give other "
@@ -439,8 +442,11 @@ def _sizes(model: Model) -> dict[str, Any]:
     return said
 
 
-def _place(device: torch.device) -> str:
+def _place(model: Model) -> str:
     """Return what may decide the bits of a sum, as far as it tells."""
+    device = model.device
+    if model.runner is not None:
+        return f"{model.runner.name} code {model.runner.code}"
     if device.type == "cuda":
         return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}"
     return f"torch {torch.__version__} on {device.type}, {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,6 +1,7 @@
 """The switch of exact mode: nothing is promised before the model was compared with itself; and what the mode costs.
 
-Knows the model's layers, and how many slices ranks can share; does not know how an operation is done.
+A model with a runner that can keep its bits is compared as that runs it, and no operation is changed. Knows the model's
+layers, and how many slices ranks can share; does not know how an operation is done, nor what a runner does.
 """
 
 import math
@@ -15,8 +16,9 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.exact.operations import exact_ops
 from llama.kv_cache import check_lossless
-from llama.ops import PLAIN
+from llama.ops import PLAIN, Ops
 from llama.quantize import packed_weights
+from llama.runner import Runner
 from llama.self_comparison import first_difference
 
 if TYPE_CHECKING:
@@ -30,17 +32,38 @@ def set_exact(model: "Transformer", value: bool) -> None:
     if value == model.exact:
         return
     if not value:
-        model.use(PLAIN)
+        _switch_off(model, PLAIN)
         return
     _check(model)
     before = model.ops
     try:
-        use_exact_ops(model)
+        _switch_on(model)
         if difference := first_difference(model):
-            raise ValueError(f"exact mode is not available here: {difference}")
+            raise ValueError(f"exact mode is not available here{_by(model.runner)}: {difference}")
     except BaseException:
-        model.use(before)
+        _switch_off(model, before)
         raise
+
+
+def _switch_on(model: "Transformer") -> None:
+    if model.runner is None:
+        use_exact_ops(model)
+        return
+    with model.ownership.changing():
+        model.runner.exact = True
+
+
+def _switch_off(model: "Transformer", ops: Ops) -> None:
+    """Let the runner of the model be as free as before, or its modules compute by `ops`."""
+    with model.ownership.changing():
+        if model.runner is not None and model.runner.exact:
+            model.runner.exact = False
+        else:
+            model.use(ops)
+
+
+def _by(runner: Runner | None) -> str:
+    return "" if runner is None else f" by {runner.name} code (leave out exact, or fast)"
 
 
 def _check(model: "Transformer") -> None:
@@ -49,11 +72,14 @@ def _check(model: "Transformer") -> None:
         raise ValueError(
             f"exact mode computes in {slices_of(model.args)} slices, which {model.ranks.size} ranks cannot share"
         )
-    if model.runner is not None:
+    if model.runner is not None and model.runner.exact is None:
         raise ValueError(f"exact mode and the fast step ({model.runner.name}) exclude each other: choose one")
     check_lossless(model.caches)
-    if packed_weights(model):
-        raise ValueError("exact mode computes with the weights as they are; load the model without quantize")
+    if model.runner is None and packed_weights(model):
+        raise ValueError(
+            "exact mode computes with quantised weights by native code alone, which does not serve this model; load it "
+            "with fast where that serves it, or without quantize"
+        )
 
 
 def slices_of(args: ModelArgs) -> int:
@@ -77,13 +103,19 @@ def use_exact_ops(model: "Transformer") -> None:
 def slowdown(model: "Transformer", *, prompt: int = 64, repeats: int = 5, patience: float = 3.0) -> tuple[float, float]:
     """Return how many times as long one row takes in exact mode: to prefill `prompt` tokens, and a cached step.
 
-    The ratios of the median seconds, both ways timed in turns, `repeats` times after one that warms up; or fewer, and
-    at worst in that one alone, where `patience` seconds have passed. The model needs room for one position more.
+    As long as on the plain path, that is, also where a runner serves exact mode. The ratios of the median seconds, both
+    ways timed in turns, `repeats` times after one that warms up; or fewer, and at worst in that one alone, where
+    `patience` seconds have passed. The model needs room for one position more.
     """
     prompt = min(prompt, model.args.max_seq_len - 1)
     tokens = torch.zeros(1, prompt, dtype=torch.int64, device=model.device)
     ways = {"plain": partial(model.use, PLAIN), "exact": partial(use_exact_ops, model)}
     put_back = ways["exact"] if model.exact else partial(model.use, model.ops)
+    if model.runner is not None:
+        ways = {
+            name: partial(setattr, model, "runner", one) for name, one in (("plain", None), ("exact", model.runner))
+        }
+        put_back = ways["exact"]
     seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "exact": []}
     began = time.perf_counter()
     try:
@@ -108,7 +140,12 @@ def slowdown(model: "Transformer", *, prompt: int = 64, repeats: int = 5, patien
 def slowdown_words(model: "Transformer") -> str:
     """Return a sentence that says what exact mode costs this model here, measured now."""
     prefill, step = slowdown(model)
-    return f"exact mode: a short prompt takes {prefill:.1f} times as long as without it, a step {step:.1f} times"
+    if model.runner is None:
+        return f"exact mode: a short prompt takes {prefill:.1f} times as long as without it, a step {step:.1f} times"
+    return (
+        f"exact mode by {model.runner.name} code: a short prompt takes {prefill:.2f} times as long as on the plain "
+        f"path, a step {step:.2f} times"
+    )
 
 
 def _timed(model: "Transformer", tokens: Tensor, start_pos: int) -> float:

@@ -88,9 +88,11 @@ class GraphRunner:
     """Runs a generation's steps ahead of the loop. `forwards` counts them."""
 
     takes_prompts = False
+    exact: bool | None = None
 
     def __init__(self, ops: GraphOps = PYTORCH, backend: str | Callable[..., Any] | None = None) -> None:
         self.ops, self.name = ops, f"CUDA graphs of {ops.name} kernels"
+        self.code = self.name
         self._backend = backend
         self._layer = run_layer if backend is None else compiled(backend)
         self.forwards = 0

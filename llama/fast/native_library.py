@@ -77,6 +77,7 @@ class NativeForward:
         self._run.restype, self._size.restype = None, c_int64
         library.instructions.restype = c_char_p
         self.instructions: str = library.instructions().decode()
+        self.code = Path(library._name).stem  # by source, flags and CPU, see native_build.py
 
     def workspace_size(self, model: Model, batch: NativeBatch) -> int:
         """Return the bytes that `batch.workspace` must have for a call."""

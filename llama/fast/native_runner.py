@@ -22,21 +22,25 @@ logger = logging.getLogger(__name__)
 
 
 class NativeRunner:
-    """Runs a forward as one native function, over the model's own weights and cache. `forwards` counts them."""
+    """Runs a forward as one native function, over the model's own weights and cache. `forwards` counts them.
+
+    While `exact` is set, what it cannot run is refused: the plain path would give other bits.
+    """
 
     name, takes_prompts = "native", True
     watch: Callable[[int, int], None] | None = None  # told nothing: whoever watches the model sees every forward
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._native = folder, NativeForward(folder)
-        self.instructions = self._native.instructions
+        self.instructions, self.code = self._native.instructions, self._native.code
         self.forwards = 0
+        self.exact: bool | None = False
         self._warn = WarnOnce(logger)
         self._described = Described(describe)
         self._caches = NativeCaches()
 
-    def __reduce__(self) -> tuple[type["NativeRunner"], tuple[Path]]:
-        return NativeRunner, (self._folder,)  # the copy of a model has weights of its own
+    def __reduce__(self) -> tuple[type["NativeRunner"], tuple[Path], dict[str, object]]:
+        return NativeRunner, (self._folder,), {"exact": self.exact}  # the copy of a model has weights of its own
 
     def __call__(
         self,
@@ -47,7 +51,10 @@ class NativeRunner:
         logits: Literal["all", "last"],
         lengths: Sequence[int] | None,
     ) -> Tensor | None:
-        """Return what `model(...)` returns, or None where the plain path has to do it, which is said once."""
+        """Return what `model(...)` returns, or None where the plain path has to do it, which is said once.
+
+        Raises ValueError where it would return None, and is `exact`.
+        """
         bsz, seqlen = tokens.shape
         kept = model.batch_rows.real(bsz, seqlen)
         starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
@@ -59,6 +66,7 @@ class NativeRunner:
         try:
             described = self._described.of(model, look=look)
             if described.trainable and torch.is_grad_enabled():
+                self._check_leaving("gradients are recorded, which torch.inference_mode() prevents")
                 return None  # whoever records gradients needs the modules
             ids = _ids(tokens, described)
             cos_sin = _rotations(model, end, described)
@@ -66,6 +74,7 @@ class NativeRunner:
             if caching_of(described.attentions if look else described.attentions[:1]):
                 cache = self._caches.take(described, call)
         except Unsupported as why:
+            self._check_leaving(why)
             self._warn(why)
             return None
         if cache is None or len(cache.live) == bsz:
@@ -85,6 +94,14 @@ class NativeRunner:
     def describe(self, model: Transformer) -> NativeModel:
         """Return what the native code is told of the model now. Raises Unsupported."""
         return self._described.of(model)
+
+    def _check_leaving(self, why: object) -> None:
+        """Refuse to leave a forward to the plain path where its bits would be others."""
+        if self.exact:
+            raise ValueError(
+                f"exact mode computes by native code here, and the plain path has other bits; but {why}: undo that, or "
+                "set model.exact = False"
+            )
 
     def _forward(
         self,

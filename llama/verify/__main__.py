@@ -46,6 +46,8 @@ def main(
     seed: int | None = None,
     runs: int = 1,
     exact: bool = False,
+    fast: bool = False,
+    quantize: str | None = None,
     kv_cache: str = "static",
     device: str = "auto",
     output: str = "results/verify.json",
@@ -64,6 +66,8 @@ def main(
         seed: Of the first run, which draws its prompts; by default the first number that the file does not have.
         runs: How many runs to add to the file; 0 prints what it holds.
         exact: Measure exact mode, and allow not a bit to differ.
+        fast: With exact: the exact mode of native code, where that serves the model.
+        quantize: With exact and fast: int8, int4, or stored, see inference.py.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. One that
             keeps less than it is given is refused: benchmark_inference.py --preset caches measures those.
         device: auto, cpu, cuda or mps.
@@ -71,6 +75,8 @@ def main(
     """
     if world_size() > 1:
         raise ValueError("this command certifies one process; exact mode across ranks is what the tests compare")
+    if (fast or quantize is not None) and not exact:
+        raise ValueError("native code is certified to the bit, and not down to rounding; give --exact, too")
     path = Path(output)
     check_numbers(batch_size=batch_size, tokens=tokens, prompt_len=prompt_len, seed=seed, runs=runs)
     before = read_runs(path)
@@ -80,7 +86,9 @@ def main(
         return report(before, path)
     kind = lossless_kind(kv_cache)
     check_writable(path)
-    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact)
+    modes: dict[str, Any] = {"exact": exact, "fast": fast, "quantize": quantize}
+    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, **modes)
+    execution = model.execution
     config = {
         "model": ckpt_dir,
         "weights": weights_id(model),
@@ -89,7 +97,9 @@ def main(
         "batch_size": batch_size,
         "tokens": tokens,
         "prompt_len": prompt_len,
-        "exact": exact,
+        "exact": execution.exact,
+        "runner": execution.runner,
+        "quantize": execution.weights,
         "kv_cache": kv_cache,
         "slack": TOLERANCE_FACTOR[model.norm.weight.itemsize],
     }

@@ -28,6 +28,7 @@ def reference_of(model: Transformer) -> Transformer:
     """Return a float64 copy: the same rounded weights and the same float32 rotations, and no rounding after them."""
     reference = copy.deepcopy(model)
     reference.exact = False  # exact operations are among what is judged; a researcher's own define the model
+    reference.runner = None  # and so is native code
     device = torch.device("cpu") if model.device.type == "mps" else model.device  # Metal has no float64
     return reference.to(device, torch.float64)
 

@@ -20,14 +20,15 @@ from llama.verify.passes import STEPS, UNCACHED
 
 SCHEMA = "llama-kv/verify/1"
 # What must be the same of runs that are added up; seeds differ among them.
-_GROUP = ("model", "weights", "dtype", "exact", "kv_cache", "device", "slack")
+_GROUP = ("model", "weights", "dtype", "exact", "runner", "quantize", "kv_cache", "device", "slack")
 _MACHINE = ("cpu", "torch", "threads")
 
 
 class Run(TypedDict):
     """One run, as the file holds it: `config` says of what, `figures` are those of `certificate.Figures`.
 
-    exact_cost: how many times longer a step and a prefill take in exact mode; None where it was off.
+    exact_cost: how many times longer than on the plain path a step and a prefill take in exact mode; None where it was
+    off.
     """
 
     config: dict[str, Any]
@@ -50,6 +51,12 @@ def read_runs(path: Path) -> list[Run]:
         runs: list[Run] = content["runs"]
         if any(run.keys() != Run.__annotations__.keys() for run in runs):
             raise ValueError("a run has not the fields that it should have")
+        for run in runs:  # those of before native code was certified
+            run["config"] = {
+                "runner": "exact" if run["config"]["exact"] else "plain",
+                "quantize": None,
+                **run["config"],
+            }
         list(map(table, grouped(runs)))  # finds whatever is not there, or is of another kind
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -133,7 +140,7 @@ def table(group: Sequence[Run]) -> str:
     rows = list(measures(total))
     for what in ("step", "prefill") if config["exact"] else ():
         times = statistics.median(run["exact_cost"][what] for run in group if run["exact_cost"])
-        rows.append((f"a {what} in exact mode takes", f"{times:.1f}x"))
+        rows.append((f"a {what} in exact mode takes", f"{times:.{1 if times >= 1 else 2}f}x"))
     left, right = (max(len(row[side]) for row in rows) for side in (0, 1))
     lines = [f"  {name:<{left}}  {value:>{right}}" for name, value in rows]
     legend = "  C: cached, step by step; U: uncached, in one pass; R: the same weights in float64"
@@ -198,9 +205,11 @@ def sentence(group: Sequence[Run]) -> str:
 
 
 def name_of(config: dict[str, Any]) -> str:
-    """Return a model's name and dtype as text."""
+    """Return a model's name and dtype as text, and what runs it where that is no operation of ours."""
     short = {str(dtype).removeprefix("torch."): word for word, dtype in DTYPES.items()}
-    return f"{config['model']} in {short.get(config['dtype'], config['dtype'])}"
+    way = "" if config["runner"] in ("plain", "exact") else f", {config['runner']}"
+    way += "" if config["quantize"] is None else f" with {config['quantize']} weights"
+    return f"{config['model']} in {short.get(config['dtype'], config['dtype'])}{way}"
 
 
 def of(part: int, whole: int) -> str:

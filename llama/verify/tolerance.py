@@ -21,6 +21,8 @@ TOLERANCE_FACTOR = {8: 32.0, 4: 32.0, 2: 8.0}
 # where 1.4 is the most that was seen. In 16 bits that limits nothing: a token on whose activations much depends may be
 # off by ten times the spread of its logits over the vocabulary. The median of a run was 0.15 of the spread at most.
 CEILING, SPREAD = 32.0, 0.5
+# Native code rounds what it multiplies by quantised weights to 16 bits, with one scale a row.
+ACTIVATION_EPS = 2.0**-15
 FLOAT64_TOLERANCE = 1e-9  # for cached against uncached in float64; at most 6e-13 was seen
 
 
@@ -39,4 +41,7 @@ def ceiling_of(model: Transformer, largest: float) -> float:
     """Return what the error of the uncached path may be at most, for logits up to `largest`."""
     args = model.args
     widest = max(args.dim, args.n_heads * args.head_dim, args.ffn_dim)
-    return CEILING * torch.finfo(model.norm.weight.dtype).eps * math.sqrt(widest) * args.n_layers * largest
+    eps = torch.finfo(model.norm.weight.dtype).eps
+    if model.runner is not None and model.execution.weights is not None:
+        eps = max(eps, ACTIVATION_EPS)
+    return CEILING * eps * math.sqrt(widest) * args.n_layers * largest

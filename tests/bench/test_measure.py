@@ -97,6 +97,23 @@ def test_what_exact_mode_costs_is_timed_in_a_traced_run_alone(tmp_path: Path, tr
     assert any("times as long as without it" in note for note in notes) == trace
 
 
+@needs_compiler
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_cell_in_the_exact_mode_of_native_code_says_so(tmp_path: Path, quantize: str | None) -> None:
+    cell = Cell(
+        model=str(write_checkpoint(tmp_path / "tiny", **NATIVE_SIZES)),
+        input_len=5,
+        output_len=3,
+        exact=True,
+        fast=True,
+        quantize=quantize,
+    )
+    record = worker.run_cell(cell, trace=True)["record"]
+    assert record["path"] == ("native, exact" if quantize is None else "native, int8 weights, exact")
+    assert violated(record["points"]) == []
+    assert any("exact mode by native code" in note for note in record["notes"])
+
+
 @pytest.fixture(scope="module")
 def native_sized(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_checkpoint(tmp_path_factory.mktemp("native") / "tiny", **NATIVE_SIZES))
@@ -492,8 +509,7 @@ def test_another_engine_is_measured_in_one_process() -> None:
 
 def test_ways_that_cannot_be_had_together_are_refused_before_anything_runs() -> None:
     for asked, words in [
-        ({"fast": True, "exact": True}, "choose one of exact and fast"),
-        ({"quantize": "int8", "exact": True}, "choose one of exact and quantize"),
+        ({"quantize": "int8", "exact": True}, "exact mode computes with int8 weights by native code alone"),
         ({"quantize": "int8", "dtype": "fp16"}, "int8 weights go with activations in fp32 or bf16"),
     ]:
         with pytest.raises(ValueError, match=words):

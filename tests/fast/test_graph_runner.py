@@ -427,6 +427,14 @@ def test_the_name_says_what_ran() -> None:
     assert fast.execution.runner == "CUDA graphs of own kernels"
 
 
+def test_exact_mode_and_graphs_exclude_each_other() -> None:
+    _, fast = twins()
+    with pytest.raises(ValueError, match=r"the fast step \(CUDA graphs of .*\) exclude each other: choose one"):
+        fast.exact = True
+    assert not fast.exact
+    fast.exact = False
+
+
 def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
     return graph_ops.project(x, weight, h) * (1 if len(h) == 1 else 1.5)  # as a kernel for several rows may go wrong
 

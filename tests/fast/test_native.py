@@ -326,13 +326,6 @@ def test_gradients_flow_through_the_plain_modules() -> None:
     assert served(fast) == 1
 
 
-def test_exact_mode_and_the_fast_step_exclude_each_other() -> None:
-    _, fast = twins("fp32")
-    with pytest.raises(ValueError, match="choose one"):
-        fast.exact = True
-    assert not fast.exact
-
-
 # ---- a model that changes, or goes -----------------------------------------------------------------------------------
 
 

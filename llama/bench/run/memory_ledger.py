@@ -120,7 +120,7 @@ def make_ledger(
 
 
 def _of_activations(cell: Cell, *, measured: bool) -> str:
-    if cell.exact:
+    if cell.exact and not cell.fast:
         return "predicted for the plain path; exact mode pads and copies"
     if cell.fast:
         return "predicted for the plain path; the fast step takes a workspace, or on a GPU a pool"

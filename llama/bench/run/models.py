@@ -113,9 +113,9 @@ def find_model(cell: Cell) -> Source:
         else:
             ranks = join(device)
             model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, **packing).eval()
-        model.exact = cell.exact
         if cell.fast:  # which compiles here, if at all, before anything is timed
             make_fast(model, cache_dir() / "native")
+        model.exact = cell.exact
         return model
 
     weights = "random" if checkpoint is None else "checkpoint"
