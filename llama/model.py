@@ -263,6 +263,10 @@ class Transformer(nn.Module, Generation, Sessions):
             start_pos = start_pos.tolist()
         begins = start_pos == 0 or (isinstance(start_pos, Sequence) and not any(start_pos))
         compiling = torch.compiler.is_compiling()  # into a graph goes the plain path
+        if compiling and self.runner is not None and self.runner.exact:
+            raise ValueError(
+                "exact mode computes by native code here, which no graph can hold; do not compile the model"
+            )
         with nullcontext() if compiling else self.ownership.call(shared=lambda: not self.kv_caching, begins=begins):
             cache, on = self.first_attention.cache, self.kv_caching
             starts = check_fed(tokens, start_pos, logits, lengths, self.args, kv_caching=on, cache=cache)

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback  # None unless torch.compile looks at every frame
 from torch._C._dynamo.guards import TensorGuards  # dynamo's own check of many tensors at a time
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
@@ -93,6 +94,8 @@ def check_moment() -> None:
         raise Unsupported("autocast is on")
     if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
         raise Unsupported("a transformation of torch.func, or forward-mode differentiation, is under way")
+    if get_eval_frame_callback() is not None:  # where a graph ended early, and this is run as it stands
+        raise Unsupported("torch.compile is under way")
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise Unsupported("the model is being traced")
     if _module._global_forward_hooks or _module._global_forward_pre_hooks:

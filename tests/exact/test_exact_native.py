@@ -182,6 +182,17 @@ def test_gradients_are_refused_in_words() -> None:
         model(TOKENS)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_compiling_is_refused_in_words() -> None:
+    """A graph would hold the plain path, and native code's addresses are nothing for one."""
+    model = exact_model("fp32")
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"torch\.compile is under way"):
+        torch.compile(model, backend="eager")(TOKENS[:, :5])
+    torch.compiler.reset()
+    with torch.inference_mode():
+        assert model(TOKENS[:, :5]).isfinite().all()
+
+
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_is_exact_as_well(twin: Callable[[Transformer], Transformer]) -> None:
     other = twin(exact_model("fp32"))
