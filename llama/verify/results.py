@@ -27,8 +27,7 @@ _MACHINE = ("cpu", "torch", "threads")
 class Run(TypedDict):
     """One run, as the file holds it: `config` says of what, `figures` are those of `certificate.Figures`.
 
-    exact_cost: how many times longer than on the plain path a step and a prefill take in exact mode; None where it was
-    off.
+    exact_cost: how many times longer a step and a prefill take in exact mode; None where it was off, or native code's.
     """
 
     config: dict[str, Any]
@@ -138,9 +137,10 @@ def table(group: Sequence[Run]) -> str:
     title = f"{name_of(config)} on {config['device']}, KV cache {config['kv_cache']}, {mode}; runs: {len(group)}"
     title += f"\n  {cpu}, torch {build}, threads: {threads}, commit {commits}"
     rows = list(measures(total))
-    for what in ("step", "prefill") if config["exact"] else ():
-        times = statistics.median(run["exact_cost"][what] for run in group if run["exact_cost"])
-        rows.append((f"a {what} in exact mode takes", f"{times:.{1 if times >= 1 else 2}f}x"))
+    costs = [run["exact_cost"] for run in group if run["exact_cost"]]
+    for what in ("step", "prefill") if costs else ():
+        times = statistics.median(cost[what] for cost in costs)
+        rows.append((f"a {what} in exact mode takes", f"{times:.1f}x"))
     left, right = (max(len(row[side]) for row in rows) for side in (0, 1))
     lines = [f"  {name:<{left}}  {value:>{right}}" for name, value in rows]
     legend = "  C: cached, step by step; U: uncached, in one pass; R: the same weights in float64"
