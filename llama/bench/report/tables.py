@@ -180,7 +180,8 @@ def stands_apart(record: CellRecord) -> bool:
 
 def runner(record: CellRecord) -> str:
     """Return what executed the forwards of a cell of ours: its path less the kind of weights, which the cell names."""
-    return record["path"].partition(f", {record['cell']['quantize']} weights")[0]
+    name, _, rest = record["path"].partition(f", {record['cell']['quantize']} weights")
+    return f"{name}, exact" if rest.endswith(", exact") else name
 
 
 def path_words(record: CellRecord) -> str:
