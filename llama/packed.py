@@ -152,9 +152,10 @@ class PackedWeight(nn.Module):
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of some outputs at a time, each start a multiple of 16."""
-        return ((start, min(start + _ROWS, self.shape[0])) for start in range(0, self.shape[0], _ROWS))
+    def blocks(self, most: int = _ROWS) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of at most so many outputs at a time, but at least 16, each start a multiple of 16."""
+        step = max(LANES, most // LANES * LANES)
+        return ((start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
 
 
 def part_sizes(out_features: int, in_features: int, format: Format) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -17,6 +17,8 @@ from llama.bench.run.memory import tensor_peak
 from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
 from llama.checkpoint.gguf import read_header
 from llama.checkpoint.gguf_types import KINDS
+from llama.fast.choose import make_fast
+from llama.files import cache_dir
 from llama.model import Transformer
 from llama.packed import GROUP, INT4, INT8, Format, PackedWeight, Parts, pack_codes, unpack_codes
 from llama.quantize import PackedEmbedding, PackedLinear, in_8_bits, packed_weights, quantize_layers
@@ -324,6 +326,12 @@ def test_matrices_that_a_file_has_in_floats_stay_floats(tmp_path: Path) -> None:
     assert "output.weight" not in packed_weights(model)
     assert torch.equal(model.output.weight, weights["output.weight"])
     assert len(packed_weights(model)) == 2 * 7 + 1
+    tokens = some_tokens(2, 9, vocab_size=20)
+    with torch.inference_mode():
+        plain = model(tokens)
+        make_fast(model, cache_dir() / "native-tests")
+        torch.testing.assert_close(model(tokens), plain, rtol=1e-3, atol=1e-3)
+    assert model.runner is None or model.runner.forwards == 1
 
 
 def test_the_demo_is_kept_as_it_is_stored() -> None:

@@ -28,6 +28,9 @@ _KINDS = (
 )
 
 
+_AT_ONCE = 1 << 20  # stored weights that are read at a time: so many that a call's own time does not show
+
+
 def open_checkpoint(path: str | PathLike[str], *, tokenizer_path: str | PathLike[str] | None = None) -> Checkpoint:
     """Recognise the format, check everything that can be checked without reading weights, and map the files.
 
@@ -180,10 +183,11 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Format | None]:
 def _fill(checkpoint: Checkpoint, name: str, weight: PackedWeight, own: Weight) -> None:
     """Bring a matrix of a file into its packed form; what the file has in that form is kept to the bit."""
     stored = own.stored if weight.stored_as == "stored" else None
-    for start, stop in weight.blocks():
-        if stored is None:
+    if stored is None:
+        for start, stop in weight.blocks():
             weight.fill(start, own.rows(start, stop))
-            continue
+        return
+    for start, stop in weight.blocks(_AT_ONCE // weight.shape[1]):
         parts = stored.parts(start, stop)
         floats = [part for part in parts if part is not None and part.is_floating_point()]
         if not all(part.isfinite().all() for part in floats):

@@ -14,6 +14,7 @@ from llama.fast.native_check import check_library
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
+from llama.packed import Format
 from llama.quantize import packed_weights
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,9 @@ def make_fast(model: Transformer, folder: Path) -> None:
 def _use_native_code(model: Transformer, folder: Path) -> None:
     step = NativeRunner(folder)
     described = step.describe(model)
-    formats = frozenset(weight.format for weight in packed_weights(model).values())
-    check_library(folder, described.dtype, formats=formats, activations=described.sizes.activations)
+    formats: set[Format | None] = {weight.format for weight in packed_weights(model).values()}
+    formats |= {None} if described.sizes.mixed else set()
+    check_library(folder, described.dtype, formats=frozenset(formats), activations=described.sizes.activations)
     model.runner = step
     logger.info("fast: native code for %s", step.instructions)
 

@@ -38,10 +38,10 @@ _TOLERANCE = {
 
 
 @cache
-def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format], activations: int) -> None:
+def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format | None], activations: int) -> None:
     """Raise Unsupported where the code in `folder` does not give the plain path's logits, or other bits each time.
 
-    Compares for one kind of weights, packed in any of `formats`, plain where there is none; once in a process.
+    Compares for one kind of weights, packed in any of `formats`, of which None stays plain; once in a process.
     """
     model = tiny_model(dtype, sorted(formats, key=repr), activations)
     tolerance, tokens = _TOLERANCE[dtype, activations or 16], torch.arange(90, device="cpu").view(3, 30)
@@ -82,10 +82,10 @@ def _off_from_cache(model: Transformer, runner: NativeRunner, cache: type[KVCach
     return float((native - plain).abs().max() / plain.abs().max())
 
 
-def tiny_model(dtype: torch.dtype, formats: Sequence[Format], activations: int) -> Transformer:
+def tiny_model(dtype: torch.dtype, formats: Sequence[Format | None], activations: int) -> Transformer:
     """Return a model of random weights whose matrices take the formats in turn."""
     stream = torch.Generator("cpu").manual_seed(0)
-    args = _IN_UNITS if any(format.nested for format in formats) else _ARGS
+    args = _IN_UNITS if any(format is not None and format.nested for format in formats) else _ARGS
     with torch.device("meta"):  # so that nothing is drawn from the user's own stream of random numbers
         model = Transformer(args)
         if formats:

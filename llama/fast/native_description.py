@@ -15,7 +15,7 @@ from llama.fast.supported import Unsupported, check_modules
 from llama.kv_cache import Int4Cache, Int8Cache, KVCache, PagedCache, StaticCache
 from llama.model import Attention, Transformer, TransformerBlock
 from llama.packed import PackedWeight, part_sizes
-from llama.quantize import PackedEmbedding, PackedLinear
+from llama.quantize import PackedEmbedding, PackedLinear, packed_weights
 from llama.rows import Rows
 
 CACHES = (StaticCache, Int8Cache, Int4Cache, PagedCache)  # the kinds that native code reads where they lie
@@ -124,8 +124,10 @@ def _sizes(model: Transformer) -> Model:
 
 
 def _activations(model: Transformer) -> int:
-    """Return how many bits activations have in the products with packed weights; 0 where there are none."""
+    """Return how many bits activations have in the products with packed weights; 0 where no weight is packed."""
     found = {module.activations for module in model.modules() if isinstance(module, PackedLinear)}
+    if not found and packed_weights(model):
+        return 16  # an embedding alone, whose vectors are widened
     if len(found) > 1 or not found <= {8, 16}:
         raise Unsupported(f"layers round activations to {sorted(found)} bits")
     return found.pop() if found else 0
@@ -149,9 +151,8 @@ def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
 
 def _matrix(weight: Tensor | PackedWeight, rows: int, columns: int, sizes: Model) -> Matrix:
     """Return a weight (rows, columns) as the native code is told of it, whose columns are our rows."""
-    if isinstance(weight, PackedWeight) != bool(sizes.activations):
-        raise Unsupported("some matrices are quantised and some are not")
     if isinstance(weight, Tensor):
+        sizes.mixed |= bool(sizes.activations)
         dtype = torch.bfloat16 if sizes.bfloat16 else torch.float32
         return Matrix(weight=check_tensor(weight, (rows, columns), dtype), columns=rows, length=columns)
     if tuple(weight.shape) != (rows, columns):

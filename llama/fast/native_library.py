@@ -38,7 +38,8 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = (
         ("bfloat16", c_int64),  # whether norms, cache and plain matrices are bfloat16, not float32
-        ("activations", c_int64),  # bits that packed matrices are multiplied with, 8 or 16; 0: the matrices are plain
+        ("activations", c_int64),  # bits that packed matrices are multiplied with, 8 or 16; 0: all matrices are plain
+        ("mixed", c_int64),  # whether some are plain where others are packed
         *((name, c_int64) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden", "layer_count")),
         ("eps", c_float),
         ("embedding", Matrix),

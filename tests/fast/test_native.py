@@ -80,17 +80,19 @@ def test_native_bits_depend_on_nothing_but_the_text(kind: str) -> None:
 
 
 PACKED = {kind.name: kind.format for kind in KINDS_OF_FILES.values() if kind.format is not None}
-EACH = [
-    *((frozenset([packed]), torch.float32) for packed in PACKED.values()),
-    (frozenset(PACKED.values()), torch.bfloat16),
-]
+MIXTURES: dict[str, tuple[frozenset[Format | None], torch.dtype]] = {
+    **{name: (frozenset([packed]), torch.float32) for name, packed in PACKED.items()},
+    "all in bf16": (frozenset(PACKED.values()), torch.bfloat16),
+    "Q4_K and floats": (frozenset([PACKED["Q4_K"], None]), torch.float32),
+    "Q8_0 and floats in bf16": (frozenset([PACKED["Q8_0"], None]), torch.bfloat16),
+}
 
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("activations", [16, 8])
-@pytest.mark.parametrize(("formats", "dtype"), EACH, ids=[*PACKED, "all in bf16"])
+@pytest.mark.parametrize(("formats", "dtype"), MIXTURES.values(), ids=MIXTURES)
 def test_every_packed_format_gives_what_its_plain_layers_give_and_always_the_same_bits(
-    formats: frozenset[Format], dtype: torch.dtype, activations: int
+    formats: frozenset[Format | None], dtype: torch.dtype, activations: int
 ) -> None:
     check_library.__wrapped__(FOLDER, dtype, formats=formats, activations=activations)
 

@@ -36,7 +36,8 @@ enum Kind : Int {
 
 struct Model {
     Int bfloat16;  // whether norms, cache and plain matrices are bfloat16, not float32
-    Int activations;  // bits that packed matrices are multiplied with, 8 or 16; 0: the matrices are plain
+    Int activations;  // bits that packed matrices are multiplied with, 8 or 16; 0: all matrices are plain
+    Int mixed;        // whether some are plain where others are packed
     Int dim, heads, kv_heads, head_dim, hidden, layer_count;
     float eps;
     Matrix embedding, output;
@@ -124,6 +125,7 @@ template <class T, class Product>
 struct Forward {
     const Model& model;
     const Batch& batch;
+    const Product product_of;
     Int threads, tokens, scored;
     Int queries, kv, rep;  // numbers of a token's queries, and of its keys; query heads to a kv head
     float scale;           // of attention's scores
@@ -147,7 +149,7 @@ struct Forward {
     float* scaled_row;             // each thread's
     Int rounded_bytes, attention_bytes, workspace_size;
 
-    Forward(const Model& m, const Batch& b) : model(m), batch(b) {
+    Forward(const Model& m, const Batch& b) : model(m), batch(b), product_of{m.mixed != 0} {
         threads = std::max<Int>(1, batch.threads);
         tokens = 0;
         for (Int r = 0; r < batch.rows; r++) tokens += batch.lengths[r];
@@ -175,8 +177,8 @@ struct Forward {
         if (owns()) keys = carver.take<T>(owned() * kv), values = carver.take<T>(owned() * kv);
         turns = nullptr;
         if (batch.kind == INT4) unturned = carver.take<T>(owned() * kv), turns = carver.take<float>(turned() * model.head_dim);
-        rounded_bytes = block_rows * Product::bytes(std::max(queries, widest()));
-        rounded_bytes = std::max(rounded_bytes, scored_rows() * Product::bytes(model.dim));
+        rounded_bytes = block_rows * product_of.bytes(std::max(queries, widest()));
+        rounded_bytes = std::max(rounded_bytes, scored_rows() * product_of.bytes(model.dim));
         rounded = carver.take<char>(threads * rounded_bytes);
         const Int floats_of_query = KEYS + part_size() + model.head_dim + 2;
         attention_bytes = most_queries() * (model.head_dim * sizeof(T) + floats_of_query * sizeof(float));
@@ -242,7 +244,7 @@ struct Forward {
         };
         each_block([&](Int first, Int count) {
             for (Int t = team.rank; t < count; t += team.size)
-                Product::row_of(model.embedding, token(first + t), h + (first + t) * model.dim);
+                product_of.row_of(model.embedding, token(first + t), h + (first + t) * model.dim);
         });
         if (turns) group_turns(all);
         all.wait();
@@ -287,7 +289,7 @@ struct Forward {
     Int token(Int t) const { return batch.tokens[row[t] * batch.width + position[t] - batch.starts[row[t]]]; }
 
     void rows_rounded(const float* x, Int count, Int length, char* to) const {
-        for (Int r = 0; r < count; r++) Product::round(x + r * length, length, to + r * Product::bytes(length));
+        for (Int r = 0; r < count; r++) product_of.round(x + r * length, length, to + r * product_of.bytes(length));
     }
 
     void normed(const float* x, Int count, const T* weight, float* scaled, char* to) const {
@@ -296,20 +298,20 @@ struct Forward {
             for (Int i = 0; i < model.dim; i += LANES) squares = multiply_add(squares, widen(x + i), widen(x + i));
             const float factor = 1.0f / std::sqrt(sum_of(squares) / float(model.dim) + model.eps);
             for (Int i = 0; i < model.dim; i += LANES) store(scaled + i, widen(x + i) * factor * widen(weight + i));
-            Product::round(scaled, model.dim, to + r * Product::bytes(model.dim));
+            product_of.round(scaled, model.dim, to + r * product_of.bytes(model.dim));
         }
     }
 
     // The team's share of a product.
     void product(const Matrix& matrix, const char* x, Int count, const Team& team, float* to) const {
         team.share(matrix.columns,
-                   [&](Int first, Int end) { Product::multiply(matrix, x, count, first, end, to, matrix.columns); });
+                   [&](Int first, Int end) { product_of.multiply(matrix, x, count, first, end, to, matrix.columns); });
     }
 
     // The same, added to `to`; `scratch` takes the product.
     void added(const Matrix& matrix, const char* x, Int count, const Team& team, float* to, float* scratch) const {
         team.share(matrix.columns, [&](Int first, Int end) {
-            Product::multiply(matrix, x, count, first, end, scratch, matrix.columns);
+            product_of.multiply(matrix, x, count, first, end, scratch, matrix.columns);
             for (Int r = 0; r < count; r++)
                 for (Int c = first; c < end; c++) to[r * matrix.columns + c] += scratch[r * matrix.columns + c];
         });
@@ -318,8 +320,8 @@ struct Forward {
     // The MLP's hidden numbers, silu(w1 x) * w3 x, in `g`; `u` takes w3 x.
     void gated(const Layer& layer, const char* x, Int count, const Team& team, float* g, float* u) const {
         team.share(model.hidden, [&](Int first, Int end) {
-            Product::multiply(layer.w1, x, count, first, end, g, model.hidden);
-            Product::multiply(layer.w3, x, count, first, end, u, model.hidden);
+            product_of.multiply(layer.w1, x, count, first, end, g, model.hidden);
+            product_of.multiply(layer.w3, x, count, first, end, u, model.hidden);
             for (Int r = 0; r < count; r++)
                 for (Int i = r * model.hidden + first; i < r * model.hidden + end; i += LANES) {
                     const floats number = widen(g + i);
@@ -656,7 +658,7 @@ struct Forward {
             const Int count = std::min(scored_rows(), scored - done);
             for (Int i = 0; i < count; i++) {
                 const Int t = batch.all ? done + i : begin[done + i + 1] - 1;
-                normed(h + t * model.dim, 1, (const T*)model.norm, scaled, own + i * Product::bytes(model.dim));
+                normed(h + t * model.dim, 1, (const T*)model.norm, scaled, own + i * product_of.bytes(model.dim));
             }
             product(model.output, own, count, all, batch.logits + done * model.output.columns);
         }
@@ -665,12 +667,16 @@ struct Forward {
 
 template <class Act>
 void choose(const Model& model, Act act) {
-    if (model.activations == 8)
-        model.bfloat16 ? act(bfloat{}, Packed<8>{}) : act(float{}, Packed<8>{});
-    else if (model.activations)
-        model.bfloat16 ? act(bfloat{}, Packed<16>{}) : act(float{}, Packed<16>{});
-    else
-        model.bfloat16 ? act(bfloat{}, Plain<bfloat>{}) : act(float{}, Plain<float>{});
+    auto choose_product = [&](auto number) {
+        using T = decltype(number);
+        if (model.activations == 8)
+            act(number, Packed<8, T>{});
+        else if (model.activations)
+            act(number, Packed<16, T>{});
+        else
+            act(number, Plain<T>{});
+    };
+    model.bfloat16 ? choose_product(bfloat{}) : choose_product(float{});
 }
 
 }  // namespace

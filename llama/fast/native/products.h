@@ -20,6 +20,8 @@ struct Matrix {
 // Weights of float32 or bfloat16, and activations rounded to the same.
 template <class T>
 struct Plain {
+    bool mixed;  // as Packed has it; here it says nothing
+
     static Int bytes(Int length) { return length * sizeof(T); }
 
     static void round(const float* x, Int length, char* to) {
@@ -33,8 +35,14 @@ struct Plain {
 
     // to[r][c] = x[r] . w[c] for columns `first` to `end`.
     static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
+        multiply(matrix, x, bytes(matrix.length), rows, first, end, to, stride);
+    }
+
+    // The same where rows are `size` bytes apart.
+    static void multiply(const Matrix& matrix, const char* x, Int size, Int rows, Int first, Int end, float* to,
+                         Int stride) {
         for (Int c = first; c < end; c += PANEL)  // these weights stay in the nearest cache while all rows pass
-            all_dots((const T*)x, matrix.length, rows, (const T*)matrix.weight + c * matrix.length, matrix.length,
+            all_dots((const T*)x, size / Int(sizeof(T)), rows, (const T*)matrix.weight + c * matrix.length, matrix.length,
                      std::min<Int>(PANEL, end - c), matrix.length, to + c, stride);
     }
 };
@@ -102,12 +110,15 @@ struct Place {
 };
 
 // Packed weights: PANEL columns and GROUP of their weights stand together in words, of which each column has one.
-template <int ACTIVATIONS>
+template <int ACTIVATIONS, class T>
 struct Packed {
     using Row = RoundedRow<ACTIVATIONS>;
-    static Int bytes(Int length) { return Row::bytes(length); }
+    bool mixed;  // whether some matrices are plain, of T: then a rounded row ends with the same row as these want it
 
-    static void round(const float* x, Int length, char* to) {
+    Int bytes(Int length) const { return Row::bytes(length) + (mixed ? (length * Int(sizeof(T)) + 63) / 64 * 64 : 0); }
+
+    void round(const float* x, Int length, char* to) const {
+        if (mixed) Plain<T>::round(x, length, to + Row::bytes(length));
         constexpr float MOST = ACTIVATIONS == 16 ? 32767.0f : 127.0f;
         const Row row(to, length);
         const float largest = largest_of(x, length);
@@ -153,10 +164,10 @@ struct Packed {
 
     // ROWS rows times PANELS panels of columns from `c` on.
     template <int BITS, int ROWS, int PANELS>
-    static void some(const Matrix& matrix, const char* x, Int c, float* to, Int stride) {
+    static void some(const Matrix& matrix, const char* x, Int size, Int c, float* to, Int stride) {
         constexpr int EACH = PANEL / LANES, VECTORS = PANELS * EACH;
         constexpr int SPANS = spans(BITS), CHAINS = ROWS == 1 ? 4 : SPANS;  // chains of sums that do not wait for each other
-        const Int length = matrix.length, groups = length / GROUP, size = bytes(length);
+        const Int length = matrix.length, groups = length / GROUP;
         const std::int32_t offset = matrix.offset;
         Place at[VECTORS];
         for (int v = 0; v < VECTORS; v++) at[v] = Place(matrix, c / PANEL + v / EACH, v % EACH * LANES, BITS);
@@ -239,24 +250,29 @@ struct Packed {
     static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // panels at a time, by the registers there are
 
     template <int BITS>
-    static void by_columns(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
+    void by_columns(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) const {
+        const Int size = bytes(matrix.length);
         for (Int c = first; c < end;) {
             const bool many = rows > 1 && c + MOST * PANEL <= end;  // one row reads from as few places as it can
             by_rows(rows, [&](auto n, Int r) {
                 constexpr int ROWS = decltype(n)::value;
-                const char* from = x + r * bytes(matrix.length);
-                many ? some<BITS, ROWS, MOST>(matrix, from, c, to + r * stride, stride)
-                     : some<BITS, ROWS, 1>(matrix, from, c, to + r * stride, stride);
+                const char* from = x + r * size;
+                many ? some<BITS, ROWS, MOST>(matrix, from, size, c, to + r * stride, stride)
+                     : some<BITS, ROWS, 1>(matrix, from, size, c, to + r * stride, stride);
             });
             c += many ? MOST * PANEL : PANEL;
         }
     }
 
-    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
+    void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) const {
+        if (!matrix.bits)
+            return Plain<T>::multiply(matrix, x + Row::bytes(matrix.length), bytes(matrix.length), rows, first, end, to,
+                                      stride);
         with_bits(matrix, [&](auto bits) { by_columns<bits>(matrix, x, rows, first, end, to, stride); });
     }
 
     static void row_of(const Matrix& matrix, Int row, float* to) {
+        if (!matrix.bits) return Plain<T>::row_of(matrix, row, to);
         with_bits(matrix, [&](auto bits) { row_of<bits>(matrix, row, to); });
     }
 
