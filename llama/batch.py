@@ -28,11 +28,13 @@ class NonFiniteLogits(ValueError):
 class Chosen(NamedTuple):
     """What a step chose, on the host: each row's id, -1 where its logits were not finite, and its log-probability.
 
-    `logprobs` hold None for every row where they were not asked for.
+    `logprobs` hold None for every row where they were not asked for. `logits`: what it was chosen from, (bsz, vocab),
+    until the next step is asked for; None but where the batch is `lasting`.
     """
 
     ids: list[int]
     logprobs: list[float | None]
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class Batch:
 
     tokens: (bsz, longest) int64, the texts, padded on the right. cur_pos: where each row ends, and its next token goes.
     live: the rows that still grow. stopped: those that ended by a stop token or a stop string. disturbed: whether code
-    of the caller may have run since the last forward. fed: how many tokens the model was fed. caches: those of all
-    layers that hold the first `held` tokens of every row already, in row 0; empty where a generation begins with none.
+    of the caller may have run since the last forward. fed: how many tokens the model was fed. lasting: whether the
+    text outlives the generation, so that the logits of each step are asked for, too. caches: those of all layers that
+    hold the first `held` tokens of every row already, in row 0; empty where a generation begins with none.
     """
 
     tokens: Tensor
@@ -64,6 +67,7 @@ class Batch:
         self.stopped: set[int] = set()
         self.disturbed = True
         self.fed = 0
+        self.lasting = False
         self.caches: list[Any] = []
         self.held = 0
         self._steps = 0
@@ -91,6 +95,15 @@ class Batch:
         columns = torch.tensor(self.cur_pos).clamp(max=self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, columns.to(self.tokens.device, non_blocking=True)[:, None], ids[:, None])
         self.cur_pos = [min(pos + 1, self.request.longest) for pos in self.cur_pos]
+
+    def outcome(self, ids: Tensor, logits: Tensor) -> Chosen:
+        """Return what was chosen, (bsz,), from these logits, (bsz, vocab), for the host to look at."""
+        finite = logits.sum(-1).isfinite()  # one pass: a nan or an infinity anywhere shows in the sum
+        on_host = ids.where(finite, -1).tolist()  # host sync: the only one per step, where stopping is checked
+        kept = logits if self.lasting else None
+        if not self.request.logprobs:
+            return Chosen(on_host, [None] * len(on_host), kept)
+        return Chosen(on_host, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].tolist(), kept)
 
     def record(self, chosen: Chosen) -> Iterator[Token]:
         """Yield the chosen token of every live row, and end the rows that met a stop id or have grown enough."""

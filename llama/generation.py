@@ -109,8 +109,8 @@ class Generation:
     def run_ahead(self, batch: Batch) -> Iterator[Chosen]:
         """Yield what further steps choose, several of them computed at a time; where it ends, the loop goes on itself.
 
-        Every row's newest token, not fed yet, stands before its cur_pos. The batch stays as it is: the loop appends
-        what was chosen. At most as many steps are asked for as the longest row grows.
+        Every row's newest token, not fed yet, stands before its cur_pos. The batch stays as it is but for `fed`: the
+        loop appends what was chosen. At most as many steps are asked for as the longest row grows.
         """
         return iter(()) if self.runner is None else self.runner.run_ahead(self, batch)  # type: ignore[arg-type]
 
@@ -191,19 +191,19 @@ def _generate(model: LanguageModel, batch: Batch) -> Generator[Token, None, None
 @torch.inference_mode()
 def grow(
     model: LanguageModel, batch: Batch, begin: int, logits: Tensor | None
-) -> Generator[tuple[list[Token], Tensor], None, None]:
+) -> Generator[tuple[list[Token], Tensor | None], None, None]:
     """Yield what each step makes of one text whose first `begin` tokens are in the cache, and who calls owns the model.
 
-    A step is its tokens, none where the text ends, and the logits that they were chosen from, (1, vocab). `logits` are
-    those that follow the text; None: the rest of it is fed for them.
+    A step is its tokens, none where the text ends, and the logits that they were chosen from, (1, vocab), which hold
+    until the next step. `logits` are those that follow the text; None: the rest of it is fed for them.
     """
+    batch.lasting = True
     if logits is None:
         logits = _feed(model, batch, [begin])[:, -1]
-    while True:
-        yield list(batch.record(_choose(model, batch, logits))), logits
+    for chosen in _steps(model, batch, logits):
+        yield list(batch.record(chosen)), chosen.logits
         if not batch.live:
             return
-        logits = _decode(model, batch)
 
 
 def _steps(model: LanguageModel, batch: Batch, logits: Tensor) -> Iterator[Chosen]:
@@ -281,11 +281,7 @@ def _choose(model: LanguageModel, batch: Batch, logits: Tensor) -> Chosen:
     """Choose the next token of every row from its logits, (bsz, vocab), and append it."""
     ids = model.ranks.decide(batch.sampler(logits))
     batch.append(ids)
-    finite = logits.sum(-1).isfinite()  # one pass: a nan or an infinity anywhere shows in the sum
-    on_host = ids.where(finite, -1).tolist()  # host sync: the only one per step, where stopping is checked
-    if not batch.request.logprobs:
-        return Chosen(on_host, [None] * len(on_host))
-    return Chosen(on_host, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].tolist())
+    return batch.outcome(ids, logits)
 
 
 def _run_ahead(model: LanguageModel, batch: Batch) -> Iterator[Chosen]:
@@ -295,7 +291,7 @@ def _run_ahead(model: LanguageModel, batch: Batch) -> Iterator[Chosen]:
         yield chosen
         made.append(chosen.ids)
     for ids in made:
-        appended = torch.tensor(ids).to(batch.tokens.device)
+        appended = torch.tensor(ids).clamp(min=0).to(batch.tokens.device)  # -1: of a row that has ended
         batch.sampler.note(appended)
         batch.append(appended)
 

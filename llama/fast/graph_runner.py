@@ -128,8 +128,8 @@ class GraphRunner:
 
     def run_ahead(self, model: Transformer, batch: Batch) -> Iterator[Chosen]:
         """Return what all further steps choose; see Generation.run_ahead."""
-        if batch.request.on_step is not None or self._watched(model):
-            return iter(())  # who wants to see every step has the loop take it
+        if batch.request.on_step is not None or batch.lasting or self._watched(model):
+            return iter(())  # who wants to see every step, or its logits, has the loop take it
         try:
             buffers = self._buffers_of(model, *batch.tokens.shape)
         except Unsupported as why:

@@ -15,6 +15,7 @@ from llama.fast.fingerprint import TensorFacts
 from llama.fast.native_description import NativeModel, check_tensor
 from llama.fast.supported import Unsupported
 from llama.kv_cache import KVCache, PagedCache, StaticCache
+from llama.kv_cache.counting import CountingCache
 from llama.kv_cache.paged import BLOCK
 from llama.kv_cache.quantized import GROUP, Int4Cache, Int8Cache, QuantizedCache
 from llama.limits import check_room
@@ -192,6 +193,21 @@ class NativeCaches:
             layer.table = None
         self._told, self._facts = described, TensorFacts(cast(list[Tensor], _buffers(described)))
         self._slots = next(iter(shapes.values()))[0][1]
+
+
+def steps_left(caches: Sequence[KVCache], call: Call, taken: Taken) -> int:
+    """Return how many steps more, each a token on, may follow a step without asking for room again.
+
+    As long as the same rows are live, and nobody else changes the caches.
+    """
+    if isinstance(caches[0], PagedCache):  # up to where the first row comes to the end of its block
+        return min(-(start + 1) % BLOCK for start, kept in zip(call.starts, call.kept, strict=True) if kept)
+    return taken.slots * (GROUP if isinstance(caches[0], QuantizedCache) else 1) - max(call.starts) - 1
+
+
+def ends_noted(caches: Sequence[KVCache]) -> list[list[int]]:
+    """Return the lists in which caches note how far each row was written, for who goes on without `take`."""
+    return [cache._ends for cache in caches if isinstance(cache, CountingCache)]
 
 
 def _buffers(described: NativeModel) -> list[Tensor | None]:

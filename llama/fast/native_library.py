@@ -74,16 +74,21 @@ class NativeForward:
 
     def __init__(self, folder: Path) -> None:
         library = load_library(SOURCE, folder)
-        self._run, self._size = library.forward, library.workspace_size
-        self._run.restype, self._size.restype = None, c_int64
+        self._run = library.forward
+        self._run.restype, self._run.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
+        self._likeliest = library.likeliest
+        self._likeliest.restype, self._likeliest.argtypes = None, (c_void_p, c_int64, c_int64, c_void_p)
         library.instructions.restype = c_char_p
         self.instructions: str = library.instructions().decode()
         self.code = Path(library._name).stem  # by source, flags and CPU, see native_build.py
 
-    def workspace_size(self, model: Model, batch: NativeBatch) -> int:
-        """Return the bytes that `batch.workspace` must have for a call."""
-        size: int = self._size(byref(model), byref(batch))
+    def __call__(self, model: Model, batch: NativeBatch, room: int) -> int:
+        """Return how many bytes `batch.workspace` has to have; where its `room` is less, nothing was computed."""
+        size: int = self._run(byref(model), byref(batch), room)
         return size
 
-    def __call__(self, model: Model, batch: NativeBatch) -> None:
-        self._run(byref(model), byref(batch))
+    def likeliest(self, logits: int, rows: int, vocab: int) -> list[int]:
+        """Return the likeliest id by every row of float32 logits, the first of equals; -1 where one is not finite."""
+        ids = (c_int64 * rows)()
+        self._likeliest(logits, rows, vocab, ids)
+        return list(ids)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof, c_int64
+from operator import add
 from pathlib import Path
 from typing import Literal
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, must_look
-from llama.fast.native_caches import Call, NativeCaches, Taken
+from llama.fast.native_ahead import Ahead
+from llama.fast.native_caches import Call, NativeCaches
+from llama.fast.native_call import Frame
 from llama.fast.native_description import NativeModel, check_tensor, describe
-from llama.fast.native_library import NativeBatch, NativeForward
+from llama.fast.native_library import NativeForward
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
 from llama.model import Transformer
 from llama.rope import RopeTable
@@ -28,13 +30,13 @@ class NativeRunner:
     """
 
     name, takes_prompts = "native", True
-    watch: Callable[[int, int], None] | None = None  # told nothing: whoever watches the model sees every forward
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._native = folder, NativeForward(folder)
         self.instructions, self.code = self._native.instructions, self._native.code
         self.forwards = 0
         self.exact: bool | None = False
+        self.watch: Callable[[int, int], None] | None = None
         self._warn = WarnOnce(logger)
         self._described = Described(describe)
         self._caches = NativeCaches()
@@ -60,33 +62,20 @@ class NativeRunner:
         starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
         if logits == "all" or lengths is None:
             lengths = [seqlen] * bsz
-        end = max(map(sum, zip(starts, lengths, strict=True)))
-        look = must_look(model)
-        call = Call(starts, lengths, kept, range(bsz), width=seqlen, all=logits == "all", look=look)
-        try:
-            described = self._described.of(model, look=look)
-            if described.trainable and torch.is_grad_enabled():
-                self._check_leaving("gradients are recorded, which torch.inference_mode() prevents")
-                return None  # whoever records gradients needs the modules
-            ids = _ids(tokens, described)
-            cos_sin = _rotations(model, end, described)
-            cache = None
-            if caching_of(described.attentions if look else described.attentions[:1]):
-                cache = self._caches.take(described, call)
-        except Unsupported as why:
-            self._check_leaving(why)
-            self._warn(why)
-            return None
-        if cache is None or len(cache.live) == bsz:
-            return self._forward(described, ids, call, cos_sin, cache)
-        scores = torch.zeros((bsz, 1, described.sizes.output.columns), dtype=torch.float32, device="cpu")
-        live = list(cache.live)
-        scores[live] = self._forward(described, ids[live], call.only(live), cos_sin, cache)
-        return scores
+        call = Call(starts, lengths, kept, range(bsz), width=seqlen, all=logits == "all", look=must_look(model))
+        frame = self.frame(model, tokens, call)
+        return None if frame is None else self.run(frame)
 
     def run_ahead(self, model: Transformer, batch: Batch) -> Iterator[Chosen]:
-        """Leave the loop to the host, which is here the same CPU."""
-        return iter(())
+        """Yield what all further steps choose, each one native call; see Generation.run_ahead."""
+        if batch.request.on_step is not None or not self.may_run_ahead(model):
+            return iter(())  # who wants to see every step has the loop take it
+        return Ahead(self, model, batch).steps()
+
+    def may_run_ahead(self, model: Transformer) -> bool:
+        """Whether the loop, too, would ask this runner for cached steps, and nobody watches the model's calls."""
+        watched = bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
+        return model.runner is self and model.kv_caching and not watched
 
     def free_cache(self) -> None:
         """Nothing to do: no cache is held here but the model's own."""
@@ -103,42 +92,33 @@ class NativeRunner:
                 "set model.exact = False"
             )
 
-    def _forward(
-        self,
-        described: NativeModel,
-        ids: Tensor,
-        call: Call,
-        cos_sin: tuple[Tensor, Tensor],
-        cache: Taken | None,
-    ) -> Tensor:
-        bsz, seqlen = ids.shape
-        vocab = described.sizes.output.columns
-        scores = torch.empty((bsz, seqlen if call.all else 1, vocab), dtype=torch.float32, device="cpu")
-        numbers = c_int64 * bsz
-        first, count, kept = numbers(*call.starts), numbers(*call.lengths), numbers(*call.kept)
-        places = numbers(*call.places)
-        batch = NativeBatch(
-            rows=bsz,
-            width=seqlen,
-            tokens=ids.data_ptr(),
-            starts=addressof(first),
-            lengths=addressof(count),
-            all=call.all,
-            cos=cos_sin[0].data_ptr(),
-            sin=cos_sin[1].data_ptr(),
-            kind=0 if cache is None else cache.kind,
-            slots=0 if cache is None else cache.slots,
-            places=addressof(places),
-            kept=addressof(kept),
-            logits=scores.data_ptr(),
-            threads=torch.get_num_threads(),
-        )
-        size = self._native.workspace_size(described.sizes, batch)
-        workspace = torch.empty(size, dtype=torch.uint8, device="cpu")
-        batch.workspace = workspace.data_ptr()
-        self._native(described.sizes, batch)
+    def frame(self, model: Transformer, tokens: Tensor, call: Call) -> Frame | None:
+        """Return what computes a call, with room in the cache; None where the plain path has to do it, said once."""
+        try:
+            described = self._described.of(model, look=call.look)
+            if described.trainable and torch.is_grad_enabled():
+                self._check_leaving("gradients are recorded, which torch.inference_mode() prevents")
+                return None  # whoever records gradients needs the modules
+            ids = _ids(tokens, described)
+            cos_sin = _rotations(model, max(map(add, call.starts, call.lengths)), described)
+            cache = None
+            if caching_of(described.attentions if call.look else described.attentions[:1]):
+                cache = self._caches.take(described, call)
+        except Unsupported as why:
+            self._check_leaving(why)
+            self._warn(why)
+            return None
+        return Frame(described, ids, call, cos_sin, cache)
+
+    def run(self, frame: Frame) -> Tensor:
+        """Return the logits of a call, see `Frame.run`."""
+        logits = frame.run(self._native)
         self.forwards += 1
-        return scores
+        return logits
+
+    def likeliest(self, logits: Tensor) -> list[int]:
+        """Return the id that each row of logits, (bsz, vocab) float32, prefers; -1 where they are not finite."""
+        return self._native.likeliest(logits.data_ptr(), *logits.shape)
 
 
 def _ids(tokens: Tensor, described: NativeModel) -> Tensor:

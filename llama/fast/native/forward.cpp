@@ -2,11 +2,12 @@
 //
 // Activations stand in float32 between two products and are added up in float32. A position is computed in the same
 // order whatever stands beside it. Threads share the tokens where there are many, else the columns of every product.
-// Nobody allocates: `workspace_size` says what a call needs.
+// Nobody allocates: a call says what it needs.
 
 #include <atomic>
 #include <thread>
 
+#include "choose.h"
 #include "groups.h"
 #include "products.h"
 
@@ -698,17 +699,19 @@ const char* instructions() {
 #endif
 }
 
-// Bytes of workspace that `forward` needs.
-Int workspace_size(const Model* model, const Batch* batch) {
+// Return the bytes of workspace that it needs; where `room` is less, nothing was computed.
+Int forward(const Model* model, const Batch* batch, Int room) {
     Int size = 0;
     choose(*model, [&](auto number, auto product) {
-        size = Forward<decltype(number), decltype(product)>(*model, *batch).workspace_size;
+        Forward<decltype(number), decltype(product)> it(*model, *batch);
+        size = it.workspace_size;
+        if (size <= room) it.run();
     });
     return size;
 }
 
-void forward(const Model* model, const Batch* batch) {
-    choose(*model,
-           [&](auto number, auto product) { Forward<decltype(number), decltype(product)>(*model, *batch).run(); });
+// Of every row of logits, (rows, vocab), the likeliest token, or -1: see choose.h.
+void likeliest(const float* logits, Int rows, Int vocab, Int* ids) {
+    for (Int r = 0; r < rows; r++) ids[r] = likeliest_of(logits + r * vocab, vocab);
 }
 }

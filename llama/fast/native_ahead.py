@@ -1,0 +1,100 @@
+"""Steps that native code takes ahead of the loop: between two of them stands little more than the next call.
+
+A step is taken when it is asked for, so whoever reads the tokens may have changed the model since the one before: then
+everything is looked at, as it is for any other call. Where nobody did, what was found, and the room in the caches, hold
+for a stretch of steps. Knows the loop's batch, and the runner.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llama.batch import Batch, Chosen
+from llama.fast.fingerprint import must_look
+from llama.fast.native_caches import Call, ends_noted, steps_left
+from llama.fast.native_call import Frame
+from llama.limits import check_fed
+from llama.model import Transformer
+
+if TYPE_CHECKING:
+    from llama.fast.native_runner import NativeRunner
+
+
+class Ahead:
+    """A generation whose steps are taken ahead of the loop."""
+
+    def __init__(self, runner: "NativeRunner", model: Transformer, batch: Batch) -> None:
+        self._runner, self._model, self._batch = runner, model, batch
+        self._starts = [end - 1 for end in batch.cur_pos]
+        self._newest: list[int] = batch.window(self._starts, 1)[:, 0].tolist()
+        sampling = batch.request.sampling
+        self._likeliest = sampling.temperature == 0 and sampling.repetition_penalty == 1 and not batch.request.logprobs
+        # Of the stretch:
+        self._frame: Frame | None = None
+        self._left = 0  # steps
+        self._live = 0  # rows that grow
+        self._kept: list[int] = []  # how many tokens of each row the caches keep
+        self._ends: list[list[int]] = []  # where the caches note how far each row was written
+
+    def steps(self) -> Iterator[Chosen]:
+        """Yield what each step chooses, until the loop has to go on by itself."""
+        batch, last = self._batch, self._batch.request.longest - 1
+        while (frame := self._next()) is not None:
+            if self._runner.watch is not None:
+                self._runner.watch(len(self._starts), 1)
+            batch.fed += len(self._starts)
+            chosen = self._choose(self._runner.run(frame)[:, 0])
+            self._newest = [max(id, 0) for id in chosen.ids]  # -1 is of a row that has ended, and goes along
+            yield chosen
+            self._starts = [min(start + 1, last) for start in self._starts]
+
+    def _next(self) -> Frame | None:
+        """Return what computes the next step; None where the loop has to take it."""
+        batch, frame = self._batch, self._frame
+        if frame is not None and self._left and not batch.disturbed and len(batch.live) == self._live:
+            self._left -= 1
+            frame.go_on(self._newest, self._starts)
+            if self._ends:
+                now = [start + kept for start, kept in zip(self._starts, self._kept, strict=True)]
+                for ends in self._ends:
+                    ends[: len(now)] = now
+            return frame
+        ownership = self._model.ownership
+        with ownership.acting(undisturbed=not batch.disturbed), ownership.call(shared=_never, begins=False):
+            self._frame = self._begin_stretch()
+        batch.disturbed = self._frame is None  # then the loop looks for itself
+        return self._frame
+
+    def _begin_stretch(self) -> Frame | None:
+        """Look at the model where other code may have run, take room for a step, and return what computes it."""
+        model, starts, rows = self._model, self._starts, len(self._starts)
+        tokens = torch.tensor(self._newest, dtype=torch.int64, device="cpu")[:, None]
+        model.batch_rows.lengths = lengths = [1] * rows
+        look = must_look(model)
+        if look:
+            if not self._runner.may_run_ahead(model):
+                return None
+            cache = model.first_attention.cache
+            check_fed(tokens, starts, "last", lengths, model.args, kv_caching=True, cache=cache)
+        self._live, self._kept = len(self._batch.live), model.batch_rows.real(rows, 1)
+        call = Call(starts, lengths, self._kept, range(rows), width=1, all=False, look=look)
+        frame = self._runner.frame(model, tokens, call)
+        if frame is None or frame.cache is None or not frame.closed:
+            return None
+        self._left = min(steps_left(frame.described.caches, call, frame.cache), frame.positions - 1 - max(starts))
+        self._ends = ends_noted(frame.described.caches)
+        return frame
+
+    def _choose(self, logits: Tensor) -> Chosen:
+        """Choose every row's next token from its logits, (bsz, vocab), as the loop does."""
+        batch = self._batch
+        if not self._likeliest:
+            return batch.outcome(batch.sampler(logits), logits)
+        ids = self._runner.likeliest(logits)
+        return Chosen(ids, [None] * len(ids), logits if batch.lasting else None)
+
+
+def _never() -> bool:
+    return False

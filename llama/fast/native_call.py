@@ -1,0 +1,82 @@
+"""A native call as the library is told of it, and the memory that it computes in: for one, or for step after step.
+
+Knows what is fed to a model that was described; does not know modules, nor how room is made in a cache.
+"""
+
+from collections.abc import Sequence
+from ctypes import addressof, c_int64
+
+import torch
+from torch import Tensor
+
+from llama.fast.native_caches import Call, Taken
+from llama.fast.native_description import NativeModel
+from llama.fast.native_library import NativeBatch, NativeForward
+
+
+class Frame:
+    """What computes a call, and the same call once more for other tokens at other starts.
+
+    rows: those of the call that are computed. Of the others, which have ended, the cache holds nothing any more. cache:
+    the room that was taken; None: the call touches no cache. The cache's buffers, and the weights, are not held.
+    """
+
+    def __init__(
+        self, described: NativeModel, ids: Tensor, call: Call, cos_sin: tuple[Tensor, Tensor], cache: Taken | None
+    ) -> None:
+        self.described, self.cache = described, cache
+        self.rows: Sequence[int] = range(call.rows) if cache is None else cache.live
+        self._of = call.rows
+        if len(self.rows) < call.rows:
+            ids, call = ids[list(self.rows)], call.only(self.rows)
+        shape = (call.rows, call.width if call.all else 1, described.sizes.output.columns)
+        self._logits = torch.empty(shape, dtype=torch.float32, device="cpu")
+        numbers = c_int64 * call.rows
+        self._starts = numbers(*call.starts)
+        self._held = ids, cos_sin, [numbers(*given) for given in (call.lengths, call.places, call.kept)]
+        lengths, places, kept = map(addressof, self._held[2])
+        self._batch = NativeBatch(
+            rows=call.rows,
+            width=call.width,
+            tokens=ids.data_ptr(),
+            starts=addressof(self._starts),
+            lengths=lengths,
+            all=call.all,
+            cos=cos_sin[0].data_ptr(),
+            sin=cos_sin[1].data_ptr(),
+            kind=0 if cache is None else cache.kind,
+            slots=0 if cache is None else cache.slots,
+            places=places,
+            kept=kept,
+            logits=self._logits.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        self._workspace, self._room = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether the embedding knows every id that there are logits of."""
+        return self._logits.shape[-1] <= self.described.vocab_size
+
+    @property
+    def positions(self) -> int:
+        """How many positions it knows the angles of."""
+        return len(self._held[1][0])
+
+    def go_on(self, ids: Sequence[int], starts: Sequence[int]) -> None:
+        """Let one token of every row of the call be fed next."""
+        fed = type(self._starts).from_address(self._batch.tokens)
+        fed[:] = [ids[row] for row in self.rows]
+        self._starts[:] = [starts[row] for row in self.rows]
+
+    def run(self, native: NativeForward) -> Tensor:
+        """Return the logits, (rows, width or 1, vocab), until it is run again; zeros for rows that are not computed."""
+        while (size := native(self.described.sizes, self._batch, self._room)) > self._room:
+            self._room = size + (size // 4 if self._room else 0)  # what was too small goes on to grow
+            self._workspace = torch.empty(self._room, dtype=torch.uint8, device="cpu")
+            self._batch.workspace = self._workspace.data_ptr()
+        if len(self.rows) == self._of:
+            return self._logits
+        logits = self._logits.new_zeros((self._of, *self._logits.shape[1:]))
+        logits[list(self.rows)] = self._logits
+        return logits

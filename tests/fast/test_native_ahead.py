@@ -1,0 +1,410 @@
+"""Steps that native code takes ahead of the loop give what the loop gives by the same code, to the bit.
+
+The loop is that of a model of the same weights whose runner leaves every step to it.
+"""
+
+import copy
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from changes import CHANGES
+from fakes import Ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
+from torch import Tensor
+
+from llama.fast.native_library import NativeForward
+from llama.fast.native_runner import NativeRunner
+from llama.generation import NonFiniteLogits
+from llama.kv_cache import StaticCache
+from llama.model import Transformer
+from llama.request import Options
+from llama.session import Session
+
+pytestmark = needs_a_compiler
+PROMPTS = [[5, 9, 2, 44], [7] * 40, [3, 3, 8, 1, 60, 12, 30]]
+GREEDY: Options = {"temperature": 0.0}
+WAYS: dict[str, Options] = {
+    "greedy": GREEDY,
+    "greedy with log-probabilities": {**GREEDY, "logprobs": True},
+    "greedy with a penalty": {**GREEDY, "repetition_penalty": 1.7},
+    "sampled": {"temperature": 1.3, "top_p": 0.95, "seed": 11},
+    "sampled in every way": {
+        **{"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+        **{"seed": [4, 5, 6], "logprobs": True, "echo": True},
+    },
+}
+CACHES = ("static", "int8", "int4", "paged")
+
+
+class Looping(NativeRunner):
+    """Leaves every step to the loop."""
+
+    def run_ahead(self, model: Transformer, batch: Any) -> Iterator[Any]:
+        return iter(())
+
+
+def pair(kind: str = "fp32", **args: Any) -> tuple[Transformer, Transformer]:
+    """Return a model whose loop takes every step natively, and one that runs ahead of it."""
+    _, ahead = twins(kind, replace(ARGS, **args))
+    loop = copy.deepcopy(ahead)
+    loop.runner = Looping(FOLDER)
+    return loop, ahead
+
+
+@contextmanager
+def told_of_steps(model: Transformer) -> Iterator[list[int]]:
+    """Yield a list that gets the rows of each step that is taken ahead of the loop."""
+    seen: list[int] = []
+    assert model.runner is not None
+    model.runner.watch = lambda rows, width: seen.append(rows * width)
+    try:
+        yield seen
+    finally:
+        model.runner.watch = None
+
+
+# ---- the loop's text -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_generation_ahead_of_the_loop_is_the_loops(way: str, kv_cache: str) -> None:
+    loop, ahead = pair(kv_cache=kv_cache)
+    for prompts, room in ((PROMPTS, [50, 9, 33]), (PROMPTS[1:2], [1]), (PROMPTS[:2], [2, 2])):
+        how: Options = {**WAYS[way], "seed": list(range(len(prompts)))}
+        before = served(loop), served(ahead)
+        theirs = loop.generate_tokens(prompts, room, **how)
+        with told_of_steps(ahead) as steps:
+            assert ahead.generate_tokens(prompts, room, **how) == theirs
+        assert steps == [len(prompts)] * (max(room) - 1)
+        assert served(loop) - before[0] == served(ahead) - before[1] >= max(room) - 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "bf16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_other_weights_too(way: str, kind: str) -> None:
+    loop, ahead = pair(kind)
+    assert ahead.generate_tokens(PROMPTS, 20, **WAYS[way]) == loop.generate_tokens(PROMPTS, 20, **WAYS[way])
+
+
+_PAIRS = {kv_cache: pair(kv_cache=kv_cache, max_seq_len=80) for kv_cache in CACHES}
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_batch_with_any_room_and_any_stops_is_the_loops(data: st.DataObject) -> None:
+    ids = st.integers(0, VOCAB - 1)
+    prompts = data.draw(st.lists(st.lists(ids, min_size=1, max_size=40), min_size=1, max_size=4))
+    room = data.draw(st.lists(st.integers(0, 40), min_size=len(prompts), max_size=len(prompts)))
+    how: Options = data.draw(st.sampled_from([*WAYS.values()][:4]))
+    stops = data.draw(st.lists(ids, max_size=40))
+    loop, ahead = _PAIRS[data.draw(st.sampled_from(CACHES))]
+    before = served(loop), served(ahead)
+    theirs = loop.generate_tokens(prompts, room, stop_ids=stops, **how)
+    assert ahead.generate_tokens(prompts, room, stop_ids=stops, **how) == theirs
+    assert served(loop) - before[0] == served(ahead) - before[1]
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_up_to_the_last_position_that_there_is(kv_cache: str) -> None:
+    loop, ahead = pair(kv_cache=kv_cache, max_seq_len=64)
+    prompts, room = [[1] * 20, [2] * 63, [3]], [44, 1, 63]
+    assert ahead.generate_tokens(prompts, room, **GREEDY) == loop.generate_tokens(prompts, room, **GREEDY)
+
+
+def test_rows_that_share_their_beginning_or_begin_with_a_session() -> None:
+    for kv_cache in CACHES:
+        loop, ahead = pair(kv_cache=kv_cache)
+        prompts = [[4] * 35 + [n] for n in range(3)]
+        made = []
+        for model in (loop, ahead):
+            session = model.session(Ids())  # type: ignore[arg-type]
+            session.feed([9] * 20)
+            shared = model.generate_tokens(prompts, 20, share_prefix=True, **GREEDY)
+            made.append((shared, model.generate_tokens(prompts, 20, prefix=session, **GREEDY)))
+        assert made[0] == made[1]
+
+
+def test_a_stop_string_ends_the_text_where_the_loop_ends_it() -> None:
+    loop, ahead = pair()
+    first = loop.generate(Ids(), [[1, 2, 3]], 20, **GREEDY)[0]["ids"]  # type: ignore[arg-type]
+    made = []
+    for model in (loop, ahead):
+        before = served(model)
+        (result,) = model.generate(Ids(), [[1, 2, 3]], 20, stop=f" {first[7]} ", **GREEDY)  # type: ignore[arg-type]
+        made.append((result, served(model) - before))
+    assert made[0] == made[1]
+    assert made[0][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_logits_that_are_no_numbers_are_reported_at_the_loops_step(way: str) -> None:
+    loop, ahead = pair(tied_head=False)
+    texts, _ = loop.generate_tokens(PROMPTS, 30, **WAYS[way])
+    fatal = texts[2][12]
+    assert fatal not in texts[2][:12] + texts[0][:13] + texts[1][:4]
+    said = []
+    for model in (loop, ahead):
+        model.tok_embeddings.weight[fatal] = torch.nan
+        for room in ([30, 4, 30], [30, 4, 13]):  # where the row has ended, it harms nobody
+            try:
+                said.append([model.generate_tokens(PROMPTS, room, **WAYS[way])])
+            except NonFiniteLogits as error:
+                said.append([(error.step, error.row)])
+    assert said[:2] == said[2:]
+    assert said[0] == [(13, 2)]
+
+
+def some_logits(vocab: int, at: dict[int, float]) -> Tensor:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab))
+    for place, value in at.items():
+        logits[place % vocab] = value
+    return logits
+
+
+@settings(max_examples=200)
+@given(
+    vocab=st.one_of(st.integers(1, 70), st.sampled_from([511, 512, 513, 1024, 49152])),
+    at=st.dictionaries(st.integers(0, 50000), st.sampled_from([9.0, -0.0, -1e30, 1e30]), max_size=6),
+)
+def test_the_likeliest_is_the_first_of_equals_as_in_torch(vocab: int, at: dict[int, float]) -> None:
+    logits = torch.stack([some_logits(vocab, at), some_logits(vocab, {}), torch.zeros(vocab)])
+    assert likeliest(logits) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_no_token_is_likeliest_where_a_logit_is_no_number(bad: float) -> None:
+    for vocab in (1, 15, 16, 17, 600):
+        for place in {0, vocab // 2, vocab - 1}:
+            logits = torch.stack([some_logits(vocab, {}), some_logits(vocab, {place: bad})])
+            assert likeliest(logits) == [int(logits[0].argmax()), -1]
+
+
+_NATIVE: list[NativeForward] = []
+
+
+def likeliest(logits: Tensor) -> list[int]:
+    if not _NATIVE:
+        _NATIVE.append(NativeForward(FOLDER))
+    return _NATIVE[0].likeliest(logits.data_ptr(), *logits.shape)
+
+
+# ---- sessions --------------------------------------------------------------------------------------------------------
+
+
+class Stopping(Ids):
+    stop_tokens: tuple[int, ...] = ()
+
+
+def held_by(session: Session) -> list[Any]:
+    """Return all that goes on from a session."""
+    states = [cache.state(1, session._held) for cache in session._caches]
+    logits = None if session.logits is None else session.logits.tolist()
+    parts = [{name: part.tolist() for name, part in state.items()} for state in states]
+    return [session.tokens, session.fed, session._held, session._written, logits, parts]
+
+
+@pytest.mark.parametrize("kv_cache", CACHES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_session_is_left_as_the_loop_leaves_it(way: str, kv_cache: str) -> None:
+    how: Options = {**WAYS[way], "seed": 5, "echo": False}
+    loop, ahead = pair(kv_cache=kv_cache)
+    tokenizer = Stopping()
+    sessions = [model.session(tokenizer) for model in (loop, ahead)]  # type: ignore[arg-type]
+    made: list[list[Any]] = [[], []]
+    for results, session in zip(made, sessions, strict=True):
+        session.feed([5, 6, 7] * 12)
+        results.append((session.generate(25, **how), held_by(session)))
+    tokenizer.stop_tokens = (made[0][0][0]["ids"][9],)
+    for results, session in zip(made, sessions, strict=True):
+        session.rewind(36)
+        results.append((session.generate(25, **how), held_by(session)))  # ends before a stop token, whose logits it has
+        results.append((session.fork().generate(3, **how), held_by(session)))
+        session.append([1, 2])
+        results.append((session.generate(5, **how), held_by(session)))
+    assert made[0] == made[1]
+    if way == "greedy":
+        assert made[0][1][0]["finish_reason"] == "stop"
+        assert made[0][1][1][4] is not None
+
+
+def test_a_session_runs_ahead_and_its_stream_may_be_left_anywhere() -> None:
+    loop, ahead = pair()
+    made = []
+    for model in (loop, ahead):
+        session = model.session(Ids())  # type: ignore[arg-type]
+        session.feed([5, 6, 7])
+        with told_of_steps(model) as steps:
+            session.generate(10, **GREEDY)
+        with session.stream(20, **GREEDY) as stream:
+            pieces = [next(stream) for _ in range(4)]
+            others = model.generate_tokens([[1, 2]], 5, **GREEDY)  # the model serves others in between
+            pieces += [next(stream) for _ in range(3)]
+        made.append((pieces, others, session.generate(4, **GREEDY), held_by(session)))
+    assert steps == [1] * 9
+    assert made[0] == made[1]
+
+
+# ---- whoever wants to see every step ---------------------------------------------------------------------------------
+
+
+def test_the_loop_takes_the_steps_that_somebody_watches() -> None:
+    _, ahead = pair()
+    told: list[Any] = []
+    for how in ({"on_step": told.append}, {"kv_caching": False}):
+        with told_of_steps(ahead) as steps:
+            ahead.generate_tokens(PROMPTS, 6, **GREEDY, **how)  # type: ignore[arg-type]
+        assert steps == []
+    assert len(told) == 6
+    shapes = []
+    hook = ahead.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
+    hook.only_looks = True  # type: ignore[attr-defined]
+    ahead.generate_tokens(PROMPTS, 6, **GREEDY)
+    assert shapes == [(3, 40), *[(3, 1)] * 5]
+
+
+def test_the_loop_goes_on_with_a_kind_of_cache_that_native_code_does_not_know() -> None:
+    loop, ahead = pair()
+    expected = loop.generate_tokens(PROMPTS, 9, kv_cache="concat", **GREEDY)
+    assert ahead.generate_tokens(PROMPTS, 9, kv_cache="concat", **GREEDY) == expected
+
+
+# ---- between two tokens ----------------------------------------------------------------------------------------------
+
+
+def replace_the_runner(model: Transformer) -> None:
+    model.runner = None
+
+
+def put_another_runner(model: Transformer) -> None:
+    model.runner = Looping(FOLDER)
+    model.norm.weight = torch.nn.Parameter(model.norm.weight.flip(0), requires_grad=False)
+
+
+def hook_the_model(model: Transformer) -> None:
+    model.register_forward_hook(lambda _, __, logits: -logits)
+
+
+def switch_off_by_hand(model: Transformer) -> None:
+    for block in model.blocks:
+        block.attention.kv_caching = False
+
+
+def free_by_hand(model: Transformer) -> None:
+    for cache in model.caches:
+        cache.free()
+
+
+def limit_the_length(model: Transformer) -> None:
+    model.args = replace(model.args, max_seq_len=10)
+
+
+def move_the_cache(model: Transformer) -> None:
+    for cache in model.caches:
+        assert isinstance(cache, StaticCache)
+        assert cache.keys is not None
+        assert cache.values is not None
+        cache.keys, cache.values = cache.keys.clone(), -cache.values
+
+
+def switch_refused(model: Transformer) -> None:
+    with pytest.raises(RuntimeError, match="in the middle of a generation"):
+        model.kv_caching = False
+    with pytest.raises(RuntimeError, match="in the middle of a generation"):
+        model.kv_cache = "paged"
+
+
+BETWEEN = {
+    **{change.__name__: change for change in (replace_the_runner, put_another_runner, hook_the_model)},
+    **{change.__name__: change for change in (switch_off_by_hand, free_by_hand, limit_the_length, move_the_cache)},
+    "switch_refused": switch_refused,
+    **CHANGES,
+}
+
+
+@pytest.mark.parametrize("change", BETWEEN)
+def test_what_a_streams_reader_does_to_the_model_counts_from_the_next_token_on(change: str) -> None:
+    outcomes = []
+    for model in pair():
+        pieces: list[object] = []
+        before = served(model)
+        try:
+            for made, piece in enumerate(model.stream(Ids(), PROMPTS[::2], 12, **GREEDY)):  # type: ignore[arg-type]
+                pieces.append(piece)
+                if made == 9:
+                    runner = model.runner
+                    with suppress(RuntimeError, ValueError):
+                        BETWEEN[change](model)
+        except Exception as error:  # the same, whatever it is
+            pieces.append((type(error), str(error)))
+        finally:
+            free = not model.generating
+        model.runner = runner
+        outcomes.append((pieces, served(model) - before, free))
+    assert outcomes[0] == outcomes[1]
+
+
+# ---- one owner -------------------------------------------------------------------------------------------------------
+
+
+def test_others_are_refused_between_and_within_steps() -> None:
+    _, ahead = pair()
+    refused: list[str] = []
+
+    def others(*_: object) -> None:
+        for act in (lambda: ahead.generate_tokens([[1]], 2), lambda: ahead(torch.tensor([[1]])), ahead.free_cache):
+            try:
+                act()
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    def in_a_thread(*_: object) -> None:
+        thread = threading.Thread(target=others)
+        thread.start()
+        thread.join()
+
+    assert ahead.runner is not None
+    for watch in (others, in_a_thread):
+        ahead.runner.watch = watch  # called in the middle of a step
+        with ahead.stream(Ids(), PROMPTS, 5, **GREEDY) as stream:  # type: ignore[arg-type]
+            for _ in range(6):
+                next(stream)
+            others(), in_a_thread()
+        assert all("in the middle of" in words for words in refused)
+        assert len(refused) == 3 + 2 * 3
+        refused.clear()
+
+
+def test_another_thread_may_read_on() -> None:
+    loop, ahead = pair()
+    expected = [loop.generate(Ids(), PROMPTS, 8, **GREEDY)]  # type: ignore[arg-type]
+    stream = ahead.stream(Ids(), PROMPTS, 8, **GREEDY)  # type: ignore[arg-type]
+    next(stream)
+    thread = threading.Thread(target=lambda: list(stream))
+    thread.start()
+    thread.join()
+    assert [stream.results] == expected
+
+
+def test_a_stream_that_is_closed_or_dropped_leaves_nothing_behind() -> None:
+    _, ahead = pair()
+    for leave in ("close", "drop"):
+        stream = ahead.stream(Ids(), PROMPTS, 50, **GREEDY)  # type: ignore[arg-type]
+        for _ in range(10):
+            next(stream)
+        keys = weakref.ref(ahead.caches[0].get_buffer("keys"))
+        assert ahead.generating
+        if leave == "close":
+            stream.close()
+        del stream
+        assert not ahead.generating
+        assert ahead.caches[0].nbytes == 0
+        assert keys() is None
