@@ -8,10 +8,10 @@ cache works.
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, Literal, Protocol, Unpack
+from functools import cached_property, wraps
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ __all__ = [
 
 
 logger = logging.getLogger(__name__)
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 
 class LanguageModel(Protocol):
@@ -131,9 +133,10 @@ class Generation:
         batch = _batch(self, prompt_tokens, max_gen_len, stop_ids, options)
         ids: list[list[int]] = [[] for _ in batch.cur_pos]
         logprobs: list[list[float | None]] = [[] for _ in batch.cur_pos]
-        for token in _generate(self, batch):
-            ids[token.row].append(token.id)
-            logprobs[token.row].append(token.logprob)
+        with torch.inference_mode():
+            for token in _generate(self, batch):
+                ids[token.row].append(token.id)
+                logprobs[token.row].append(token.logprob)
         return ids, logprobs if batch.request.logprobs else None
 
     def generate(
@@ -152,8 +155,8 @@ class Generation:
         Raises ValueError on bad input, and NonFiniteLogits.
         """
         stream = _stream(self, tokenizer, prompts, max_gen_len, stop, options)
-        while stream.advance() is not None:
-            pass
+        with torch.inference_mode():
+            stream.finish()
         return stream.results
 
     def stream(
@@ -172,7 +175,27 @@ class Generation:
         return _stream(self, tokenizer, prompts, max_gen_len, stop, options)
 
 
-@torch.inference_mode()
+def _inferring(steps: Callable[Given, Generator[Made, None, None]]) -> Callable[Given, Generator[Made, None, None]]:
+    """Let a generator compute in inference mode, whoever asks for what it yields; who is in it already enters no other.
+
+    As torch.inference_mode does, which enters one each time: at a step of a small model that is a time to be seen.
+    """
+
+    @wraps(steps)
+    def inferring(*given: Given.args, **named: Given.kwargs) -> Generator[Made, None, None]:
+        with closing(steps(*given, **named)) as made:
+            while True:
+                try:
+                    with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
+                        one = next(made)
+                except StopIteration:
+                    return
+                yield one
+
+    return inferring
+
+
+@_inferring
 def _generate(model: LanguageModel, batch: Batch) -> Generator[Token, None, None]:
     """Yield every row's tokens, step by step."""
     with _running(model, batch):
@@ -188,7 +211,7 @@ def _generate(model: LanguageModel, batch: Batch) -> Generator[Token, None, None
                 return
 
 
-@torch.inference_mode()
+@_inferring
 def grow(
     model: LanguageModel, batch: Batch, begin: int, logits: Tensor | None
 ) -> Generator[tuple[list[Token], Tensor | None], None, None]:

@@ -361,12 +361,8 @@ class SessionStream(Iterator[str]):
 
     def finish(self) -> Completion:
         """Make the rest, and return all."""
-
-        def rest() -> None:
-            while self._stream.advance() is not None:
-                pass
-
-        self._with_the_model(rest)
+        with torch.inference_mode():
+            self._with_the_model(self._stream.finish)
         return self.result
 
     def close(self) -> None:

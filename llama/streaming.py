@@ -115,6 +115,11 @@ class Stream(Iterator[tuple[int, str]]):
                 return row, text
         return None
 
+    def finish(self) -> None:
+        """Make the rest, for a caller who leaves the model as it is."""
+        while self.advance() is not None:
+            pass
+
     def close(self) -> None:
         """End the generation here, give the model back, and let what was held back of the texts into `results`."""
         self._pieces.close()

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import must_look
 from llama.fast.native_caches import Call, ends_noted, steps_left
-from llama.fast.native_call import Frame
+from llama.fast.native_call import Chooser, Frame
 from llama.limits import check_fed
 from llama.model import Transformer
 
@@ -25,12 +24,10 @@ if TYPE_CHECKING:
 class Ahead:
     """A generation whose steps are taken ahead of the loop."""
 
-    def __init__(self, runner: "NativeRunner", model: Transformer, batch: Batch) -> None:
-        self._runner, self._model, self._batch = runner, model, batch
+    def __init__(self, runner: "NativeRunner", model: Transformer, batch: Batch, choose: Chooser) -> None:
+        self._runner, self._model, self._batch, self._choose = runner, model, batch, choose
         self._starts = [end - 1 for end in batch.cur_pos]
         self._newest: list[int] = batch.window(self._starts, 1)[:, 0].tolist()
-        sampling = batch.request.sampling
-        self._likeliest = sampling.temperature == 0 and sampling.repetition_penalty == 1 and not batch.request.logprobs
         # Of the stretch:
         self._frame: Frame | None = None
         self._left = 0  # steps
@@ -45,8 +42,9 @@ class Ahead:
             if self._runner.watch is not None:
                 self._runner.watch(len(self._starts), 1)
             batch.fed += len(self._starts)
-            chosen = self._choose(self._runner.run(frame)[:, 0])
-            self._newest = [max(id, 0) for id in chosen.ids]  # -1 is of a row that has ended, and goes along
+            self._runner.run(frame)
+            chosen = self._choose(frame.logits)
+            self._newest = [max(id, 0) for id in chosen.ids]  # what is none is of a row that has ended, and goes along
             yield chosen
             self._starts = [min(start + 1, last) for start in self._starts]
 
@@ -86,14 +84,6 @@ class Ahead:
         self._left = min(steps_left(frame.described.caches, call, frame.cache), frame.positions - 1 - max(starts))
         self._ends = ends_noted(frame.described.caches)
         return frame
-
-    def _choose(self, logits: Tensor) -> Chosen:
-        """Choose every row's next token from its logits, (bsz, vocab), as the loop does."""
-        batch = self._batch
-        if not self._likeliest:
-            return batch.outcome(batch.sampler(logits), logits)
-        ids = self._runner.likeliest(logits)
-        return Chosen(ids, [None] * len(ids), logits if batch.lasting else None)
 
 
 def _never() -> bool:

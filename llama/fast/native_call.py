@@ -1,6 +1,6 @@
 """A native call as the library is told of it, and the memory that it computes in: for one, or for step after step.
 
-Knows what is fed to a model that was described; does not know modules, nor how room is made in a cache.
+And how tokens are chosen from its logits. Does not know modules, nor how room is made in a cache.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ from ctypes import addressof, c_int64
 import torch
 from torch import Tensor
 
+from llama.batch import Batch, Chosen
 from llama.fast.native_caches import Call, Taken
 from llama.fast.native_description import NativeModel
-from llama.fast.native_library import NativeBatch, NativeForward
+from llama.fast.native_library import Choice, NativeBatch, NativeForward
 
 
 class Frame:
@@ -69,14 +70,54 @@ class Frame:
         fed[:] = [ids[row] for row in self.rows]
         self._starts[:] = [starts[row] for row in self.rows]
 
-    def run(self, native: NativeForward) -> Tensor:
-        """Return the logits, (rows, width or 1, vocab), until it is run again; zeros for rows that are not computed."""
+    def run(self, native: NativeForward) -> None:
+        """Compute the logits."""
         while (size := native(self.described.sizes, self._batch, self._room)) > self._room:
             self._room = size + (size // 4 if self._room else 0)  # what was too small goes on to grow
             self._workspace = torch.empty(self._room, dtype=torch.uint8, device="cpu")
             self._batch.workspace = self._workspace.data_ptr()
+
+    @property
+    def logits(self) -> Tensor:
+        """Those of the last run, (rows, width or 1, vocab), until the next; zeros for rows that are not computed."""
         if len(self.rows) == self._of:
             return self._logits
         logits = self._logits.new_zeros((self._of, *self._logits.shape[1:]))
         logits[list(self.rows)] = self._logits
         return logits
+
+
+class Chooser:
+    """Chooses the next token of every row natively, as the loop does, wherever that is settled beyond rounding."""
+
+    def __init__(self, native: NativeForward, batch: Batch) -> None:
+        sampling, self._rows = batch.request.sampling, len(batch.cur_pos)
+        self._native, self._batch = native, batch
+        self._ids = (c_int64 * self._rows)()
+        cut = sampling.top_p < 1 or sampling.top_k is not None  # else all tokens are drawn from, in another order
+        self._able = sampling.repetition_penalty == 1 and not batch.request.logprobs
+        self._able &= sampling.temperature == 0 or cut
+        self._choice = Choice(
+            rows=self._rows,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            top_k=sampling.top_k or 0,
+            ids=addressof(self._ids),
+        )
+
+    def __call__(self, logits: Tensor) -> Chosen:
+        """Choose from (rows, 1, vocab) logits of float32."""
+        batch, choice = self._batch, self._choice
+        if self._able:
+            draws = batch.sampler.draw()
+            choice.logits, choice.vocab = logits.data_ptr(), logits.shape[-1]
+            choice.draws = None if draws is None else draws.data_ptr()
+            choice.threads = torch.get_num_threads()
+            self._native.choose(choice)
+            ids = list(self._ids)
+            if draws is None or not any(ids[row] == Choice.TOO_NEAR for row in batch.live):
+                return Chosen(ids, [None] * self._rows, logits[:, 0] if batch.lasting else None)
+            batch.sampler.put_back([draws])
+        last = logits[:, 0]
+        return batch.outcome(batch.sampler(last), last)

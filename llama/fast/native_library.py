@@ -4,7 +4,7 @@ Its plain twin is `Transformer.forward`. Knows no modules: addresses and sizes o
 """
 
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_float, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
 from llama.fast.native_build import load_library
@@ -69,6 +69,22 @@ class NativeBatch(ctypes.Structure):
     )
 
 
+class Choice(ctypes.Structure):
+    """How tokens are chosen, and where; an id of TOO_NEAR was not chosen, for rounding may decide it."""
+
+    TOO_NEAR = -2
+    _fields_ = (
+        ("logits", c_void_p),
+        ("rows", c_int64),
+        ("vocab", c_int64),
+        *((name, c_double) for name in ("temperature", "top_p", "min_p")),
+        ("top_k", c_int64),
+        ("draws", c_void_p),
+        ("ids", c_void_p),
+        ("threads", c_int64),
+    )
+
+
 class NativeForward:
     """The library's functions, and the CPU's instructions that they were compiled for."""
 
@@ -76,8 +92,8 @@ class NativeForward:
         library = load_library(SOURCE, folder)
         self._run = library.forward
         self._run.restype, self._run.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
-        self._likeliest = library.likeliest
-        self._likeliest.restype, self._likeliest.argtypes = None, (c_void_p, c_int64, c_int64, c_void_p)
+        self._choose = library.choose_tokens
+        self._choose.restype, self._choose.argtypes = None, (c_void_p,)
         library.instructions.restype = c_char_p
         self.instructions: str = library.instructions().decode()
         self.code = Path(library._name).stem  # by source, flags and CPU, see native_build.py
@@ -87,8 +103,6 @@ class NativeForward:
         size: int = self._run(byref(model), byref(batch), room)
         return size
 
-    def likeliest(self, logits: int, rows: int, vocab: int) -> list[int]:
-        """Return the likeliest id by every row of float32 logits, the first of equals; -1 where one is not finite."""
-        ids = (c_int64 * rows)()
-        self._likeliest(logits, rows, vocab, ids)
-        return list(ids)
+    def choose(self, choice: Choice) -> None:
+        """Write what every row of logits gives to `choice.ids`: -1 where they are not finite."""
+        self._choose(byref(choice))

@@ -13,7 +13,7 @@ from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, must_look
 from llama.fast.native_ahead import Ahead
 from llama.fast.native_caches import Call, NativeCaches
-from llama.fast.native_call import Frame
+from llama.fast.native_call import Chooser, Frame
 from llama.fast.native_description import NativeModel, check_tensor, describe
 from llama.fast.native_library import NativeForward
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
@@ -64,13 +64,16 @@ class NativeRunner:
             lengths = [seqlen] * bsz
         call = Call(starts, lengths, kept, range(bsz), width=seqlen, all=logits == "all", look=must_look(model))
         frame = self.frame(model, tokens, call)
-        return None if frame is None else self.run(frame)
+        if frame is None:
+            return None
+        self.run(frame)
+        return frame.logits
 
     def run_ahead(self, model: Transformer, batch: Batch) -> Iterator[Chosen]:
         """Yield what all further steps choose, each one native call; see Generation.run_ahead."""
         if batch.request.on_step is not None or not self.may_run_ahead(model):
             return iter(())  # who wants to see every step has the loop take it
-        return Ahead(self, model, batch).steps()
+        return Ahead(self, model, batch, Chooser(self._native, batch)).steps()
 
     def may_run_ahead(self, model: Transformer) -> bool:
         """Whether the loop, too, would ask this runner for cached steps, and nobody watches the model's calls."""
@@ -110,15 +113,10 @@ class NativeRunner:
             return None
         return Frame(described, ids, call, cos_sin, cache)
 
-    def run(self, frame: Frame) -> Tensor:
-        """Return the logits of a call, see `Frame.run`."""
-        logits = frame.run(self._native)
+    def run(self, frame: Frame) -> None:
+        """Compute a call."""
+        frame.run(self._native)
         self.forwards += 1
-        return logits
-
-    def likeliest(self, logits: Tensor) -> list[int]:
-        """Return the id that each row of logits, (bsz, vocab) float32, prefers; -1 where they are not finite."""
-        return self._native.likeliest(logits.data_ptr(), *logits.shape)
 
 
 def _ids(tokens: Tensor, described: NativeModel) -> Tensor:

@@ -8,24 +8,27 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from ctypes import addressof, c_int64
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from changes import CHANGES
 from fakes import Ids
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
 from torch import Tensor
 
-from llama.fast.native_library import NativeForward
+from llama.fast.native_library import Choice, NativeForward
 from llama.fast.native_runner import NativeRunner
 from llama.generation import NonFiniteLogits
 from llama.kv_cache import StaticCache
 from llama.model import Transformer
 from llama.request import Options
+from llama.sampling import Sampling, sample
 from llama.session import Session
 
 pytestmark = needs_a_compiler
@@ -98,7 +101,7 @@ def test_other_weights_too(way: str, kind: str) -> None:
 _PAIRS = {kv_cache: pair(kv_cache=kv_cache, max_seq_len=80) for kv_cache in CACHES}
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_batch_with_any_room_and_any_stops_is_the_loops(data: st.DataObject) -> None:
     ids = st.integers(0, VOCAB - 1)
@@ -170,7 +173,7 @@ def some_logits(vocab: int, at: dict[int, float]) -> Tensor:
     return logits
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     vocab=st.one_of(st.integers(1, 70), st.sampled_from([511, 512, 513, 1024, 49152])),
     at=st.dictionaries(st.integers(0, 50000), st.sampled_from([9.0, -0.0, -1e30, 1e30]), max_size=6),
@@ -188,13 +191,76 @@ def test_no_token_is_likeliest_where_a_logit_is_no_number(bad: float) -> None:
             assert likeliest(logits) == [int(logits[0].argmax()), -1]
 
 
-_NATIVE: list[NativeForward] = []
+@lru_cache
+def native() -> NativeForward:
+    return NativeForward(FOLDER)
+
+
+def chosen(logits: Tensor, sampling: Sampling, draws: Tensor | None = None) -> list[int]:
+    ids = (c_int64 * len(logits))()
+    choice = Choice(
+        logits=logits.data_ptr(),
+        rows=len(logits),
+        vocab=logits.shape[1],
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        top_k=sampling.top_k or 0,
+        draws=None if draws is None else draws.data_ptr(),
+        ids=addressof(ids),
+        threads=2,
+    )
+    native().choose(choice)
+    return list(ids)
 
 
 def likeliest(logits: Tensor) -> list[int]:
-    if not _NATIVE:
-        _NATIVE.append(NativeForward(FOLDER))
-    return _NATIVE[0].likeliest(logits.data_ptr(), *logits.shape)
+    return chosen(logits, Sampling(temperature=0.0))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    vocab=st.one_of(st.integers(1, 70), st.sampled_from([600, 2047, 2049, 5000, 49152])),
+    spread=st.sampled_from([0.0, 1e-30, 1e-6, 0.1, 2.0, 10.0, 1e4]),
+    steps=st.sampled_from([None, 0.25]),  # with them many logits are the same
+    temperature=st.sampled_from([1e-30, 0.01, 0.6, 1.0, 3.0, 1e30]),
+    top_p=st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.95, 0.999999, 1.0]),
+    top_k=st.sampled_from([None, 1, 2, 40, 1023, 70000]),
+    min_p=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    seed=st.integers(0, 999),
+)
+def test_what_native_code_draws_is_what_the_sampler_draws(
+    vocab: int,
+    spread: float,
+    steps: float | None,
+    temperature: float,
+    top_p: float,
+    top_k: int | None,
+    min_p: float,
+    seed: int,
+) -> None:
+    stream = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn((4, vocab), generator=stream)
+    logits = logits if steps is None else (logits / steps).round() * steps
+    draws = torch.rand(4, generator=stream, dtype=torch.float64)
+    draws[seed % 4] = [0.0, 0.5, 1 - 2**-53, 2**-60][seed % 4]
+    assume(top_p < 1 or top_k is not None)
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    ours, theirs = chosen(logits, sampling, draws), sample(logits, draws, sampling).tolist()
+    assert all(one in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_native_code_settles_nearly_every_draw_where_few_tokens_stand_out() -> None:
+    stream = torch.Generator().manual_seed(0)
+    logits = torch.randn((64, 49152), generator=stream).mul(2.5).sub_(12)
+    logits[:, ::500] += 14
+    draws = torch.rand(64, generator=stream, dtype=torch.float64)
+    ways = ((0.6, 0.9, None), (1.0, 1.0, 50), (0.3, 0.5, None), (1.0, 0.9, 20))
+    for temperature, top_p, top_k in ways:
+        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
+        ours, theirs = chosen(logits, sampling, draws), sample(logits, draws, sampling).tolist()
+        assert ours.count(Choice.TOO_NEAR) <= 3
+        assert all(one in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True))
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------

@@ -710,8 +710,11 @@ Int forward(const Model* model, const Batch* batch, Int room) {
     return size;
 }
 
-// Of every row of logits, (rows, vocab), the likeliest token, or -1: see choose.h.
-void likeliest(const float* logits, Int rows, Int vocab, Int* ids) {
-    for (Int r = 0; r < rows; r++) ids[r] = likeliest_of(logits + r * vocab, vocab);
+void choose_tokens(const Choice* choice) {
+#pragma omp parallel for num_threads(choice->threads) if (choice->rows > 1)
+    for (Int r = 0; r < choice->rows; r++) {
+        const float* logits = choice->logits + r * choice->vocab;
+        choice->ids[r] = choice->temperature ? sampled(logits, *choice, choice->draws[r]) : likeliest(logits, choice->vocab);
+    }
 }
 }
