@@ -8,7 +8,7 @@ cache works.
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property, wraps
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack
@@ -185,10 +185,12 @@ def _inferring(steps: Callable[Given, Generator[Made, None, None]]) -> Callable[
     def inferring(*given: Given.args, **named: Given.kwargs) -> Generator[Made, None, None]:
         with closing(steps(*given, **named)) as made:
             while True:
-                try:
-                    with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
-                        one = next(made)
-                except StopIteration:
+                if torch.is_inference_mode_enabled():
+                    one = next(made, None)
+                else:
+                    with torch.inference_mode():
+                        one = next(made, None)
+                if one is None:
                     return
                 yield one
 

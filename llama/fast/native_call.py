@@ -91,14 +91,15 @@ class Chooser:
     """Chooses the next token of every row natively, as the loop does, wherever that is settled beyond rounding."""
 
     def __init__(self, native: NativeForward, batch: Batch) -> None:
-        sampling, self._rows = batch.request.sampling, len(batch.cur_pos)
-        self._native, self._batch = native, batch
-        self._ids = (c_int64 * self._rows)()
+        sampling, rows = batch.request.sampling, len(batch.cur_pos)
+        self._native, self._batch, self._drawn = native, batch, sampling.temperature > 0
         cut = sampling.top_p < 1 or sampling.top_k is not None  # else all tokens are drawn from, in another order
-        self._able = sampling.repetition_penalty == 1 and not batch.request.logprobs
-        self._able &= sampling.temperature == 0 or cut
+        plain = sampling.repetition_penalty == 1 and not batch.request.logprobs
+        self._able = plain and (cut or not self._drawn)
+        self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
+        self._logits: Tensor | None = None
         self._choice = Choice(
-            rows=self._rows,
+            rows=rows,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
@@ -108,16 +109,21 @@ class Chooser:
 
     def __call__(self, logits: Tensor) -> Chosen:
         """Choose from (rows, 1, vocab) logits of float32."""
-        batch, choice = self._batch, self._choice
+        batch = self._batch
         if self._able:
-            draws = batch.sampler.draw()
-            choice.logits, choice.vocab = logits.data_ptr(), logits.shape[-1]
-            choice.draws = None if draws is None else draws.data_ptr()
-            choice.threads = torch.get_num_threads()
-            self._native.choose(choice)
-            ids = list(self._ids)
+            draws = batch.sampler.draw() if self._drawn else None
+            ids = self._natively(logits, draws)
             if draws is None or not any(ids[row] == Choice.TOO_NEAR for row in batch.live):
-                return Chosen(ids, [None] * self._rows, logits[:, 0] if batch.lasting else None)
+                return Chosen(ids, self._no_logprobs, logits[:, 0] if batch.lasting else None)
             batch.sampler.put_back([draws])
         last = logits[:, 0]
         return batch.outcome(batch.sampler(last), last)
+
+    def _natively(self, logits: Tensor, draws: Tensor | None) -> list[int]:
+        choice = self._choice
+        if logits is not self._logits:  # it is the same one throughout a stretch
+            self._logits, choice.logits, choice.vocab = logits, logits.data_ptr(), logits.shape[-1]
+            choice.threads = torch.get_num_threads()
+        choice.draws = None if draws is None else draws.data_ptr()
+        self._native.choose(choice)
+        return list(self._ids)
