@@ -4,7 +4,7 @@ And how tokens are chosen from its logits. Does not know modules, nor how room i
 """
 
 from collections.abc import Sequence
-from ctypes import addressof, c_int64
+from ctypes import Array, addressof, c_int64
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from llama.batch import Batch, Chosen
 from llama.fast.native_caches import Call, Taken
 from llama.fast.native_description import NativeModel
 from llama.fast.native_library import Choice, NativeBatch, NativeForward
+from llama.sampling import Sampling
 
 
 class Frame:
@@ -98,14 +99,7 @@ class Chooser:
         self._able = plain and (cut or not self._drawn)
         self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
         self._logits: Tensor | None = None
-        self._choice = Choice(
-            rows=rows,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            top_k=sampling.top_k or 0,
-            ids=addressof(self._ids),
-        )
+        self._choice = choice_by(sampling, self._ids)
 
     def __call__(self, logits: Tensor) -> Chosen:
         """Choose from (rows, 1, vocab) logits of float32."""
@@ -123,7 +117,19 @@ class Chooser:
         choice = self._choice
         if logits is not self._logits:  # it is the same one throughout a stretch
             self._logits, choice.logits, choice.vocab = logits, logits.data_ptr(), logits.shape[-1]
-            choice.threads = torch.get_num_threads()
         choice.draws = None if draws is None else draws.data_ptr()
         self._native.choose(choice)
         return list(self._ids)
+
+
+def choice_by(sampling: Sampling, ids: Array[c_int64]) -> Choice:
+    """Return a choice of as many tokens as `ids` has room for; whoever makes it keeps that."""
+    return Choice(
+        rows=len(ids),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        top_k=sampling.top_k or 0,
+        ids=addressof(ids),
+        threads=torch.get_num_threads(),
+    )

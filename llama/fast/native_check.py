@@ -13,12 +13,14 @@ import torch
 
 from llama.args import ModelArgs
 from llama.fast.native_description import CACHES
+from llama.fast.native_library import Choice
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.kv_cache import KVCache
 from llama.model import Transformer
 from llama.packed import Format, PackedWeight
 from llama.quantize import quantize_layers, weights_of
+from llama.sampling import Sampling, sample
 from llama.self_comparison import first_difference
 
 # Sizes that leave no loop out: heads of a whole and of half a block of vectors, a head that ends with part of a panel.
@@ -43,6 +45,7 @@ def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format
 
     Compares for one kind of weights, packed in any of `formats`, of which None stays plain; once in a process.
     """
+    check_choices(NativeRunner(folder))
     model = tiny_model(dtype, sorted(formats, key=repr), activations)
     tolerance, tokens = _TOLERANCE[dtype, activations or 16], torch.arange(90, device="cpu").view(3, 30)
     with torch.inference_mode():
@@ -64,6 +67,20 @@ def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format
             raise Unsupported(
                 f"the native code compiled here is wrong for {kind} with {held.__name__}: off by {off:.2g} of the "
                 "largest logit"
+            )
+
+
+def check_choices(runner: NativeRunner) -> None:
+    """Raise Unsupported where the code chooses another token than the sampler."""
+    stream = torch.Generator("cpu").manual_seed(0)
+    logits = 4 * torch.randn((64, 2999), generator=stream, dtype=torch.float32, device="cpu")
+    draws = torch.rand(64, generator=stream, dtype=torch.float64, device="cpu")
+    for sampling in (Sampling(temperature=0.0), Sampling(0.7, top_p=0.8), Sampling(1.0, top_k=9, min_p=0.02)):
+        theirs = (sample(logits, draws, sampling) if sampling.temperature else logits.argmax(-1)).tolist()
+        ours = runner.choose(logits, sampling, draws)
+        if any(one not in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True)):
+            raise Unsupported(
+                "the native code compiled here chooses other tokens than the sampler, from float32 logits"
             )
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import c_int64
 from operator import add
 from pathlib import Path
 from typing import Literal
@@ -13,12 +14,13 @@ from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, must_look
 from llama.fast.native_ahead import Ahead
 from llama.fast.native_caches import Call, NativeCaches
-from llama.fast.native_call import Chooser, Frame
+from llama.fast.native_call import Chooser, Frame, choice_by
 from llama.fast.native_description import NativeModel, check_tensor, describe
 from llama.fast.native_library import NativeForward
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
 from llama.model import Transformer
 from llama.rope import RopeTable
+from llama.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,14 @@ class NativeRunner:
             self._warn(why)
             return None
         return Frame(described, ids, call, cos_sin, cache)
+
+    def choose(self, logits: Tensor, sampling: Sampling, draws: Tensor) -> list[int]:
+        """Return what (bsz, vocab) logits and (bsz,) draws give, as far as `Choice` says."""
+        ids = (c_int64 * len(logits))()
+        choice = choice_by(sampling, ids)
+        choice.logits, choice.vocab, choice.draws = logits.data_ptr(), logits.shape[1], draws.data_ptr()
+        self._native.choose(choice)
+        return list(ids)
 
     def run(self, frame: Frame) -> None:
         """Compute a call."""

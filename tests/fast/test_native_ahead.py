@@ -6,9 +6,8 @@ The loop is that of a model of the same weights whose runner leaves every step t
 import copy
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from ctypes import addressof, c_int64
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
 from torch import Tensor
 
-from llama.fast.native_library import Choice, NativeForward
+from llama.fast.native_library import Choice
 from llama.fast.native_runner import NativeRunner
 from llama.generation import NonFiniteLogits
 from llama.kv_cache import StaticCache
@@ -136,6 +135,21 @@ def test_rows_that_share_their_beginning_or_begin_with_a_session() -> None:
         assert made[0] == made[1]
 
 
+@pytest.mark.parametrize(("kv_cache", "noted"), [("int8", "_ends"), ("int4", "_ends"), ("paged", "tables")])
+def test_the_caches_note_of_each_row_what_they_note_for_the_loop(kv_cache: str, noted: str) -> None:
+    seen: list[list[Any]] = []
+    for model in pair(kv_cache=kv_cache):
+        free = model.free_cache
+
+        def look(model: Transformer = model, free: Callable[[], None] = free) -> None:
+            seen.append([copy.deepcopy(getattr(cache, noted)) for cache in model.caches])
+            free()
+
+        model.free_cache = look  # type: ignore[method-assign]
+        model.generate_tokens(PROMPTS, [20, 4, 9], **GREEDY)
+    assert seen[0] == seen[1] != [[], []]
+
+
 def test_a_stop_string_ends_the_text_where_the_loop_ends_it() -> None:
     loop, ahead = pair()
     first = loop.generate(Ids(), [[1, 2, 3]], 20, **GREEDY)[0]["ids"]  # type: ignore[arg-type]
@@ -192,26 +206,12 @@ def test_no_token_is_likeliest_where_a_logit_is_no_number(bad: float) -> None:
 
 
 @lru_cache
-def native() -> NativeForward:
-    return NativeForward(FOLDER)
+def native() -> NativeRunner:
+    return NativeRunner(FOLDER)
 
 
 def chosen(logits: Tensor, sampling: Sampling, draws: Tensor | None = None) -> list[int]:
-    ids = (c_int64 * len(logits))()
-    choice = Choice(
-        logits=logits.data_ptr(),
-        rows=len(logits),
-        vocab=logits.shape[1],
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        top_k=sampling.top_k or 0,
-        draws=None if draws is None else draws.data_ptr(),
-        ids=addressof(ids),
-        threads=2,
-    )
-    native().choose(choice)
-    return list(ids)
+    return native().choose(logits, sampling, torch.zeros(len(logits), dtype=torch.float64) if draws is None else draws)
 
 
 def likeliest(logits: Tensor) -> list[int]:

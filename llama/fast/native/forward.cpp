@@ -710,11 +710,13 @@ Int forward(const Model* model, const Batch* batch, Int room) {
     return size;
 }
 
+// Choose the next token of every row, see choose.h.
 void choose_tokens(const Choice* choice) {
 #pragma omp parallel for num_threads(choice->threads) if (choice->rows > 1)
     for (Int r = 0; r < choice->rows; r++) {
         const float* logits = choice->logits + r * choice->vocab;
-        choice->ids[r] = choice->temperature ? sampled(logits, *choice, choice->draws[r]) : likeliest(logits, choice->vocab);
+        const bool drawn = choice->temperature > 0;
+        choice->ids[r] = drawn ? sampled(logits, *choice, choice->draws[r]) : likeliest(logits, choice->vocab);
     }
 }
 }
