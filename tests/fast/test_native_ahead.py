@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from ctypes import c_int64
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
 from torch import Tensor
 
-from llama.fast.native_library import Choice
+from llama.fast.native_library import Choice, NativeForward
 from llama.fast.native_runner import NativeRunner
 from llama.generation import NonFiniteLogits
 from llama.kv_cache import StaticCache
@@ -263,6 +264,22 @@ def test_native_code_settles_nearly_every_draw_where_few_tokens_stand_out() -> N
         assert all(one in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True))
 
 
+def test_what_native_code_does_not_settle_the_sampler_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ahead = pair()
+    expected = loop.generate_tokens(PROMPTS, 30, **WAYS["sampled"])
+    choose, calls = NativeForward.choose, []
+
+    def sometimes(native: NativeForward, choice: Choice) -> None:
+        choose(native, choice)
+        calls.append(choice)
+        if len(calls) % 3 == 0:
+            c_int64.from_address(choice.ids).value = Choice.TOO_NEAR
+
+    monkeypatch.setattr(NativeForward, "choose", sometimes)
+    assert ahead.generate_tokens(PROMPTS, 30, **WAYS["sampled"]) == expected
+    assert len(calls) == 29
+
+
 # ---- sessions --------------------------------------------------------------------------------------------------------
 
 
@@ -369,6 +386,11 @@ def free_by_hand(model: Transformer) -> None:
         cache.free()
 
 
+def choose_what_is_no_token(model: Transformer) -> None:
+    head = model.output.weight
+    model.output.weight = torch.nn.Parameter(torch.cat([head, head * 9, -head * 9]), requires_grad=False)
+
+
 def limit_the_length(model: Transformer) -> None:
     model.args = replace(model.args, max_seq_len=10)
 
@@ -391,6 +413,7 @@ def switch_refused(model: Transformer) -> None:
 BETWEEN = {
     **{change.__name__: change for change in (replace_the_runner, put_another_runner, hook_the_model)},
     **{change.__name__: change for change in (switch_off_by_hand, free_by_hand, limit_the_length, move_the_cache)},
+    "choose_what_is_no_token": choose_what_is_no_token,
     "switch_refused": switch_refused,
     **CHANGES,
 }
@@ -416,6 +439,13 @@ def test_what_a_streams_reader_does_to_the_model_counts_from_the_next_token_on(c
         model.runner = runner
         outcomes.append((pieces, served(model) - before, free))
     assert outcomes[0] == outcomes[1]
+
+
+def test_an_id_that_the_embedding_does_not_know_is_not_fed() -> None:
+    for model in pair(tied_head=False):
+        choose_what_is_no_token(model)
+        with pytest.raises(IndexError, match="outside of the vocabulary"):
+            model.generate_tokens([[1, 2, 3]], 40, **GREEDY)
 
 
 # ---- one owner -------------------------------------------------------------------------------------------------------
