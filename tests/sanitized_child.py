@@ -11,7 +11,9 @@ import torch
 from native import ARGS, KINDS, compiled_with, served, twins
 
 from llama.fast import native_call
+from llama.fast.native_runner import NativeRunner
 from llama.model import Transformer
+from llama.sampling import Sampling
 
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror")
 # At and beside every number of tokens, keys, queries or rows that the code takes at a time.
@@ -40,6 +42,23 @@ def feed(model: Transformer, lengths: list[int], threads: int, *, caching: bool)
         model.free_cache()
 
 
+def choose(model: Transformer) -> None:
+    """Choose from as many logits as the code takes at a time, and one more or less; then step by step."""
+    runner = model.runner
+    assert isinstance(runner, NativeRunner)
+    for vocab in (*LENGTHS, 511, 512, 513, 5000):
+        logits, draws = 3 * torch.randn(2, vocab), torch.rand(2, dtype=torch.float64)
+        for sampling in (
+            Sampling(temperature=0.0),
+            Sampling(),
+            Sampling(temperature=9.0),
+            Sampling(top_k=7, min_p=0.1),
+        ):
+            runner.choose(logits, sampling, draws)
+    for temperature in (0.0, 1.0):
+        model.generate_tokens([[0] * 30, [0]], [40, 5], temperature=temperature)
+
+
 def shorten_the_logits() -> None:
     """Let the code believe that the head has more columns than there is room for."""
     whole = native_call.Frame.__init__
@@ -66,12 +85,14 @@ def main(*words: str) -> None:
                 lengths = [length, *(dice.choice(LENGTHS) for _ in range(dice.choice((0, 0, 1, 2))))]
                 feed(model, lengths, dice.choice((1, 2, 3)), caching=caching)
             assert served(model) == len(LENGTHS) * 6
+            choose(model)
             for cache in ("int8", "int4", "paged"):
                 model.kv_cache = cache
                 before = served(model)
                 for length in LENGTHS:
                     feed(model, [length, *dice.choices(LENGTHS, k=dice.choice((0, 2)))], length % 3 + 1, caching=True)
                 assert served(model) == before + len(LENGTHS) * 4
+                choose(model)
     print("clean")
 
 
