@@ -16,11 +16,11 @@ from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
 from fakes import NATIVE_SIZES, Ids, write_checkpoint
 from native import ARGS, FOLDER, VOCAB, model_of, needs_a_compiler, served, twins
 from oracles import bits, some_tokens
-from torch import Tensor
 
 from llama.api import load
 from llama.exact import first_difference, slowdown_words
 from llama.fast.choose import make_fast
+from llama.fast.native_call import Frame
 from llama.fast.native_runner import NativeRunner
 from llama.model import Transformer
 from llama.runner import Execution
@@ -94,15 +94,17 @@ def test_a_model_with_such_a_cache_is_not_granted_exact_mode() -> None:
 
 
 def test_native_code_that_differs_from_itself_is_refused_and_stays_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = NativeRunner._forward
+    real = NativeRunner.run
 
-    def by_width(runner: NativeRunner, described: Any, ids: Tensor, *rest: Any) -> Tensor:
-        return real(runner, described, ids, *rest) + ids.shape[1] * 1e-5
+    def by_width(runner: NativeRunner, frame: Frame) -> None:
+        real(runner, frame)
+        ids, *_ = frame._held
+        frame._logits += ids.shape[1] * 1e-5
 
     for kind in ("fp32", "int8"):
         _, fast = twins(kind)
         with monkeypatch.context() as patch:
-            patch.setattr(NativeRunner, "_forward", by_width)
+            patch.setattr(NativeRunner, "run", by_width)
             with pytest.raises(ValueError, match=r"by native code \(leave out exact, or fast\): the first 21 tokens"):
                 fast.exact = True
         assert not fast.exact
