@@ -153,13 +153,11 @@ struct Packed {
     static float largest_of(const float* x, Int count) {
         floats most = {}, lost = {};
         for (Int i = 0; i < count; i += LANES) {
-            const floats number = widen(x + i), size = number < 0 ? -number : number;
-            most = size > most ? size : most;
+            const floats number = widen(x + i);
+            most = larger(number < 0 ? -number : number, most);
             lost += number * 0.0f;
         }
-        float largest = 0;
-        for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
-        return largest + sum_of(lost);
+        return ::largest_of(most) + sum_of(lost);
     }
 
     // ROWS rows times PANELS panels of columns from `c` on.

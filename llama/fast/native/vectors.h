@@ -162,6 +162,18 @@ INLINE float sum_of(floats x) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
+INLINE floats larger(floats x, floats y) { return x > y ? x : y; }
+
+INLINE float largest_of(floats x) {
+#if VECTOR == 64
+    x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+#else
+    x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+#endif
+    return std::max(std::max(x[0], x[2]), std::max(x[1], x[3]));
+}
+
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2**23: adding it rounds to a whole number
 
 // exp, within two units in the last place from -87 to 88, below that 0. Source: the minimax polynomial of Cephes' expf.
