@@ -142,7 +142,7 @@ struct Packed {
                     some += whole;
                 }
                 const float count = sum_of(some);
-                row.counts[h] = count, sum += count;
+                row.counts[h] = std::isfinite(count) ? count : 0, sum += count;  // else its scale tells of it
             }
             row.sums[g] = ACTIVATIONS == 16 ? sum : sum * scale;
         }
