@@ -45,12 +45,12 @@ def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format
 
     Compares for one kind of weights, packed in any of `formats`, of which None stays plain; once in a process.
     """
-    check_choices(NativeRunner(folder))
+    runner = NativeRunner(folder)
+    check_choices(runner)
     model = tiny_model(dtype, sorted(formats, key=repr), activations)
     tolerance, tokens = _TOLERANCE[dtype, activations or 16], torch.arange(90, device="cpu").view(3, 30)
     with torch.inference_mode():
         plain = model(tokens)
-        runner = NativeRunner(folder)
         model.runner = runner
         native = model(tokens)
     assert runner.forwards == 1

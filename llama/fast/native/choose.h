@@ -33,11 +33,10 @@ inline Int likeliest(const float* logits, Int count) {
         Int i = first;
         for (; i + LANES <= end; i += LANES) {
             const floats some = widen(logits + i);
-            largest = some > largest ? some : largest;
+            largest = larger(some, largest);
             totals += some;
         }
-        float here = -INFINITY;
-        for (int lane = 0; lane < LANES; lane++) here = std::max(here, largest[lane]);
+        float here = largest_of(largest);
         for (; i < end; i++) here = std::max(here, logits[i]), total += logits[i];
         if (here > most) most = here, begin = first;
     }

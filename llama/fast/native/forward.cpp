@@ -597,10 +597,9 @@ struct Forward {
         floats largest = floats{} - INFINITY;
         for (Int key = 0; key < KEYS; key += LANES) {
             const floats some = widen(scores + key);
-            largest = some > largest ? some : largest;
+            largest = larger(some, largest);
         }
-        float most = -INFINITY;
-        for (int lane = 0; lane < LANES; lane++) most = std::max(most, largest[lane]);
+        const float most = largest_of(largest);
         floats total = {};
         for (Int key = 0; key < KEYS; key += LANES) {
             const floats weight = exp_of((widen(scores + key) - most) * scale);

@@ -162,6 +162,7 @@ INLINE float sum_of(floats x) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
+// The larger of each two; y where x is no number.
 INLINE floats larger(floats x, floats y) { return x > y ? x : y; }
 
 INLINE float largest_of(floats x) {
