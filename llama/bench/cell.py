@@ -3,6 +3,7 @@
 Knows nothing of how it is measured.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict
 
@@ -11,6 +12,14 @@ from llama.machine import DTYPES
 # Whose weights can be in what: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0; stored is as a .gguf
 # file has them.
 QUANTIZED = {"llama": ("int8", "int4", "stored"), "llama.cpp": ("int8", "int4", "stored")}
+
+
+Rounding = tuple[str, bool, str | None, int]
+
+
+def rounding_of(cell: Mapping[str, Any]) -> Rounding:
+    """Return what decides how a cell, or what was measured of one, rounds its weights and activations."""
+    return cell["engine"], cell["fast"], cell["quantize"], cell["activations"]
 
 
 class Modes(TypedDict):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama.bench.cell import Cell, read_engine
+from llama.bench.cell import Cell, read_engine, rounding_of
 from llama.bench.quiet import judge_quiet
 from llama.bench.report.findings import findings, fits, growth
 from llama.bench.report.tables import comparison_words, pairs, stands_apart
@@ -352,9 +352,9 @@ def agreement_cells(session: Session) -> dict[str, Cell]:
 
     There is none where weights are random, of which every token is about as likely as all others.
     """
-    known = {(one["engine"], one["fast"], one["quantize"], one["activations"]) for one in session.report["agreements"]}
+    known = {rounding_of(one) for one in session.report["agreements"]}
     rounded = [cell for cell in session.cells if cell.quantize is not None and cell.model not in RELEASED]
-    left = [cell for cell in rounded if (cell.engine, cell.fast, cell.quantize, cell.activations) not in known]
+    left = [cell for cell in rounded if rounding_of(cell.as_json()) not in known]
     job = {"batch_size": 1, "input_len": AGREED_ON, "output_len": 1, "kv_caching": True, "text": None}
     whole = {
         "engine": "llama",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llama.bench.cell import Cell
+from llama.bench.cell import Cell, Rounding, rounding_of
 from llama.bench.schema import CellRecord, Comparison, Fit, Point, Report, Spread, Status, StepTimes, Summary, Sweep
 from llama.costs import MB, size
 
@@ -50,8 +50,6 @@ DEFINITIONS = (
     ("crossover", "the context from which on a step with the cache is faster than one without"),
     ("MB", "2^20 bytes"),
 )
-
-Way = tuple[str, bool, str | None, int]  # engine, fast, quantize, activations
 
 # What two cells must share before one is held against the other.
 _SAME = (
@@ -241,26 +239,19 @@ def result_tables(report: Report) -> list[Table]:
     return [grid for grid in (*tables, speedup_table(report), engines_table(report)) if grid]
 
 
-def way_of(record: CellRecord) -> Way:
-    """Return what decides how a cell rounds its weights."""
-    cell = record["cell"]
-    return cell["engine"], cell["fast"], cell["quantize"], cell["activations"]
-
-
-def agreements(report: Report) -> Mapping[Way, float]:
+def agreements(report: Report) -> Mapping[Rounding, float]:
     """Return the share of positions at which each way with rounded weights agrees with float32, where it is known."""
-    known = report.get("agreements", [])
-    return {(one["engine"], one["fast"], one["quantize"], one["activations"]): one["top1_agreement"] for one in known}
+    return {rounding_of(one): one["top1_agreement"] for one in report.get("agreements", [])}
 
 
-def _agreement_words(agreed: Mapping[Way, float], record: CellRecord) -> str:
+def _agreement_words(agreed: Mapping[Rounding, float], record: CellRecord) -> str:
     if record["cell"]["quantize"] is None:
         return "not rounded"
-    share = agreed.get(way_of(record))
+    share = agreed.get(rounding_of(record["cell"]))
     return NOT_MEASURED if share is None else f"{share:.2%}"
 
 
-def _cell_table(name: str, records: Sequence[CellRecord], agreed: Mapping[Way, float]) -> Table:
+def _cell_table(name: str, records: Sequence[CellRecord], agreed: Mapping[Rounding, float]) -> Table:
     shown = ("batch_size", "kv_caching")
     cells = [record["cell"] for record in records]
     varying = [key for key in Cell.__dataclass_fields__ if key not in shown and len({cell[key] for cell in cells}) > 1]

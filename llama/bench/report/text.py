@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from llama.bench.cell import rounding_of
 from llama.bench.report.contents import report_sections, result_tables
 from llama.bench.report.tables import (
     DISTURBED,
@@ -30,7 +31,6 @@ from llama.bench.report.tables import (
     point_words,
     rate,
     title,
-    way_of,
     work_lines,
 )
 from llama.bench.schema import Caches, CellRecord, Chats, KindRecord, Point, Report, Spread, StepTimes, Summary, Sweep
@@ -183,7 +183,10 @@ def report_csv(report: Report) -> str:
         rows = _cache_rows(caches)
     else:
         agreed = agreements(report)
-        cells = [_cell_row(record) | {"top1_agreement": agreed.get(way_of(record))} for record in report["cells"]]
+        cells = [
+            _cell_row(record) | {"top1_agreement": agreed.get(rounding_of(record["cell"]))}
+            for record in report["cells"]
+        ]
         rows = cells if chat is None else _chat_rows(report, chat)
     rows += [_step_row("crossover", step) for one in report["crossovers"] for step in one["steps"]]
     rows += _sweep_rows(report["sweep"]) if report["sweep"] is not None else []
