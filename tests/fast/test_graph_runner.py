@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from generations import GREEDY, WAYS, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import tiny_args, tiny_model
@@ -37,7 +38,6 @@ from llama.request import Options
 VOCAB = 61
 ARGS = tiny_args(dim=24, n_layers=2, n_heads=6, n_kv_heads=2, vocab_size=VOCAB, max_seq_len=200)
 PROMPTS = [[5, 9, 2, 44], [7], [3, 3, 8, 1, 60, 12, 30]]
-GREEDY: Options = {"temperature": 0.0}
 
 
 def twins(args: ModelArgs = ARGS, dtype: torch.dtype = torch.float64) -> tuple[Transformer, Transformer]:
@@ -77,18 +77,6 @@ def assert_same(ours: Continued, theirs: Continued) -> None:
         assert one == pytest.approx(other, abs=1e-9)
 
 
-WAYS: dict[str, Options] = {
-    "greedy": GREEDY,
-    "greedy with log-probabilities": {**GREEDY, "logprobs": True},
-    "greedy with a penalty": {**GREEDY, "repetition_penalty": 1.7},
-    "sampled": {"temperature": 1.3, "top_p": 0.95, "seed": 11},
-    "sampled in every way": {
-        **{"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
-        **{"seed": [4, 5, 6], "logprobs": True, "echo": True},
-    },
-}
-
-
 @pytest.mark.parametrize("kv_caching", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_generation_run_ahead_is_the_loops(way: str, kv_caching: bool) -> None:
@@ -103,11 +91,7 @@ def test_a_generation_run_ahead_is_the_loops(way: str, kv_caching: bool) -> None
 @settings(max_examples=40)
 @given(data=st.data())
 def test_any_batch_with_any_room_and_any_stops_is_the_loops(data: st.DataObject) -> None:
-    ids = st.integers(0, VOCAB - 1)
-    prompts = data.draw(st.lists(st.lists(ids, min_size=1, max_size=40), min_size=1, max_size=4))
-    room = data.draw(st.lists(st.integers(0, 40), min_size=len(prompts), max_size=len(prompts)))
-    options: Options = data.draw(st.sampled_from([*WAYS.values()][:4]))
-    stops = data.draw(st.lists(ids, max_size=4))
+    prompts, room, stops, options = data.draw(any_batch(VOCAB, most_stops=4))
     plain, fast = _TWINS
     kv_caching = data.draw(st.booleans())
     theirs = plain.generate_tokens(prompts, room, stop_ids=stops, kv_caching=kv_caching, **options)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from changes import CHANGES
 from fakes import Ids
+from generations import GREEDY, WAYS, any_batch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
@@ -33,17 +34,6 @@ from llama.session import Session
 
 pytestmark = needs_a_compiler
 PROMPTS = [[5, 9, 2, 44], [7] * 40, [3, 3, 8, 1, 60, 12, 30]]
-GREEDY: Options = {"temperature": 0.0}
-WAYS: dict[str, Options] = {
-    "greedy": GREEDY,
-    "greedy with log-probabilities": {**GREEDY, "logprobs": True},
-    "greedy with a penalty": {**GREEDY, "repetition_penalty": 1.7},
-    "sampled": {"temperature": 1.3, "top_p": 0.95, "seed": 11},
-    "sampled in every way": {
-        **{"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
-        **{"seed": [4, 5, 6], "logprobs": True, "echo": True},
-    },
-}
 CACHES = ("static", "int8", "int4", "paged")
 
 
@@ -104,11 +94,7 @@ _PAIRS = {kv_cache: pair(kv_cache=kv_cache, max_seq_len=80) for kv_cache in CACH
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_batch_with_any_room_and_any_stops_is_the_loops(data: st.DataObject) -> None:
-    ids = st.integers(0, VOCAB - 1)
-    prompts = data.draw(st.lists(st.lists(ids, min_size=1, max_size=40), min_size=1, max_size=4))
-    room = data.draw(st.lists(st.integers(0, 40), min_size=len(prompts), max_size=len(prompts)))
-    how: Options = data.draw(st.sampled_from([*WAYS.values()][:4]))
-    stops = data.draw(st.lists(ids, max_size=40))
+    prompts, room, stops, how = data.draw(any_batch(VOCAB, most_stops=40))
     loop, ahead = _PAIRS[data.draw(st.sampled_from(CACHES))]
     before = served(loop), served(ahead)
     theirs = loop.generate_tokens(prompts, room, stop_ids=stops, **how)
