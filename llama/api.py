@@ -79,8 +79,16 @@ def load(
             bar.total = total
             bar.update(done - bar.n)
 
-        packing: Any = {"quantize": quantize, "activations": activations}
-        model = load_weights(checkpoint, args, dtype=kind, device=on, ranks=ranks, progress=progress, **packing)
+        model = load_weights(
+            checkpoint,
+            args,
+            dtype=kind,
+            device=on,
+            ranks=ranks,
+            quantize=quantize,
+            activations=activations,
+            progress=progress,
+        )
     if fast:
         make_fast(model, cache_dir() / "native")
     elif quantize is not None:

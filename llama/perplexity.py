@@ -12,7 +12,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -306,8 +305,9 @@ def main(
 
     words = _read(path)
     kind = "static" if kv_cache is None else cache_kind(kv_cache)
-    packing: Any = {"quantize": quantize, "activations": activations}
-    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, **packing)
+    model, tokenizer = load(
+        ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, quantize=quantize, activations=activations
+    )
     ids = encode_prompt(tokenizer, words)[:tokens]
     context = min(CONTEXT, model.args.max_seq_len) if context is None else context
     if kv_cache is None:
