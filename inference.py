@@ -53,6 +53,7 @@ def main(
     fast: bool = False,
     quantize: str | None = None,
     activations: int = 16,
+    repack: bool = True,
     exact: bool = False,
     stream: bool = False,
     chat: bool = False,
@@ -87,6 +88,8 @@ def main(
         quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory, int4 most of them in 4; stored keeps
             those of a .gguf file as it has them. Give --fast with it.
         activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does: faster, less accurate.
+        repack: --repack=False leaves stored weights in the file, mapped: there at once and shared by processes, but
+            slower at every step.
         exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower,
             unless --fast serves the model: native code keeps its bits.
         stream: Print the text as it is made; of several prompts, the first one's.
@@ -115,7 +118,13 @@ def main(
         "share_prefix": share_prefix,
     }
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
-    modes: dict[str, Any] = {"fast": fast, "quantize": quantize, "activations": activations, "exact": exact}
+    modes: dict[str, Any] = {
+        "fast": fast,
+        "quantize": quantize,
+        "activations": activations,
+        "repack": repack,
+        "exact": exact,
+    }
     longest = 64 if max_gen_len is None else max_gen_len
     check_without_a_model(len(texts) or 1, longest, stop, options, limits, modes, device=device, dtype=dtype)
 

@@ -46,6 +46,7 @@ def load(
     fast: bool = False,
     quantize: str | None = None,
     activations: int = 16,
+    repack: bool = True,
     exact: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
     """Load a checkpoint: Meta's directory, Hugging Face's directory, a .gguf file, or "demo".
@@ -57,13 +58,15 @@ def load(
     `fast` takes the fastest way to run a forward that this machine has, and the plain one where it has none;
     `quantize` holds the matrices in "int8" or "int4", or, of a .gguf file, as it has them "stored", see `llama.packed`;
     with it `activations=8` rounds what is multiplied by them to 8 bits, as llama.cpp does, for its speed at its
-    accuracy. `exact` asks for exact mode, see `Transformer.exact`: with `fast` that of native code, or that of the
-    plain path where native code does not serve; with `quantize` that of native code alone. Raises ValueError
-    (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
+    accuracy. "stored" with `repack=False` leaves them in the file, mapped: the model is there at once, and processes
+    share its memory, but a step is slower, scales are not checked, and the file must stay as it is. `exact` asks for
+    exact mode, see `Transformer.exact`: with `fast` that of native code, or that of the plain path where native code
+    does not serve; with `quantize` that of native code alone. Raises ValueError (CheckpointError for the files) or
+    `llama.demo.DemoUnavailable`.
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
-    check_modes(on, kind, fast=fast, quantize=quantize, exact=exact, activations=activations)
+    check_modes(on, kind, fast=fast, quantize=quantize, exact=exact, activations=activations, repack=repack)
     ranks = join(on)
     checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
     args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=cache_kind(kv_cache))
@@ -87,6 +90,7 @@ def load(
             ranks=ranks,
             quantize=quantize,
             activations=activations,
+            repack=repack,
             progress=progress,
         )
     if fast:
@@ -124,13 +128,22 @@ def _bar_of_exact_mode(model: Transformer) -> Iterator[None]:
 
 
 def check_modes(
-    device: torch.device, dtype: torch.dtype, *, fast: bool, quantize: str | None, exact: bool, activations: int = 16
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+    quantize: str | None,
+    exact: bool,
+    activations: int = 16,
+    repack: bool = True,
 ) -> None:
     """Raise ValueError for ways to compute that cannot be had together, or not here."""
     if exact and fast and device.type == "cuda":
         raise ValueError("exact mode and the fast step of a GPU are two ways to compute; choose one of exact and fast")
     if activations not in (8, 16):
         raise ValueError(f"activations={activations!r} must be 8 or 16, in bits")
+    if not repack and quantize != "stored":
+        raise ValueError("repack=False leaves weights as a .gguf file has them; ask for quantize stored, too")
     if quantize is None:
         if activations == 8:
             raise ValueError("activations=8 goes with packed weights; ask for quantize int8, int4 or stored, too")

@@ -53,12 +53,60 @@ class Parts(NamedTuple):
     zero_units: Tensor | None = None
 
 
-class PackedWeight(nn.Module):
-    """A matrix (out_features, in_features) of a Format; a tied head and its embedding share one.
+class QuantizedWeight(nn.Module):
+    """A matrix (out_features, in_features) whose weights are codes of a Format, wherever these lie.
+
+    stored_as: how a model of such weights is called. What subclasses hold are parameters, so that they are counted,
+    saved and moved as weights are; a cast of the model is one of its activations and leaves them as they are.
+    """
+
+    def __init__(self, out_features: int, in_features: int, format: Format, stored_as: str) -> None:
+        super().__init__()
+        self.shape, self.format, self.stored_as = torch.Size((out_features, in_features)), format, stored_as
+
+    def parts(self, start: int, stop: int) -> Parts:
+        """Return the parts of outputs `start` to `stop`."""
+        raise NotImplementedError
+
+    def parts_at(self, ids: Tensor) -> Parts:
+        """Return the parts of the outputs `ids`, (n,)."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parameters())
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weights of outputs `start` to `stop`, (stop - start, in_features)."""
+        return _widened(self.parts(start, stop), self.format, dtype)
+
+    def at(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weights of the outputs `ids`, (*ids.shape, in_features)."""
+        return _widened(self.parts_at(ids.flatten()), self.format, dtype).view(*ids.shape, -1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedWeight":
+        def moved(part: Tensor) -> Tensor:
+            there = fn(part)
+            return there if there.dtype == part.dtype else part.to(there.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def blocks(self, most: int = _ROWS) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of at most so many outputs at a time, but at least 16, each start a multiple of 16."""
+        step = max(LANES, most // LANES * LANES)
+        return ((start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
+
+
+class PackedWeight(QuantizedWeight):
+    """A quantised matrix in the layout that is fastest to multiply with; a tied head and its embedding share one.
 
     codes are (panels, groups, bits, 16, 4), bytes, a panel being 16 outputs; the others (panels, spans, 16), and units
-    (panels, columns / 256, 16). Where out_features is no multiple of 16, the last panel is filled up. stored_as: how
-    the model's weights are called.
+    (panels, columns / 256, 16). Where out_features is no multiple of 16, the last panel is filled up.
     """
 
     codes: nn.Parameter
@@ -68,25 +116,16 @@ class PackedWeight(nn.Module):
     zero_units: nn.Parameter | None
 
     def __init__(self, out_features: int, in_features: int, format: Format = INT8, stored_as: str = "int8") -> None:
-        super().__init__()
+        super().__init__(out_features, in_features, format, stored_as)
         together = UNIT if format.nested else GROUP
         if in_features % together:
             raise ValueError(
                 f"int{format.bits} weights come in groups of {together}, and a layer of this model has {in_features} "
                 "inputs; leave quantize out"
             )
-        self.shape, self.format, self.stored_as = torch.Size((out_features, in_features)), format, stored_as
         sizes = part_sizes(out_features, in_features, format)
         for name in Parts._fields:
             self.register_parameter(name, _blank(*sizes[name]) if name in sizes else None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parameters())
 
     @torch.no_grad()
     def fill(self, start: int, weight: Tensor) -> None:
@@ -106,7 +145,7 @@ class PackedWeight(nn.Module):
         if start % LANES or (count % LANES and start + count != self.shape[0]):
             raise ValueError(f"outputs {start} to {start + count} do not end with a panel of {LANES}")
         panels = slice(start // LANES, -(-(start + count) // LANES))
-        for held, part in zip(self._parts(), parts, strict=True):
+        for held, part in zip(self._held(), parts, strict=True):
             assert (held is None) == (part is None), "the parts are of another format"
             if held is None or part is None:
                 continue
@@ -115,47 +154,44 @@ class PackedWeight(nn.Module):
             padded = F.pad(part, (0, 0) * (part.ndim - 1) + (0, -count % LANES))
             held[panels] = torch.unflatten(padded, 0, (-1, LANES)).movedim(1, -1)
 
-    def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weights of outputs `start` to `stop`, (stop - start, in_features)."""
+    def parts(self, start: int, stop: int) -> Parts:
         first, last = start // LANES, -(-stop // LANES)
-        codes, *others = self._parts()
-        parts: list[Any] = [codes[first:last].movedim(3, 1).flatten(0, 1)]
-        parts += [None if part is None else part[first:last].mT.flatten(0, 1) for part in others]
-        return self._widened(Parts(*parts), dtype)[start - first * LANES : stop - first * LANES]
+        wanted = slice(start - first * LANES, stop - first * LANES)
+        codes, *others = self._held()
+        found: list[Any] = [None if part is None else part[first:last].mT.flatten(0, 1)[wanted] for part in others]
+        return Parts(codes[first:last].movedim(3, 1).flatten(0, 1)[wanted], *found)
 
-    def at(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weights of the outputs `ids`, (*ids.shape, in_features)."""
+    def parts_at(self, ids: Tensor) -> Parts:
         panels, lanes = ids // LANES, ids % LANES
-        codes, *others = self._parts()
-        parts: list[Any] = [codes[panels, :, :, lanes]]
-        parts += [None if part is None else part[panels, :, lanes] for part in others]
-        return self._widened(Parts(*parts), dtype)
+        codes, *others = self._held()
+        found: list[Any] = [None if part is None else part[panels, :, lanes] for part in others]
+        return Parts(codes[panels, :, :, lanes], *found)
 
-    def _parts(self) -> Parts:
+    def _held(self) -> Parts:
         return Parts(self.codes, self.scales, self.zeros, self.scale_units, self.zero_units)
 
-    def _widened(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """Return weights (..., in_features) of parts, whose leading dimensions are any."""
-        span, offset = self.format.span, self.format.offset
-        scale = _whole(parts.scales, parts.scale_units, span)[..., None]
-        zero = _whole(parts.zeros, parts.zero_units, span)[..., None] if offset is None else -offset * scale
-        spans = torch.unflatten(unpack_codes(parts.codes, self.format.bits).flatten(-2), -1, (-1, span))
-        return torch.addcmul(zero, spans.float(), scale).flatten(-2).to(dtype)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedWeight":
-        """Move, but keep the dtypes: a cast of the model is one of its activations."""
+class MappedWeight(QuantizedWeight):
+    """A quantised matrix whose bytes are those of a file, mapped: nothing is read before it is used.
 
-        def moved(part: Tensor) -> Tensor:
-            there = fn(part)
-            return there if there.dtype == part.dtype else part.to(there.device)
+    raw: (out_features, blocks, bytes of a block). block: the file's name for such blocks. `split` returns the parts of
+    some outputs' blocks. A copy of it holds the bytes in memory.
+    """
 
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
-        return self
+    raw: nn.Parameter
 
-    def blocks(self, most: int = _ROWS) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of at most so many outputs at a time, but at least 16, each start a multiple of 16."""
-        step = max(LANES, most // LANES * LANES)
-        return ((start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
+    def __init__(
+        self, in_features: int, format: Format, raw: Tensor, block: str, split: Callable[[Tensor], Parts]
+    ) -> None:
+        super().__init__(len(raw), in_features, format, "mapped")
+        self.block, self.split = block, split
+        self.raw = nn.Parameter(raw, requires_grad=False)
+
+    def parts(self, start: int, stop: int) -> Parts:
+        return self.split(self.raw[start:stop])
+
+    def parts_at(self, ids: Tensor) -> Parts:
+        return self.split(self.raw[ids])
 
 
 def part_sizes(out_features: int, in_features: int, format: Format) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -202,6 +238,15 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
         high = words[..., 4:, None, :] >> at[:, None] & (1 << bits - 4) - 1
         codes = codes | high.flatten(-3, -2) << 4
     return codes.flatten(-2)
+
+
+def _widened(parts: Parts, format: Format, dtype: torch.dtype) -> Tensor:
+    """Return the weights (outputs, in_features) of some parts."""
+    span, offset = format.span, format.offset
+    scale = _whole(parts.scales, parts.scale_units, span)[..., None]
+    zero = _whole(parts.zeros, parts.zero_units, span)[..., None] if offset is None else -offset * scale
+    spans = torch.unflatten(unpack_codes(parts.codes, format.bits).flatten(-2), -1, (-1, span))
+    return torch.addcmul(zero, spans.float(), scale).flatten(-2).to(dtype)
 
 
 def _whole(shares: Tensor | None, units: Tensor | None, span: int) -> Tensor:

@@ -10,21 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from llama.ops import linear
-from llama.packed import GROUP, INT4, INT8, Format, PackedWeight
+from llama.packed import GROUP, INT4, INT8, Format, PackedWeight, QuantizedWeight
 
 
 class PackedLinear(nn.Module):
-    """x @ weight.T for a PackedWeight, widened some outputs at a time: what defines the result, not its speed.
+    """x @ weight.T for a QuantizedWeight, widened some outputs at a time: what defines the result, not its speed.
 
     activations: 8 rounds x to whole numbers of 8 bits first, those of every 32 inputs with a scale of their own. With
-    16 nothing is rounded here; native code rounds to 16 bits, with a scale for every vector.
+    16 nothing is rounded here; native code rounds to 16 bits, with a scale for every vector. Raises ValueError where a
+    gradient would have to pass: that of a rounding says nothing.
     """
 
-    def __init__(self, weight: PackedWeight, activations: int = 16) -> None:
+    def __init__(self, weight: QuantizedWeight, activations: int = 16) -> None:
         super().__init__()
         self.weight, self.activations = weight, activations
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and input.requires_grad:
+            raise ValueError(
+                f"a model with {self.weight.stored_as} weights cannot be trained: load it without quantize, or call it "
+                "in torch.inference_mode()"
+            )
         if self.activations == 8:
             input = in_8_bits(input)
         parts = [linear(input, self.weight.rows(start, stop, input.dtype)) for start, stop in self.weight.blocks()]
@@ -32,9 +38,9 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """A vector of a PackedWeight for each token, in the dtype of the model's activations."""
+    """A vector of a QuantizedWeight for each token, in the dtype of the model's activations."""
 
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight, self.dtype = weight, dtype
 
@@ -63,24 +69,25 @@ def quantize_layers(
     model: nn.Module,
     dtype: torch.dtype,
     quantize: str = "int8",
-    stored: Callable[[str], Format | None] | None = None,
+    stored: Callable[[str], Format | QuantizedWeight | None] | None = None,
     activations: int = 16,
 ) -> None:
-    """Put packed layers, still unfilled, in the place of linear layers and embeddings; those that share stay so.
+    """Put packed layers in the place of linear layers and embeddings; those that share stay so.
 
-    `quantize` is "int8", "int4" or "stored", for which `stored` returns the format of every matrix by its name, None
-    for one that stays as it is. `dtype` is that of the activations; `activations`: how many bits they have in products.
+    `quantize` is "int8", "int4" or "stored", for which `stored` returns the format of every matrix by its name, or the
+    matrix itself, or None for one that stays as it is. Where there is a format, the matrix is still to be filled.
+    `dtype` is that of the activations; `activations`: how many bits they have in products.
     """
-    made: dict[Tensor, PackedWeight | None] = {}
+    made: dict[Tensor, QuantizedWeight | None] = {}
     for prefix, owner in list(model.named_modules()):
         for name, layer in owner.named_children():
             if not isinstance(layer, nn.Linear | nn.Embedding):
                 continue
             if layer.weight not in made:
                 whole = ".".join(filter(None, (prefix, name, "weight")))
-                format = format_of(whole, quantize) if stored is None else stored(whole)
+                kept = format_of(whole, quantize) if stored is None else stored(whole)
                 rows, columns = layer.weight.shape
-                made[layer.weight] = None if format is None else PackedWeight(rows, columns, format, quantize)
+                made[layer.weight] = PackedWeight(rows, columns, kept, quantize) if isinstance(kept, Format) else kept
             weight = made[layer.weight]
             if weight is None:
                 continue
@@ -88,13 +95,13 @@ def quantize_layers(
             setattr(owner, name, PackedLinear(weight, activations) if is_linear else PackedEmbedding(weight, dtype))
 
 
-def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
-    """Return the packed matrices by their names; one that two layers share is here once, under the first's."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """Return the quantised matrices by their names; one that two layers share is here once, under the first's."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
 
 
-def weights_of(model: nn.Module) -> dict[str, nn.Parameter | PackedWeight]:
-    """Return all weights by their names, a packed matrix as one; one that two layers share is here once."""
-    matrices = packed_weights(model)
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter | QuantizedWeight]:
+    """Return all weights by their names, a quantised matrix as one; one that two layers share is here once."""
+    matrices = quantized_weights(model)
     floats = {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[0] not in matrices}
     return {**floats, **matrices}

@@ -19,7 +19,7 @@ class Execution:
     """How forwards are executed, as a value: by which operations or runner, and from which kind of weights.
 
     runner: "plain", "exact", the name of operations of your own, "native", or what a GPU's graphs are made of.
-    weights: "int8", "int4" or "stored"; None where the weights are floats. activations: 8 where products with these
+    weights: "int8", "int4", "stored" or "mapped"; None where they are floats. activations: 8 where products with these
     round what they multiply to 8 bits; else 16. exact: whether the bits are held to what `Transformer.exact` says.
     """
 

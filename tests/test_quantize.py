@@ -1,5 +1,8 @@
 """Packed weights are near, or just, what they were made of, take the bytes that they should, and serve anywhere."""
 
+import copy
+import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import torch
 from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf, write_huggingface
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native import needs_a_compiler, served
 from oracles import some_tokens, tiny_args
 from torch import Tensor
 
@@ -17,11 +21,12 @@ from llama.bench.run.memory import tensor_peak
 from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
 from llama.checkpoint.gguf import read_header
 from llama.checkpoint.gguf_types import KINDS
+from llama.demo import demo_model_path
 from llama.fast.choose import make_fast
 from llama.files import cache_dir
 from llama.model import Transformer
-from llama.packed import GROUP, INT4, INT8, Format, PackedWeight, Parts, pack_codes, unpack_codes
-from llama.quantize import PackedEmbedding, PackedLinear, in_8_bits, packed_weights, quantize_layers
+from llama.packed import GROUP, INT4, INT8, Format, MappedWeight, PackedWeight, Parts, pack_codes, unpack_codes
+from llama.quantize import PackedEmbedding, PackedLinear, in_8_bits, quantize_layers, quantized_weights
 
 HALF_STEP = 0.5 + 240 * 2.0**-11  # of a code: rounding it, and its scale to float16
 FORMATS = {8: INT8, 4: INT4}
@@ -127,13 +132,13 @@ def test_layers_multiply_and_look_up_what_the_weight_holds(bits: int) -> None:
 def test_a_cast_changes_activations_and_leaves_the_weights_as_they_are(dtype: torch.dtype) -> None:
     model = Transformer(tiny_args(tied_head=True)).requires_grad_(False)
     quantize_layers(model, torch.float32)
-    for name, weight in packed_weights(model).items():
+    for name, weight in quantized_weights(model).items():
         weight.fill(0, torch.randn(*weight.shape, generator=torch.Generator().manual_seed(len(name))))
-    before = {name: weight.rows(0, weight.shape[0]) for name, weight in packed_weights(model).items()}
+    before = {name: weight.rows(0, weight.shape[0]) for name, weight in quantized_weights(model).items()}
     logits = model(some_tokens(1, 5))
     model.free_cache()
     model.to(dtype)
-    for name, weight in packed_weights(model).items():
+    for name, weight in quantized_weights(model).items():
         assert torch.equal(weight.rows(0, weight.shape[0]), before[name])
     assert model.norm.weight.dtype == dtype
     assert model.tok_embeddings(torch.tensor([[1]])).dtype == dtype
@@ -164,10 +169,10 @@ def test_a_tied_head_stays_one_with_the_embedding(tied: bool) -> None:
     model = Transformer(tiny_args(tied_head=tied))
     quantize_layers(model, torch.float32)
     assert (model.output.weight is model.tok_embeddings.weight) == tied
-    assert len(packed_weights(model)) == 2 * 7 + (1 if tied else 2)
-    matrices = sum(weight.shape.numel() for weight in packed_weights(model).values())
-    padding = sum(-weight.shape[0] % 16 * weight.shape[1] for weight in packed_weights(model).values())
-    assert sum(weight.nbytes for weight in packed_weights(model).values()) == (matrices + padding) * 9 // 8
+    assert len(quantized_weights(model)) == 2 * 7 + (1 if tied else 2)
+    matrices = sum(weight.shape.numel() for weight in quantized_weights(model).values())
+    padding = sum(-weight.shape[0] % 16 * weight.shape[1] for weight in quantized_weights(model).values())
+    assert sum(weight.nbytes for weight in quantized_weights(model).values()) == (matrices + padding) * 9 // 8
     floats = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32]
     assert all("norm" in name for name in floats)
 
@@ -187,7 +192,7 @@ def test_a_checkpoint_is_loaded_into_int8_matrix_by_matrix(checkpoint: Path) -> 
     quantized = load_weights(
         opened, opened.args, dtype=torch.float32, device="cpu", quantize="int8", progress=lambda *at: told.append(at)
     )
-    for name, weight in packed_weights(quantized).items():
+    for name, weight in quantized_weights(quantized).items():
         made = PackedWeight(*weight.shape)
         made.fill(0, plain.get_parameter(name))
         assert torch.equal(weight.codes, made.codes), name
@@ -229,6 +234,8 @@ def test_every_way_to_generate_goes_on_with_int8(fast: bool) -> None:
     [
         ({"activations": 8}, "activations=8 goes with packed weights; ask for quantize int8, int4 or stored"),
         ({"quantize": "int8", "activations": 4}, "activations=4 must be 8 or 16, in bits"),
+        ({"repack": False}, "repack=False leaves weights as a .gguf file has them; ask for quantize stored, too"),
+        ({"repack": False, "quantize": "int8"}, "repack=False leaves weights as a .gguf file has them"),
         ({"quantize": "int3"}, "quantize='int3' is not known; choose of int8, int4, stored"),
         ({"quantize": "stored", "exact": True}, "exact mode computes with stored weights by native code alone"),
         ({"quantize": "int4", "dtype": "fp16"}, "int4 weights go with activations in fp32 or bf16"),
@@ -251,6 +258,19 @@ def test_int8_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="without torchrun"):
         check_modes(torch.device("cpu"), torch.float32, fast=False, quantize="int8", exact=False)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "stored"])
+def test_training_through_quantised_weights_is_refused_in_a_sentence(quantize: str, tmp_path: Path) -> None:
+    model, _ = load(gguf_of(tmp_path, Kind.Q4_1), device="cpu", quantize=quantize)
+    model.kv_caching = False
+    tokens = some_tokens(2, 5, vocab_size=20)
+    assert not model(tokens).requires_grad  # so whoever only looks needs no context
+    model.norm.weight.requires_grad_(True)  # behind all layers but the head
+    with pytest.raises(ValueError, match=f"a model with {quantize} weights cannot be trained: load it without"):
+        model(tokens)
+    with torch.inference_mode():
+        model(tokens)
 
 
 def test_exact_mode_cannot_be_switched_on_over_int8() -> None:
@@ -294,7 +314,7 @@ def test_stored_weights_are_those_of_the_file_to_the_bit(kind: Any, tmp_path: Pa
     path = gguf_of(tmp_path, kind, **({"hidden_size": 256, "intermediate_size": 512} if "_K" in kind.name else {}))
     wide, _ = load(path, device="cpu", dtype="fp32")
     kept, _ = load(path, device="cpu", dtype="fp32", quantize="stored")
-    matrices = packed_weights(kept)
+    matrices = quantized_weights(kept)
     assert len(matrices) == 2 * 7 + 2
     for name, weight in matrices.items():
         assert torch.equal(weight.rows(0, weight.shape[0]), wide.get_parameter(name)), name
@@ -305,11 +325,73 @@ def test_stored_weights_are_those_of_the_file_to_the_bit(kind: Any, tmp_path: Pa
         torch.testing.assert_close(kept(tokens), wide(tokens), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("activations", [16, 8])
+@pytest.mark.parametrize("kind", STORED, ids=lambda kind: kind.name)
+def test_mapped_weights_give_the_bits_of_stored_ones(kind: Any, activations: int, fast: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512} if "_K" in kind.name else {"num_attention_heads": 2}
+    path = gguf_of(tmp_path, kind, **sizes)  # of 520 tokens: half of the last panel
+    how: Any = {"device": "cpu", "quantize": "stored", "activations": activations, "fast": fast}
+    stored, mapped = (load(path, repack=repack, **how)[0] for repack in (True, False))
+    assert mapped.execution.weights == "mapped"
+    for (name, one), other in zip(quantized_weights(stored).items(), quantized_weights(mapped).values(), strict=True):
+        assert isinstance(other, MappedWeight), name
+        assert torch.equal(other.rows(3, 520), one.rows(3, 520)), name
+    prompts, step = some_tokens(3, 70, vocab_size=20), some_tokens(3, 1, vocab_size=20, seed=1)
+    with torch.inference_mode():
+        for tokens, start in ((prompts, 0), (step, 70)):
+            assert torch.equal(mapped(tokens, start), stored(tokens, start))
+    if fast and shutil.which("c++") is not None:
+        assert served(stored) == served(mapped) == 2
+
+
+def test_mapping_reads_no_weights_and_takes_no_memory() -> None:
+    path = demo_model_path()
+    checkpoint = open_checkpoint(path)
+    peak = tensor_peak(
+        lambda: load_weights(
+            checkpoint, checkpoint.args, dtype=torch.float32, device="cpu", quantize="stored", repack=False
+        )
+    )
+    norms = 4 * 576 * (2 * 30 + 1)
+    assert peak < 2 * norms
+
+
+def test_a_mapped_model_shares_its_file_and_a_copy_has_its_own_bytes(tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q4_1)
+    before = path.read_bytes()
+    model, _ = load(path, device="cpu", quantize="stored", repack=False)
+    twin, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    weight = quantized_weights(model)["layers.0.attention.wq.weight"]
+    with torch.no_grad():
+        next(weight.parameters()).zero_()
+    assert not weight.rows(0, 16).any()
+    for other in (twin, again):
+        assert quantized_weights(other)["layers.0.attention.wq.weight"].rows(0, 16).any()
+    assert path.read_bytes() == before
+
+
+@needs_a_compiler
+def test_native_code_leaves_blocks_that_it_does_not_know_to_the_plain_path(tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q4_1, num_attention_heads=2)
+    model, _ = load(path, device="cpu", quantize="stored", repack=False, fast=True)
+    tokens = some_tokens(2, 11, vocab_size=20)
+    weight = quantized_weights(model)["layers.1.feed_forward.w2.weight"]
+    assert isinstance(weight, MappedWeight)
+    with torch.inference_mode():
+        expected = model(tokens)
+        weight.block = "Q4_2"
+        assert not torch.equal(model(tokens), expected)  # the plain path rounds otherwise
+        weight.block = "Q5_1"  # of which a block has other bytes
+        model(tokens)
+    assert served(model) == 1
+
+
 def test_int4_makes_the_codes_again_that_its_weights_came_from(tmp_path: Path) -> None:
     path = gguf_of(tmp_path, Kind.Q4_1)
     stored, _ = load(path, device="cpu", quantize="stored")
     made, _ = load(path, device="cpu", quantize="int4")
-    for (name, one), other in zip(packed_weights(stored).items(), packed_weights(made).values(), strict=True):
+    for (name, one), other in zip(quantized_weights(stored).items(), quantized_weights(made).values(), strict=True):
         if name.startswith("layers."):
             assert torch.equal(one.codes, other.codes), name
             assert torch.equal(one.zeros, other.zeros), name
@@ -323,9 +405,9 @@ def test_matrices_that_a_file_has_in_floats_stay_floats(tmp_path: Path) -> None:
     weights = meta_weights(random_model(config))
     path = write_gguf(tmp_path / "mixed.gguf", weights, config, kind=Kind.Q4_1, whole=["output.weight"])
     model, _ = load(path, device="cpu", quantize="stored")
-    assert "output.weight" not in packed_weights(model)
+    assert "output.weight" not in quantized_weights(model)
     assert torch.equal(model.output.weight, weights["output.weight"])
-    assert len(packed_weights(model)) == 2 * 7 + 1
+    assert len(quantized_weights(model)) == 2 * 7 + 1
     tokens = some_tokens(2, 9, vocab_size=20)
     with torch.inference_mode():
         plain = model(tokens)
@@ -336,8 +418,8 @@ def test_matrices_that_a_file_has_in_floats_stay_floats(tmp_path: Path) -> None:
 
 def test_the_demo_is_kept_as_it_is_stored() -> None:
     kept, tokenizer = load("demo", quantize="stored")
-    assert {weight.format.bits for weight in packed_weights(kept).values()} == {4, 8}
-    nbytes = sum(weight.nbytes for weight in packed_weights(kept).values())
+    assert {weight.format.bits for weight in quantized_weights(kept).values()} == {4, 8}
+    nbytes = sum(weight.nbytes for weight in quantized_weights(kept).values())
     file = 106_168_320 * 20 // 32 + 28_311_552 * 34 // 32  # in its layers Q4_1, in its embedding Q8_0
     assert nbytes == file
     [said] = kept.generate(tokenizer, ["The capital of France is"], 4, temperature=0.0)
@@ -405,5 +487,5 @@ def test_a_scale_of_which_float16_holds_no_hundredfold_is_kept(tmp_path: Path) -
     path = gguf_of(tmp_path, Kind.Q8_0)
     overwrite(path, "blk.0.attn_q.weight", 0, 60000.0)
     wide, kept = (load(path, device="cpu", quantize=how)[0] for how in (None, "stored"))
-    weight = packed_weights(kept)["layers.0.attention.wq.weight"]
+    weight = quantized_weights(kept)["layers.0.attention.wq.weight"]
     assert torch.equal(weight.rows(0, weight.shape[0]), wide.blocks[0].attention.wq.weight)

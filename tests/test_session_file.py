@@ -25,7 +25,7 @@ from torch import Tensor
 from llama.digest import Digest
 from llama.kv_cache import KVCache, PagedCache, cache_kind
 from llama.model import Transformer
-from llama.quantize import packed_weights, quantize_layers
+from llama.quantize import quantize_layers, quantized_weights
 from llama.request import Options
 from llama.session import Session
 
@@ -673,7 +673,7 @@ def int8_model(dtype: torch.dtype = torch.float32) -> Transformer:
     for norm in (part for name, part in model.named_parameters() if "norm" in name):
         norm.fill_(1)
     quantize_layers(model, dtype)
-    for name, weight in packed_weights(model).items():
+    for name, weight in quantized_weights(model).items():
         weight.fill(0, torch.randn(*weight.shape, generator=torch.Generator().manual_seed(len(name))))
     return model.to(dtype)
 
@@ -687,7 +687,7 @@ def test_int8_weights_and_the_dtype_of_their_activations_are_told_apart(tmp_path
     assert text_of(model.load_session(path, Bytes())) == "<bos>abc"
     assert text_of(int8_model().load_session(path, Bytes())) == "<bos>abc"
     refused(int8_model(torch.bfloat16), path, "in torch.float32, and this one is in torch.bfloat16")
-    weight = next(iter(packed_weights(model).values()))
+    weight = next(iter(quantized_weights(model).values()))
     weight.codes.view(-1)[5] ^= 1
     refused(model, path, "other weights")
 

@@ -10,13 +10,22 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.checkpoint.base import Checkpoint, CheckpointError, Weight, check_shapes, listing, needed_shapes, refusing
+from llama.checkpoint.base import (
+    Checkpoint,
+    CheckpointError,
+    Stored,
+    Weight,
+    check_shapes,
+    listing,
+    needed_shapes,
+    refusing,
+)
 from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
 from llama.costs import file_bytes
 from llama.model import Transformer
-from llama.packed import Format, PackedWeight
+from llama.packed import Format, MappedWeight, PackedWeight
 from llama.quantize import quantize_layers, weights_of
 from llama.ranks import ALONE, Ranks, cut_for
 
@@ -84,13 +93,15 @@ def load_weights(
     ranks: Ranks = ALONE,
     quantize: str | None = None,
     activations: int = 16,
+    repack: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Return a Transformer(args) whose parameters are copies of the checkpoint's weights, in `dtype` on `device`.
 
     Of several `ranks` each reads its own slices only. With `quantize` "int8" or "int4" the matrices are brought into
     that one by one as they are read, so that none is ever there in a wider dtype as a whole but the one being read;
-    with "stored" they keep the codes and scales of the file. `activations`: see `llama.quantize.PackedLinear`.
+    with "stored" they keep the codes and scales of the file, and without `repack` they stay in it, mapped: nothing of
+    them is read, nor checked. `activations`: see `llama.quantize.PackedLinear`.
 
     `args` are the checkpoint's own, with limits and switches as the caller wants them. Nothing is allocated before
     all names and shapes are known to fit, and beyond the model only one small block at a time is.
@@ -107,7 +118,7 @@ def load_weights(
     )
     found = {name: weight.shape for name, weight in checkpoint.tensors.items()}
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
-    model = _blank(checkpoint, args, dtype, quantize, ranks, activations)
+    model = _blank(checkpoint, args, dtype, quantize, ranks, activations, repack)
     materialise(model, dtype=dtype, device=device)
     parts = weights_of(model)  # a tied head is here as the embedding
     total, done = sum(part.nbytes for part in parts.values()), 0
@@ -115,14 +126,16 @@ def load_weights(
         own = checkpoint.tensors[name].part(tuple(part.shape), ranks.rank, ranks.size)
         if isinstance(part, PackedWeight):
             _fill(checkpoint, name, part, own)
-        else:
+        elif isinstance(part, torch.Tensor):
             own.copy_to(part.detach())
+        if not isinstance(part, MappedWeight):
+            own.drop()
         done += part.nbytes
         if progress is not None:
             progress(done, total)
     # What all ranks hold whole tells whether their files are the same.
     ranks.agree(lambda: {"weights": model.norm.weight.tolist()})
-    return model
+    return model if quantize is None else model.requires_grad_(False)
 
 
 def _blank(
@@ -132,13 +145,16 @@ def _blank(
     quantize: str | None,
     ranks: Ranks,
     activations: int = 16,
+    repack: bool = True,
 ) -> Transformer:
     """Return the model with its layers as they will be, and no memory taken yet."""
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
-        if quantize is not None:
-            formats = stored_formats(checkpoint).get if quantize == "stored" else None
-            quantize_layers(model, dtype, quantize, formats, activations)
+        if quantize == "stored":
+            kept = stored_formats(checkpoint) if repack else mapped_weights(checkpoint)
+            quantize_layers(model, dtype, quantize, kept.get, activations)
+        elif quantize is not None:
+            quantize_layers(model, dtype, quantize, activations=activations)
     return model
 
 
@@ -171,13 +187,23 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Format | None]:
 
     Raises CheckpointError where no matrix is quantised.
     """
+    return {name: None if kept is None else kept.format for name, kept in _stored(checkpoint).items()}
+
+
+def mapped_weights(checkpoint: Checkpoint) -> dict[str, MappedWeight | None]:
+    """Return each matrix as it lies in the file, else as `stored_formats`."""
+    shapes = {name: weight.shape for name, weight in checkpoint.tensors.items()}
+    return {name: None if kept is None else kept.mapped(shapes[name][1]) for name, kept in _stored(checkpoint).items()}
+
+
+def _stored(checkpoint: Checkpoint) -> dict[str, Stored | None]:
     stored = {name: weight.stored for name, weight in checkpoint.tensors.items() if len(weight.shape) == 2}
     if not any(stored.values()):
         raise CheckpointError(
             checkpoint.path,
             "quantize='stored' keeps what a .gguf file has quantised, and here no matrix is; leave it out",
         )
-    return {name: None if kept is None else kept.format for name, kept in stored.items()}
+    return stored
 
 
 def _fill(checkpoint: Checkpoint, name: str, weight: PackedWeight, own: Weight) -> None:
@@ -206,6 +232,8 @@ def materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device 
     """
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, blank in list(model.named_parameters(remove_duplicate=False)):
+        if not blank.is_meta:
+            continue  # it lies in a file
         if blank not in made:
             kind = dtype if blank.requires_grad else blank.dtype  # int8 weights are of the dtypes that they are of
             made[blank] = torch.nn.Parameter(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.model import Transformer
-from llama.packed import Format, Parts
+from llama.packed import Format, MappedWeight, Parts
 from llama.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,11 +70,13 @@ class Weight:
 
     `rows(start, stop)` returns them in the file's dtype, or in float32 where the file is quantised. They may be a
     view of the mapped file: copy, do not keep. `stored`: how the file itself holds a matrix, None where it has floats.
+    `drop()`: nothing more will be read for now, and what was read need stay in memory no longer.
     """
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], Tensor]
     stored: "Stored | None" = None
+    drop: Callable[[], None] = lambda: None
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Weight":
@@ -112,12 +114,21 @@ class Weight:
 class Stored:
     """The codes and scales of a matrix as a file has them, which `llama.packed` keeps to the bit.
 
-    kind: the file's name for them. `parts(start, stop)` returns those of some rows.
+    kind: the file's name for them. blocks: (rows, blocks, bytes), a view of the mapped file. `split` returns the parts
+    of some rows' blocks.
     """
 
     kind: str
     format: Format
-    parts: Callable[[int, int], Parts]
+    blocks: Tensor
+    split: Callable[[Tensor], Parts]
+
+    def parts(self, start: int, stop: int) -> Parts:
+        return self.split(self.blocks[start:stop])
+
+    def mapped(self, columns: int) -> MappedWeight:
+        """Return the matrix as it lies in the file; so many weights make a row."""
+        return MappedWeight(columns, self.format, self.blocks, self.kind, self.split)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -103,9 +103,10 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     header = read_header(path)
     args = _args(path, header.metadata)
     tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else _tokenizer(path, header.metadata)
-    with refusing(path, "cannot be mapped"):
-        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        tensors = {name: _weight(data, info) for name, info in header.tensors.items()}
+    with refusing(path, "cannot be mapped"), path.open("rb") as file:
+        # A private mapping, of which what is only read stays shared with every process that maps the file.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        tensors = {name: _weight(mapped, info) for name, info in header.tensors.items()}
     divisors = tensors.pop(ROPE_DIVISORS, None)
     if divisors is not None:
         args = replace(args, rope_scaling=_rope_scaling(path, args, divisors))
@@ -160,18 +161,23 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _weight(data: Tensor, info: TensorInfo) -> Weight:
-    raw = data[info.start : info.start + info.nbytes]
+def _weight(mapped: mmap.mmap, info: TensorInfo) -> Weight:
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=info.nbytes, offset=info.start)
     kind = next(kind for kind in KINDS.values() if kind.name == info.kind)
+
+    def drop() -> None:
+        if hasattr(mapped, "madvise"):  # Windows has none, and drops pages when it wants memory
+            first, end = info.start // mmap.PAGESIZE * mmap.PAGESIZE, info.start + info.nbytes
+            mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
+
     if kind.dtype is not None:
-        return Weight.of(raw.view(kind.dtype).view(info.shape))
-    blocks, parts = raw.view(*info.shape[:-1], -1), kind.parts
+        floats = raw.view(kind.dtype).view(info.shape)
+        return Weight(info.shape, lambda start, stop: floats[start:stop], drop=drop)
+    rows = raw.view(*info.shape[:-1], -1)
     stored = None
-    if kind.format is not None and parts is not None:
-        stored = Stored(
-            kind.name, kind.format, lambda start, stop: parts(torch.unflatten(blocks[start:stop], 1, (-1, kind.size)))
-        )
-    return Weight(info.shape, lambda start, stop: _dequantize(blocks[start:stop], kind.name), stored)
+    if kind.format is not None and kind.parts is not None and rows.ndim == 2:
+        stored = Stored(kind.name, kind.format, torch.unflatten(rows, 1, (-1, kind.size)), kind.parts)
+    return Weight(info.shape, lambda start, stop: _dequantize(rows[start:stop], kind.name), stored, drop)
 
 
 def _dequantize(blocks: Tensor, kind: str) -> Tensor:

@@ -58,7 +58,10 @@ def _q4_1(blocks: Tensor) -> Parts:
 
 def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
     """Return the words of codes of 5 bits: from byte `at` on the fifth of every code, then 16 bytes of the others."""
-    low, bits = blocks[..., at + 4 : at + 20], blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    low, bits = (
+        blocks[..., at + 4 : at + 20],
+        blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1,
+    )
     return pack_codes(torch.cat((low & 15, low >> 4), dim=-1) | bits.flatten(-2) << 4, 5)
 
 
@@ -93,7 +96,9 @@ def _q4_k(blocks: Tensor) -> Parts:
 
 def _q5_k(blocks: Tensor) -> Parts:
     low, high = torch.unflatten(blocks[..., 48:], -1, (4, 32)), blocks[..., 16:48]
-    fifth = high[..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # (rows, blocks, spans, 32)
+    fifth = (
+        high[..., None, :] >> torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None] & 1
+    )  # (rows, blocks, spans, 32)
     return _nested(blocks, pack_codes(torch.stack((low & 15, low >> 4), dim=-2).flatten(-3, -2) | fifth << 4, 5))
 
 
@@ -102,7 +107,9 @@ def _q6_k(blocks: Tensor) -> Parts:
         blocks[..., :128], -1, (2, 64)
     )  # of each half of a block's weights: 64 bytes, and 32 of high bits
     high = (
-        torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32)) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+        torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32))
+        >> torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
+        & 3
     )
     codes = torch.unflatten(torch.cat((low & 15, low >> 4), dim=-1), -1, (4, 32)) | high << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)

@@ -17,7 +17,7 @@ from llama.args import ModelArgs
 from llama.exact.operations import exact_ops
 from llama.kv_cache import check_lossless
 from llama.ops import PLAIN, Ops
-from llama.quantize import packed_weights
+from llama.quantize import quantized_weights
 from llama.runner import Runner
 from llama.self_comparison import first_difference
 
@@ -75,7 +75,7 @@ def _check(model: "Transformer") -> None:
     if model.runner is not None and model.runner.exact is None:
         raise ValueError(f"exact mode and the fast step ({model.runner.name}) exclude each other: choose one")
     check_lossless(model.caches)
-    if model.runner is None and packed_weights(model):
+    if model.runner is None and quantized_weights(model):
         raise ValueError(
             "exact mode computes with quantised weights by native code alone, which does not serve this model; load it "
             "with fast where that serves it, or without quantize"

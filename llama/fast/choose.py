@@ -10,12 +10,12 @@ from pathlib import Path
 from llama.fast.graph_ops import PYTORCH
 from llama.fast.graph_runner import GraphRunner, find_ops
 from llama.fast.native_build import NoNativeCode
-from llama.fast.native_check import check_library
+from llama.fast.native_check import check_blocks, check_library
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
 from llama.packed import Format
-from llama.quantize import packed_weights
+from llama.quantize import quantized_weights
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,11 @@ def make_fast(model: Transformer, folder: Path) -> None:
 def _use_native_code(model: Transformer, folder: Path) -> None:
     step = NativeRunner(folder)
     described = step.describe(model)
-    formats: set[Format | None] = {weight.format for weight in packed_weights(model).values()}
+    weights = quantized_weights(model).values()
+    formats: set[Format | None] = {weight.format for weight in weights}
     formats |= {None} if described.sizes.mixed else set()
     check_library(folder, described.dtype, formats=frozenset(formats), activations=described.sizes.activations)
+    check_blocks(folder, weights)
     model.runner = step
     logger.info("fast: native code for %s", step.instructions)
 

@@ -21,7 +21,7 @@ from llama.fast.graph_ops import PYTORCH, GraphOps, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.kv_cache import StaticCache
 from llama.model import Transformer, TransformerBlock
-from llama.quantize import packed_weights
+from llama.quantize import quantized_weights
 from llama.request import Request
 from llama.sampling import Sampler, Sampling, choose
 
@@ -368,7 +368,7 @@ class StepBlock:
 def _describe(model: Transformer) -> object:
     """Return something new for every model that is another than before. Raises Unsupported."""
     check_modules(model, (StaticCache,))
-    if packed_weights(model):
+    if quantized_weights(model):
         raise Unsupported("int8 weights are for a CPU so far")
     return object()
 

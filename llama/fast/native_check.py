@@ -3,7 +3,8 @@
 What a compiler makes of the code is known on the machine where it was made, and nowhere else.
 """
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
@@ -12,13 +13,13 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.fast.native_description import CACHES
-from llama.fast.native_library import Choice
+from llama.fast.native_description import CACHES, mapped_matrix
+from llama.fast.native_library import Choice, NativeForward
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.kv_cache import KVCache
 from llama.model import Transformer
-from llama.packed import Format, PackedWeight
+from llama.packed import LANES, Format, MappedWeight, PackedWeight, QuantizedWeight
 from llama.quantize import quantize_layers, weights_of
 from llama.sampling import Sampling, sample
 from llama.self_comparison import first_difference
@@ -82,6 +83,24 @@ def check_choices(runner: NativeRunner) -> None:
             raise Unsupported(
                 "the native code compiled here chooses other tokens than the sampler, from float32 logits"
             )
+
+
+def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:
+    """Raise Unsupported where the code in `folder` reads mapped matrices otherwise than their own definition."""
+    native, stream = NativeForward(folder), torch.Generator("cpu").manual_seed(0)
+    for weight in {weight.block: weight for weight in weights if isinstance(weight, MappedWeight)}.values():
+        columns = 2 * weight.shape[1] // weight.raw.shape[1]  # two blocks
+        size = (3 * LANES, 2, weight.raw.shape[2])
+        raw = torch.randint(256, size, generator=stream, dtype=torch.uint8, device="cpu")
+        mapped = MappedWeight(columns, weight.format, raw, weight.block, weight.split)
+        packed = PackedWeight(len(raw), columns, weight.format)
+        packed.take(0, mapped.parts(0, len(raw)))
+        room = torch.empty(4 * columns * LANES, dtype=torch.uint8, device="cpu")
+        found = native.unpack(mapped_matrix(mapped), LANES, 2, room.data_ptr())  # the second panel, and the third
+        for name, part in packed.named_parameters():
+            expected = part[1:].contiguous().view(torch.uint8).numpy().tobytes()
+            if ctypes.string_at(getattr(found, "weight" if name == "codes" else name), len(expected)) != expected:
+                raise Unsupported(f"the native code compiled here reads the {name} of {weight.block} wrongly")
 
 
 def _off_from_cache(model: Transformer, runner: NativeRunner, cache: type[KVCache]) -> float:

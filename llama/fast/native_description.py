@@ -14,13 +14,24 @@ from llama.fast.native_library import Layer, Matrix, Model
 from llama.fast.supported import Unsupported, check_modules
 from llama.kv_cache import Int4Cache, Int8Cache, KVCache, PagedCache, StaticCache
 from llama.model import Attention, Transformer, TransformerBlock
-from llama.packed import PackedWeight, part_sizes
-from llama.quantize import PackedEmbedding, PackedLinear, packed_weights
+from llama.packed import GROUP, UNIT, Format, MappedWeight, QuantizedWeight, part_sizes
+from llama.quantize import PackedEmbedding, PackedLinear, quantized_weights
 from llama.rows import Rows
 
 CACHES = (StaticCache, Int8Cache, Int4Cache, PagedCache)  # the kinds that native code reads where they lie
 # The bits, span and whether there are zeros of packed weights that it reads.
 _PACKED = {(bits, 32, zeros) for bits in (4, 5, 8) for zeros in (False, True)} | {(6, 16, False)}
+# The types of a .gguf file, as it numbers them, with the bytes of a block and what is in one.
+_BLOCKS = {
+    "Q4_0": (2, 18, Format(4, offset=8)),
+    "Q4_1": (3, 20, Format(4)),
+    "Q5_0": (6, 22, Format(5, offset=16)),
+    "Q5_1": (7, 24, Format(5)),
+    "Q8_0": (8, 34, Format(8, offset=128)),
+    "Q4_K": (12, 144, Format(4, nested=True)),
+    "Q5_K": (13, 176, Format(5, nested=True)),
+    "Q6_K": (14, 210, Format(6, span=16, offset=32, nested=True)),
+}
 _MULTIPLE = 32  # of numbers that the native code takes at a time
 
 
@@ -126,7 +137,7 @@ def _sizes(model: Transformer) -> Model:
 def _activations(model: Transformer) -> int:
     """Return how many bits activations have in the products with packed weights; 0 where no weight is packed."""
     found = {module.activations for module in model.modules() if isinstance(module, PackedLinear)}
-    if not found and packed_weights(model):
+    if not found and quantized_weights(model):
         return 16  # an embedding alone, whose vectors are widened
     if len(found) > 1 or not found <= {8, 16}:
         raise Unsupported(f"layers round activations to {sorted(found)} bits")
@@ -149,7 +160,7 @@ def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
     )
 
 
-def _matrix(weight: Tensor | PackedWeight, rows: int, columns: int, sizes: Model) -> Matrix:
+def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, sizes: Model) -> Matrix:
     """Return a weight (rows, columns) as the native code is told of it, whose columns are our rows."""
     if isinstance(weight, Tensor):
         sizes.mixed |= bool(sizes.activations)
@@ -158,6 +169,9 @@ def _matrix(weight: Tensor | PackedWeight, rows: int, columns: int, sizes: Model
     if tuple(weight.shape) != (rows, columns):
         raise Unsupported(f"a matrix is {tuple(weight.shape)} where the others ask for {(rows, columns)}")
     format = weight.format
+    if isinstance(weight, MappedWeight):
+        sizes.mapped = True
+        return mapped_matrix(weight)
     if (format.bits, format.span, format.offset is None) not in _PACKED:
         raise Unsupported(f"there is no native code for weights packed as {format}")
     parts = part_sizes(rows, columns, format)
@@ -165,3 +179,13 @@ def _matrix(weight: Tensor | PackedWeight, rows: int, columns: int, sizes: Model
     return Matrix(
         places.pop("codes"), **places, columns=rows, length=columns, bits=format.bits, offset=format.offset or 0
     )
+
+
+def mapped_matrix(weight: MappedWeight) -> Matrix:
+    """Return a matrix as it lies in a file, as the native code is told of it. Raises Unsupported."""
+    number, size, format = _BLOCKS.get(weight.block, (0, 0, None))
+    if format is None or format != weight.format:
+        raise Unsupported(f"there is no native code for {weight.format} in blocks of {weight.block}")
+    rows, columns = weight.shape
+    place = check_tensor(weight.raw, (rows, columns // (UNIT if format.nested else GROUP), size), torch.uint8)
+    return Matrix(weight=place, columns=rows, length=columns, bits=format.bits, offset=format.offset or 0, block=number)

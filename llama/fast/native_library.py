@@ -15,12 +15,12 @@ SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 class Matrix(ctypes.Structure):
     """A weight (columns, length); of a packed one the codes and the other parts, as `llama/packed.py` has them.
 
-    bits: of a code; 0 where the weight is plain.
+    bits: of a code; 0 where the weight is plain. block: the number of a mapped one's type, else 0.
     """
 
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scales", "zeros", "scale_units", "zero_units")),
-        *((name, c_int64) for name in ("columns", "length", "bits", "offset")),
+        *((name, c_int64) for name in ("columns", "length", "bits", "offset", "block")),
     )
 
 
@@ -40,6 +40,7 @@ class Model(ctypes.Structure):
         ("bfloat16", c_int64),  # whether norms, cache and plain matrices are bfloat16, not float32
         ("activations", c_int64),  # bits that packed matrices are multiplied with, 8 or 16; 0: all matrices are plain
         ("mixed", c_int64),  # whether some are plain where others are packed
+        ("mapped", c_int64),  # whether some lie as a file has them
         *((name, c_int64) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden", "layer_count")),
         ("eps", c_float),
         ("embedding", Matrix),
@@ -94,6 +95,8 @@ class NativeForward:
         self._run.restype, self._run.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
         self._choose = library.choose_tokens
         self._choose.restype, self._choose.argtypes = None, (c_void_p,)
+        self._unpack = library.unpack
+        self._unpack.restype, self._unpack.argtypes = None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)
         library.instructions.restype = c_char_p
         self.instructions: str = library.instructions().decode()
         self.code = Path(library._name).stem  # by source, flags and CPU, see native_build.py
@@ -102,6 +105,12 @@ class NativeForward:
         """Return how many bytes `batch.workspace` has to have; where its `room` is less, nothing was computed."""
         size: int = self._run(byref(model), byref(batch), room)
         return size
+
+    def unpack(self, matrix: Matrix, first: int, panels: int, room: int) -> Matrix:
+        """Return panels of a mapped matrix, from column `first` on, as a packed one in the memory at `room`."""
+        panel = Matrix()
+        self._unpack(byref(matrix), first, panels, room, byref(panel))
+        return panel
 
     def choose(self, choice: Choice) -> None:
         """Write what every row of logits gives to `choice.ids`: -1 where they are not finite."""

@@ -10,13 +10,14 @@ from llama.kv_cache import KVCache
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
-from llama.packed import PackedWeight
+from llama.packed import MappedWeight, PackedWeight
 from llama.quantize import PackedEmbedding, PackedLinear
 from llama.ranks import ALONE
 
 _KNOWN = {
     *(Transformer, TransformerBlock, Attention, FeedForward, RMSNorm, nn.ModuleList),
-    *(ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, PackedLinear, PackedEmbedding, PackedWeight),
+    *(ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding),
+    *(PackedLinear, PackedEmbedding, PackedWeight, MappedWeight),
 }
 # What the plain path runs of our files: functions, methods, and the names under which it reaches PyTorch.
 PATH = {
@@ -26,7 +27,7 @@ PATH = {
     *("room", "fits", "_grow", "_enlarge", "_allocate", "_write", "sizes", "_refusal", "_note_ends"),
     *("quantize", "dequantize", "_packed", "_unpacked", "_run", "_newest", "value_parts", "_whole", "_keep", "_take"),
     *("_refuse_what_is_gone", "rotated", "real", "_take_one", "_give_back", "_slots", "_gathered"),
-    *("_widened", "unpack_codes", "in_8_bits", "check_fed", "row_starts", "check_room"),
+    *("parts", "parts_at", "_held", "_widened", "unpack_codes", "in_8_bits", "check_fed", "row_starts", "check_room"),
     *("torch", "nn", "F"),
 }
 

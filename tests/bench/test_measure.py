@@ -40,7 +40,7 @@ from llama.fast.graph_runner import GraphRunner
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.packed import PackedWeight
-from llama.quantize import packed_weights
+from llama.quantize import quantized_weights
 
 CPU = torch.device("cpu")
 CELL = Cell(batch_size=3, input_len=7, output_len=5)
@@ -279,7 +279,7 @@ def test_the_ledger_of_int8_weights_is_that_of_the_tensors(tied_head: bool) -> N
 def test_random_int8_weights_are_the_random_weights_rounded() -> None:
     args = tiny_args(dim=64, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=5000)  # more than are drawn at a time
     whole, rounded = (random_model(args, dtype=torch.float32, device=CPU, quantize=kind) for kind in (None, "int8"))
-    matrices = packed_weights(rounded)
+    matrices = quantized_weights(rounded)
     assert len(matrices) == 16
     for name, weight in matrices.items():
         expected = PackedWeight(*weight.shape)

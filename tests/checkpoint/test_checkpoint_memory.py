@@ -94,3 +94,45 @@ def test_anonymous_memory_grows_by_little_more_than_the_model(tmp_path: Path) ->
     assert len(growths) == 14
     for what, growth in growths.items():
         assert 0.9 < growth < 1.15, f"{what}: {growth}"  # below 0.9 a parameter would be a view of the file
+
+
+# What is read of the file counts, too, until its pages are dropped.
+RESIDENT = """
+import re, sys
+import torch
+from llama.checkpoint import load_weights, open_checkpoint
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return int(re.search(rf"{name}:\\s+(\\d+)", file.read())[1]) * 1024
+
+def load(path, repack):
+    checkpoint = open_checkpoint(path)
+    how = {"dtype": torch.float32, "device": "cpu", "quantize": "stored", "repack": repack}
+    return load_weights(checkpoint, checkpoint.args, **how)
+
+small, large, repack = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+load(small, repack)
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak counts anew
+before = status("VmRSS")
+model = load(large, repack)
+print(status("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("repack", [True, False])
+def test_resident_memory_holds_a_stored_file_once(repack: bool, tmp_path: Path) -> None:
+    paths = []
+    for name, sizes in (("small", (768, 1, 256)), ("large", (2048, 12, 512))):
+        vocab_size, layers, width = sizes
+        config = config_of(
+            hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, vocab_size=vocab_size
+        )
+        weights = meta_weights(random_model(config))
+        paths.append(str(write_gguf(tmp_path / f"{name}.gguf", weights, config, kind=Kind.Q4_K)))
+    command = [sys.executable, "-c", RESIDENT, *paths, str(repack)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]).stdout
+    growth, model = map(int, printed.split())
+    assert model > 20 << 20
+    assert growth < (1.4 * model if repack else 0.2 * model)  # 2.0 with every page that was read

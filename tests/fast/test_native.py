@@ -36,14 +36,16 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.checkpoint.gguf_types import KINDS as KINDS_OF_FILES
+from llama.checkpoint.gguf_types import Kind
 from llama.fast import native_build
 from llama.fast.choose import make_fast
-from llama.fast.native_check import check_library, tiny_model
+from llama.fast.native_check import check_blocks, check_library, tiny_model
 from llama.fast.native_runner import NativeRunner
+from llama.fast.supported import Unsupported
 from llama.generation import NonFiniteLogits
 from llama.model import Transformer
-from llama.packed import Format
-from llama.quantize import PackedLinear, packed_weights
+from llama.packed import Format, MappedWeight, Parts
+from llama.quantize import PackedLinear, quantized_weights
 
 pytestmark = needs_a_compiler
 # AVX2 by the rules of the CPU on which GCC fuses some loops' products and sums and not others', left to itself.
@@ -97,12 +99,40 @@ def test_every_packed_format_gives_what_its_plain_layers_give_and_always_the_sam
     check_library.__wrapped__(FOLDER, dtype, formats=formats, activations=activations)
 
 
+def mapped(kind: Kind) -> MappedWeight:
+    assert kind.format is not None
+    assert kind.parts is not None
+    raw = torch.zeros(16, 512 // kind.block, kind.size, dtype=torch.uint8)
+    return MappedWeight(512, kind.format, raw, kind.name, kind.parts)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_every_kind_of_mapped_block_is_read_as_its_definition_says() -> None:
+    kinds = [kind for kind in KINDS_OF_FILES.values() if kind.format is not None]
+    check_blocks(FOLDER, map(mapped, kinds))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_block_that_is_read_wrongly_is_noticed(name: str) -> None:
+    kind = next(kind for kind in KINDS_OF_FILES.values() if kind.name == name)
+    weight = mapped(kind)
+    right = weight.split
+
+    def wrong(raw: Tensor) -> Parts:
+        parts = right(raw)
+        return parts._replace(codes=parts.codes ^ 128)
+
+    weight.split = wrong
+    with pytest.raises(Unsupported, match=f"reads the codes of {name} wrongly"):
+        check_blocks(FOLDER, [weight])
+
+
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("activations", [16, 8])
 @pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
 def test_sums_of_the_largest_codes_and_activations_are_not_cut(packed: Format, activations: int) -> None:
     model = tiny_model(torch.float32, [packed], activations)
-    for weight in packed_weights(model).values():
+    for weight in quantized_weights(model).values():
         weight.codes.fill_(255)
         for part in (weight.scales, weight.zeros, weight.scale_units, weight.zero_units):
             if part is not None:  # so that all vectors are of one number, which is rounded to the largest

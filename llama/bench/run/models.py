@@ -161,6 +161,7 @@ def random_model(
         if isinstance(parameter, PackedWeight):
             _draw_packed(parameter, stream, dtype)
             continue
+        assert isinstance(parameter, torch.nn.Parameter)
         if parameter.ndim == 1:
             parameter.fill_(1.0)  # the norms
             continue

@@ -39,6 +39,7 @@ struct Model {
     Int bfloat16;  // whether norms, cache and plain matrices are bfloat16, not float32
     Int activations;  // bits that packed matrices are multiplied with, 8 or 16; 0: all matrices are plain
     Int mixed;        // whether some are plain where others are packed
+    Int mapped;       // whether some lie as a file has them
     Int dim, heads, kv_heads, head_dim, hidden, layer_count;
     float eps;
     Matrix embedding, output;
@@ -85,10 +86,12 @@ struct Barrier {
     }
 };
 
-// Some threads that compute a block of rows together; one alone waits for nobody.
+// Some threads that compute a block of rows together; one alone waits for nobody. room: a thread's own, for panels of
+// mapped matrices.
 struct Team {
     Int rank, size;
     Barrier* barrier;
+    char* room;
 
     void wait() const {
         if (size > 1) barrier->wait(size);
@@ -148,7 +151,8 @@ struct Forward {
     char *rounded, *attention;     // each thread's
     float* parts;                  // of every token, chunk and head, where keys are shared out
     float* scaled_row;             // each thread's
-    Int rounded_bytes, attention_bytes, workspace_size;
+    char* rooms;                   // each thread's
+    Int rounded_bytes, attention_bytes, room_bytes, workspace_size;
 
     Forward(const Model& m, const Batch& b) : model(m), batch(b), product_of{m.mixed != 0} {
         threads = std::max<Int>(1, batch.threads);
@@ -186,6 +190,8 @@ struct Forward {
         if (grouped()) attention_bytes += (most_queries() * model.head_dim + of_group()) * sizeof(float);
         attention_bytes = (attention_bytes + 8 * 64) / 64 * 64;
         attention = carver.take<char>(threads * attention_bytes);
+        room_bytes = model.mapped ? product_of.room_for(std::max(queries, widest())) : 0;
+        rooms = carver.take<char>(threads * room_bytes);
         parts = apart ? carver.take<float>(tokens * chunks * model.heads * part_size()) : nullptr;
         workspace_size = carver.used;
     }
@@ -223,16 +229,17 @@ struct Forward {
         Barrier barrier;
 #pragma omp parallel num_threads(threads)
         {
-            Team all{0, 1, nullptr};
+            Team all{0, 1, nullptr, rooms};
 #if defined(_OPENMP)
-            all = {omp_get_thread_num(), omp_get_num_threads(), &barrier};
+            const Int rank = omp_get_thread_num();
+            all = {rank, omp_get_num_threads(), &barrier, rooms + rank * room_bytes};
 #endif
             work(all);
         }
     }
 
     void work(const Team& all) {
-        const Team alone{0, 1, nullptr}, &team = together ? all : alone;
+        const Team alone{0, 1, nullptr, all.room}, &team = together ? all : alone;
         char* own = rounded + all.rank * rounded_bytes;
         float* scaled = scaled_row + all.rank * model.dim;
         const Int slot = together ? 0 : all.rank * block_rows;
@@ -245,7 +252,7 @@ struct Forward {
         };
         each_block([&](Int first, Int count) {
             for (Int t = team.rank; t < count; t += team.size)
-                product_of.row_of(model.embedding, token(first + t), h + (first + t) * model.dim);
+                product_of.row_of(model.embedding, token(first + t), h + (first + t) * model.dim, team.room);
         });
         if (turns) group_turns(all);
         all.wait();
@@ -306,13 +313,13 @@ struct Forward {
     // The team's share of a product.
     void product(const Matrix& matrix, const char* x, Int count, const Team& team, float* to) const {
         team.share(matrix.columns,
-                   [&](Int first, Int end) { product_of.multiply(matrix, x, count, first, end, to, matrix.columns); });
+                   [&](Int first, Int end) { product_of.multiply(matrix, x, count, first, end, to, matrix.columns, team.room); });
     }
 
     // The same, added to `to`; `scratch` takes the product.
     void added(const Matrix& matrix, const char* x, Int count, const Team& team, float* to, float* scratch) const {
         team.share(matrix.columns, [&](Int first, Int end) {
-            product_of.multiply(matrix, x, count, first, end, scratch, matrix.columns);
+            product_of.multiply(matrix, x, count, first, end, scratch, matrix.columns, team.room);
             for (Int r = 0; r < count; r++)
                 for (Int c = first; c < end; c++) to[r * matrix.columns + c] += scratch[r * matrix.columns + c];
         });
@@ -321,8 +328,8 @@ struct Forward {
     // The MLP's hidden numbers, silu(w1 x) * w3 x, in `g`; `u` takes w3 x.
     void gated(const Layer& layer, const char* x, Int count, const Team& team, float* g, float* u) const {
         team.share(model.hidden, [&](Int first, Int end) {
-            product_of.multiply(layer.w1, x, count, first, end, g, model.hidden);
-            product_of.multiply(layer.w3, x, count, first, end, u, model.hidden);
+            product_of.multiply(layer.w1, x, count, first, end, g, model.hidden, team.room);
+            product_of.multiply(layer.w3, x, count, first, end, u, model.hidden, team.room);
             for (Int r = 0; r < count; r++)
                 for (Int i = r * model.hidden + first; i < r * model.hidden + end; i += LANES) {
                     const floats number = widen(g + i);
@@ -707,6 +714,11 @@ Int forward(const Model* model, const Batch* batch, Int room) {
         if (size <= room) it.run();
     });
     return size;
+}
+
+// Write panels of a mapped matrix into `room` and, to `panel`, where they are; see matrices.h.
+void unpack(const Matrix* matrix, Int first, Int panels, char* room, Matrix* panel) {
+    *panel = unpacked(*matrix, first, panels, room);
 }
 
 // Choose the next token of every row, see choose.h.

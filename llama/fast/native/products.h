@@ -5,17 +5,9 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "matrices.h"
 
 namespace {
-
-// A weight as PyTorch has it, (columns, length), of 0 bits; or in codes of 4 to 8 bits, as packed.py has them, where
-// zeros and units may be null. offset: the code of 0 where there are no zeros.
-struct Matrix {
-    const void *weight, *scales, *zeros, *scale_units, *zero_units;
-    Int columns, length;
-    Int bits, offset;
-};
 
 // Weights of float32 or bfloat16, and activations rounded to the same.
 template <class T>
@@ -23,18 +15,19 @@ struct Plain {
     bool mixed;  // as Packed has it; here it says nothing
 
     static Int bytes(Int length) { return length * sizeof(T); }
+    static constexpr Int room_for(Int) { return 0; }
 
     static void round(const float* x, Int length, char* to) {
         for (Int i = 0; i < length; i += LANES) narrow(widen(x + i), (T*)to + i);
     }
 
-    static void row_of(const Matrix& matrix, Int row, float* to) {
+    static void row_of(const Matrix& matrix, Int row, float* to, char*) {
         const T* from = (const T*)matrix.weight + row * matrix.length;
         for (Int i = 0; i < matrix.length; i += LANES) store(to + i, widen(from + i));
     }
 
     // to[r][c] = x[r] . w[c] for columns `first` to `end`.
-    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) {
+    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride, char*) {
         multiply(matrix, x, bytes(matrix.length), rows, first, end, to, stride);
     }
 
@@ -248,30 +241,40 @@ struct Packed {
     static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // panels at a time, by the registers there are
 
     template <int BITS>
-    void by_columns(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) const {
+    void by_columns(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
+                    char* room) const {
         const Int size = bytes(matrix.length);
         for (Int c = first; c < end;) {
             const bool many = rows > 1 && c + MOST * PANEL <= end;  // one row reads from as few places as it can
+            const Int panels = many ? MOST : 1, skipped = matrix.block ? c : 0;
+            const Matrix here = matrix.block ? unpacked(matrix, c, panels, room) : matrix;
             by_rows(rows, [&](auto n, Int r) {
                 constexpr int ROWS = decltype(n)::value;
                 const char* from = x + r * size;
-                many ? some<BITS, ROWS, MOST>(matrix, from, size, c, to + r * stride, stride)
-                     : some<BITS, ROWS, 1>(matrix, from, size, c, to + r * stride, stride);
+                float* out = to + r * stride + skipped;
+                many ? some<BITS, ROWS, MOST>(here, from, size, c - skipped, out, stride)
+                     : some<BITS, ROWS, 1>(here, from, size, c - skipped, out, stride);
             });
-            c += many ? MOST * PANEL : PANEL;
+            c += panels * PANEL;
         }
     }
 
-    void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride) const {
+    // What `room` a thread needs for mapped matrices that are so long.
+    static constexpr Int room_for(Int length) { return room_of(MOST, length); }
+
+    void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
+                  char* room) const {
         if (!matrix.bits)
             return Plain<T>::multiply(matrix, x + Row::bytes(matrix.length), bytes(matrix.length), rows, first, end, to,
                                       stride);
-        with_bits(matrix, [&](auto bits) { by_columns<bits>(matrix, x, rows, first, end, to, stride); });
+        with_bits(matrix, [&](auto bits) { by_columns<bits>(matrix, x, rows, first, end, to, stride, room); });
     }
 
-    static void row_of(const Matrix& matrix, Int row, float* to) {
-        if (!matrix.bits) return Plain<T>::row_of(matrix, row, to);
-        with_bits(matrix, [&](auto bits) { row_of<bits>(matrix, row, to); });
+    static void row_of(const Matrix& matrix, Int row, float* to, char* room) {
+        if (!matrix.bits) return Plain<T>::row_of(matrix, row, to, room);
+        const Int skipped = matrix.block ? row / PANEL * PANEL : 0;
+        const Matrix here = matrix.block ? unpacked(matrix, skipped, 1, room) : matrix;
+        with_bits(matrix, [&](auto bits) { row_of<bits>(here, row - skipped, to); });
     }
 
     template <int BITS>
