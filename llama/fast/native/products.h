@@ -161,48 +161,44 @@ struct Packed {
         const Int length = matrix.length, groups = length / GROUP;
         const std::int32_t offset = matrix.offset;
         Place at[VECTORS];
-        for (int v = 0; v < VECTORS; v++) at[v] = Place(matrix, c / PANEL + v / EACH, v % EACH * LANES, BITS);
+        UNROLL for (int v = 0; v < VECTORS; v++) at[v] = Place(matrix, c / PANEL + v / EACH, v % EACH * LANES, BITS);
         floats sums[ROWS][VECTORS] = {};
         for (Int g = 0; g < groups; g++) {
             ints partial[CHAINS][ROWS][VECTORS] = {};
-            for (int r = 0; r < ROWS; r++) {
+            UNROLL for (int r = 0; r < ROWS; r++) {
                 const std::int32_t* counts = Row(x + r * size, length).counts + 2 * g;
-                for (int s = 0; s < SPANS; s++) {
+                UNROLL for (int s = 0; s < SPANS; s++) {
                     const ints start = held(ints{} - offset * (SPANS == 2 ? counts[s] : counts[0] + counts[1]));
-                    for (int v = 0; v < VECTORS; v++) partial[s * CHAINS / SPANS][r][v] = start;
+                    UNROLL for (int v = 0; v < VECTORS; v++) partial[s * CHAINS / SPANS][r][v] = start;
                 }
             }
             ints narrow[ROWS][VECTORS] = {};
-#pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) {
-#pragma GCC unroll 4
-                for (int w = 0; w < 4; w++) {
+            UNROLL for (int h = 0; h < 2; h++) {
+                UNROLL for (int w = 0; w < 4; w++) {
                     constexpr int RUN = fours_in_16_bits<BITS>();
                     words four[VECTORS];
-                    for (int v = 0; v < VECTORS; v++) {
+                    UNROLL for (int v = 0; v < VECTORS; v++) {
                         const char* group = at[v].codes + g * PANEL * BITS * 4;
                         four[v] = four_codes<BITS>(group, h, w);
                         // The CPU's own reading ahead ends with a page.
                         if (ROWS == 1 && (BITS == 8 || h == 0)) __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + 4096);
                     }
-                    for (int r = 0; r < ROWS; r++) {
+                    UNROLL for (int r = 0; r < ROWS; r++) {
                         const char* numbers = Row(x + r * size, length).numbers + (g * GROUP + HALF * h + 4 * w) * (ACTIVATIONS / 8);
                         ints* total = partial[CHAINS == 4 ? 2 * h + w % 2 : CHAINS == 2 ? h : 0][r];
-                        std::int32_t some[ACTIVATIONS / 8];
-                        std::memcpy(some, numbers, sizeof some);
                         if constexpr (ACTIVATIONS == 16) {
-                            const ints even = held(ints{} + some[0]), odd = held(ints{} + some[1]);
-                            for (int v = 0; v < VECTORS; v++) {
-                                total[v] = multiply_add(total[v], even, ints(four[v] & 0x00ff00ffu));
-                                total[v] = multiply_add(total[v], odd, upper_bytes(four[v]));
+                            const ints even = held(every_at(numbers)), odd = held(every_at(numbers + 4));
+                            UNROLL for (int v = 0; v < VECTORS; v++) {
+                                total[v] = held(multiply_add(total[v], even, ints(four[v] & 0x00ff00ffu)));
+                                total[v] = held(multiply_add(total[v], odd, upper_bytes(four[v])));
                             }
                         } else {
-                            const ints activations = held(ints{} + some[0]);
-                            for (int v = 0; v < VECTORS; v++) {
+                            const ints activations = held(every_at(numbers));
+                            UNROLL for (int v = 0; v < VECTORS; v++) {
                                 if constexpr (RUN == 0) {
-                                    total[v] = add_fours<BITS>(total[v], activations, four[v]);
+                                    total[v] = held(add_fours<BITS>(total[v], activations, four[v]));
                                 } else {
-                                    narrow[r][v] = add_fours<BITS>(narrow[r][v], activations, four[v]);
+                                    narrow[r][v] = held(add_fours<BITS>(narrow[r][v], activations, four[v]));
                                     if ((4 * h + w + 1) % RUN == 0)
                                         total[v] += pairs_added(narrow[r][v]), narrow[r][v] = ints{};
                                 }
@@ -211,12 +207,12 @@ struct Packed {
                     }
                 }
             }
-            for (int s = 0; s < SPANS; s++) {
+            UNROLL for (int s = 0; s < SPANS; s++) {
                 const Int span = g * SPANS + s;
-                for (int v = 0; v < VECTORS; v++) {
+                UNROLL for (int v = 0; v < VECTORS; v++) {
                     const floats scale = at[v].scales.at(span, g);
                     const floats zero = matrix.zeros ? at[v].zeros.at(span, g) : floats{};
-                    for (int r = 0; r < ROWS; r++) {
+                    UNROLL for (int r = 0; r < ROWS; r++) {
                         ints all = partial[s * CHAINS / SPANS][r][v];
                         for (int i = 1; i < CHAINS / SPANS; i++) all += partial[s * CHAINS / SPANS + i][r][v];
                         floats product = __builtin_convertvector(all, floats);
@@ -228,9 +224,9 @@ struct Packed {
                 }
             }
         }
-        for (int v = 0; v < VECTORS; v++) {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
             const Int columns = std::clamp<Int>(matrix.columns - c - v * LANES, 0, LANES);
-            for (int r = 0; r < ROWS; r++) {
+            UNROLL for (int r = 0; r < ROWS; r++) {
                 const float* factors = Row(x + r * size, length).factors;
                 const floats out = sums[r][v] * factors[0] * factors[1];
                 std::memcpy(to + r * stride + c + v * LANES, &out, columns * sizeof(float));

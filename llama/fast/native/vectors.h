@@ -22,6 +22,8 @@
 
 // GCC would make calls of what is used more than once, and keep its vectors in memory.
 #define INLINE inline __attribute__((always_inline))
+// GCC would keep an array of vectors in memory where a loop over it stays one.
+#define UNROLL _Pragma("GCC unroll 16")
 
 namespace {
 
@@ -199,7 +201,8 @@ INLINE floats exp_of(floats x) {
 INLINE floats take(const float* x) { return load<floats>(x); }
 INLINE words take(const bfloat* x) { return load<words>(x); }
 
-// The same, kept in a register: GCC would load it again for each of its uses, and then loading is what takes the time.
+// The same, kept in a register: GCC would load it again for each of its uses, or, of sums, make all products before it
+// adds the first, and then loading and storing is what takes the time.
 template <class V>
 INLINE V held(V v) {
 #if defined(__AVX512F__)
@@ -208,6 +211,17 @@ INLINE V held(V v) {
     asm("" : "+x"(v));
 #endif
     return v;
+}
+
+// The four bytes at x in every lane.
+INLINE ints every_at(const char* x) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_set1_epi32(load<std::int32_t>(x));
+#elif defined(__AVX2__)
+    return (ints)_mm256_set1_epi32(load<std::int32_t>(x));
+#else
+    return ints{} + load<std::int32_t>(x);
+#endif
 }
 
 // A pair of 16-bit products added to every lane.
