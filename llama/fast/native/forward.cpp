@@ -134,7 +134,7 @@ struct Forward {
     Int queries, kv, rep;  // numbers of a token's queries, and of its keys; query heads to a kv head
     float scale;           // of attention's scores
     bool together;         // all threads on one block of all tokens, sharing columns; else blocks, a thread each
-    bool apart;            // so few tokens that their keys are shared out
+    bool apart;            // so few tokens that their keys are shared out; else, of one block, rows are
     Int blocks, block_rows;
     Int chunks;  // of keys of the longest text
     // In the workspace:
@@ -240,7 +240,7 @@ struct Forward {
 
     void work(const Team& all) {
         const Team alone{0, 1, nullptr, all.room}, &team = together ? all : alone;
-        char* own = rounded + all.rank * rounded_bytes;
+        char* own = rounded + (rows_shared() ? 0 : all.rank * rounded_bytes);
         float* scaled = scaled_row + all.rank * model.dim;
         const Int slot = together ? 0 : all.rank * block_rows;
         auto each_block = [&](auto act) {
@@ -259,7 +259,7 @@ struct Forward {
         for (Int l = 0; l < model.layer_count; l++) {
             const Layer& layer = model.layers[l];
             each_block([&](Int first, Int count) {
-                normed(h + first * model.dim, count, (const T*)layer.attention_norm, scaled, own);
+                normed(h + first * model.dim, count, team, (const T*)layer.attention_norm, scaled, own);
                 product(layer.wq, own, count, team, q + first * queries);
                 product(layer.wk, own, count, team, k + slot * kv);
                 product(layer.wv, own, count, team, v + slot * kv);
@@ -273,13 +273,13 @@ struct Forward {
             each_block([&](Int first, Int count) {
                 attend(layer, first, count, team, attention + all.rank * attention_bytes);
                 team.wait();
-                rows_rounded(q + first * queries, count, queries, own);
+                rows_rounded(q + first * queries, count, team, queries, own);
                 added(layer.wo, own, count, team, h + first * model.dim, gate + slot * widest());
                 team.wait();
-                normed(h + first * model.dim, count, (const T*)layer.ffn_norm, scaled, own);
+                normed(h + first * model.dim, count, team, (const T*)layer.ffn_norm, scaled, own);
                 gated(layer, own, count, team, gate + slot * widest(), up + slot * widest());
                 team.wait();
-                rows_rounded(gate + slot * widest(), count, model.hidden, own);
+                rows_rounded(gate + slot * widest(), count, team, model.hidden, own);
                 added(layer.w2, own, count, team, h + first * model.dim, up + slot * widest());
                 team.wait();
             });
@@ -296,18 +296,30 @@ struct Forward {
 
     Int token(Int t) const { return batch.tokens[row[t] * batch.width + position[t] - batch.starts[row[t]]]; }
 
-    void rows_rounded(const float* x, Int count, Int length, char* to) const {
-        for (Int r = 0; r < count; r++) product_of.round(x + r * length, length, to + r * product_of.bytes(length));
+    // Every thread has a rounded copy of its own where rows are few; where there are more, they share the work and one.
+    bool rows_shared() const { return together && !apart; }
+
+    template <class Act>
+    void each_row(Int count, const Team& team, Act act) const {
+        const Int first = rows_shared() ? team.rank : 0, step = rows_shared() ? team.size : 1;
+        for (Int r = first; r < count; r += step) act(r);
+        if (rows_shared()) team.wait();
     }
 
-    void normed(const float* x, Int count, const T* weight, float* scaled, char* to) const {
-        for (Int r = 0; r < count; r++, x += model.dim) {
-            floats squares = {};
-            for (Int i = 0; i < model.dim; i += LANES) squares = multiply_add(squares, widen(x + i), widen(x + i));
-            const float factor = 1.0f / std::sqrt(sum_of(squares) / float(model.dim) + model.eps);
-            for (Int i = 0; i < model.dim; i += LANES) store(scaled + i, widen(x + i) * factor * widen(weight + i));
-            product_of.round(scaled, model.dim, to + r * product_of.bytes(model.dim));
-        }
+    void rows_rounded(const float* x, Int count, const Team& team, Int length, char* to) const {
+        each_row(count, team, [&](Int r) { product_of.round(x + r * length, length, to + r * product_of.bytes(length)); });
+    }
+
+    void normed(const float* x, Int count, const Team& team, const T* weight, float* scaled, char* to) const {
+        each_row(count, team, [&](Int r) { norm_of(x + r * model.dim, weight, scaled, to + r * product_of.bytes(model.dim)); });
+    }
+
+    void norm_of(const float* x, const T* weight, float* scaled, char* to) const {
+        floats squares = {};
+        for (Int i = 0; i < model.dim; i += LANES) squares = multiply_add(squares, widen(x + i), widen(x + i));
+        const float factor = 1.0f / std::sqrt(sum_of(squares) / float(model.dim) + model.eps);
+        for (Int i = 0; i < model.dim; i += LANES) store(scaled + i, widen(x + i) * factor * widen(weight + i));
+        product_of.round(scaled, model.dim, to);
     }
 
     // The team's share of a product.
@@ -663,11 +675,12 @@ struct Forward {
     void head(const Team& all, float* scaled, char* own) const {
         for (Int done = 0; done < scored; done += scored_rows()) {
             const Int count = std::min(scored_rows(), scored - done);
-            for (Int i = 0; i < count; i++) {
+            each_row(count, all, [&](Int i) {
                 const Int t = batch.all ? done + i : begin[done + i + 1] - 1;
-                normed(h + t * model.dim, 1, (const T*)model.norm, scaled, own + i * product_of.bytes(model.dim));
-            }
+                norm_of(h + t * model.dim, (const T*)model.norm, scaled, own + i * product_of.bytes(model.dim));
+            });
             product(model.output, own, count, all, batch.logits + done * model.output.columns);
+            if (rows_shared()) all.wait();  // before the next ones replace these
         }
     }
 };

@@ -78,10 +78,11 @@ struct Shares {
     const void* each;
     const half* units;
 
-    INLINE floats at(Int span, Int group) const {
-        if (!units) return widen((const half*)each + span * PANEL);
+    INLINE floats plain_at(Int span) const { return widen((const half*)each + span * PANEL); }
+    INLINE floats nested_at(Int span, Int group) const {
         return widen((const std::int8_t*)each + span * PANEL) * widen(units + group / (UNIT / GROUP) * PANEL);
     }
+    INLINE floats at(Int span, Int group) const { return units ? nested_at(span, group) : plain_at(span); }
 };
 
 // Where LANES columns of a packed matrix begin.
@@ -101,6 +102,15 @@ struct Place {
         scales = shares(matrix.scales, matrix.scale_units), zeros = shares(matrix.zeros, matrix.zero_units);
     }
 };
+
+// The scales, or zeros, of neighbouring places.
+template <Shares Place::*SIDE, int COUNT>
+INLINE void all_at(const Place (&places)[COUNT], Int span, Int group, floats* to) {
+    if ((places[0].*SIDE).units)
+        UNROLL for (int v = 0; v < COUNT; v++) to[v] = (places[v].*SIDE).nested_at(span, group);
+    else
+        UNROLL for (int v = 0; v < COUNT; v++) to[v] = (places[v].*SIDE).plain_at(span);
+}
 
 // Packed weights: PANEL columns and GROUP of their weights stand together in words, of which each column has one.
 template <int ACTIVATIONS, class T>
@@ -181,7 +191,8 @@ struct Packed {
                         const char* group = at[v].codes + g * PANEL * BITS * 4;
                         four[v] = four_codes<BITS>(group, h, w);
                         // The CPU's own reading ahead ends with a page.
-                        if (ROWS == 1 && (BITS == 8 || h == 0)) __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + 4096);
+                        if (BITS == 8 || h == 0)
+                            __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + (ROWS == 1 ? 4096 : PANELS * groups * PANEL * BITS * 4));
                     }
                     UNROLL for (int r = 0; r < ROWS; r++) {
                         const char* numbers = Row(x + r * size, length).numbers + (g * GROUP + HALF * h + 4 * w) * (ACTIVATIONS / 8);
@@ -209,17 +220,22 @@ struct Packed {
             }
             UNROLL for (int s = 0; s < SPANS; s++) {
                 const Int span = g * SPANS + s;
-                UNROLL for (int v = 0; v < VECTORS; v++) {
-                    const floats scale = at[v].scales.at(span, g);
-                    const floats zero = matrix.zeros ? at[v].zeros.at(span, g) : floats{};
+                floats shares[VECTORS];
+                if (matrix.zeros) {
+                    all_at<&Place::zeros>(at, span, g, shares);
                     UNROLL for (int r = 0; r < ROWS; r++) {
+                        const float sum = Row(x + r * size, length).sums[g];
+                        UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = multiply_add(sums[r][v], shares[v], sum);
+                    }
+                }
+                all_at<&Place::scales>(at, span, g, shares);
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    const float scale = ACTIVATIONS == 8 ? Row(x + r * size, length).scales[g] : 1;
+                    UNROLL for (int v = 0; v < VECTORS; v++) {
                         ints all = partial[s * CHAINS / SPANS][r][v];
-                        for (int i = 1; i < CHAINS / SPANS; i++) all += partial[s * CHAINS / SPANS + i][r][v];
-                        floats product = __builtin_convertvector(all, floats);
-                        if (ACTIVATIONS == 8) product *= Row(x + r * size, length).scales[g];
-                        floats sum = sums[r][v];
-                        if (matrix.zeros) sum = multiply_add(sum, zero, Row(x + r * size, length).sums[g]);
-                        sums[r][v] = multiply_add(sum, scale, product);
+                        UNROLL for (int i = 1; i < CHAINS / SPANS; i++) all += partial[s * CHAINS / SPANS + i][r][v];
+                        const floats product = __builtin_convertvector(all, floats);
+                        sums[r][v] = multiply_add(sums[r][v], shares[v], ACTIVATIONS == 8 ? product * scale : product);
                     }
                 }
             }
