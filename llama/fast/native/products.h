@@ -48,13 +48,16 @@ struct RoundedRow {
     float *scales, *sums;  // of every GROUP; the sums are of its numbers, of 8 bits times the scale
     std::int32_t* counts;  // the sum of every half of a GROUP, in whole numbers
     char* numbers;         // of 16 bits in the order 0 2 1 3 of every four, in which masks give codes
+    char* widened;         // the same in 16 bits, where codes of 8 bits are multiplied so
 
     RoundedRow(const char* at, Int length) {
         factors = (float*)at, scales = factors + 16, sums = scales + length / GROUP;
         counts = (std::int32_t*)(sums + length / GROUP), numbers = (char*)(counts + length / HALF);
+        widened = ACTIVATIONS == 8 ? numbers + length : numbers;
     }
     static Int bytes(Int length) {
-        return (64 + length / GROUP * 8 + length / HALF * 4 + length * ACTIVATIONS / 8 + 63) / 64 * 64;
+        const Int bits = ACTIVATIONS + (ACTIVATIONS == 8 && SUMS_OF_16_BITS ? 16 : 0);
+        return (64 + length / GROUP * 8 + length / HALF * 4 + length * bits / 8 + 63) / 64 * 64;
     }
 };
 
@@ -138,10 +141,9 @@ struct Packed {
                 floats some = {};
                 for (Int i = h * HALF; i < (h + 1) * HALF; i += LANES) {
                     const floats whole = widen(x + i) * up * inverse + ROUND - ROUND;
-                    if (ACTIVATIONS == 16)
-                        store(row.numbers + i * 2, swapped(__builtin_convertvector(whole, signed_shorts)));
-                    else
-                        store(row.numbers + i, __builtin_convertvector(whole, signed_bytes));
+                    if (ACTIVATIONS == 8) store(row.numbers + i, __builtin_convertvector(whole, signed_bytes));
+                    if (ACTIVATIONS == 16 || SUMS_OF_16_BITS)
+                        store(row.widened + i * 2, swapped(__builtin_convertvector(whole, signed_shorts)));
                     some += whole;
                 }
                 const float count = sum_of(some);
@@ -167,6 +169,7 @@ struct Packed {
     template <int BITS, int ROWS, int PANELS>
     static void some(const Matrix& matrix, const char* x, Int size, Int c, float* to, Int stride) {
         constexpr int EACH = PANEL / LANES, VECTORS = PANELS * EACH;
+        constexpr bool IN_16_BITS = ACTIVATIONS == 16 || (BITS == 8 && SUMS_OF_16_BITS);
         constexpr int SPANS = spans(BITS), CHAINS = ROWS == 1 ? 4 : SPANS;  // chains of sums that do not wait for each other
         const Int length = matrix.length, groups = length / GROUP;
         const std::int32_t offset = matrix.offset;
@@ -185,7 +188,7 @@ struct Packed {
             ints narrow[ROWS][VECTORS] = {};
             UNROLL for (int h = 0; h < 2; h++) {
                 UNROLL for (int w = 0; w < 4; w++) {
-                    constexpr int RUN = fours_in_16_bits<BITS>();
+                    constexpr int RUN = fours_at_a_time(BITS);
                     words four[VECTORS];
                     UNROLL for (int v = 0; v < VECTORS; v++) {
                         const char* group = at[v].codes + g * PANEL * BITS * 4;
@@ -195,21 +198,23 @@ struct Packed {
                             __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + (ROWS == 1 ? 4096 : PANELS * groups * PANEL * BITS * 4));
                     }
                     UNROLL for (int r = 0; r < ROWS; r++) {
-                        const char* numbers = Row(x + r * size, length).numbers + (g * GROUP + HALF * h + 4 * w) * (ACTIVATIONS / 8);
+                        const Row row(x + r * size, length);
+                        const Int place = g * GROUP + HALF * h + 4 * w;
                         ints* total = partial[CHAINS == 4 ? 2 * h + w % 2 : CHAINS == 2 ? h : 0][r];
-                        if constexpr (ACTIVATIONS == 16) {
+                        if constexpr (IN_16_BITS) {
+                            const char* numbers = row.widened + place * 2;
                             const ints even = held(every_at(numbers)), odd = held(every_at(numbers + 4));
                             UNROLL for (int v = 0; v < VECTORS; v++) {
                                 total[v] = held(multiply_add(total[v], even, ints(four[v] & 0x00ff00ffu)));
                                 total[v] = held(multiply_add(total[v], odd, upper_bytes(four[v])));
                             }
                         } else {
-                            const ints activations = held(every_at(numbers));
+                            const ints activations = held(every_at(row.numbers + place));
                             UNROLL for (int v = 0; v < VECTORS; v++) {
                                 if constexpr (RUN == 0) {
-                                    total[v] = held(add_fours<BITS>(total[v], activations, four[v]));
+                                    total[v] = held(add_fours(total[v], activations, four[v]));
                                 } else {
-                                    narrow[r][v] = held(add_fours<BITS>(narrow[r][v], activations, four[v]));
+                                    narrow[r][v] = held(add_fours(narrow[r][v], activations, four[v]));
                                     if ((4 * h + w + 1) % RUN == 0)
                                         total[v] += pairs_added(narrow[r][v]), narrow[r][v] = ints{};
                                 }

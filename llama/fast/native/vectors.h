@@ -270,30 +270,29 @@ INLINE ints multiply_add(ints sum, ints x, ints w) {
 // Return the upper byte of every 16 bits.
 INLINE ints upper_bytes(words x) { return (ints)((pairs)x >> 8); }
 
-// How many fours of products are added up in 16 bits, where that is how this CPU adds them; 0: it adds them in 32.
-template <int BITS>
-constexpr int fours_in_16_bits() {
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || !defined(__AVX2__)
-    return 0;
+// Whether this CPU adds products of 8 bits up in 16, and cuts what is more. So it takes numbers of 16 for codes of 8 bits,
+// and of the others so many fours at a time:
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && (defined(__AVX512F__) || !defined(__AVXVNNI__))
+constexpr bool SUMS_OF_16_BITS = true;
 #else
-    return BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 0;
+constexpr bool SUMS_OF_16_BITS = false;
 #endif
-}
+constexpr int fours_at_a_time(int bits) { return !SUMS_OF_16_BITS ? 0 : bits == 4 ? 8 : bits == 5 ? 4 : 2; }
 
 // The products of four numbers of 8 bits and four codes, added to every lane.
-template <int BITS>
 INLINE ints add_fours(ints sum, ints x, words codes) {
 #if defined(__AVX512VNNI__)
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
     return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
 #elif defined(__AVX512BW__)
-    if (BITS < 8) return (ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, (__m512i)x));
+    return (ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, (__m512i)x));
 #elif defined(__AVX2__)
-    if (BITS < 8) return (ints)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
-#endif
+    return (ints)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
+#else
     sum = multiply_add(sum, (ints)((signed_pairs)x << 8 >> 8), ints(codes & 0x00ff00ffu));
     return multiply_add(sum, (ints)((signed_pairs)x >> 8), upper_bytes(codes));
+#endif
 }
 
 // The sum of every two of 16 bits.
