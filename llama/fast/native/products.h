@@ -194,7 +194,7 @@ struct Packed {
                         const char* group = at[v].codes + g * PANEL * BITS * 4;
                         four[v] = four_codes<BITS>(group, h, w);
                         // The CPU's own reading ahead ends with a page.
-                        if (BITS == 8 || h == 0)
+                        if (4 * h + w < BITS)
                             __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + (ROWS == 1 ? 4096 : PANELS * groups * PANEL * BITS * 4));
                     }
                     UNROLL for (int r = 0; r < ROWS; r++) {
