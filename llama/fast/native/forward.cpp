@@ -307,11 +307,14 @@ struct Forward {
     }
 
     void rows_rounded(const float* x, Int count, const Team& team, Int length, char* to) const {
-        each_row(count, team, [&](Int r) { product_of.round(x + r * length, length, to + r * product_of.bytes(length)); });
+        each_row(count, team,
+                 [&](Int r) { product_of.round(x + r * length, length, to + r * product_of.bytes(length)); });
     }
 
     void normed(const float* x, Int count, const Team& team, const T* weight, float* scaled, char* to) const {
-        each_row(count, team, [&](Int r) { norm_of(x + r * model.dim, weight, scaled, to + r * product_of.bytes(model.dim)); });
+        each_row(count, team, [&](Int r) {
+            norm_of(x + r * model.dim, weight, scaled, to + r * product_of.bytes(model.dim));
+        });
     }
 
     void norm_of(const float* x, const T* weight, float* scaled, char* to) const {
@@ -324,8 +327,9 @@ struct Forward {
 
     // The team's share of a product.
     void product(const Matrix& matrix, const char* x, Int count, const Team& team, float* to) const {
-        team.share(matrix.columns,
-                   [&](Int first, Int end) { product_of.multiply(matrix, x, count, first, end, to, matrix.columns, team.room); });
+        team.share(matrix.columns, [&](Int first, Int end) {
+            product_of.multiply(matrix, x, count, first, end, to, matrix.columns, team.room);
+        });
     }
 
     // The same, added to `to`; `scratch` takes the product.

@@ -185,12 +185,15 @@ inline Matrix unpacked(const Matrix& matrix, Int first, Int panels, char* room) 
         const Int groups = length / GROUP, spans = length / SPAN, units = length / UNIT;
         byte* codes = (byte*)take(panels * groups * BITS * PANEL * 4);
         char *scales = take(panels * spans * PANEL * SHARE), *zeros = take(panels * spans * PANEL * SHARE);
-        half *scale_units = (half*)take(panels * units * PANEL * 2), *zero_units = (half*)take(panels * units * PANEL * 2);
+        half *scale_units = (half*)take(panels * units * PANEL * 2);
+        half *zero_units = (half*)take(panels * units * PANEL * 2);
         for (Int lane = 0; lane < panels * PANEL; lane += 4) {
             const Int p = lane / PANEL, place = lane % PANEL;
             Four<BITS> four;
-            for (int i = 0; i < 4; i++)  // behind the last column it stands once more
-                four.block[i] = (const byte*)matrix.weight + std::min(first + lane + i, matrix.columns - 1) * blocks * Kind::BYTES;
+            for (int i = 0; i < 4; i++) {
+                const Int column = std::min(first + lane + i, matrix.columns - 1);  // the last one fills its panel up
+                four.block[i] = (const byte*)matrix.weight + column * blocks * Kind::BYTES;
+            }
             for (Int b = 0; b < blocks; b++) {
                 four.codes = codes + ((p * blocks + b) * (Kind::LENGTH / GROUP) * BITS * PANEL + place) * 4;
                 const Int share = ((p * blocks + b) * (Kind::LENGTH / SPAN) * PANEL + place) * SHARE;

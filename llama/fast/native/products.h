@@ -27,7 +27,8 @@ struct Plain {
     }
 
     // to[r][c] = x[r] . w[c] for columns `first` to `end`.
-    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride, char*) {
+    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
+                         char*) {
         multiply(matrix, x, bytes(matrix.length), rows, first, end, to, stride);
     }
 
@@ -35,8 +36,8 @@ struct Plain {
     static void multiply(const Matrix& matrix, const char* x, Int size, Int rows, Int first, Int end, float* to,
                          Int stride) {
         for (Int c = first; c < end; c += PANEL)  // these weights stay in the nearest cache while all rows pass
-            all_dots((const T*)x, size / Int(sizeof(T)), rows, (const T*)matrix.weight + c * matrix.length, matrix.length,
-                     std::min<Int>(PANEL, end - c), matrix.length, to + c, stride);
+            all_dots((const T*)x, size / Int(sizeof(T)), rows, (const T*)matrix.weight + c * matrix.length,
+                     matrix.length, std::min<Int>(PANEL, end - c), matrix.length, to + c, stride);
     }
 };
 
@@ -170,7 +171,8 @@ struct Packed {
     static void some(const Matrix& matrix, const char* x, Int size, Int c, float* to, Int stride) {
         constexpr int EACH = PANEL / LANES, VECTORS = PANELS * EACH;
         constexpr bool IN_16_BITS = ACTIVATIONS == 16 || (BITS == 8 && SUMS_OF_16_BITS);
-        constexpr int SPANS = spans(BITS), CHAINS = ROWS == 1 ? 4 : SPANS;  // chains of sums that do not wait for each other
+        constexpr int SPANS = spans(BITS);
+        constexpr int CHAINS = ROWS == 1 ? 4 : SPANS;  // of sums, which do not wait for each other
         const Int length = matrix.length, groups = length / GROUP;
         const std::int32_t offset = matrix.offset;
         Place at[VECTORS];
@@ -193,9 +195,9 @@ struct Packed {
                     UNROLL for (int v = 0; v < VECTORS; v++) {
                         const char* group = at[v].codes + g * PANEL * BITS * 4;
                         four[v] = four_codes<BITS>(group, h, w);
-                        // The CPU's own reading ahead ends with a page.
-                        if (4 * h + w < BITS)
-                            __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + (ROWS == 1 ? 4096 : PANELS * groups * PANEL * BITS * 4));
+                        // The CPU's own reading ahead ends with a page; many rows have time to ask for the next panels.
+                        const Int ahead = ROWS == 1 ? 4096 : PANELS * groups * PANEL * BITS * 4;
+                        if (4 * h + w < BITS) __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + ahead);
                     }
                     UNROLL for (int r = 0; r < ROWS; r++) {
                         const Row row(x + r * size, length);
