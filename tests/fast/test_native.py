@@ -81,6 +81,26 @@ def test_native_bits_depend_on_nothing_but_the_text(kind: str) -> None:
     check_bits(kind)
 
 
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("cache", ["static", "paged"])
+def test_a_step_behind_a_long_text_has_the_bits_of_the_text_read_at_once(kind: str, cache: str) -> None:
+    # So long that threads share its keys by whole chunks, with all heads, and once so short that they share heads, too.
+    _, fast = twins(kind, replace(ARGS, max_seq_len=1100))
+    fast.kv_cache = cache
+    tokens = some_tokens(2, 1100, vocab_size=VOCAB)
+    whole = fast(tokens)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            for start in (1, 300, 1023, 1099):
+                steps = fast(tokens[:1, start : start + 1], start), fast(tokens[:, start : start + 1], start)
+                for step in steps:
+                    assert torch.equal(bits(step), bits(whole[: len(step), start : start + 1])), (threads, start)
+        finally:
+            torch.set_num_threads(1)
+
+
 PACKED = {kind.name: kind.format for kind in KINDS_OF_FILES.values() if kind.format is not None}
 MIXTURES: dict[str, tuple[frozenset[Format | None], torch.dtype]] = {
     **{name: (frozenset([packed]), torch.float32) for name, packed in PACKED.items()},
