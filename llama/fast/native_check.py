@@ -87,8 +87,11 @@ def check_choices(runner: NativeRunner) -> None:
 
 def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:
     """Raise Unsupported where the code in `folder` reads mapped matrices otherwise than their own definition."""
+    kinds = {weight.block: weight for weight in weights if isinstance(weight, MappedWeight)}
+    if not kinds:
+        return
     native, stream = NativeForward(folder), torch.Generator("cpu").manual_seed(0)
-    for weight in {weight.block: weight for weight in weights if isinstance(weight, MappedWeight)}.values():
+    for weight in kinds.values():
         columns = 2 * weight.shape[1] // weight.raw.shape[1]  # two blocks
         size = (3 * LANES, 2, weight.raw.shape[2])
         raw = torch.randint(256, size, generator=stream, dtype=torch.uint8, device="cpu")

@@ -10,27 +10,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from llama.costs import FILE_BLOCKS
 from llama.fast.native_library import Layer, Matrix, Model
 from llama.fast.supported import Unsupported, check_modules
 from llama.kv_cache import Int4Cache, Int8Cache, KVCache, PagedCache, StaticCache
 from llama.model import Attention, Transformer, TransformerBlock
-from llama.packed import GROUP, UNIT, Format, MappedWeight, QuantizedWeight, part_sizes
+from llama.packed import Format, MappedWeight, QuantizedWeight, part_sizes
 from llama.quantize import PackedEmbedding, PackedLinear, quantized_weights
 from llama.rows import Rows
 
 CACHES = (StaticCache, Int8Cache, Int4Cache, PagedCache)  # the kinds that native code reads where they lie
 # The bits, span and whether there are zeros of packed weights that it reads.
 _PACKED = {(bits, 32, zeros) for bits in (4, 5, 8) for zeros in (False, True)} | {(6, 16, False)}
-# The types of a .gguf file, as it numbers them, with the bytes of a block and what is in one.
+# The types of a .gguf file whose blocks it reads, as the file numbers them, and what is in one.
 _BLOCKS = {
-    "Q4_0": (2, 18, Format(4, offset=8)),
-    "Q4_1": (3, 20, Format(4)),
-    "Q5_0": (6, 22, Format(5, offset=16)),
-    "Q5_1": (7, 24, Format(5)),
-    "Q8_0": (8, 34, Format(8, offset=128)),
-    "Q4_K": (12, 144, Format(4, nested=True)),
-    "Q5_K": (13, 176, Format(5, nested=True)),
-    "Q6_K": (14, 210, Format(6, span=16, offset=32, nested=True)),
+    "Q4_0": (2, Format(4, offset=8)),
+    "Q4_1": (3, Format(4)),
+    "Q5_0": (6, Format(5, offset=16)),
+    "Q5_1": (7, Format(5)),
+    "Q8_0": (8, Format(8, offset=128)),
+    "Q4_K": (12, Format(4, nested=True)),
+    "Q5_K": (13, Format(5, nested=True)),
+    "Q6_K": (14, Format(6, span=16, offset=32, nested=True)),
 }
 _MULTIPLE = 32  # of numbers that the native code takes at a time
 
@@ -183,9 +184,10 @@ def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, sizes: Mo
 
 def mapped_matrix(weight: MappedWeight) -> Matrix:
     """Return a matrix as it lies in a file, as the native code is told of it. Raises Unsupported."""
-    number, size, format = _BLOCKS.get(weight.block, (0, 0, None))
+    number, format = _BLOCKS.get(weight.block, (0, None))
     if format is None or format != weight.format:
         raise Unsupported(f"there is no native code for {weight.format} in blocks of {weight.block}")
     rows, columns = weight.shape
-    place = check_tensor(weight.raw, (rows, columns // (UNIT if format.nested else GROUP), size), torch.uint8)
+    length, size = FILE_BLOCKS[weight.block]
+    place = check_tensor(weight.raw, (rows, columns // length, size), torch.uint8)
     return Matrix(weight=place, columns=rows, length=columns, bits=format.bits, offset=format.offset or 0, block=number)
