@@ -40,6 +40,58 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """All rotary frequencies slowed down by `factor`: position n is read as n / factor ("rope_type": "linear").
+
+    `attention_factor` multiplies what is rotated, queries and keys: above 1 it sharpens attention.
+    """
+
+    factor: float
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("factor", self.factor)
+        _check_positive("attention_factor", self.attention_factor)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: slow frequencies are slowed down by `factor`, fast ones kept, and those between blended.
+
+    Fast are those that turn more than `beta_fast` times in `original_max_seq_len` positions, slow those that turn less
+    than `beta_slow` times; with `truncate` the bounds are rounded to whole frequencies. `attention_factor`, by default
+    0.1 ln(factor) + 1, multiplies what is rotated.
+    Source: Peng et al., https://arxiv.org/abs/2309.00071.
+    """
+
+    factor: float
+    original_max_seq_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = _DERIVED
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "original_max_seq_len", "beta_fast", "beta_slow"):
+            _check_positive(name, getattr(self, name))
+        if self.attention_factor is None:
+            object.__setattr__(self, "attention_factor", self.sharpened(self.factor))
+        _check_positive("attention_factor", self.attention_factor)
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"rope scaling: beta_fast={self.beta_fast} must be above beta_slow={self.beta_slow}")
+        if not isinstance(self.truncate, bool):
+            raise ValueError(f"truncate={self.truncate!r} must be True or False")
+
+    @staticmethod
+    def sharpened(factor: float, scale: float = 1.0) -> float:
+        """Return the attention factor for texts that are longer by `factor`."""
+        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling
+
+
+@dataclass(frozen=True)
 class ModelArgs:
     """The sizes of a Llama model and the limits of its use.
 
@@ -66,7 +118,11 @@ class ModelArgs:
     head_dim: int = _DERIVED  # dim // n_heads
     ffn_dim: int = _DERIVED  # two thirds of 4 * dim, times ffn_dim_multiplier, rounded up to multiple_of
     tied_head: bool = False  # the output layer is the embedding
-    rope_scaling: RopeScaling | tuple[float, ...] | None = None  # or one divisor per frequency, as GGUF files have it
+    rope_scaling: RopeScaling | LinearScaling | YarnScaling | tuple[float, ...] | None = (
+        None  # or a divisor per frequency
+    )
+    attention_bias: bool = False  # wq, wk and wv add a bias, as in Qwen 2
+    qk_norm: bool = False  # queries and keys are normed, head by head, before they are rotated, as in Qwen 3
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -119,7 +175,7 @@ class ModelArgs:
             _check_positive(name, getattr(self, name))
         if self.ffn_dim_multiplier is not None:
             _check_positive("ffn_dim_multiplier", self.ffn_dim_multiplier)
-        for name in ("use_scaled_rope", "kv_caching", "tied_head"):
+        for name in ("use_scaled_rope", "kv_caching", "tied_head", "attention_bias", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
 
@@ -137,8 +193,11 @@ class ModelArgs:
                 )
             for divisor in self.rope_scaling:
                 _check_positive("a divisor of rope_scaling", divisor)
-        elif not isinstance(self.rope_scaling, RopeScaling | None):
-            raise ValueError(f"rope_scaling={self.rope_scaling!r} must be a RopeScaling, a tuple of divisors or None")
+        elif not isinstance(self.rope_scaling, Scaling | None):
+            raise ValueError(
+                f"rope_scaling={self.rope_scaling!r} must be a RopeScaling, LinearScaling, YarnScaling, a tuple of "
+                "divisors or None"
+            )
 
 
 def _check_count(name: str, value: object) -> None:

@@ -50,7 +50,7 @@ def convert(
         metadata = own | checkpoint.tokenizer.to_gguf(checkpoint.args.vocab_size)
     with replacing(target) as new:
         _check_room(target, parts)
-        write_gguf(new, checkpoint.args, parts, metadata, progress=progress)
+        write_gguf(new, checkpoint.whole_texts(), parts, metadata, progress=progress)
     return parts
 
 

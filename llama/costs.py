@@ -91,17 +91,19 @@ def parameters(args: ModelArgs) -> int:
 def weights_bytes(args: ModelArgs, *, itemsize: int, quantize: Layout = None) -> int:
     """Return the bytes of a model's weights, a tied head's once.
 
-    With `quantize` only the norms are of `itemsize`, and the ends of int4 are in int8.
+    With `quantize` only vectors, norms and biases, are of `itemsize`, and the ends of int4 are in int8.
     """
-    norms = (2 * args.n_layers + 1) * args.dim * itemsize
+    biases = (args.n_heads + 2 * args.n_kv_heads) * args.head_dim if args.attention_bias else 0
+    head_norms = 2 * args.head_dim if args.qk_norm else 0
+    vectors = (args.n_layers * (2 * args.dim + biases + head_norms) + args.dim) * itemsize
     if isinstance(quantize, Mapping):
-        return sum(quantize.values()) + norms
+        return sum(quantize.values()) + vectors
     queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     layer = [(queries, args.dim), (keys, args.dim), (keys, args.dim), (args.dim, queries)]  # wq, wk, wv, wo
     layer += [(args.ffn_dim, args.dim), (args.dim, args.ffn_dim), (args.ffn_dim, args.dim)]  # w1, w2, w3
     matrices = sum(matrix_bytes(*shape, itemsize=itemsize, quantize=quantize) for shape in layer)
     ends = head_bytes(args, itemsize=itemsize, quantize=quantize) * (1 if args.tied_head else 2)
-    return args.n_layers * matrices + ends + norms
+    return args.n_layers * matrices + ends + vectors
 
 
 def head_bytes(args: ModelArgs, *, itemsize: int, quantize: Layout = None) -> int:

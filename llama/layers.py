@@ -13,10 +13,10 @@ from llama.ranks import current_ranks
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias."""
+    """A linear layer, by default without bias."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
         self.ops: Ops = PLAIN
         self.ranks = current_ranks()
 
@@ -31,9 +31,17 @@ class ColumnParallelLinear(Linear):
     With `gather_output` every rank returns all of them.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, least: int = 1, gather_output: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        least: int = 1,
+        gather_output: bool = False,
+        bias: bool = False,
+    ) -> None:
         size = current_ranks().size
-        super().__init__(in_features, max(out_features // size, least))
+        super().__init__(in_features, max(out_features // size, least), bias=bias)
         self.gather_output = gather_output
         self.held_once = self.out_features * size == out_features
 
@@ -41,6 +49,8 @@ class ColumnParallelLinear(Linear):
         if torch.is_grad_enabled() and self.weight.requires_grad and not self.held_once:
             raise ValueError("several ranks hold the same KV heads, whose gradients would differ: train on fewer ranks")
         out = self.ops.linear(self.ranks.enter(input), self.weight)
+        if self.bias is not None:
+            out = out + self.bias
         return self.ranks.join(out) if self.gather_output else out
 
 

@@ -48,10 +48,12 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = args.head_dim
         queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-        self.wq = ColumnParallelLinear(args.dim, queries)
-        self.wk = ColumnParallelLinear(args.dim, keys, least=args.head_dim)
-        self.wv = ColumnParallelLinear(args.dim, keys, least=args.head_dim)
+        self.wq = ColumnParallelLinear(args.dim, queries, bias=args.attention_bias)
+        self.wk = ColumnParallelLinear(args.dim, keys, least=args.head_dim, bias=args.attention_bias)
+        self.wv = ColumnParallelLinear(args.dim, keys, least=args.head_dim, bias=args.attention_bias)
         self.wo = RowParallelLinear(queries, args.dim)
+        self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.cache = KVCache.of(args.share(current_ranks().size))  # holds no memory before it is used
         self.kv_caching = args.kv_caching
         self.ops: Ops = PLAIN
@@ -61,6 +63,7 @@ class Attention(nn.Module):
         xq = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_heads, head_dim)
         xk = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_kv_heads, head_dim)
         xv = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        xq, xk = self.q_norm(xq), self.k_norm(xk)
         xq, rotated = apply_rotary_emb(xq, xk, freqs_cis)
 
         if self.kv_caching:

@@ -14,16 +14,16 @@ from llama.packed import GROUP, INT4, INT8, Format, PackedWeight, QuantizedWeigh
 
 
 class PackedLinear(nn.Module):
-    """x @ weight.T for a QuantizedWeight, widened some outputs at a time: what defines the result, not its speed.
+    """x @ weight.T + bias for a QuantizedWeight, widened some outputs at a time: what defines the result.
 
     activations: 8 rounds x to whole numbers of 8 bits first, those of every 32 inputs with a scale of their own. With
     16 nothing is rounded here; native code rounds to 16 bits, with a scale for every vector. Raises ValueError where a
     gradient would have to pass: that of a rounding says nothing.
     """
 
-    def __init__(self, weight: QuantizedWeight, activations: int = 16) -> None:
+    def __init__(self, weight: QuantizedWeight, activations: int = 16, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight, self.activations = weight, activations
+        self.weight, self.activations, self.bias = weight, activations, bias
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
@@ -34,7 +34,8 @@ class PackedLinear(nn.Module):
         if self.activations == 8:
             input = in_8_bits(input)
         parts = [linear(input, self.weight.rows(start, stop, input.dtype)) for start, stop in self.weight.blocks()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return out if self.bias is None else out + self.bias
 
 
 class PackedEmbedding(nn.Module):
@@ -91,8 +92,10 @@ def quantize_layers(
             weight = made[layer.weight]
             if weight is None:
                 continue
-            is_linear = isinstance(layer, nn.Linear)
-            setattr(owner, name, PackedLinear(weight, activations) if is_linear else PackedEmbedding(weight, dtype))
+            if isinstance(layer, nn.Linear):
+                setattr(owner, name, PackedLinear(weight, activations, layer.bias))
+            else:
+                setattr(owner, name, PackedEmbedding(weight, dtype))
 
 
 def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:

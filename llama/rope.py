@@ -15,7 +15,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs, RopeScaling
+from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -44,26 +44,58 @@ def scale_frequencies(
     return torch.where(wavelengths < original_max_seq_len / high_freq_factor, freqs, scaled)
 
 
+def yarn_frequencies(freqs: Tensor, theta: float, rule: YarnScaling) -> Tensor:
+    """Slow frequencies down the more, the more rarely they turn in a text of the length that was trained on.
+
+    Source: the formulas of https://arxiv.org/abs/2309.00071, in the order of operations of Hugging Face's
+    transformers, on which the last bit depends.
+    """
+    count = len(freqs)
+
+    def place(turns: float) -> float:
+        """Return which frequency, as a number between two of them, turns so often in that length."""
+        return count * math.log(rule.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = place(rule.beta_fast), place(rule.beta_slow)
+    if rule.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * count - 1)  # of head_dim, where half as many are: as in the original
+    ramp = (torch.arange(count, dtype=torch.float32) - first) / max(last - first, 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    slowed = 1.0 / (rule.factor * theta ** (torch.arange(0, 2 * count, 2, dtype=torch.float32) / (2 * count)))
+    return slowed * (1 - kept) + freqs * kept
+
+
+def scaled_frequencies(args: ModelArgs) -> Tensor:
+    """Return the angle that rotates each pair of a model per position, (head_dim / 2,) float32."""
+    freqs, scaling = rope_frequencies(args.head_dim, args.rope_theta), args.rope_scaling
+    if isinstance(scaling, RopeScaling):
+        return scale_frequencies(freqs, **asdict(scaling))
+    if isinstance(scaling, LinearScaling):
+        return freqs / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        return yarn_frequencies(freqs, args.rope_theta, scaling)
+    return freqs if scaling is None else freqs / torch.tensor(scaling, dtype=torch.float32)  # a divisor for each
+
+
 class RopeTable:
     """cos and sin of every position so far asked for, made on first use and again for a new device.
 
     No nn.Module on purpose: as a buffer it would follow `.to(torch.bfloat16)` and lose its precision.
     """
 
-    def __init__(self, freqs: Tensor) -> None:
-        self.freqs = freqs
+    def __init__(self, freqs: Tensor, attention_factor: float = 1.0) -> None:
+        self.freqs, self.attention_factor = freqs, attention_factor
         self._freqs_cis: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def of(args: ModelArgs) -> "RopeTable":
         """Make the table of a model."""
         with torch.device("cpu"):  # real numbers even where the model is built on the meta device
-            freqs = rope_frequencies(args.head_dim, args.rope_theta)
-            if isinstance(args.rope_scaling, RopeScaling):
-                freqs = scale_frequencies(freqs, **asdict(args.rope_scaling))
-            elif args.rope_scaling is not None:  # one divisor for each frequency
-                freqs = freqs / torch.tensor(args.rope_scaling, dtype=torch.float32)
-        return RopeTable(freqs)
+            freqs = scaled_frequencies(args)
+        scaling = args.rope_scaling
+        factor = scaling.attention_factor if isinstance(scaling, LinearScaling | YarnScaling) else 1.0
+        return RopeTable(freqs, factor)
 
     def at(self, start_pos: int | Sequence[int], seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) for `seqlen` positions from `start_pos`, each (1 or bsz, seqlen, 1, head_dim) float32.
@@ -83,7 +115,7 @@ class RopeTable:
         if self._freqs_cis is None or self._freqs_cis[0].device != device or len(self._freqs_cis[0]) < end:
             length = 1 << (end - 1).bit_length()  # powers of two: a growing text rebuilds the table rarely
             with torch.inference_mode(False):  # a table made in inference mode could not serve a backward pass
-                cos, sin = _cos_sin(self.freqs, length)
+                cos, sin = (part * self.attention_factor for part in _cos_sin(self.freqs, length))
                 self._freqs_cis = cos.to(device), sin.to(device)
         return self._freqs_cis
 

@@ -4,6 +4,7 @@ import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ VOCAB = 101  # no multiple of anything
 ARGS = tiny_args(
     dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
 )
+FAMILIES = {"qwen2": replace(ARGS, attention_bias=True), "qwen3": replace(ARGS, qk_norm=True)}
 KINDS = ("fp32", "bf16", "int8", "int8 in bf16", "int4", "int4 in bf16")
 
 
@@ -84,9 +86,9 @@ def tolerance(kind: str, logits: Tensor) -> float:
     return allowed / 16 if "bf16" in kind else allowed * (16 if "int" in kind else 1)
 
 
-def check_bits(kind: str) -> None:
+def check_bits(kind: str, args: ModelArgs = ARGS) -> None:
     """Native logits have the same bits however a text is cut, whatever stands beside it, by any number of threads."""
-    _, fast = twins(kind)
+    _, fast = twins(kind, args)
     tokens = some_tokens(5, 130, vocab_size=VOCAB)
     fast.kv_caching = False
     whole = fast(tokens)

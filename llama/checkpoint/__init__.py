@@ -116,6 +116,7 @@ def load_weights(
             "versions": torch.__version__,
         }
     )
+    checkpoint.check_length(args.max_seq_len)
     found = {name: weight.shape for name, weight in checkpoint.tensors.items()}
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
     model = _blank(checkpoint, args, dtype, quantize, ranks, activations, repack)

@@ -101,8 +101,8 @@ class Weight:
         if shape == self.shape:
             return self
         begins = [rank * whole // size // own * own for whole, own in zip(self.shape, shape, strict=True)]
-        columns = slice(begins[1], begins[1] + shape[1])
-        return Weight(shape, lambda start, stop: self.rows(begins[0] + start, begins[0] + stop)[:, columns])
+        inner = tuple(slice(begin, begin + own) for begin, own in zip(begins[1:], shape[1:], strict=True))
+        return Weight(shape, lambda start, stop: self.rows(begins[0] + start, begins[0] + stop)[:, *inner])
 
     def same_bits(self, other: "Weight") -> bool:
         return self.shape == other.shape and all(
@@ -115,20 +115,22 @@ class Stored:
     """The codes and scales of a matrix as a file has them, which `llama.packed` keeps to the bit.
 
     kind: the file's name for them. blocks: (rows, blocks, bytes), a view of the mapped file. `split` returns the parts
-    of some rows' blocks.
+    of some rows' blocks. order: where the rows start..stop-1 of ours are in the file, None where they are in our order.
     """
 
     kind: str
     format: Format
     blocks: Tensor
     split: Callable[[Tensor], Parts]
+    order: Callable[[int, int], Tensor] | None = None
 
     def parts(self, start: int, stop: int) -> Parts:
-        return self.split(self.blocks[start:stop])
+        return self.split(self.blocks[start:stop] if self.order is None else self.blocks[self.order(start, stop)])
 
     def mapped(self, columns: int) -> MappedWeight:
-        """Return the matrix as it lies in the file; so many weights make a row."""
-        return MappedWeight(columns, self.format, self.blocks, self.kind, self.split)
+        """Return the matrix as it lies in the file, or, in another order, a copy; so many weights make a row."""
+        blocks = self.blocks if self.order is None else self.blocks[self.order(0, len(self.blocks))]
+        return MappedWeight(columns, self.format, blocks, self.kind, self.split)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -140,13 +142,30 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 class Checkpoint:
     """What is known of a checkpoint before its weights are read: sizes, tokenizer, and where each tensor is.
 
-    `tensors` holds every name of the model's state dict, in Meta's names and layout, with its checked shape.
+    `tensors` holds every name of the model's state dict, in Meta's names and layout, with its checked shape. window: so
+    many positions a query sees in the original (sliding-window attention), None: all. Here every query sees all, so a
+    model is the original's up to that length alone.
     """
 
     path: Path
     args: ModelArgs
     tokenizer: Tokenizer
     tensors: Mapping[str, Weight]
+    window: int | None = None
+
+    def whole_texts(self) -> ModelArgs:
+        """Return the sizes with max_seq_len at most so long that every query sees all positions in the original."""
+        longest = min(self.args.max_seq_len, self.window or self.args.max_seq_len)
+        return replace(self.args, max_seq_len=longest)
+
+    def check_length(self, max_seq_len: int) -> None:
+        """Refuse texts in which the original would not see all positions."""
+        if self.window is not None and max_seq_len > self.window:
+            raise CheckpointError(
+                self.path,
+                f"its attention sees the last {self.window} positions alone (sliding_window), which is not supported "
+                f"beyond that length; use --max_seq_len {self.window}",
+            )
 
 
 def assemble(
@@ -157,6 +176,7 @@ def assemble(
     tensors: Mapping[str, Weight],
     names: Mapping[str, str],
     says_tied: bool | None,
+    window: int | None = None,
 ) -> Checkpoint:
     """Check what a file holds against what its config needs, settle the head, and go over to Meta's names.
 
@@ -179,7 +199,7 @@ def assemble(
     if says_tied and not tensors[head].same_bits(tensors[embedding]):
         raise CheckpointError(path, f"the config says that the head is tied, but {head} is not {embedding}")
     args = replace(args, tied_head=shared or bool(says_tied))
-    return Checkpoint(path, args, tokenizer, {ours: tensors[theirs] for ours, theirs in names.items()})
+    return Checkpoint(path, args, tokenizer, {ours: tensors[theirs] for ours, theirs in names.items()}, window)
 
 
 def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
@@ -190,11 +210,6 @@ def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
 
 def shapes_of(model: Transformer) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def numbered(names: Mapping[str, str], n_layers: int) -> dict[str, str]:
-    """Write out a table of names whose layer number is `{}`."""
-    return {ours.format(i): theirs.format(i) for i in range(n_layers) for ours, theirs in names.items()}
 
 
 def check_shapes(path: Path, *, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
@@ -216,7 +231,8 @@ def refuse_others(path: Path, content: Mapping[str, Any], must_be: Mapping[str, 
     """Refuse, by name, a key whose value is not among those under which the model is the one that we build."""
     for key, allowed in must_be.items():
         if content.get(key) not in allowed:
-            raise CheckpointError(path, f"{key}={content.get(key)!r} is not supported")
+            would_do = ", ".join("none at all" if value is None else json.dumps(value) for value in allowed)
+            raise CheckpointError(path, f"{key}={content.get(key)!r} is not supported; what is: {would_do}")
 
 
 def need_file(directory: Path, name: str, what: str) -> Path:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs, RopeScaling
-from llama.checkpoint import huggingface
-from llama.checkpoint.base import Weight, numbered
+from llama.args import LinearScaling, ModelArgs, YarnScaling
+from llama.checkpoint.base import Weight
+from llama.checkpoint.families import HUGGINGFACE_NAMES, family_of, huggingface_names
 from llama.checkpoint.gguf_writer import planned, write_gguf
+from llama.checkpoint.half_split import HALF_SPLIT, our_rows
 from llama.model import Transformer
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -33,7 +34,7 @@ def save_huggingface(model: Transformer, directory: str | PathLike[str]) -> None
     config = huggingface_config(model.args) | {"dtype": _DTYPES[_dtype(model)]}
     tensors = huggingface_tensors(model)
     if model.args.tied_head:
-        del tensors[huggingface.NAMES["output.weight"]]  # the file may not hold one tensor under two names
+        del tensors[HUGGINGFACE_NAMES["output.weight"]]  # the file may not hold one tensor under two names
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -43,11 +44,12 @@ def save_huggingface(model: Transformer, directory: str | PathLike[str]) -> None
 def huggingface_config(args: ModelArgs) -> dict[str, Any]:
     """Return what config.json says of such a model, in the words of transformers 5.
 
-    Raises ValueError for RoPE scaling that is a divisor per frequency, for which its Llama has no word.
+    Raises ValueError for RoPE scaling that is a divisor per frequency, for which it has no word.
     """
+    family = family_of(args)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{family.name.capitalize()}ForCausalLM"],
+        "model_type": family.name,
         "vocab_size": args.vocab_size,
         "hidden_size": args.dim,
         "intermediate_size": args.ffn_dim,
@@ -76,14 +78,14 @@ def _refuse_a_slice(model: Transformer) -> None:
 def huggingface_tensors(model: Transformer) -> dict[str, Tensor]:
     """Return the weights in Hugging Face's names and layout, a tied head under both of its names.
 
-    Only wq and wk are copies, because their rows stand in another order there; the others are the model's own memory.
+    What makes queries and keys is a copy, because its rows stand in another order there; the rest is the model's own.
     """
-    names = numbered(huggingface.NAMES, model.args.n_layers)
-    tensors = {names[ours]: weight.detach() for ours, weight in model.state_dict().items()}
-    for name, weight in tensors.items():
-        if name.endswith(huggingface.HALF_SPLIT):
-            tensors[name] = _half_split(weight, model.args.head_dim)
-    return tensors
+    names = huggingface_names(model.args)
+    weights = {ours: weight.detach() for ours, weight in model.state_dict().items()}
+    for ours, weight in weights.items():
+        if ours.endswith(HALF_SPLIT):
+            weights[ours] = weight[our_rows(0, len(weight), model.args.head_dim).to(weight.device)]
+    return {names[ours]: weight for ours, weight in weights.items()}
 
 
 def save_gguf(model: Transformer, path: str | PathLike[str]) -> None:
@@ -106,18 +108,18 @@ def _dtype(model: Transformer) -> torch.dtype:
 
 
 def _rope_scaling(args: ModelArgs) -> dict[str, Any]:
-    scaling = args.rope_scaling
-    if scaling is None:
+    rule = args.rope_scaling
+    if rule is None:
         return {"rope_type": "default"}
-    if not isinstance(scaling, RopeScaling):
+    if isinstance(rule, tuple):
         raise ValueError(
-            f"rope_scaling has {len(scaling)} divisors, and Hugging Face's config can only name a rule "
+            f"rope_scaling has {len(rule)} divisors, and Hugging Face's config can only name a rule "
             "(llama.args.RopeScaling); write a .gguf file instead"
         )
-    values = asdict(scaling)
-    return {"rope_type": "llama3", "original_max_position_embeddings": values.pop("original_max_seq_len"), **values}
-
-
-def _half_split(weight: Tensor, head_dim: int) -> Tensor:
-    rows = huggingface.half_split_rows(0, len(weight), head_dim).to(weight.device)
-    return torch.empty_like(weight).index_copy_(0, rows, weight)
+    values = asdict(rule)
+    if isinstance(rule, LinearScaling):
+        if values.pop("attention_factor") != 1:
+            raise ValueError("linear RoPE scaling with an attention_factor has no word in Hugging Face's config")
+        return {"rope_type": "linear", **values}
+    kind = "yarn" if isinstance(rule, YarnScaling) else "llama3"
+    return {"rope_type": kind, "original_max_position_embeddings": values.pop("original_max_seq_len"), **values}

@@ -1,6 +1,6 @@
 """llama.cpp's format: one .gguf file with sizes, vocabulary and weights, often quantised.
 
-Knows the format's bytes, its names for a Llama, and who dequantises. Its q and k rows are in our layout already.
+Knows the format's bytes, its words for a model's sizes, and who dequantises.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read here and not by the `gguf`
 package, whose reader hangs on a file of 49 bytes.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs, RopeScaling
+from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 from llama.checkpoint.base import (
     Checkpoint,
     CheckpointError,
@@ -25,47 +25,37 @@ from llama.checkpoint.base import (
     Weight,
     assemble,
     make_args,
-    numbered,
     read_tokenizer,
     refuse_others,
     refusing,
 )
+from llama.checkpoint.families import GGUF_FAMILIES, Family, gguf_names
 from llama.checkpoint.gguf_types import KINDS
+from llama.checkpoint.half_split import in_our_order
 from llama.rope import rope_frequencies, scale_frequencies
 from llama.tokenizer import Tokenizer
 
-NAMES = {
-    "tok_embeddings.weight": "token_embd.weight",
-    "layers.{}.attention.wq.weight": "blk.{}.attn_q.weight",
-    "layers.{}.attention.wk.weight": "blk.{}.attn_k.weight",
-    "layers.{}.attention.wv.weight": "blk.{}.attn_v.weight",
-    "layers.{}.attention.wo.weight": "blk.{}.attn_output.weight",
-    "layers.{}.feed_forward.w1.weight": "blk.{}.ffn_gate.weight",
-    "layers.{}.feed_forward.w2.weight": "blk.{}.ffn_down.weight",
-    "layers.{}.feed_forward.w3.weight": "blk.{}.ffn_up.weight",
-    "layers.{}.attention_norm.weight": "blk.{}.attn_norm.weight",
-    "layers.{}.ffn_norm.weight": "blk.{}.ffn_norm.weight",
-    "norm.weight": "output_norm.weight",
-    "output.weight": "output.weight",
-}
 ROPE_DIVISORS = "rope_freqs.weight"
 
 # Keys that change what a model computes, with the values under which it is the model that we build. Others pass.
 _MUST_BE: dict[str, tuple[object, ...]] = {
-    "general.architecture": ("llama",),
+    "general.architecture": tuple(GGUF_FAMILIES),
     "split.count": (0, 1, None),
-    "llama.expert_count": (0, None),
-    "llama.attention.sliding_window": (0, None),
-    "llama.attention.causal": (True, None),
-    "llama.attention.scale": (0, None),
-    "llama.attention.clamp_kqv": (0, None),
-    "llama.attention.max_alibi_bias": (0, None),
-    "llama.embedding_scale": (0, 1, None),
-    "llama.residual_scale": (0, 1, None),
-    "llama.logit_scale": (0, 1, None),
-    "llama.rope.scaling.type": ("none", None),
-    "llama.rope.scaling.factor": (0, 1, None),
-    "llama.rope.scale_linear": (0, 1, None),
+}
+# Of these the names begin with the architecture's.
+_SIZES_MUST_BE: dict[str, tuple[object, ...]] = {
+    "expert_count": (0, None),
+    "attention.causal": (True, None),
+    "attention.scale": (0, None),
+    "attention.clamp_kqv": (0, None),
+    "attention.max_alibi_bias": (0, None),
+    "embedding_scale": (0, 1, None),
+    "residual_scale": (0, 1, None),
+    "logit_scale": (0, 1, None),
+    "rope.scale_linear": (0, 1, None),
+    "rope.scaling.type": ("none", "linear", "yarn", None),
+    "rope.scaling.yarn_ext_factor": (1, -1, None),
+    "rope.scaling.yarn_attn_factor": (1, None),
 }
 
 
@@ -101,7 +91,10 @@ class Header:
 def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     """Open a .gguf file of a Llama model. `tokenizer_path`: a tokenizer to take instead of the file's own."""
     header = read_header(path)
-    args = _args(path, header.metadata)
+    refuse_others(path, header.metadata, _MUST_BE)
+    family = GGUF_FAMILIES[header.metadata["general.architecture"]]
+    sizes = _Sizes(path, header.metadata, family.name)
+    args = _args(sizes, family)
     tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else _tokenizer(path, header.metadata)
     with refusing(path, "cannot be mapped"), path.open("rb") as file:
         # A private mapping, of which what is only read stays shared with every process that maps the file.
@@ -109,46 +102,90 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
         tensors = {name: _weight(mapped, info) for name, info in header.tensors.items()}
     divisors = tensors.pop(ROPE_DIVISORS, None)
     if divisors is not None:
-        args = replace(args, rope_scaling=_rope_scaling(path, args, divisors))
+        args = replace(args, rope_scaling=_divided(path, args, divisors))
+    names = gguf_names(args)
+    if family.half_split:
+        for ours, theirs in names.items():
+            if theirs in tensors:
+                tensors[theirs] = in_our_order(ours, tensors[theirs], args.head_dim)
     return assemble(
         path,
         args=args,
         tokenizer=tokenizer,
         tensors=tensors,
-        names=numbered(NAMES, args.n_layers),
+        names=names,
         says_tied=None,
+        window=sizes.window(),
     )
 
 
-def _args(path: Path, metadata: Mapping[str, Any]) -> ModelArgs:
-    refuse_others(path, metadata, _MUST_BE)
+class _Sizes:
+    """The metadata whose names begin with the architecture's, by the rest of their names."""
 
-    def size(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"llama.{key}", default)
+    def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str) -> None:
+        self.path, self.architecture = path, architecture
+        self.metadata = metadata
+        refuse_others(path, metadata, {f"{architecture}.{key}": allowed for key, allowed in _SIZES_MUST_BE.items()})
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
         return _decimal(value) if isinstance(value, float) else value
 
-    needed = ("embedding_length", "feed_forward_length", "block_count", "attention.head_count", "context_length")
-    lacking = [f"llama.{key}" for key in (*needed, "attention.layer_norm_rms_epsilon") if size(key) is None]
-    if lacking:
-        raise CheckpointError(path, f"lacks {', '.join(lacking)}")
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    def window(self) -> int | None:
+        window = self("attention.sliding_window", 0)
+        if type(window) is not int or window < 0:
+            raise CheckpointError(self.path, f"{self.architecture}.attention.sliding_window={window!r} is no length")
+        return window or None
+
+    def need(self, *keys: str) -> None:
+        lacking = [f"{self.architecture}.{key}" for key in keys if self(key) is None]
+        if lacking:
+            raise CheckpointError(self.path, f"lacks {', '.join(lacking)}")
+
+
+def _args(sizes: _Sizes, family: Family) -> ModelArgs:
+    sizes.need("embedding_length", "feed_forward_length", "block_count", "attention.head_count", "context_length")
+    sizes.need("attention.layer_norm_rms_epsilon")
+    tokens = sizes.metadata.get("tokenizer.ggml.tokens")
     args = make_args(
-        path,
-        dim=size("embedding_length"),
-        ffn_dim=size("feed_forward_length"),
-        n_layers=size("block_count"),
-        n_heads=size("attention.head_count"),
-        n_kv_heads=size("attention.head_count_kv"),
-        head_dim=size("attention.key_length"),
-        vocab_size=size("vocab_size", len(tokens) if isinstance(tokens, list) else None),
-        norm_eps=size("attention.layer_norm_rms_epsilon"),
-        max_seq_len=size("context_length"),
-        rope_theta=size("rope.freq_base", 10000.0),
+        sizes.path,
+        dim=sizes("embedding_length"),
+        ffn_dim=sizes("feed_forward_length"),
+        n_layers=sizes("block_count"),
+        n_heads=sizes("attention.head_count"),
+        n_kv_heads=sizes("attention.head_count_kv"),
+        head_dim=sizes("attention.key_length"),
+        vocab_size=sizes("vocab_size", len(tokens) if isinstance(tokens, list) else None),
+        norm_eps=sizes("attention.layer_norm_rms_epsilon"),
+        max_seq_len=sizes("context_length"),
+        rope_theta=sizes("rope.freq_base", 10000.0),
+        rope_scaling=_rope_scaling(sizes),
+        attention_bias=family.attention_bias,
+        qk_norm=family.qk_norm,
     )
     for key in ("attention.value_length", "rope.dimension_count"):
-        if size(key, args.head_dim) != args.head_dim:
-            raise CheckpointError(path, f"llama.{key}={size(key)} is not supported: heads have {args.head_dim}")
+        if sizes(key, args.head_dim) != args.head_dim:
+            raise CheckpointError(
+                sizes.path, f"{family.name}.{key}={sizes(key)} is not supported: heads have {args.head_dim}"
+            )
     return args
+
+
+def _rope_scaling(sizes: _Sizes) -> LinearScaling | YarnScaling | None:
+    """Return the rule that the keys of the file name, by which llama.cpp reads them; a factor alone is linear."""
+    kind, factor = sizes("rope.scaling.type", "linear"), sizes("rope.scaling.factor") or 1.0
+    attention = sizes("rope.scaling.attn_factor") or 1.0
+    with refusing(sizes.path, f"holds RoPE scaling of type {kind} that makes no sense"):
+        if kind == "yarn":
+            return YarnScaling(
+                factor,
+                sizes("rope.scaling.original_context_length", sizes("context_length")),
+                beta_fast=sizes("rope.scaling.yarn_beta_fast", 32.0),
+                beta_slow=sizes("rope.scaling.yarn_beta_slow", 1.0),
+                attention_factor=attention * YarnScaling.sharpened(factor),
+            )
+        rule = LinearScaling(factor if kind == "linear" else 1.0, attention)
+        return None if rule == LinearScaling(1.0) else rule
 
 
 def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -188,8 +225,10 @@ def _dequantize(blocks: Tensor, kind: str) -> Tensor:
         return torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[kind]))
 
 
-def _rope_scaling(path: Path, args: ModelArgs, weight: Weight) -> RopeScaling | tuple[float, ...] | None:
+def _divided(path: Path, args: ModelArgs, weight: Weight) -> RopeScaling | tuple[float, ...] | None:
     """Return the rule behind the file's divisors, one per frequency, or the divisors where no rule gives them."""
+    if args.rope_scaling is not None:
+        raise CheckpointError(path, f"has {ROPE_DIVISORS} and another RoPE scaling, which are not supported together")
     if weight.shape != (args.head_dim // 2,):
         raise CheckpointError(path, f"{ROPE_DIVISORS} is {weight.shape} and must be ({args.head_dim // 2},)")
     divisors = weight.rows(0, args.head_dim // 2).float()

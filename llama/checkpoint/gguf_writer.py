@@ -6,7 +6,7 @@ in our names and layout, and metadata as plain values.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs, RopeScaling
-from llama.checkpoint.base import Checkpoint, CheckpointError, Weight, numbered
-from llama.checkpoint.gguf import NAMES, ROPE_DIVISORS, Header, TensorInfo, read_header
+from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
+from llama.checkpoint.base import Checkpoint, CheckpointError, Weight
+from llama.checkpoint.families import family_of, gguf_names
+from llama.checkpoint.gguf import ROPE_DIVISORS, Header, TensorInfo, read_header
+from llama.checkpoint.half_split import in_half_split_order
 from llama.costs import FILE_BLOCKS, file_bytes
-from llama.rope import rope_frequencies, scale_frequencies
+from llama.rope import rope_frequencies, scaled_frequencies
 
 # What a file can be written in: the name of the type, and its number of llama.cpp's enum llama_ftype.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
@@ -80,10 +82,11 @@ def planned(
     divisors = _rope_divisors(args)
     if divisors is not None:
         parts.append(_encoded(ROPE_DIVISORS, "F32", Weight.of(divisors), path))
-    for ours, name in numbered(NAMES, args.n_layers).items():
+    half_split = family_of(args).half_split
+    for ours, name in gguf_names(args).items():
         if ours == "output.weight" and args.tied_head:
             continue
-        weight = tensors[ours]
+        weight = in_half_split_order(ours, tensors[ours], args.head_dim) if half_split else tensors[ours]
         wanted = _kind_of(ours, weight.shape, kind)
         info = None if header is None else header.tensors.get(name)
         if path is not None and info is not None and info.kind == wanted:
@@ -176,21 +179,21 @@ def _check_numbers(rows: Tensor, name: str, kind: str, path: Path | None) -> Non
 
 
 def _rope_divisors(args: ModelArgs) -> Tensor | None:
-    if args.rope_scaling is None:
-        return None
-    if not isinstance(args.rope_scaling, RopeScaling):
+    if isinstance(args.rope_scaling, tuple):
         return torch.tensor(args.rope_scaling, dtype=torch.float32)
-    freqs = rope_frequencies(args.head_dim, args.rope_theta)
-    return freqs / scale_frequencies(freqs, **asdict(args.rope_scaling))
+    if not isinstance(args.rope_scaling, RopeScaling):
+        return None  # what has keys of its own
+    return rope_frequencies(args.head_dim, args.rope_theta) / scaled_frequencies(args)
 
 
 def _write_header(path: Path, args: ModelArgs, parts: Sequence[Part], metadata: Mapping[str, Any]) -> None:
     from gguf import GGUFWriter
     from gguf.constants import GGMLQuantizationType
 
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, family_of(args).name)
     try:
         _add_sizes(writer, args)
+        _add_scaling(writer, args.rope_scaling)
         _add_type(writer, parts)
         for key, value in metadata.items():
             _add_value(writer, key, value)
@@ -217,6 +220,24 @@ def _add_sizes(writer: Any, args: ModelArgs) -> None:
     writer.add_rope_dimension_count(args.head_dim)
     writer.add_rope_freq_base(args.rope_theta)
     writer.add_layer_norm_rms_eps(args.norm_eps)
+
+
+def _add_scaling(writer: Any, rule: Scaling | tuple[float, ...] | None) -> None:
+    from gguf.constants import RopeScalingType
+
+    if isinstance(rule, LinearScaling):
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rule.factor)
+        writer.add_rope_scaling_attn_factors(rule.attention_factor)
+    elif isinstance(rule, YarnScaling):
+        if not rule.truncate:
+            raise ValueError("YaRN with bounds that are not rounded (truncate=False) has no word in a .gguf file")
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rule.factor)
+        writer.add_rope_scaling_orig_ctx_len(rule.original_max_seq_len)
+        writer.add_rope_scaling_attn_factors(rule.attention_factor / YarnScaling.sharpened(rule.factor))
+        writer.add_rope_scaling_yarn_beta_fast(rule.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(rule.beta_slow)
 
 
 def _add_type(writer: Any, parts: Sequence[Part]) -> None:

@@ -1,17 +1,16 @@
 """Hugging Face's format: config.json, tokenizer.json, and weights in one or several .safetensors files.
 
-Knows the names of `LlamaForCausalLM`, its config in the words of transformers 4 and 5, and its half-split RoPE layout.
+Knows config.json in the words of transformers 4 and 5.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from llama.args import ModelArgs, RopeScaling
+from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
 from llama.checkpoint.base import (
     Checkpoint,
     CheckpointError,
@@ -19,41 +18,28 @@ from llama.checkpoint.base import (
     assemble,
     make_args,
     need_file,
-    numbered,
     read_json,
     read_tokenizer,
     refuse_others,
     refusing,
 )
+from llama.checkpoint.families import FAMILIES, Family, huggingface_names
+from llama.checkpoint.half_split import in_our_order
 
-NAMES = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.{}.attention.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
-    "layers.{}.attention.wk.weight": "model.layers.{}.self_attn.k_proj.weight",
-    "layers.{}.attention.wv.weight": "model.layers.{}.self_attn.v_proj.weight",
-    "layers.{}.attention.wo.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "layers.{}.feed_forward.w1.weight": "model.layers.{}.mlp.gate_proj.weight",
-    "layers.{}.feed_forward.w2.weight": "model.layers.{}.mlp.down_proj.weight",
-    "layers.{}.feed_forward.w3.weight": "model.layers.{}.mlp.up_proj.weight",
-    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
-    "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-HALF_SPLIT = (".self_attn.q_proj.weight", ".self_attn.k_proj.weight")
 _DROPPED = ".rotary_emb.inv_freq"  # a table that old files carry; ours is made from rope_theta
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 # Keys that change what a model computes, with the values under which it is the model that we build. Others pass.
 _MUST_BE: dict[str, tuple[object, ...]] = {
-    "model_type": ("llama",),
+    "model_type": tuple(FAMILIES),
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "quantization_config": (None,),
     "compression_config": (None,),
     "partial_rotary_factor": (1, None),
-    "sliding_window": (None,),
+    "use_mrope": (False, None),
     "attention_multiplier": (None,),
     "embedding_multiplier": (1, None),
     "residual_multiplier": (1, None),
@@ -69,12 +55,16 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
     """Open a directory as `save_pretrained` writes it. `tokenizer_path`: where its tokenizer is, if not beside."""
     config_path = need_file(directory, "config.json", "the sizes of the model")
     config = read_json(config_path)
-    args = _args(config_path, config)
+    family = _family(config_path, config)
+    config = {**family.defaults, **config}
+    args = _args(config_path, config, family)
+    names = huggingface_names(args)
+    ours = {theirs: ours for ours, theirs in names.items()}
     tensors: dict[str, Weight] = {}
-    for path, names in _shards(directory).items():
+    for path, indexed in _shards(directory).items():
         tensors |= {
-            name: _in_our_layout(name, tensor, args.head_dim)
-            for name, tensor in _read_shard(path, names).items()
+            name: in_our_order(ours.get(name, name), Weight.of(tensor), args.head_dim)
+            for name, tensor in _read_shard(path, indexed).items()
             if not name.endswith(_DROPPED)
         }
     tokenizer = read_tokenizer(tokenizer_path or need_file(directory, "tokenizer.json", "the vocabulary"))
@@ -83,13 +73,38 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
         args=args,
         tokenizer=tokenizer,
         tensors=tensors,
-        names=numbered(NAMES, args.n_layers),
+        names=names,
         says_tied=config.get("tie_word_embeddings"),
+        window=_window(config_path, config),
     )
 
 
-def _args(path: Path, config: Mapping[str, Any]) -> ModelArgs:
+def _family(path: Path, config: Mapping[str, Any]) -> Family:
     refuse_others(path, config, _MUST_BE)
+    return FAMILIES[config["model_type"]]
+
+
+def _window(path: Path, config: Mapping[str, Any]) -> int | None:
+    """Return how many positions a query of some layer sees, where that is not all of them."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and set(map(str, kinds)) <= {_FULL, _SLIDING}):
+        raise CheckpointError(path, f"layer_types={kinds!r:.80} is not supported; {_FULL} and {_SLIDING} are")
+    slides = window is not None and config.get("use_sliding_window", True) is not False
+    if kinds is not None:
+        slides = slides and _SLIDING in kinds
+    elif "max_window_layers" in config:  # the first of Qwen's layers see all
+        slides = slides and _whole(path, config, "max_window_layers") < config["num_hidden_layers"]
+    return _whole(path, config, "sliding_window") if slides else None
+
+
+def _whole(path: Path, config: Mapping[str, Any], key: str) -> int:
+    value = config[key]
+    if type(value) is not int or value < 0:
+        raise CheckpointError(path, f"{key}={value!r} must be a whole number")
+    return value
+
+
+def _args(path: Path, config: Mapping[str, Any], family: Family) -> ModelArgs:
     if config.get("tie_word_embeddings") not in (True, False, None):
         raise CheckpointError(path, f"tie_word_embeddings={config['tie_word_embeddings']!r} must be true or false")
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -97,7 +112,7 @@ def _args(path: Path, config: Mapping[str, Any]) -> ModelArgs:
     if lacking:
         raise CheckpointError(path, f"lacks {', '.join(lacking)}")
     rope = _rope_parameters(path, config)
-    # What is left out has the default of transformers' LlamaConfig.
+    # What is left out has the default of transformers' LlamaConfig, or of its family's own.
     return make_args(
         path,
         dim=config["hidden_size"],
@@ -110,7 +125,9 @@ def _args(path: Path, config: Mapping[str, Any]) -> ModelArgs:
         norm_eps=config.get("rms_norm_eps", 1e-6),
         max_seq_len=config.get("max_position_embeddings", 2048),
         rope_theta=rope.get("rope_theta", 10000.0),
-        rope_scaling=_rope_scaling(path, rope),
+        rope_scaling=_rope_scaling(path, rope, config),
+        attention_bias=family.attention_bias,
+        qk_norm=family.qk_norm,
     )
 
 
@@ -123,20 +140,58 @@ def _rope_parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return theta | old | new
 
 
-def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(path: Path, rope: Mapping[str, Any], config: Mapping[str, Any]) -> Scaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (1, None):
         raise CheckpointError(path, f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported")
     if kind == "default":
         return None
-    if kind != "llama3":
-        raise CheckpointError(path, f"RoPE scaling of type {kind!r} is not supported; default and llama3 are")
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        known = ", ".join(["default", *_SCALINGS])
+        raise CheckpointError(path, f"RoPE scaling of type {kind!r} is not supported; {known} are")
+    with refusing(path, f"holds RoPE scaling of type {kind} that makes no sense"):
+        return _SCALINGS[kind](rope, config)
+
+
+def _llama3(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    values = [rope.get(key) for key in keys]
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        raise CheckpointError(path, f"RoPE scaling of type llama3 needs {', '.join(keys)} as numbers")
-    with refusing(path, "holds RoPE scaling that makes no sense"):
-        return RopeScaling(*values)  # type: ignore[arg-type]
+    return RopeScaling(*(_number(rope, key) for key in keys))  # type: ignore[arg-type]
+
+
+def _linear(rope: Mapping[str, Any], config: Mapping[str, Any]) -> LinearScaling:
+    return LinearScaling(_number(rope, "factor"))
+
+
+def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> YarnScaling:
+    """Return YaRN's numbers, with the defaults of transformers, by which DeepSeek's two "mscale" are a quotient."""
+    trained = _number({**config, **rope}, "original_max_position_embeddings", config.get("max_position_embeddings"))
+    factor = _number(rope, "factor")
+    attention: Any = rope.get("attention_factor")
+    if attention is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        above, below = (YarnScaling.sharpened(factor, _number(rope, key)) for key in ("mscale", "mscale_all_dim"))
+        attention = above / below
+    return YarnScaling(
+        factor,
+        trained,  # type: ignore[arg-type]
+        beta_fast=_number(rope, "beta_fast", 32),
+        beta_slow=_number(rope, "beta_slow", 1),
+        attention_factor=attention,
+        truncate=rope.get("truncate", True),
+    )
+
+
+_SCALINGS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Scaling]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _number(values: Mapping[str, Any], key: str, default: object = None) -> float:
+    value = default if values.get(key) is None else values[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{key}={value!r} must be a number")
+    return value
 
 
 def _shards(directory: Path) -> dict[Path, set[str] | None]:
@@ -171,19 +226,3 @@ def _read_shard(path: Path, indexed: set[str] | None) -> dict[str, Tensor]:
             if dtype not in _DTYPES:
                 raise ValueError(f"{name} is {dtype}; {', '.join(_DTYPES)} are read")
         return {name: file.get_tensor(name) for name in sorted(names)}
-
-
-def _in_our_layout(name: str, tensor: Tensor, head_dim: int) -> Weight:
-    if not name.endswith(HALF_SPLIT):
-        return Weight.of(tensor)
-    return Weight(tuple(tensor.shape), lambda start, stop: tensor[half_split_rows(start, stop, head_dim)])
-
-
-def half_split_rows(start: int, stop: int, head_dim: int) -> Tensor:
-    """Return where the rows start..stop-1 of ours are in a file of theirs.
-
-    Of a head, we keep the two rows of each RoPE pair side by side, they keep all first rows and then all second ones.
-    """
-    row = torch.arange(start, stop)
-    place = row % head_dim
-    return row - place + place % 2 * (head_dim // 2) + place // 2

@@ -50,6 +50,7 @@ _NUMBERS: dict[tuple[Any, str], object] = {
 _TORCH = (
     (nn.Module, ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")),
     (nn.Embedding, ("forward",)),
+    (nn.Identity, ("forward",)),
     (F, ("linear", "embedding", "scaled_dot_product_attention")),
 )
 
@@ -143,6 +144,12 @@ class Fingerprint:
         self._kinds = list(map(type, self._modules))
         facts = [(vars(module), key) for module in self._modules for key in vars(module).keys() - _NO_FACTS]
         facts += [(module._modules, key) for module in (model, *self._modules) for key in module._modules]
+        facts += [  # what is none so far, a bias for one; the others are `_tensors`
+            (module._parameters, name)
+            for module in self._modules
+            for name, weight in module._parameters.items()
+            if weight is None
+        ]
         self._owners, self._names = [owner for owner, _ in facts], [name for _, name in facts]
         self._values = list(map(dict.get, self._owners, self._names))
         self._sized: list[Sized] = [vars(module) for module in self._modules]  # a method of an instance's own adds one

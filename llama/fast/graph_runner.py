@@ -370,6 +370,8 @@ def _describe(model: Transformer) -> object:
     check_modules(model, (StaticCache,))
     if quantized_weights(model):
         raise Unsupported("int8 weights are for a CPU so far")
+    if any(name.endswith(("bias", "q_norm.weight", "k_norm.weight")) for name, _ in model.named_parameters()):
+        raise Unsupported("biases, and norms of queries and keys, have no kernels for a GPU so far")
     return object()
 
 

@@ -24,9 +24,19 @@ from llama.quantize import quantize_layers, weights_of
 from llama.sampling import Sampling, sample
 from llama.self_comparison import first_difference
 
-# Sizes that leave no loop out: heads of a whole and of half a block of vectors, a head that ends with part of a panel.
+# Sizes that leave no loop out: heads of a whole and of half a block of vectors, a head that ends with part of a panel;
+# and all that any family adds.
 _ARGS = ModelArgs(
-    dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=96, ffn_dim=160, vocab_size=101, max_seq_len=160
+    dim=96,
+    n_layers=2,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=96,
+    ffn_dim=160,
+    vocab_size=101,
+    max_seq_len=160,
+    attention_bias=True,
+    qk_norm=True,
 )
 # The same where 256 weights share a unit.
 _IN_UNITS = replace(_ARGS, dim=256, n_heads=8, ffn_dim=512)

@@ -6,6 +6,7 @@ every tensor is of the dtype, shape, device and layout that the code reads. Know
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from llama.costs import FILE_BLOCKS
 from llama.fast.native_library import Layer, Matrix, Model
 from llama.fast.supported import Unsupported, check_modules
 from llama.kv_cache import Int4Cache, Int8Cache, KVCache, PagedCache, StaticCache
-from llama.model import Attention, Transformer, TransformerBlock
+from llama.model import Attention, RMSNorm, Transformer, TransformerBlock
 from llama.packed import Format, MappedWeight, QuantizedWeight, part_sizes
 from llama.quantize import PackedEmbedding, PackedLinear, quantized_weights
 from llama.rows import Rows
@@ -66,6 +67,8 @@ def describe(model: Transformer) -> NativeModel:
     sizes = _sizes(model)
     sizes.norm = check_tensor(model.norm.weight, (sizes.dim,), dtype)
     sizes.embedding = _matrix(model.tok_embeddings.weight, model.tok_embeddings.weight.shape[0], sizes.dim, sizes)
+    if model.output.bias is not None:
+        raise Unsupported("the head has a bias")
     sizes.output = _matrix(model.output.weight, model.output.weight.shape[0], sizes.dim, sizes)
     sizes.layers = (Layer * sizes.layer_count)(*(_layer(block, sizes, dtype) for block in model.blocks))
     return NativeModel(
@@ -126,9 +129,9 @@ def _sizes(model: Transformer) -> Model:
         raise Unsupported(f"{sizes.heads} heads cannot share {sizes.kv_heads} KV heads")
     if isinstance(model.tok_embeddings, PackedEmbedding) and model.tok_embeddings.dtype != model.norm.weight.dtype:
         raise Unsupported("activations are of another dtype than norms")
+    if any(norm.eps != model.norm.eps for norm in model.modules() if isinstance(norm, RMSNorm)):
+        raise Unsupported("norms differ in their eps")
     for block in model.blocks:
-        if block.attention_norm.eps != model.norm.eps or block.ffn_norm.eps != model.norm.eps:
-            raise Unsupported("norms differ in their eps")
         held = block.attention.cache.args
         if (held.n_kv_heads, held.head_dim, block.attention.head_dim) != (sizes.kv_heads, head_dim, head_dim):
             raise Unsupported("layers, or their caches, differ in their heads")
@@ -148,9 +151,16 @@ def _activations(model: Transformer) -> int:
 def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
     attention, mlp = block.attention, block.feed_forward
     queries, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    if any(layer.bias is not None for layer in (attention.wo, mlp.w1, mlp.w2, mlp.w3)):
+        raise Unsupported("a layer other than wq, wk and wv has a bias")
     return Layer(
         attention_norm=check_tensor(block.attention_norm.weight, (sizes.dim,), dtype),
         ffn_norm=check_tensor(block.ffn_norm.weight, (sizes.dim,), dtype),
+        q_bias=_bias(attention.wq, queries, dtype),
+        k_bias=_bias(attention.wk, kv, dtype),
+        v_bias=_bias(attention.wv, kv, dtype),
+        q_norm=_head_norm(attention.q_norm, sizes, dtype),
+        k_norm=_head_norm(attention.k_norm, sizes, dtype),
         wq=_matrix(attention.wq.weight, queries, sizes.dim, sizes),
         wk=_matrix(attention.wk.weight, kv, sizes.dim, sizes),
         wv=_matrix(attention.wv.weight, kv, sizes.dim, sizes),
@@ -159,6 +169,19 @@ def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
         w2=_matrix(mlp.w2.weight, sizes.dim, sizes.hidden, sizes),
         w3=_matrix(mlp.w3.weight, sizes.hidden, sizes.dim, sizes),
     )
+
+
+def _bias(layer: nn.Module, length: int, dtype: torch.dtype) -> int | None:
+    bias = cast(Tensor | None, layer.bias)
+    return None if bias is None else check_tensor(bias, (length,), dtype)
+
+
+def _head_norm(norm: nn.Module, sizes: Model, dtype: torch.dtype) -> int | None:
+    if isinstance(norm, nn.Identity):
+        return None
+    if not isinstance(norm, RMSNorm):
+        raise Unsupported(f"queries or keys go through a {type(norm).__name__}")
+    return check_tensor(norm.weight, (sizes.head_dim,), dtype)
 
 
 def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, sizes: Model) -> Matrix:

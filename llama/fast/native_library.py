@@ -28,6 +28,7 @@ class Layer(ctypes.Structure):
     _fields_ = (
         ("attention_norm", c_void_p),
         ("ffn_norm", c_void_p),
+        *((name, c_void_p) for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")),  # or none
         *((name, Matrix) for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")),
         *((name, c_void_p) for name in ("keys", "values")),
         *((f"{side}_{part}", c_void_p) for side in ("key", "value") for part in ("codes", "scale", "zero")),

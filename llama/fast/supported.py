@@ -57,10 +57,11 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:
         raise Unsupported(f"the model's operations are {model.ops.name}")
-    for module in model.modules():
+    for name, module in model.named_modules():
         kind = type(module)
         ours = getattr(module, "ops", PLAIN) == PLAIN and getattr(module, "ranks", ALONE).size == 1
-        if not ours or (kind not in _KNOWN and kind not in caches):
+        is_no_norm = kind is nn.Identity and name.endswith(("attention.q_norm", "attention.k_norm"))
+        if not ours or (kind not in _KNOWN and kind not in caches and not is_no_norm):
             raise Unsupported(f"{kind.__name__} is not one of the modules that the fast step computes")
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
             raise Unsupported(f"a hook watches {kind.__name__}")

@@ -9,6 +9,7 @@ import logging
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import (
     ARGS,
+    FAMILIES,
     FOLDER,
     KINDS,
     VOCAB,
@@ -79,6 +81,53 @@ def test_native_logits_are_the_plain_ones(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_bits_depend_on_nothing_but_the_text(kind: str) -> None:
     check_bits(kind)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_have_the_plain_logits_and_bits_that_depend_on_the_text_alone(family: str, kind: str) -> None:
+    plain, fast = twins(kind, FAMILIES[family])
+    tokens = some_tokens(3, 90, vocab_size=VOCAB)
+    for caching in (False, True):
+        plain.kv_caching = fast.kv_caching = caching
+        ours, theirs = fast(tokens), plain(tokens)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance(kind, theirs))
+    assert served(fast) == 2
+    check_bits(kind, FAMILIES[family])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.layers[1].attention, "q_norm", torch.nn.LayerNorm(32)),
+        lambda model: setattr(model.layers[1].attention.k_norm, "eps", 1e-3),
+        lambda model: setattr(model.layers[0], "ffn_norm", torch.nn.Identity()),
+        lambda model: setattr(model.layers[0].feed_forward.w1, "bias", torch.nn.Parameter(torch.ones(256))),
+        lambda model: setattr(model.output, "bias", torch.nn.Parameter(torch.ones(VOCAB))),
+        lambda model: setattr(model.layers[0].attention.wq, "bias", torch.nn.Parameter(torch.ones(3))),
+    ],
+)
+def test_what_no_family_has_is_left_to_the_plain_path(change: Callable[[Transformer], None]) -> None:
+    _, fast = twins("fp32", FAMILIES["qwen3"])
+    tokens = some_tokens(1, 5, vocab_size=VOCAB)
+    fast(tokens)
+    change(fast)
+    with suppress(RuntimeError), torch.inference_mode():  # the plain path's own error, of a bias that does not fit
+        fast(tokens)
+    assert served(fast) == 1
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_bias_that_is_assigned_later_is_computed() -> None:
+    plain, fast = twins("fp32")
+    tokens = some_tokens(1, 5, vocab_size=VOCAB)
+    for model in (plain, fast):
+        model(tokens)
+        model.layers[1].attention.wv.bias = torch.nn.Parameter(torch.linspace(-1, 1, 64), requires_grad=False)
+    theirs = plain(tokens)
+    torch.testing.assert_close(fast(tokens), theirs, rtol=0, atol=tolerance("fp32", theirs))
+    assert served(fast) == 2
 
 
 @pytest.mark.usefixtures("cpu")

@@ -50,9 +50,11 @@ class TransformersEngine:
         transformers = check_engine("transformers")
         # A limit by which nothing is allocated; transformers warns of scaled RoPE where it is a short one.
         length = max(model.args.max_seq_len, 1 << 17)
-        config = transformers.LlamaConfig(**huggingface_config(model.args) | {"max_position_embeddings": length})
+        config = transformers.AutoConfig.for_model(
+            **huggingface_config(model.args) | {"max_position_embeddings": length}
+        )
         with torch.device("meta"):
-            twin = transformers.LlamaForCausalLM(config)
+            twin = transformers.AutoModelForCausalLM.from_config(config)
         twin.load_state_dict(huggingface_tensors(model), assign=True)
         # Its frequencies are no part of the weights, so they are still on the meta device.
         twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)

@@ -19,6 +19,7 @@ namespace {
 
 struct Layer {
     const void *attention_norm, *ffn_norm;
+    const void *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;  // or null; a norm's weights are those of a head
     Matrix wq, wk, wv, wo, w1, w2, w3;
     // Of the layer's cache, or null:
     void *keys, *values;         // (rows, slots, kv_heads, head_dim); those of INT8 and INT4 are the newest TOKENS
@@ -319,11 +320,22 @@ struct Forward {
     }
 
     void norm_of(const float* x, const T* weight, float* scaled, char* to) const {
-        floats squares = {};
-        for (Int i = 0; i < model.dim; i += LANES) squares = multiply_add(squares, widen(x + i), widen(x + i));
-        const float factor = 1.0f / std::sqrt(sum_of(squares) / float(model.dim) + model.eps);
-        for (Int i = 0; i < model.dim; i += LANES) store(scaled + i, widen(x + i) * factor * widen(weight + i));
+        norm(x, model.dim, weight, scaled);
         product_of.round(scaled, model.dim, to);
+    }
+
+    void norm(const float* x, Int length, const T* weight, float* to) const {
+        floats squares = {};
+        for (Int i = 0; i < length; i += LANES) squares = multiply_add(squares, widen(x + i), widen(x + i));
+        const float factor = 1.0f / std::sqrt(sum_of(squares) / float(length) + model.eps);
+        for (Int i = 0; i < length; i += LANES) store(to + i, widen(x + i) * factor * widen(weight + i));
+    }
+
+    // Add a bias to a token's heads, and norm each of them, where there are such.
+    void complete(float* x, Int heads, const void* bias, const void* weight) const {
+        const Int d = model.head_dim;
+        for (Int i = 0; bias && i < heads * d; i += LANES) store(x + i, widen(x + i) + widen((const T*)bias + i));
+        for (Int head = 0; weight && head < heads; head++) norm(x + head * d, d, (const T*)weight, x + head * d);
     }
 
     // The team's share of a product.
@@ -400,6 +412,9 @@ struct Forward {
 
     // Turn a token's queries and keys by its position, and put its keys and values where they belong.
     void place(const Layer& layer, Int t, float* k, float* v) const {
+        complete(q + t * queries, model.heads, layer.q_bias, layer.q_norm);
+        complete(k, model.kv_heads, layer.k_bias, layer.k_norm);
+        complete(v, model.kv_heads, layer.v_bias, nullptr);
         turn(q + t * queries, model.heads, position[t]);
         if (unturned) {  // what is kept is rounded before it is turned
             T* to = unturned + place_of_own(row[t], position[t]);

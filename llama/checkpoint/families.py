@@ -1,0 +1,115 @@
+"""The families of models that are built like Llama, and what the files of each say in words of their own.
+
+A family is a row of a table. Knows the keys of Hugging Face's config.json and the names of tensors there and in .gguf
+files; reads no file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama.args import ModelArgs
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tells a family's models from Llama's.
+
+    name: its `model_type` in config.json, and its architecture in a .gguf file. in_gguf: whether it is one there; else
+    its models are called Llama's. half_split: whether rows in a .gguf file stand in Hugging Face's order, see
+    half_split.py. defaults: of config.json, where they are not those of Llama's.
+    """
+
+    name: str
+    attention_bias: bool = False
+    qk_norm: bool = False
+    in_gguf: bool = True
+    half_split: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_QWEN = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+LLAMA, MISTRAL, QWEN2, QWEN3 = (
+    Family("llama"),
+    Family(
+        "mistral",
+        in_gguf=False,
+        defaults={"sliding_window": 4096, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+    ),
+    Family("qwen2", attention_bias=True, half_split=True, defaults=_QWEN),
+    Family("qwen3", qk_norm=True, half_split=True, defaults={**_QWEN, "head_dim": 128}),
+)
+FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+GGUF_FAMILIES = {family.name: family for family in FAMILIES.values() if family.in_gguf}
+
+# Of Hugging Face's names, and of a .gguf file's, by ours.
+HUGGINGFACE_NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.{}.attention.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
+    "layers.{}.attention.wk.weight": "model.layers.{}.self_attn.k_proj.weight",
+    "layers.{}.attention.wv.weight": "model.layers.{}.self_attn.v_proj.weight",
+    "layers.{}.attention.wo.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "layers.{}.feed_forward.w1.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "layers.{}.feed_forward.w2.weight": "model.layers.{}.mlp.down_proj.weight",
+    "layers.{}.feed_forward.w3.weight": "model.layers.{}.mlp.up_proj.weight",
+    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+GGUF_NAMES = {
+    "tok_embeddings.weight": "token_embd.weight",
+    "layers.{}.attention.wq.weight": "blk.{}.attn_q.weight",
+    "layers.{}.attention.wk.weight": "blk.{}.attn_k.weight",
+    "layers.{}.attention.wv.weight": "blk.{}.attn_v.weight",
+    "layers.{}.attention.wo.weight": "blk.{}.attn_output.weight",
+    "layers.{}.feed_forward.w1.weight": "blk.{}.ffn_gate.weight",
+    "layers.{}.feed_forward.w2.weight": "blk.{}.ffn_down.weight",
+    "layers.{}.feed_forward.w3.weight": "blk.{}.ffn_up.weight",
+    "layers.{}.attention_norm.weight": "blk.{}.attn_norm.weight",
+    "layers.{}.ffn_norm.weight": "blk.{}.ffn_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "output.weight": "output.weight",
+}
+_BIASES = {f"layers.{{}}.attention.w{part}.bias": part for part in "qkv"}
+_NORMS = {f"layers.{{}}.attention.{part}_norm.weight": part for part in "qk"}
+
+
+def huggingface_names(args: ModelArgs) -> dict[str, str]:
+    """Return the names of a model's tensors in Hugging Face's files, by ours."""
+    names = dict(HUGGINGFACE_NAMES)
+    if args.attention_bias:
+        names |= {ours: f"model.layers.{{}}.self_attn.{part}_proj.bias" for ours, part in _BIASES.items()}
+    if args.qk_norm:
+        names |= {ours: f"model.layers.{{}}.self_attn.{part}_norm.weight" for ours, part in _NORMS.items()}
+    return numbered(names, args.n_layers)
+
+
+def gguf_names(args: ModelArgs) -> dict[str, str]:
+    """Return the names of a model's tensors in a .gguf file, by ours."""
+    names = dict(GGUF_NAMES)
+    if args.attention_bias:
+        names |= {ours: f"blk.{{}}.attn_{part}.bias" for ours, part in _BIASES.items()}
+    if args.qk_norm:
+        names |= {ours: f"blk.{{}}.attn_{part}_norm.weight" for ours, part in _NORMS.items()}
+    return numbered(names, args.n_layers)
+
+
+def numbered(names: Mapping[str, str], n_layers: int) -> dict[str, str]:
+    """Write out a table of names whose layer number is `{}`."""
+    return {ours.format(i): theirs.format(i) for i in range(n_layers) for ours, theirs in names.items()}
+
+
+def family_of(args: ModelArgs) -> Family:
+    """Return the family in whose words a model of ours is written. Raises ValueError where none has them."""
+    switches = (args.attention_bias, args.qk_norm)
+    for family in GGUF_FAMILIES.values():
+        if (family.attention_bias, family.qk_norm) == switches:
+            return family
+    raise ValueError("a model with both attention_bias and qk_norm has no name in other formats; keep it in Meta's")

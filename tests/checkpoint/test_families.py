@@ -1,0 +1,348 @@
+"""Families that are built like Llama give the logits of transformers, from folders and from .gguf files."""
+
+import json
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from checkpoints import BOS, EOS, N_WORDS, finish, write_gguf_tokenizer, write_huggingface_tokenizer
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llama.args import LinearScaling, ModelArgs, YarnScaling
+from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
+from llama.checkpoint.export import save_gguf, save_huggingface
+from llama.model import Transformer
+from llama.quantize import quantized_weights
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn with all its words": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.3,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn as DeepSeek's": {
+        "factor": 40.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+}
+TOKENS = torch.arange(74).reshape(2, 37) * 29 % N_WORDS
+# In float64 two programs that do the same sums in another order; logits are of the order of 10.
+TOLERANCE = 1e-10
+
+
+def config_of(family: str, scaling: str = "default", **changes: Any) -> Any:
+    rope = {"rope_type": scaling.partition(" ")[0], "rope_theta": 10000.0, **SCALINGS[scaling]}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": N_WORDS,
+        "max_position_embeddings": 128,
+        "rope_parameters": rope,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "initializer_range": 0.3,  # large enough that every weight shows in the logits
+    }
+    if family == "mistral":
+        sizes["sliding_window"] = None
+    return AutoConfig.for_model(family, **(sizes | changes))
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """Return a model of transformers in which no number is 0 or 1, and whose norms do not round to float32."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
+    return in_float64(model)
+
+
+def in_float64(model: Any) -> Any:
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(rms_norm, module)
+    return model
+
+
+def rms_norm(module: Any, x: Tensor) -> Tensor:
+    return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def write_folder(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    write_huggingface_tokenizer(folder)
+    return folder
+
+
+def write_qwen_gguf(path: Path, model: Any, *, kind: Kind = Kind.F32, metadata: Any = None) -> Path:
+    """Write a .gguf file by the gguf package's own table of names, with the rows as Hugging Face has them."""
+    config = model.config
+    arch = {"qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}[config.model_type]
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if metadata is not None:
+        metadata(writer)
+    write_gguf_tokenizer(writer)
+    for name, weight in model.state_dict().items():
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        used = kind if weight.ndim > 1 and weight.shape[-1] % 32 == 0 else Kind.F32
+        writer.add_tensor(theirs, gguf.quants.quantize(weight.float().numpy(), used), raw_dtype=used)
+    finish(writer)
+    return path
+
+
+def load(path: Path, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
+    checkpoint = open_checkpoint(path)
+    return load_weights(checkpoint, checkpoint.args, dtype=dtype, device="cpu", **changes)
+
+
+@torch.inference_mode()
+def assert_same_logits(ours: Transformer, theirs: Any, tokens: Tensor = TOKENS, tolerance: float = TOLERANCE) -> None:
+    """Compare cached and uncached, in one pass and in four chunks."""
+    expected = theirs(tokens).logits
+    length = tokens.shape[1]
+    bounds = [0, length // 3, length // 3 + 1, length - 2, length]
+    for caching in (False, True):
+        ours.kv_caching = caching
+        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=tolerance)
+    ours.free_cache()
+    chunks = [ours(tokens[:, a:b], a) for a, b in pairwise(bounds)]
+    torch.testing.assert_close(torch.cat(chunks, 1), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_gives_the_logits_of_transformers(family: str, scaling: str, tmp_path: Path) -> None:
+    theirs = random_model(config_of(family, scaling))
+    assert_same_logits(load(write_folder(tmp_path, theirs)), theirs)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    scaling=st.sampled_from(list(SCALINGS)),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 4), (8, 2)]),
+    head_dim=st.sampled_from([4, 6, 16]),
+    dim=st.sampled_from([24, 40]),
+    tied=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_families_agree_with_transformers_for_any_shape(
+    tmp_path_factory: pytest.TempPathFactory,
+    family: str,
+    scaling: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    dim: int,
+    tied: bool,
+    seed: int,
+) -> None:
+    config = config_of(
+        family,
+        scaling,
+        hidden_size=dim,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+    )
+    theirs = random_model(config, seed)
+    assert_same_logits(load(write_folder(tmp_path_factory.mktemp("family"), theirs)), theirs)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_gguf_file_of_qwen_gives_the_logits_of_its_folder(family: str, tmp_path: Path) -> None:
+    theirs = random_model(config_of(family)).float().double()  # numbers that the file holds exactly
+    assert_same_logits(load(write_qwen_gguf(tmp_path / "model.gguf", theirs)), theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scaling", ["default", "linear", "yarn"])
+def test_what_is_exported_gives_the_same_logits_again(family: str, scaling: str, tmp_path: Path) -> None:
+    theirs = random_model(config_of(family, scaling)).float()
+    model = load(write_folder(tmp_path / "folder", theirs), torch.float32)
+    save_huggingface(model, tmp_path / "again")
+    write_huggingface_tokenizer(tmp_path / "again")
+    save_gguf(model, tmp_path / "again.gguf")
+    again = in_float64(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float64))
+    assert_same_logits(load(tmp_path / "folder"), again)
+    checkpoint_args = load(tmp_path / "again").args
+    assert checkpoint_args == model.args
+    if scaling == "default" and family != "qwen3":  # of that it does not read how wide a head is
+        read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="again.gguf", dtype=torch.float64)
+        assert_same_logits(load(tmp_path / "folder"), in_float64(read))
+
+
+@pytest.mark.parametrize("quantize", [{"quantize": "stored"}, {"quantize": "stored", "repack": False}])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_stored_rows_of_qwen_are_brought_into_our_order(family: str, quantize: dict[str, Any], tmp_path: Path) -> None:
+    theirs = random_model(config_of(family))
+    path = write_qwen_gguf(tmp_path / "model.gguf", theirs, kind=Kind.Q8_0)
+    plain, stored = load(path, torch.float32), load(path, torch.float32, **quantize)
+    with torch.inference_mode():
+        torch.testing.assert_close(stored(TOKENS), plain(TOKENS), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_quantised_families_compute_with_their_biases_and_norms(family: str, quantize: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, random_model(config_of(family)))
+    plain, packed = load(folder, torch.float32), load(folder, torch.float32, quantize=quantize)
+    rounded = {
+        name: weight.rows(0, weight.shape[0], torch.float32) for name, weight in quantized_weights(packed).items()
+    }
+    plain.load_state_dict(rounded, strict=False)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(TOKENS), plain(TOKENS), rtol=0, atol=1e-3)
+
+
+# ---- sliding windows -------------------------------------------------------------------------------------------------
+
+
+def test_a_sliding_window_limits_the_length_and_says_which_would_do(tmp_path: Path) -> None:
+    theirs = random_model(config_of("mistral", sliding_window=48))
+    checkpoint = open_checkpoint(write_folder(tmp_path, theirs))
+    with pytest.raises(CheckpointError, match=r"the last 48 positions alone.*use --max_seq_len 48"):
+        load_weights(checkpoint, checkpoint.args, dtype=torch.float64, device="cpu")
+    ours = load_weights(checkpoint, checkpoint.whole_texts(), dtype=torch.float64, device="cpu")
+    assert ours.args.max_seq_len == 48
+    assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 16}, None),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}, None),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}, 4096),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("by_kinds", [False, True])
+def test_qwens_window_is_one_only_where_a_layer_has_it(
+    family: str, changes: dict[str, Any], window: int | None, by_kinds: bool, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path, random_model(config_of(family, **changes)))
+    config = json.loads((folder / "config.json").read_text())
+    if not by_kinds:
+        del config["layer_types"]
+        config |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(folder).window == window
+
+
+def test_a_window_of_a_gguf_file_limits_the_length(tmp_path: Path) -> None:
+    theirs = random_model(config_of("qwen2"))
+    path = write_qwen_gguf(tmp_path / "model.gguf", theirs, metadata=lambda writer: writer.add_sliding_window(32))
+    assert open_checkpoint(path).window == 32
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("qwen2", {"model_type": "qwen2_moe"}, "'qwen2_moe' is not supported; .*llama.*qwen3"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer_types=.*not supported"),
+        ("mistral", {"sliding_window": "much"}, "sliding_window='much' must be a whole number"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; .*yarn"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor='4' must be a number"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1}}, "beta_fast"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    family: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path, random_model(config_of(family)))
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=reason):
+        open_checkpoint(folder)
+
+
+def test_a_bias_that_the_family_does_not_have_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, random_model(config_of("qwen2")))
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"unexpected: .*q_proj\.bias"):
+        open_checkpoint(folder)
+
+
+# ---- RoPE ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("add", "rule"),
+    [
+        (lambda w: w.add_rope_scaling_factor(4.0), LinearScaling(4.0)),
+        (lambda w: (w.add_rope_scaling_type(gguf.RopeScalingType.NONE), w.add_rope_scaling_factor(4.0)), None),
+        (lambda w: w.add_rope_scaling_attn_factors(1.5), LinearScaling(1.0, 1.5)),
+        (
+            lambda w: (
+                w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+                w.add_rope_scaling_factor(4.0),
+                w.add_rope_scaling_orig_ctx_len(32),
+            ),
+            YarnScaling(4.0, 32),
+        ),
+        (
+            lambda w: (
+                w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+                w.add_rope_scaling_factor(4.0),
+                w.add_rope_scaling_attn_factors(0.5),
+            ),
+            YarnScaling(4.0, 128, attention_factor=0.5 * YarnScaling.sharpened(4.0)),
+        ),
+    ],
+)
+def test_scaling_in_a_gguf_file_is_read_as_llama_cpp_reads_it(add: Any, rule: Any, tmp_path: Path) -> None:
+    path = write_qwen_gguf(tmp_path / "model.gguf", random_model(config_of("qwen2")), metadata=add)
+    assert open_checkpoint(path).args.rope_scaling == rule
+
+
+def test_a_model_of_two_families_has_no_name_elsewhere(tmp_path: Path) -> None:
+    args = ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=20, attention_bias=True, qk_norm=True)
+    with pytest.raises(ValueError, match="both attention_bias and qk_norm"):
+        save_gguf(Transformer(args), tmp_path / "model.gguf")
