@@ -31,7 +31,7 @@ from llama.model import Transformer
 from llama.parallel import RankLost, join, world_rank
 from llama.ranks import ALONE, Ranks
 
-FORMATS = ("meta-1", "meta-2", "huggingface", "weights.gguf", "weights-q8.gguf")
+FORMATS = ("meta-1", "meta-2", "huggingface", "qwen2", "qwen3", "weights.gguf", "weights-q8.gguf")
 PROMPTS = [[1, 2, 3], [4] * 11, [5, 6] * 4]
 FP64_TOLERANCE = 1e-12  # sums in another order: logits of about 1 that were rounded at 1e-16 a few hundred times
 
@@ -76,6 +76,19 @@ def logits_are_those_of_one_process_in_float64(job: Job) -> None:
     ids = tokens(3, 20)
     for made in (cut(ids), fed(cut, ids, [7, 8, 9, 15])):
         torch.testing.assert_close(made, whole(ids), rtol=0, atol=FP64_TOLERANCE)
+
+
+@case
+def families_have_the_logits_and_in_exact_mode_the_bits_of_one_process(job: Job) -> None:
+    ids = tokens(3, 20)
+    for name in ("qwen2", "qwen3"):
+        cut, whole = job.model(name, torch.float64), job.model(name, torch.float64, ALONE)
+        for made in (cut(ids), fed(cut, ids, [7, 8, 9, 15])):
+            torch.testing.assert_close(made, whole(ids), rtol=0, atol=10 * FP64_TOLERANCE)  # their logits are larger
+        cut, whole = (job.model(name, torch.bfloat16, ranks, exact=True) for ranks in (None, ALONE))
+        expected = whole(ids)
+        for made in (cut(ids), fed(cut, ids, [7, 8, 9, 15])):
+            assert torch.equal(made, expected), name
 
 
 @case

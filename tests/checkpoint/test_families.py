@@ -1,7 +1,6 @@
 """Families that are built like Llama give the logits of transformers, from folders and from .gguf files."""
 
 import json
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,13 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from checkpoints import BOS, EOS, N_WORDS, finish, write_gguf_tokenizer, write_huggingface_tokenizer
+from checkpoints import N_WORDS, finish, write_gguf_tokenizer, write_huggingface_tokenizer
+from families import FAMILIES, SCALINGS, config_of, in_float64, random_model, write_folder
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from llama.args import LinearScaling, ModelArgs, YarnScaling
 from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
@@ -22,84 +22,9 @@ from llama.checkpoint.export import save_gguf, save_huggingface
 from llama.model import Transformer
 from llama.quantize import quantized_weights
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-SCALINGS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": 4.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
-    "yarn with all its words": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "attention_factor": 1.3,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "truncate": False,
-    },
-    "yarn as DeepSeek's": {
-        "factor": 40.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
-    },
-}
 TOKENS = torch.arange(74).reshape(2, 37) * 29 % N_WORDS
 # In float64 two programs that do the same sums in another order; logits are of the order of 10.
 TOLERANCE = 1e-10
-
-
-def config_of(family: str, scaling: str = "default", **changes: Any) -> Any:
-    rope = {"rope_type": scaling.partition(" ")[0], "rope_theta": 10000.0, **SCALINGS[scaling]}
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": N_WORDS,
-        "max_position_embeddings": 128,
-        "rope_parameters": rope,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "initializer_range": 0.3,  # large enough that every weight shows in the logits
-    }
-    if family == "mistral":
-        sizes["sliding_window"] = None
-    return AutoConfig.for_model(family, **(sizes | changes))
-
-
-def random_model(config: Any, seed: int = 0) -> Any:
-    """Return a model of transformers in which no number is 0 or 1, and whose norms do not round to float32."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).double().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
-    return in_float64(model)
-
-
-def in_float64(model: Any) -> Any:
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(rms_norm, module)
-    return model
-
-
-def rms_norm(module: Any, x: Tensor) -> Tensor:
-    return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-
-
-def write_folder(folder: Path, model: Any) -> Path:
-    model.save_pretrained(folder)
-    write_huggingface_tokenizer(folder)
-    return folder
 
 
 def write_qwen_gguf(path: Path, model: Any, *, kind: Kind = Kind.F32, metadata: Any = None) -> Path:

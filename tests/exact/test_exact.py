@@ -9,6 +9,7 @@ import torch
 from oracles import tiny_args, tiny_model
 from torch import Tensor
 
+from llama.args import YarnScaling
 from llama.exact import (
     Block,
     block_for,
@@ -30,6 +31,7 @@ SHAPES: list[dict[str, Any]] = [
     {"dim": 48, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 131, "tied_head": True},
     {"dim": 80, "n_heads": 5, "n_kv_heads": 1, "vocab_size": 97, "multiple_of": 8},
     {"dim": 64, "n_heads": 8, "n_kv_heads": 8, "vocab_size": 200, "n_layers": 3, "head_dim": 12},
+    {"attention_bias": True, "qk_norm": True, "rope_scaling": YarnScaling(4.0, 64)},
 ]
 
 
@@ -47,7 +49,7 @@ def fed_in_pieces(model: Transformer, tokens: Tensor, cuts: list[int]) -> Tensor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", SHAPES, ids=["plain", "tied", "odd", "wide"])
+@pytest.mark.parametrize("sizes", SHAPES, ids=["plain", "tied", "odd", "wide", "families"])
 def test_logits_are_equal_to_the_bit_however_they_come_about(dtype: torch.dtype, sizes: dict[str, Any]) -> None:
     model = exact_model(dtype, **sizes)
     draw = random.Random(str(dtype) + str(sizes))
