@@ -56,6 +56,8 @@ _SIZES_MUST_BE: dict[str, tuple[object, ...]] = {
     "rope.scaling.type": ("none", "linear", "yarn", None),
     "rope.scaling.yarn_ext_factor": (1, -1, None),
     "rope.scaling.yarn_attn_factor": (1, None),
+    "rope.scaling.yarn_beta_fast": (32, None),  # llama.cpp reads these two of other architectures alone
+    "rope.scaling.yarn_beta_slow": (1, None),
 }
 
 
@@ -180,8 +182,6 @@ def _rope_scaling(sizes: _Sizes) -> LinearScaling | YarnScaling | None:
             return YarnScaling(
                 factor,
                 sizes("rope.scaling.original_context_length", sizes("context_length")),
-                beta_fast=sizes("rope.scaling.yarn_beta_fast", 32.0),
-                beta_slow=sizes("rope.scaling.yarn_beta_slow", 1.0),
                 attention_factor=attention * YarnScaling.sharpened(factor),
             )
         rule = LinearScaling(factor if kind == "linear" else 1.0, attention)

@@ -230,14 +230,15 @@ def _add_scaling(writer: Any, rule: Scaling | tuple[float, ...] | None) -> None:
         writer.add_rope_scaling_factor(rule.factor)
         writer.add_rope_scaling_attn_factors(rule.attention_factor)
     elif isinstance(rule, YarnScaling):
-        if not rule.truncate:
-            raise ValueError("YaRN with bounds that are not rounded (truncate=False) has no word in a .gguf file")
+        if (rule.beta_fast, rule.beta_slow, rule.truncate) != (32, 1, True):
+            raise ValueError(
+                f"llama.cpp knows YaRN with beta_fast=32, beta_slow=1 and truncate=True alone, not {rule}; write a "
+                "Hugging Face folder instead"
+            )
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rule.factor)
         writer.add_rope_scaling_orig_ctx_len(rule.original_max_seq_len)
         writer.add_rope_scaling_attn_factors(rule.attention_factor / YarnScaling.sharpened(rule.factor))
-        writer.add_rope_scaling_yarn_beta_fast(rule.beta_fast)
-        writer.add_rope_scaling_yarn_beta_slow(rule.beta_slow)
 
 
 def _add_type(writer: Any, parts: Sequence[Part]) -> None:

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from llama.args import LinearScaling, ModelArgs, YarnScaling
 from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
+from llama.checkpoint.base import Weight
 from llama.checkpoint.export import save_gguf, save_huggingface
+from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.model import Transformer
 from llama.quantize import quantized_weights
 
@@ -265,6 +267,36 @@ def test_a_bias_that_the_family_does_not_have_is_refused(tmp_path: Path) -> None
 def test_scaling_in_a_gguf_file_is_read_as_llama_cpp_reads_it(add: Any, rule: Any, tmp_path: Path) -> None:
     path = write_qwen_gguf(tmp_path / "model.gguf", random_model(config_of("qwen2")), metadata=add)
     assert open_checkpoint(path).args.rope_scaling == rule
+
+
+def test_bounds_of_yarn_that_llama_cpp_does_not_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    theirs = random_model(config_of("qwen2"))
+    write_qwen_gguf(path, theirs, metadata=lambda writer: writer.add_rope_scaling_yarn_beta_fast(16.0))
+    with pytest.raises(CheckpointError, match=r"yarn_beta_fast=16\.0 is not supported; what is: 32"):
+        open_checkpoint(path)
+    model = load(write_folder(tmp_path / "folder", random_model(config_of("llama", "yarn with all its words"))))
+    with pytest.raises(ValueError, match="beta_fast=32, beta_slow=1 and truncate=True alone"):
+        save_gguf(model.float(), tmp_path / "again.gguf")
+
+
+def test_llama_cpp_gives_the_same_logits_of_a_file_of_qwen(tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    wide = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    for family in ("qwen2", "qwen3"):
+        for scaling in ("default", "linear", "yarn"):
+            model = load(write_folder(tmp_path / "folder", random_model(config_of(family, scaling, **wide))))
+            model.float()
+            parts = planned(model.args, {name: Weight.of(w) for name, w in model.state_dict().items()}, "F32")
+            tokenizer = open_checkpoint(tmp_path / "folder").tokenizer
+            write_gguf(tmp_path / "model.gguf", model.args, parts, tokenizer.to_gguf(N_WORDS))
+            peer = llama_cpp.Llama(
+                str(tmp_path / "model.gguf"), n_ctx=128, logits_all=True, verbose=False, type_k=0, type_v=0
+            )
+            peer.eval(TOKENS[0].tolist())
+            with torch.inference_mode():
+                theirs = torch.from_numpy(peer.scores[: TOKENS.shape[1]].copy())
+                torch.testing.assert_close(model(TOKENS)[0], theirs, rtol=0, atol=1e-3)
 
 
 def test_a_model_of_two_families_has_no_name_elsewhere(tmp_path: Path) -> None:
