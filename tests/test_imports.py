@@ -68,6 +68,7 @@ MAY_IMPORT = {
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/tokenizer.py": ("tokenizer", "tiktoken"),
     "llama/tokenizer/": ("tokenizer", ""),
+    "llama/checkpoint/__main__.py": ("checkpoint cli costs demo", "tqdm"),
     "llama/checkpoint/": (
         "args costs ranks rope model packed quantize tokenizer checkpoint",
         "torch numpy safetensors gguf",
@@ -140,7 +141,7 @@ ONLY_DOOR = {
     "fire": "llama/cli.py",
     "tqdm": (
         "llama/api.py llama/convert.py llama/perplexity.py llama/bench/run/progress.py llama/verify/ "
-        "scripts/compare_quantized.py"
+        "llama/checkpoint/__main__.py scripts/compare_quantized.py"
     ),
     "matplotlib": "llama/bench/report/plots.py",
     "fairscale": "llama/parallel.py",

@@ -144,7 +144,7 @@ class Checkpoint:
 
     `tensors` holds every name of the model's state dict, in Meta's names and layout, with its checked shape. window: so
     many positions a query sees in the original (sliding-window attention), None: all. Here every query sees all, so a
-    model is the original's up to that length alone.
+    model is the original's up to that length alone. family: the name of its architecture in the file.
     """
 
     path: Path
@@ -152,6 +152,7 @@ class Checkpoint:
     tokenizer: Tokenizer
     tensors: Mapping[str, Weight]
     window: int | None = None
+    family: str = "llama"
 
     def whole_texts(self) -> ModelArgs:
         """Return the sizes with max_seq_len at most so long that every query sees all positions in the original."""
@@ -177,6 +178,7 @@ def assemble(
     names: Mapping[str, str],
     says_tied: bool | None,
     window: int | None = None,
+    family: str = "llama",
 ) -> Checkpoint:
     """Check what a file holds against what its config needs, settle the head, and go over to Meta's names.
 
@@ -199,7 +201,7 @@ def assemble(
     if says_tied and not tensors[head].same_bits(tensors[embedding]):
         raise CheckpointError(path, f"the config says that the head is tied, but {head} is not {embedding}")
     args = replace(args, tied_head=shared or bool(says_tied))
-    return Checkpoint(path, args, tokenizer, {ours: tensors[theirs] for ours, theirs in names.items()}, window)
+    return Checkpoint(path, args, tokenizer, {ours: tensors[theirs] for ours, theirs in names.items()}, window, family)
 
 
 def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
@@ -228,11 +230,14 @@ def check_shapes(path: Path, *, needed: Mapping[str, tuple[int, ...]], found: Ma
 
 
 def refuse_others(path: Path, content: Mapping[str, Any], must_be: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse, by name, a key whose value is not among those under which the model is the one that we build."""
+    """Refuse, by name, every key whose value is not among those under which the model is the one that we build."""
+    complaints = []
     for key, allowed in must_be.items():
         if content.get(key) not in allowed:
             would_do = ", ".join("none at all" if value is None else json.dumps(value) for value in allowed)
-            raise CheckpointError(path, f"{key}={content.get(key)!r} is not supported; what is: {would_do}")
+            complaints.append(f"{key}={content.get(key)!r} is not supported; what is: {would_do}")
+    if complaints:
+        raise CheckpointError(path, "; ".join(complaints))
 
 
 def need_file(directory: Path, name: str, what: str) -> Path:

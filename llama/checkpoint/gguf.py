@@ -118,6 +118,7 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
         names=names,
         says_tied=None,
         window=sizes.window(),
+        family=family.name,
     )
 
 

@@ -76,6 +76,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
         names=names,
         says_tied=config.get("tie_word_embeddings"),
         window=_window(config_path, config),
+        family=family.name,
     )
 
 

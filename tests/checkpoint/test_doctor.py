@@ -1,0 +1,127 @@
+"""The doctor says what a checkpoint is, what it needs, and everything that keeps it from being loaded."""
+
+import hashlib
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+from checkpoints import N_WORDS, meta_params, meta_weights, write_gguf, write_huggingface_tokenizer, write_meta
+from checkpoints import config_of as llama_config
+from checkpoints import random_model as random_llama
+from families import FAMILIES, config_of, random_model, write_folder
+from gguf import GGMLQuantizationType as Kind
+
+from llama.args import ModelArgs
+from llama.checkpoint.__main__ import check_manifest, main
+from llama.checkpoint.base import needed_shapes
+from llama.checkpoint.doctor import examine
+from llama.costs import parameters
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_a_family_is_described(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = random_model(config_of(family, "yarn"))
+    assert main(str(write_folder(tmp_path, theirs))) == 0
+    printed = capsys.readouterr().out
+    count = sum(weight.numel() for weight in theirs.parameters())
+    for fact in (
+        "Hugging Face's safetensors",
+        family,
+        f"{count:,}",
+        "2 of width 32, MLP 64",
+        "4 of 8 numbers, 2 for keys and values",
+        "its own matrix",
+        "YarnScaling: factor 4, original_max_seq_len 32",
+        "half-split",
+        f"{N_WORDS} tokens, 256 of them special",
+        "<|end_of_text|>",
+    ):
+        assert fact in printed, fact
+    assert ("biases of q, k and v" in printed) == (family == "qwen2")
+    assert ("norms of q and k" in printed) == (family == "qwen3")
+    assert printed.endswith("loads\n")
+
+
+def test_meta_and_gguf_are_described_with_the_types_of_their_tensors(tmp_path: Path) -> None:
+    theirs = random_llama(llama_config(tie_word_embeddings=True))
+    weights = meta_weights(theirs)
+    meta = examine(write_meta(tmp_path / "meta", weights, meta_params(theirs.config), shards=2)).facts
+    assert meta["format"] == "Meta's .pth"
+    assert meta["weights"].startswith("2 files")
+    gguf = examine(write_gguf(tmp_path / "model.gguf", weights, theirs.config, kind=Kind.Q8_0))
+    assert gguf.facts["format"] == "GGUF"
+    assert gguf.facts["tensors"] == "15 Q8_0, 5 float32"
+    assert gguf.facts["head"] == "is the embedding (tied)"
+    assert gguf.facts["rows of q and k"] == meta["rows of q and k"] == "pair by pair, as ours"
+
+
+def test_memory_is_that_of_the_model_in_every_mode(tmp_path: Path) -> None:
+    theirs = random_llama(llama_config())
+    found = examine(write_gguf(tmp_path / "model.gguf", meta_weights(theirs), theirs.config, kind=Kind.Q8_0))
+    weights = {(dtype, quantize): nbytes for dtype, quantize, nbytes, _ in found.memory}
+    count = sum(weight.numel() for weight in theirs.parameters())
+    assert weights["fp32", ""] == 4 * count
+    assert weights["bf16", ""] == 2 * count
+    assert weights["fp32", ""] > weights["fp32", "int8"] > weights["fp32", "int4"]
+    assert weights["fp32", "stored"] < weights["fp32", "int8"] + 1
+    assert {cache for dtype, _, _, cache in found.memory if dtype == "fp32"} == {2 * 2 * 2 * 8 * 2048 * 4}
+
+
+def test_a_window_and_a_missing_chat_format_are_remarks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(str(write_folder(tmp_path, random_model(config_of("mistral", sliding_window=48))))) == 0
+    printed = capsys.readouterr().out
+    assert "note: " in printed
+    assert "it loads with --max_seq_len 48" in printed
+
+
+def test_everything_that_does_not_fit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path, random_model(config_of("llama")))
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "gelu", "mlp_bias": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(str(folder)) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("does not load: ") == 2
+    for part in ("hidden_act='gelu' is not supported; what is: \"silu\"", "mlp_bias=True", "tokenizer.json"):
+        assert part in printed
+
+
+def test_what_is_no_checkpoint_is_refused_with_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(str(tmp_path / "nothing")) == 1
+    assert "there is no such file or directory" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="takes one"):
+        main()
+
+
+def test_a_manifest_is_checked_file_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "model", random_model(config_of("llama")))
+    names = ("config.json", "model.safetensors")
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    manifest = tmp_path / "SHA256SUMS"
+    manifest.write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    assert main(str(folder), sha256=str(manifest)) == 0
+    assert capsys.readouterr().out.startswith("config.json: OK\nmodel.safetensors: OK\n")
+    write_huggingface_tokenizer(folder)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    manifest.write_text(manifest.read_text() + f"{'0' * 64} *absent.txt\n")
+    assert main(str(folder), sha256=str(manifest)) == 1
+    printed = capsys.readouterr().out
+    assert "config.json: is another file than the manifest says" in printed
+    assert "absent.txt: is not there" in printed
+
+
+@pytest.mark.parametrize(
+    "line", ["", "no digest", f"{'0' * 64}  ../secret", f"{'0' * 64}  /etc/passwd", f"{'0' * 63}  a"]
+)
+def test_a_manifest_that_is_none_is_refused_before_a_file_is_read(line: str, tmp_path: Path) -> None:
+    (tmp_path / "SHA256SUMS").write_text(line + "\n")
+    with pytest.raises(ValueError, match="line 1: expected a SHA-256 and the plain name"):
+        list(check_manifest(tmp_path / "SHA256SUMS", tmp_path))
+
+
+def test_the_count_of_parameters_is_what_torch_counts_for_every_family() -> None:
+    for switches in ({}, {"attention_bias": True}, {"qk_norm": True}):
+        args = ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=50, **switches)
+        shapes = needed_shapes(args).values()
+        assert parameters(args) == sum(map(prod, shapes))
