@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llama.api import Llama, load
-    from llama.args import ModelArgs, RopeScaling
+    from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
     from llama.chat import Chat
     from llama.model import Transformer
     from llama.tokenizer import Tokenizer
@@ -15,14 +15,27 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Chat", "Dialog", "Llama", "ModelArgs", "RopeScaling", "Tokenizer", "Transformer", "load"]
+__all__ = [
+    "Chat",
+    "Dialog",
+    "LinearScaling",
+    "Llama",
+    "ModelArgs",
+    "RopeScaling",
+    "Tokenizer",
+    "Transformer",
+    "YarnScaling",
+    "load",
+]
 
 _HOMES = {
     "Chat": "chat",
     "Dialog": "tokenizer.chat",
     "Llama": "api",
     "ModelArgs": "args",
+    "LinearScaling": "args",
     "RopeScaling": "args",
+    "YarnScaling": "args",
     "Tokenizer": "tokenizer",
     "Transformer": "model",
     "load": "api",

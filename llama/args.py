@@ -183,6 +183,8 @@ class ModelArgs:
         _check_count("ffn_dim", self.ffn_dim)  # a tiny ffn_dim_multiplier rounds it to nothing
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta={self.rope_theta} must be above 1 for YaRN, which takes its logarithm")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of numbers")
         if isinstance(self.rope_scaling, tuple):

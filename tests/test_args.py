@@ -1,5 +1,8 @@
 """ModelArgs reads Meta's params.json as Meta's code does, and says by name what it cannot take."""
 
+import math
+import re
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, asdict, replace
 from typing import Any
 
@@ -7,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama.args import ModelArgs, RopeScaling
+from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 
 # The params.json of the released models, whole.
 COMMON: dict[str, Any] = {"vocab_size": 128256, "norm_eps": 1e-05, "rope_theta": 500000.0}
@@ -175,3 +178,31 @@ def test_a_model_that_cannot_be_shared_out_evenly_says_to_how_many_it_can(
 ) -> None:
     with pytest.raises(ValueError, match=fits):
         ModelArgs(**sizes).share(ranks)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: LinearScaling(0), "factor=0 must be a finite number above 0"),
+        (lambda: LinearScaling(2.0, float("nan")), "attention_factor=nan"),
+        (lambda: YarnScaling(4.0, 0), "original_max_seq_len=0"),
+        (lambda: YarnScaling(4.0, 32, beta_fast=1.0), "beta_fast=1.0 must be above beta_slow=1.0"),
+        (lambda: YarnScaling(4.0, 32, truncate="no"), "truncate='no' must be True or False"),
+        (
+            lambda: ModelArgs(dim=8, n_heads=2, rope_scaling=YarnScaling(4.0, 32), rope_theta=1.0),
+            "must be above 1 for YaRN",
+        ),
+        (lambda: ModelArgs(dim=8, n_heads=2, rope_scaling=4.0), "must be a RopeScaling, LinearScaling, YarnScaling"),
+        (lambda: ModelArgs(dim=8, n_heads=2, qk_norm=1), "qk_norm=1 must be True or False"),
+    ],
+)
+def test_rope_scaling_that_makes_no_sense_is_refused(make: Callable[[], object], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        make()
+
+
+def test_yarn_sharpens_attention_by_the_logarithm_of_its_factor() -> None:
+    """Source: section 3.4 of https://arxiv.org/abs/2309.00071."""
+    assert YarnScaling(1.0, 32).attention_factor == 1.0
+    assert YarnScaling(16.0, 32).attention_factor == pytest.approx(1 + 0.1 * math.log(16))
+    assert YarnScaling(16.0, 32, attention_factor=2.0).attention_factor == 2.0
