@@ -32,6 +32,7 @@ from llama.checkpoint.base import (
 from llama.checkpoint.families import GGUF_FAMILIES, Family, gguf_names
 from llama.checkpoint.gguf_types import KINDS
 from llama.checkpoint.half_split import in_our_order
+from llama.checkpoint.mapped import MappedFile
 from llama.rope import rope_frequencies, scale_frequencies
 from llama.tokenizer import Tokenizer
 
@@ -98,9 +99,8 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     sizes = _Sizes(path, header.metadata, family.name)
     args = _args(sizes, family)
     tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else _tokenizer(path, header.metadata)
-    with refusing(path, "cannot be mapped"), path.open("rb") as file:
-        # A private mapping, of which what is only read stays shared with every process that maps the file.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    mapped = MappedFile(path)
+    with refusing(path, "cannot be mapped"):
         tensors = {name: _weight(mapped, info) for name, info in header.tensors.items()}
     divisors = tensors.pop(ROPE_DIVISORS, None)
     if divisors is not None:
@@ -199,23 +199,20 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _weight(mapped: mmap.mmap, info: TensorInfo) -> Weight:
-    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=info.nbytes, offset=info.start)
+def _weight(mapped: MappedFile, info: TensorInfo) -> Weight:
     kind = next(kind for kind in KINDS.values() if kind.name == info.kind)
-
-    def drop() -> None:
-        if hasattr(mapped, "madvise"):  # Windows has none, and drops pages when it wants memory
-            first, end = info.start // mmap.PAGESIZE * mmap.PAGESIZE, info.start + info.nbytes
-            mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
-
     if kind.dtype is not None:
-        floats = raw.view(kind.dtype).view(info.shape)
-        return Weight(info.shape, lambda start, stop: floats[start:stop], drop=drop)
-    rows = raw.view(*info.shape[:-1], -1)
+        return mapped.weight(info.start, info.shape, kind.dtype)
+    rows = mapped.bytes(info.start, info.nbytes).view(*info.shape[:-1], -1)
     stored = None
     if kind.format is not None and kind.parts is not None and rows.ndim == 2:
         stored = Stored(kind.name, kind.format, torch.unflatten(rows, 1, (-1, kind.size)), kind.parts)
-    return Weight(info.shape, lambda start, stop: _dequantize(rows[start:stop], kind.name), stored, drop)
+    return Weight(
+        info.shape,
+        lambda start, stop: _dequantize(rows[start:stop], kind.name),
+        stored,
+        drop=lambda: mapped.drop(info.start, info.nbytes),
+    )
 
 
 def _dequantize(blocks: Tensor, kind: str) -> Tensor:

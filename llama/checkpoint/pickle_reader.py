@@ -1,0 +1,373 @@
+"""The data.pkl of a .pth file, read without an unpickler: nothing that it names is imported, called or built.
+
+A pickle is a program for a small machine with a stack and a memo. This one knows the few operations of which torch.save
+makes a dict of tensors, and turns them into names, shapes and places. Every other operation, function and class is
+refused. Each operation costs the same few steps, whatever it is given, and there is a limit to how many are run.
+Source: Lib/pickletools.py of Python, which describes every operation, and torch.serialization._save. Knows no file.
+"""
+
+import math
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+REMEDY: Final = "save a dict of tensors with torch.save, or convert the model to safetensors"
+
+# A tensor takes some 35 operations, a parameter of a module some 50. The limit is above what the largest models need
+# that are read, and low enough that whatever goes up to it takes a fraction of a second and less than 64 MiB.
+MAX_OPERATIONS = 1 << 18
+MAX_TEXT = 255
+_MAX_DIMS = 4
+_MAX_INT_BYTES = 8
+
+_PROTO, _STOP = 0x80, 0x2E
+_PROTOCOLS = range(2, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Numbers that lie in the record `data/KEY` of the archive: their dtype, KEY, and how many they are."""
+
+    dtype: torch.dtype
+    key: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class PickledTensor:
+    """A tensor as a pickle describes it: where its first number is in its storage, and how far apart others are."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_pickle(data: bytes) -> dict[str, PickledTensor]:
+    """Return what the tensors are, by name, of which torch.save made this data.pkl.
+
+    Each has 1 to 4 dimensions, none of them 0, its rows without gaps, and lies inside its storage. All that name one
+    storage agree on it. Names are printable and at most 255 bytes. Raises ValueError, and nothing else, for any other
+    content.
+    """
+    content = _Machine(data).run()
+    if not isinstance(content, dict):
+        raise ValueError(f"data.pkl must hold a dict of tensors by name and holds {_kind(content)}; {REMEDY}")
+    return {name: _checked(name, value) for name, value in content.items()}
+
+
+def _checked(name: str, value: object) -> PickledTensor:
+    if isinstance(value, dict):
+        raise ValueError(f"{name!r} is a dict and must be a tensor; save the dict of tensors alone, not inside another")
+    if not isinstance(value, PickledTensor):
+        raise ValueError(f"{name!r} is {_kind(value)} and must be a tensor; {REMEDY}")
+    if not value.shape or 0 in value.shape:
+        raise ValueError(f"{name} is empty or a single number")
+    expected = 1
+    for length, stride in zip(reversed(value.shape), reversed(value.strides), strict=True):
+        if length > 1 and stride != expected:
+            raise ValueError(f"{name} is not contiguous; save its .contiguous()")
+        expected *= length
+    if value.offset + value.numel > value.storage.numel:
+        raise ValueError(f"{name} ends at number {value.offset + value.numel} of a storage of {value.storage.numel}")
+    return value
+
+
+class _OrderedDict(dict[str, Any]):
+    """What stands for a collections.OrderedDict."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A function that torch.save names; `apply` returns what stands for its value, or None if it is not called so."""
+
+    name: str
+    apply: Callable[[tuple[Any, ...]], object]
+
+
+def _ordered_dict(arguments: tuple[Any, ...]) -> _OrderedDict | None:
+    return None if arguments else _OrderedDict()
+
+
+def _rebuild_tensor(arguments: tuple[Any, ...]) -> PickledTensor | None:
+    if list(map(type, arguments[:7])) != [Storage, int, tuple, tuple, bool, _OrderedDict] or arguments[5]:
+        return None
+    storage, offset, shape, strides, *_ = arguments
+    if len(shape) > _MAX_DIMS or len(shape) != len(strides):
+        return None
+    sizes = (offset, *shape, *strides)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        return None
+    return PickledTensor(storage, offset, shape, strides)
+
+
+def _rebuild_parameter(arguments: tuple[Any, ...]) -> PickledTensor | None:
+    if list(map(type, arguments[:4])) != [PickledTensor, bool, _OrderedDict] or arguments[2]:
+        return None
+    tensor: PickledTensor = arguments[0]
+    return tensor
+
+
+_GLOBALS: dict[tuple[str, str], _Function | torch.dtype] = {
+    ("collections", "OrderedDict"): _Function("OrderedDict", _ordered_dict),
+    ("torch._utils", "_rebuild_tensor_v2"): _Function("_rebuild_tensor_v2", _rebuild_tensor),
+    ("torch._utils", "_rebuild_parameter"): _Function("_rebuild_parameter", _rebuild_parameter),
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+}
+_KINDS: dict[type, str] = {
+    dict: "a dict",
+    _OrderedDict: "an OrderedDict",
+    str: "text",
+    int: "a whole number",
+    bool: "true or false",
+    type(None): "None",
+    tuple: "a tuple",
+    Storage: "a storage",
+    PickledTensor: "a tensor",
+    _Function: "a function",
+    torch.dtype: "a class",
+}
+
+
+def _kind(value: object) -> str:
+    return _KINDS[type(value)]
+
+
+def shown(text: str) -> str:
+    """Return foreign text as a message may hold it: quoted, short, and all but printable ASCII escaped."""
+    return ascii(text if len(text) <= 60 else f"{text[:60]}...")
+
+
+class _Machine:
+    """Runs the operations from the first to STOP. What they make is numbers, short texts, tuples and dicts of these.
+
+    No value is walked through, compared or hashed but short texts, so that values which hold each other, or
+    themselves, many times cost no more than the operations that made them.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []  # the stacks beneath the marks
+        self.memo: list[Any] = []
+        self.storages: dict[str, Storage] = {}
+
+    def run(self) -> object:
+        if self.number(1) != _PROTO or self.number(1) not in _PROTOCOLS:
+            raise self.refusal("does not start as a pickle of protocol 2 to 5")
+        for _ in range(MAX_OPERATIONS):
+            code = self.number(1)
+            if code == _STOP:
+                return self.result()
+            operation = _OPERATIONS.get(code)
+            if operation is None:
+                raise self.refusal(f"holds {_described(code)}, which is no part of a dict of tensors")
+            operation(self)
+        raise self.refusal(f"has more than {MAX_OPERATIONS} operations")
+
+    def result(self) -> object:
+        value = self.pop()
+        if self.stack or self.below or self.at != len(self.data):
+            raise self.refusal("holds more than one value")
+        return value
+
+    def refusal(self, what: str) -> ValueError:
+        return ValueError(f"data.pkl {what} (before byte {self.at}); {REMEDY}")
+
+    # ---- bytes
+
+    def take(self, count: int) -> bytes:
+        start, self.at = self.at, self.at + count
+        if self.at > len(self.data):
+            raise ValueError(f"data.pkl ends after {len(self.data)} bytes, before its value does: it is damaged")
+        return self.data[start : self.at]
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def push_text(self, width: int) -> None:
+        """Push the text whose length stands before it, in `width` bytes."""
+        length = self.number(width)
+        if length > MAX_TEXT:
+            raise self.refusal(f"holds a text of {length} bytes; the limit is {MAX_TEXT}")
+        raw = self.take(length)
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            raise self.refusal("holds a text that is not UTF-8") from None
+        if not text.isprintable():
+            raise self.refusal(f"holds the text {shown(text)}, which cannot be printed")
+        self.stack.append(text)
+
+    def push_integer(self, width: int, *, signed: bool = False) -> None:
+        self.stack.append(int.from_bytes(self.take(width), "little", signed=signed))
+
+    def push_long_integer(self) -> None:
+        width = self.number(1)
+        if width > _MAX_INT_BYTES:
+            raise self.refusal(f"holds a number of {width} bytes; the limit is {_MAX_INT_BYTES}")
+        self.push_integer(width, signed=True)
+
+    def line(self) -> str:
+        end = self.data.find(b"\n", self.at, self.at + MAX_TEXT)
+        if end < 0:
+            raise self.refusal("names a function or class without an end")
+        return self.take(end + 1 - self.at)[:-1].decode(errors="backslashreplace")
+
+    def skip_frame(self) -> None:
+        """Pass by the length of what follows, which readers of streams want to know."""
+        if self.number(8) > len(self.data) - self.at:
+            raise self.refusal("announces more bytes than it has")
+
+    # ---- the stack and the memo
+
+    def pop(self) -> Any:
+        if not self.stack:
+            raise self.refusal("takes a value where there is none")
+        return self.stack.pop()
+
+    def push_mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def pop_to_mark(self) -> list[Any]:
+        if not self.below:
+            raise self.refusal("goes back to a mark where there is none")
+        values, self.stack = self.stack, self.below.pop()
+        return values
+
+    def push_marked_tuple(self) -> None:
+        values = self.pop_to_mark()
+        self.stack.append(tuple(values))
+
+    def push_tuple(self, length: int) -> None:
+        values = [self.pop() for _ in range(length)]
+        self.stack.append(tuple(reversed(values)))
+
+    def put(self, place: int) -> None:
+        """Remember the value on top. All picklers count the places."""
+        if place != len(self.memo):
+            raise self.refusal(f"remembers a value as number {place} where number {len(self.memo)} is next")
+        value = self.pop()
+        self.stack.append(value)
+        self.memo.append(value)
+
+    def get(self, place: int) -> None:
+        if place >= len(self.memo):
+            raise self.refusal(f"recalls value number {place} and remembers {len(self.memo)}")
+        self.stack.append(self.memo[place])
+
+    # ---- dicts
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.pop()
+        if not isinstance(target, dict) or len(items) % 2:
+            raise self.refusal(f"puts {len(items)} keys and values into {_kind(target)}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str:
+                raise self.refusal(f"holds a dict with {_kind(key)} as a key; the keys are the names of tensors")
+            if key in target:
+                raise self.refusal(f"repeats the key {key!r}")
+            target[key] = value
+        self.stack.append(target)
+
+    def set_item(self) -> None:
+        value, key = self.pop(), self.pop()
+        self.set_items([key, value])
+
+    def build(self) -> None:
+        """Drop what a state dict says of its modules, `_metadata`. Nothing else has a state."""
+        state, target = self.pop(), self.pop()
+        if type(target) is not _OrderedDict or type(state) is not dict or len(state) != 1 or "_metadata" not in state:
+            raise self.refusal(f"sets the state of {_kind(target)}")
+        self.stack.append(target)
+
+    # ---- functions, classes and storages
+
+    def push_global(self, module: str, name: str) -> None:
+        known = _GLOBALS.get((module, name))
+        if known is None:
+            dtypes = "; float32, float16 and bfloat16 are read" if name.endswith("Storage") else ""
+            raise self.refusal(f"asks for {shown(f'{module}.{name}')}, which is never run{dtypes}")
+        self.stack.append(known)
+
+    def push_global_of_stack(self) -> None:
+        name, module = self.pop(), self.pop()
+        if type(module) is not str or type(name) is not str:
+            raise self.refusal(f"names a function or class by {_kind(module)} and {_kind(name)}")
+        self.push_global(module, name)
+
+    def refer(self) -> None:
+        """Go from ("storage", class, key, device, numel) to the storage. The device is where it once was."""
+        value = self.pop()
+        if type(value) is not tuple or list(map(type, value[:6])) != [str, torch.dtype, str, str, int]:
+            raise self.refusal(f"refers to {_kind(value)} that names no storage")
+        word, dtype, key, _, numel = value
+        storage = Storage(dtype, key, numel)
+        if word != "storage" or self.storages.setdefault(key, storage) != storage:
+            raise self.refusal(f"describes the storage {key!r} as {shown(word)} or in two ways")
+        self.stack.append(storage)
+
+    def call(self) -> None:
+        arguments, function = self.pop(), self.pop()
+        value = None
+        if type(function) is _Function and type(arguments) is tuple:
+            value = function.apply(arguments)
+        if value is None:
+            name = function.name if type(function) is _Function else _kind(function)
+            raise self.refusal(f"calls {name} with something else than torch.save does")
+        self.stack.append(value)
+
+
+def _described(code: int) -> str:
+    """Return the name of an operation, and what it would make."""
+    known = next((known for known in pickletools.opcodes if known.code == chr(code)), None)
+    if known is None:
+        return f"the byte 0x{code:02x}, no operation"
+    made = " and ".join(part.name for part in known.stack_after)
+    return f"the operation {known.name}" + (f" ({made})" if made else "")
+
+
+_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
+    ord("N"): lambda machine: machine.stack.append(None),
+    0x88: lambda machine: machine.stack.append(True),
+    0x89: lambda machine: machine.stack.append(False),
+    ord("K"): lambda machine: machine.push_integer(1),
+    ord("M"): lambda machine: machine.push_integer(2),
+    ord("J"): lambda machine: machine.push_integer(4, signed=True),
+    0x8A: _Machine.push_long_integer,
+    ord("X"): lambda machine: machine.push_text(4),
+    0x8C: lambda machine: machine.push_text(1),
+    ord("("): _Machine.push_mark,
+    ord(")"): lambda machine: machine.push_tuple(0),
+    0x85: lambda machine: machine.push_tuple(1),
+    0x86: lambda machine: machine.push_tuple(2),
+    0x87: lambda machine: machine.push_tuple(3),
+    ord("t"): _Machine.push_marked_tuple,
+    ord("}"): lambda machine: machine.stack.append({}),
+    ord("s"): _Machine.set_item,
+    ord("u"): lambda machine: machine.set_items(machine.pop_to_mark()),
+    ord("q"): lambda machine: machine.put(machine.number(1)),
+    ord("r"): lambda machine: machine.put(machine.number(4)),
+    0x94: lambda machine: machine.put(len(machine.memo)),
+    ord("h"): lambda machine: machine.get(machine.number(1)),
+    ord("j"): lambda machine: machine.get(machine.number(4)),
+    ord("c"): lambda machine: machine.push_global(machine.line(), machine.line()),
+    0x93: _Machine.push_global_of_stack,
+    ord("Q"): _Machine.refer,
+    ord("R"): _Machine.call,
+    ord("b"): _Machine.build,
+    0x95: _Machine.skip_frame,
+}
