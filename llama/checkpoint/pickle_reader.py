@@ -22,6 +22,7 @@ MAX_OPERATIONS = 1 << 18
 MAX_TEXT = 255
 _MAX_DIMS = 4
 _MAX_INT_BYTES = 8
+_MAX_MARKS = 8
 
 _PROTO, _STOP = 0x80, 0x2E
 _PROTOCOLS = range(2, 6)
@@ -159,16 +160,20 @@ class _Machine:
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = 0
+        self.end = len(data)  # of the frame, where there is one
+        self.framed = False
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks beneath the marks
         self.memo: list[Any] = []
         self.storages: dict[str, Storage] = {}
 
     def run(self) -> object:
-        if self.number(1) != _PROTO or self.number(1) not in _PROTOCOLS:
+        if self.byte() != _PROTO or self.byte() not in _PROTOCOLS:
             raise self.refusal("does not start as a pickle of protocol 2 to 5")
         for _ in range(MAX_OPERATIONS):
-            code = self.number(1)
+            if self.at == self.end:
+                self.end, self.framed = len(self.data), False
+            code = self.byte()
             if code == _STOP:
                 return self.result()
             operation = _OPERATIONS.get(code)
@@ -188,11 +193,23 @@ class _Machine:
 
     # ---- bytes
 
+    def byte(self) -> int:
+        at = self.at
+        if at == self.end:
+            raise self.cut_off()
+        self.at = at + 1
+        return self.data[at]
+
     def take(self, count: int) -> bytes:
-        start, self.at = self.at, self.at + count
-        if self.at > len(self.data):
-            raise ValueError(f"data.pkl ends after {len(self.data)} bytes, before its value does: it is damaged")
-        return self.data[start : self.at]
+        start, end = self.at, self.at + count
+        if end > self.end:
+            raise self.cut_off()
+        self.at = end
+        return self.data[start:end]
+
+    def cut_off(self) -> ValueError:
+        what = "a frame of it" if self.framed else "it"
+        return ValueError(f"data.pkl is damaged: {what} ends at byte {self.end}, in the middle of an operation")
 
     def number(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
@@ -215,7 +232,7 @@ class _Machine:
         self.stack.append(int.from_bytes(self.take(width), "little", signed=signed))
 
     def push_long_integer(self) -> None:
-        width = self.number(1)
+        width = self.byte()
         if width > _MAX_INT_BYTES:
             raise self.refusal(f"holds a number of {width} bytes; the limit is {_MAX_INT_BYTES}")
         self.push_integer(width, signed=True)
@@ -226,10 +243,12 @@ class _Machine:
             raise self.refusal("names a function or class without an end")
         return self.take(end + 1 - self.at)[:-1].decode(errors="backslashreplace")
 
-    def skip_frame(self) -> None:
-        """Pass by the length of what follows, which readers of streams want to know."""
-        if self.number(8) > len(self.data) - self.at:
-            raise self.refusal("announces more bytes than it has")
+    def begin_frame(self) -> None:
+        """Note how many bytes belong together, which is for readers of streams. Operations end where a frame does."""
+        length = self.number(8)
+        if self.framed or length > self.end - self.at:
+            raise self.refusal(f"begins a frame of {length} bytes where there is no room for it")
+        self.end, self.framed = self.at + length, True
 
     # ---- the stack and the memo
 
@@ -239,6 +258,8 @@ class _Machine:
         return self.stack.pop()
 
     def push_mark(self) -> None:
+        if len(self.below) == _MAX_MARKS:
+            raise self.refusal(f"begins more than {_MAX_MARKS} values inside each other")
         self.below.append(self.stack)
         self.stack = []
 
@@ -253,16 +274,19 @@ class _Machine:
         self.stack.append(tuple(values))
 
     def push_tuple(self, length: int) -> None:
-        values = [self.pop() for _ in range(length)]
-        self.stack.append(tuple(reversed(values)))
+        """Replace so many values by a tuple of them; one that holds tuples has more, and begins at a mark."""
+        values = tuple(self.stack[-length:])
+        if len(values) < length or tuple in map(type, values):
+            raise self.refusal(f"makes a tuple of {length} where torch.save makes none")
+        self.stack[-length:] = [values]
 
     def put(self, place: int) -> None:
         """Remember the value on top. All picklers count the places."""
         if place != len(self.memo):
             raise self.refusal(f"remembers a value as number {place} where number {len(self.memo)} is next")
-        value = self.pop()
-        self.stack.append(value)
-        self.memo.append(value)
+        if not self.stack:
+            raise self.refusal("remembers a value where there is none")
+        self.memo.append(self.stack[-1])
 
     def get(self, place: int) -> None:
         if place >= len(self.memo):
@@ -344,14 +368,14 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     ord("N"): lambda machine: machine.stack.append(None),
     0x88: lambda machine: machine.stack.append(True),
     0x89: lambda machine: machine.stack.append(False),
-    ord("K"): lambda machine: machine.push_integer(1),
+    ord("K"): lambda machine: machine.stack.append(machine.byte()),
     ord("M"): lambda machine: machine.push_integer(2),
     ord("J"): lambda machine: machine.push_integer(4, signed=True),
     0x8A: _Machine.push_long_integer,
     ord("X"): lambda machine: machine.push_text(4),
     0x8C: lambda machine: machine.push_text(1),
     ord("("): _Machine.push_mark,
-    ord(")"): lambda machine: machine.push_tuple(0),
+    ord(")"): lambda machine: machine.stack.append(()),
     0x85: lambda machine: machine.push_tuple(1),
     0x86: lambda machine: machine.push_tuple(2),
     0x87: lambda machine: machine.push_tuple(3),
@@ -359,15 +383,15 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     ord("}"): lambda machine: machine.stack.append({}),
     ord("s"): _Machine.set_item,
     ord("u"): lambda machine: machine.set_items(machine.pop_to_mark()),
-    ord("q"): lambda machine: machine.put(machine.number(1)),
+    ord("q"): lambda machine: machine.put(machine.byte()),
     ord("r"): lambda machine: machine.put(machine.number(4)),
     0x94: lambda machine: machine.put(len(machine.memo)),
-    ord("h"): lambda machine: machine.get(machine.number(1)),
+    ord("h"): lambda machine: machine.get(machine.byte()),
     ord("j"): lambda machine: machine.get(machine.number(4)),
     ord("c"): lambda machine: machine.push_global(machine.line(), machine.line()),
     0x93: _Machine.push_global_of_stack,
     ord("Q"): _Machine.refer,
     ord("R"): _Machine.call,
     ord("b"): _Machine.build,
-    0x95: _Machine.skip_frame,
+    0x95: _Machine.begin_frame,
 }

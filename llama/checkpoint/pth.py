@@ -17,7 +17,7 @@ from llama.checkpoint.base import refusing
 from llama.checkpoint.pickle_reader import REMEDY, PickledTensor, read_pickle, shown
 from llama.checkpoint.zip_reader import Record, read_records
 
-_MAX_PICKLE = 16 << 20
+_MAX_PICKLE = 4 << 20
 _MAY_BE_ONE = {"tok_embeddings.weight", "output.weight"}
 # What torch.save has written beside data.pkl and data/KEY. It says nothing of the weights but the order of their bytes.
 _BESIDE = {"version", "byteorder"}

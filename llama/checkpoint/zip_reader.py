@@ -20,14 +20,23 @@ _LATER_16, _LATER_32 = (1 << 16) - 1, (1 << 32) - 1  # the number stands elsewhe
 
 _HAS_DESCRIPTOR = 1 << 3  # sizes stand behind the record
 _IS_UTF8 = 1 << 11
+_IS_FOLDER = 1 << 4  # of the attributes that DOS gave files, which some readers look at
 
-# 4.3.7, 4.3.12, 4.3.16, 4.3.14, 4.3.15; the first four bytes tell them apart
+# 4.3.7, 4.3.12, 4.3.16, 4.3.14, 4.3.15
 _LOCAL = Struct("<4s2xHH8xIIHH")
-_ENTRY = Struct("<4s4xHH8xIIHHHH6xI")
+_ENTRY = Struct("<4s4xHH8xIIHHHH2xII")
 _END = Struct("<4sHHHHIIH")
 _END_64 = Struct("<4sQ4xIIQQQQ")
 _LOCATOR = Struct("<4sIQI")
 _FIELD = Struct("<HH")
+_SIGNATURES = {
+    _LOCAL: b"PK\3\4",
+    _ENTRY: b"PK\1\2",
+    _END: b"PK\5\6",
+    _END_64: b"PK\6\6",
+    _LOCATOR: b"PK\6\7",
+}
+_CALLED = {_LOCAL: "header of a record", _ENTRY: "entry of its directory", _END_64: "end in 64 bits"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +85,33 @@ def _check_apart(records: dict[str, Record]) -> None:
             raise ValueError(f"the archive's records {shown(name)} and {shown(next_name)} overlap")
 
 
-def _unpack(data: mmap.mmap | bytes, layout: Struct, at: int, end: int, signature: bytes) -> tuple[int, ...]:
-    """Return the numbers behind the signature, of what lies at `at` and must end by `end`."""
-    if not 0 <= at <= end - layout.size or data[at : at + 4] != signature:
-        raise ValueError(f"the archive has no {signature[2:]!r} at byte {at}: it is damaged")
+def _is(data: mmap.mmap | bytes, layout: Struct, at: int, end: int) -> bool:
+    """Return whether such a thing lies at `at` and ends by `end`."""
+    return 0 <= at <= end - layout.size and data[at : at + 4] == _SIGNATURES[layout]
+
+
+def _unpack(data: mmap.mmap | bytes, layout: Struct, at: int, end: int) -> tuple[int, ...]:
+    """Return the numbers of what must lie at `at` and end by `end`."""
+    if not _is(data, layout, at, end):
+        raise ValueError(f"the archive has no {_CALLED[layout]} at byte {at}: it is damaged")
     return layout.unpack_from(data, at)[1:]
 
 
 def _directory(data: mmap.mmap | bytes) -> tuple[int, int, int]:
     """Return the first byte of the directory, its end, and how many records it lists."""
     at = len(data) - _END.size
-    if at < 0 or data[at : at + 4] != b"PK\5\6":
+    if not _is(data, _END, at, len(data)):
         raise ValueError("not a zip archive (truncated, with something behind it, or saved by a torch older than 1.6)")
-    disk, disk_of_directory, here, count, length, first, comment = _unpack(data, _END, at, len(data), b"PK\5\6")
+    disk, disk_of_directory, here, count, length, first, comment = _unpack(data, _END, at, len(data))
     locator = at - _LOCATOR.size
-    if locator >= 0 and data[locator : locator + 4] == b"PK\6\7":
+    if _is(data, _LOCATOR, locator, at):
         said = (disk, disk_of_directory, here, count, length, first)
         at = locator - _END_64.size
-        *place, disks = _unpack(data, _LOCATOR, locator, len(data), b"PK\6\7")
-        rest, *said_64 = _unpack(data, _END_64, at, locator, b"PK\6\6")
+        *place, disks = _unpack(data, _LOCATOR, locator, len(data))
+        rest, *said_64 = _unpack(data, _END_64, at, locator)
         limits = (_LATER_16, _LATER_16, _LATER_16, _LATER_16, _LATER_32, _LATER_32)
         agree = all(a in (b, limit) for a, b, limit in zip(said, said_64, limits, strict=True))
-        if place != [0, at] or disks > 1 or rest != _END_64.size - 12 or not agree:
+        if place != [0, at] or disks != 1 or rest != _END_64.size - 12 or not agree:
             raise ValueError("the archive's two ends do not agree")
         disk, disk_of_directory, here, count, length, first = said_64
     if disk or disk_of_directory or here != count or comment or first + length != at:
@@ -110,8 +124,8 @@ def _entry(data: mmap.mmap | bytes, at: int, first: int, end: int) -> tuple[str,
 
     The directory goes from `first` to `end`, and the record must lie before it.
     """
-    flags, method, packed, size, len_name, len_extra, len_comment, disk, header = _unpack(
-        data, _ENTRY, at, end, b"PK\1\2"
+    flags, method, packed, size, len_name, len_extra, len_comment, disk, attributes, header = _unpack(
+        data, _ENTRY, at, end
     )
     extra_at = at + _ENTRY.size + len_name
     next_at = extra_at + len_extra
@@ -123,8 +137,8 @@ def _entry(data: mmap.mmap | bytes, at: int, first: int, end: int) -> tuple[str,
     if numbers is None:
         raise ValueError(f"the archive's directory says the size or place of {shown(name)} in two ways, or in none")
     size, packed, header = numbers
-    if method or size != packed or flags & ~(_HAS_DESCRIPTOR | _IS_UTF8):
-        raise ValueError(f"{shown(name)} is compressed or encrypted; save it with torch.save alone")
+    if method or size != packed or flags & ~(_HAS_DESCRIPTOR | _IS_UTF8) or attributes & _IS_FOLDER:
+        raise ValueError(f"{shown(name)} is compressed or encrypted, or a folder; save it with torch.save alone")
     record = Record(header, _start(data, header, first, raw, flags, size), size)
     if record.end > first:
         raise ValueError(f"the archive's record {shown(name)} ends at byte {record.end} and must end by {first}")
@@ -133,13 +147,14 @@ def _entry(data: mmap.mmap | bytes, at: int, first: int, end: int) -> tuple[str,
 
 def _in_64_bits(extra: bytes, *numbers: int) -> list[int] | None:
     """Return the numbers, each from extra field 1 where it says that it stands there; None if that holds others."""
-    wide = b""
+    found = []
     while extra:
         kind, length = _FIELD.unpack_from(extra) if len(extra) >= _FIELD.size else (0, 0)
         if kind == 1:
-            wide += extra[_FIELD.size : _FIELD.size + length]
+            found.append(extra[_FIELD.size : _FIELD.size + length])
         extra = extra[_FIELD.size + length :]
-    if len(wide) != 8 * numbers.count(_LATER_32):
+    wide = b"".join(found)
+    if len(found) > 1 or len(wide) != 8 * numbers.count(_LATER_32):
         return None
     stored = iter(Struct(f"<{len(wide) // 8}Q").unpack(wide))
     return [next(stored) if number == _LATER_32 else number for number in numbers]
@@ -147,7 +162,7 @@ def _in_64_bits(extra: bytes, *numbers: int) -> list[int] | None:
 
 def _start(data: mmap.mmap | bytes, header: int, first: int, name: bytes, flags: int, size: int) -> int:
     """Return where the record's bytes begin, behind a header that says the same as the directory."""
-    own_flags, method, packed, own_size, len_name, len_extra = _unpack(data, _LOCAL, header, first, b"PK\3\4")
+    own_flags, method, packed, own_size, len_name, len_extra = _unpack(data, _LOCAL, header, first)
     start = header + _LOCAL.size + len_name
     sizes = {min(size, _LATER_32), _LATER_32} | ({0} if flags & _HAS_DESCRIPTOR else set())
     same = own_flags == flags and not method and sizes >= {packed, own_size} and len_name == len(name)

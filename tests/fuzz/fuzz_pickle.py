@@ -1,0 +1,243 @@
+"""Fuzzing of what reads .pth files: a data.pkl by itself, and a whole archive.
+
+Accepted must mean that Python's own unpickler, and torch.load, say the same; refused, that it is said in words. What
+is accepted names nothing but what torch.save names, so that it is safe to hand to them.
+"""
+
+import io
+import math
+import os
+import pickle
+import pickletools
+import random
+import tempfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from llama.checkpoint.base import CheckpointError
+from llama.checkpoint.mapped import MappedFile
+from llama.checkpoint.pickle_reader import PickledTensor, Storage, read_pickle
+from llama.checkpoint.pth import read_header
+
+
+def run(data: bytes) -> None:
+    """Read the bytes as a data.pkl."""
+    try:
+        tensors = read_pickle(data)
+    except ValueError as error:
+        _check_refusal(error)
+        return
+    for name, tensor in tensors.items():
+        assert name.isprintable()
+        assert 0 <= tensor.offset <= tensor.offset + tensor.numel <= tensor.storage.numel
+    assert tensors == unpickled(data)
+
+
+def run_archive(data: bytes) -> None:
+    """Read the bytes as a .pth file."""
+    path = Path(tempfile.gettempdir()) / f"fuzzed-{os.getpid()}.pth"
+    path.write_bytes(data)
+    try:
+        places = read_header(path)
+    except CheckpointError as error:
+        _check_refusal(error.__cause__)
+        return
+    mapped = MappedFile(path)
+    theirs = _loaded_by_torch(path)
+    if theirs is None:
+        return
+    assert list(places) == list(theirs)
+    for name, place in places.items():
+        assert 0 <= place.start < place.end <= len(data)
+        ours = mapped.weight(place.start, place.shape, place.dtype).rows(0, place.shape[0])
+        assert same_bits(ours, theirs[name])
+
+
+def _loaded_by_torch(path: Path) -> dict[str, torch.Tensor] | None:
+    """Return what torch loads, or None where it stumbles over a record that says nothing of the weights."""
+    try:
+        content: dict[str, torch.Tensor] = torch.load(path, weights_only=False)
+    except (RuntimeError, ValueError) as error:
+        if any(words in str(error) for words in ("parse the version", "invalid literal for int", "codec can't decode")):
+            return None
+        raise
+    return content
+
+
+def _check_refusal(error: BaseException | None) -> None:
+    assert type(error) is ValueError, repr(error)  # of ours: those of Python's own functions are of a finer type
+    assert str(error).isprintable(), repr(error)
+    assert len(str(error)) < 1000, repr(error)
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    theirs = theirs.detach()
+    same = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    return same and torch.equal(ours.clone().view(torch.uint8), theirs.clone().view(torch.uint8))
+
+
+class _Reference(pickle.Unpickler):
+    """Python's own unpickler, with functions that note what they are called with."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return {
+            "OrderedDict": OrderedDict,
+            "FloatStorage": torch.float32,
+            "HalfStorage": torch.float16,
+            "BFloat16Storage": torch.bfloat16,
+            "_rebuild_tensor_v2": lambda storage, offset, shape, strides, *_: PickledTensor(
+                storage, offset, shape, strides
+            ),
+            "_rebuild_parameter": lambda tensor, *_: tensor,
+        }[name]
+
+    def persistent_load(self, pid: Any) -> Storage:
+        return Storage(pid[1], pid[2], pid[4])
+
+
+def unpickled(data: bytes) -> dict[str, PickledTensor]:
+    return dict(_Reference(io.BytesIO(data)).load())
+
+
+# ---- nearly valid pickles --------------------------------------------------------------------------------------------
+
+
+def saved(content: object, protocol: int = 2) -> bytes:
+    """Return the archive that torch.save makes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer, pickle_protocol=protocol)
+    return buffer.getvalue()
+
+
+def pickle_of(archive: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        return opened.read(f"{opened.namelist()[0].partition('/')[0]}/data.pkl")
+
+
+def operations(data: bytes) -> list[bytes]:
+    """Cut a pickle into its operations."""
+    places = [at for _, _, at in pickletools.genops(data)] + [len(data)]
+    return [data[start:end] for start, end in pairwise(places)]
+
+
+def contents() -> list[object]:
+    """Return what the valid archives hold from which the others are made."""
+    torch.manual_seed(0)
+    flat = torch.randn(24)
+    linear = torch.nn.Linear(3, 2)
+    return [
+        {"norm.weight": torch.randn(3), "output.weight": torch.randn(2, 3).bfloat16()},
+        {"a": flat[:8].view(2, 4), "b": flat[8:20], "c": torch.ones(2, 1, 3).half()},
+        linear.state_dict(),
+        dict(linear.named_parameters()),
+        {"tok_embeddings.weight": flat, "output.weight": flat},
+        {},
+    ]
+
+
+ARCHIVES = [saved(content, protocol) for content in contents() for protocol in (2, 4, 5)]
+PICKLES = [operations(pickle_of(archive)) for archive in ARCHIVES]
+# One of each operation that there is, and arguments at the edges of what they may be.
+_EDGES = [0, 1, 127, 255, 256, 65535, (1 << 31) - 1, (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1]
+POOL = sorted(
+    {operation for pickled in PICKLES for operation in pickled}
+    | {info.code.encode("latin-1") for info in pickletools.opcodes}
+    | {
+        code + (edge % (1 << 8 * width)).to_bytes(width, "little")
+        for code, width in [(b"K", 1), (b"M", 2), (b"J", 4), (b"q", 1), (b"r", 4), (b"h", 1), (b"j", 4), (b"\x95", 8)]
+        for edge in _EDGES
+    }
+    | {b"\x8a\x08" + edge.to_bytes(8, "little") for edge in _EDGES}
+    | {b"X" + edge.to_bytes(8, "little")[:4] + b"x" for edge in _EDGES}
+    | {b"ctorch\n%s\n" % name for name in (b"LongStorage", b"FloatTensor", b"HalfStorage", b"FloatStorage")}
+    | {b"ccollections\nOrderedDict\n)R", b"}\x8c\x09_metadataNs", b"\x8c\x00", b"\x8c\x02\xff\xff", b"cos\nsystem\n"}
+)
+
+
+class Edit(NamedTuple):
+    """A change of a list of operations, or of bytes, at a place: what becomes of it, and what is put there."""
+
+    how: str
+    at: int
+    other: int
+
+
+HOWS = ("delete", "double", "swap", "insert", "replace", "flip", "cut")
+
+
+def edited(items: list[bytes], edits: list[Edit]) -> bytes:
+    items = list(items)
+    for how, at, other in edits:
+        at %= len(items) + 1
+        if how == "delete":
+            del items[at : at + 1 + other % 3]
+        elif how == "double":
+            items[at:at] = items[at : at + 1 + other % 8]
+        elif how == "swap" and at < len(items):
+            place = other % len(items)
+            items[at], items[place] = items[place], items[at]
+        elif how == "insert":
+            items.insert(at, POOL[other % len(POOL)])
+        elif how == "replace":
+            items[at : at + 1] = [POOL[other % len(POOL)]]
+        elif how == "flip" and at < len(items):
+            changed = bytearray(items[at])
+            changed[other % len(changed)] ^= 1 << other % 8
+            items[at] = bytes(changed)
+        elif how == "cut" and not other % 16:  # seldom: little can be found behind it
+            del items[at:]
+    return b"".join(items)
+
+
+def strategy() -> st.SearchStrategy[bytes]:
+    """Return pickles that are valid but for a few changed operations."""
+    places = st.integers(0, 1 << 16)
+    edits = st.lists(st.builds(Edit, st.sampled_from(HOWS), places, places), max_size=6)
+    return st.builds(edited, st.sampled_from(PICKLES), edits)
+
+
+def archive_strategy() -> st.SearchStrategy[bytes]:
+    """Return archives that are valid but for a few changed bytes, most of them in the headers and the directory."""
+    places = st.integers(0, 1 << 16)
+    edits = st.lists(st.builds(Edit, st.sampled_from(HOWS), places, places), max_size=4)
+    return st.builds(edited, st.sampled_from(ARCHIVES).map(fields), edits)
+
+
+def fields(archive: bytes) -> list[bytes]:
+    """Cut an archive where a header begins, and these into pieces of two bytes, which all their numbers are made of."""
+    cuts = sorted({0, len(archive), *(at for at in range(len(archive)) if archive[at : at + 2] == b"PK")})
+    pieces: list[bytes] = []
+    for start, end in pairwise(cuts):
+        head = min(end, start + 66)
+        pieces += [archive[at : min(at + 2, head)] for at in range(start, head, 2)]
+        pieces += [archive[head:end]] if head < end else []
+    return pieces
+
+
+def random_edits(rng: random.Random) -> list[Edit]:
+    count = 1 + int(-math.log(1 - rng.random()) * 2)
+    return [Edit(rng.choice(HOWS), rng.randrange(1 << 16), rng.randrange(1 << 16)) for _ in range(count)]
+
+
+def random_pickle(rng: random.Random) -> bytes:
+    return edited(rng.choice(PICKLES), random_edits(rng))
+
+
+_FIELDS = [fields(archive) for archive in ARCHIVES]
+
+
+def random_archive(rng: random.Random) -> bytes:
+    return edited(rng.choice(_FIELDS), random_edits(rng))
+
+
+TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[random.Random], bytes]]] = {
+    "pickle": (run, random_pickle),
+    "archive": (run_archive, random_archive),
+}
