@@ -5,15 +5,12 @@ is accepted names nothing but what torch.save names, so that it is safe to hand 
 """
 
 import io
-import math
 import os
 import pickle
 import pickletools
-import random
 import tempfile
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,23 +218,9 @@ def fields(archive: bytes) -> list[bytes]:
     return pieces
 
 
-def random_edits(rng: random.Random) -> list[Edit]:
-    count = 1 + int(-math.log(1 - rng.random()) * 2)
-    return [Edit(rng.choice(HOWS), rng.randrange(1 << 16), rng.randrange(1 << 16)) for _ in range(count)]
+PARSERS = {"pickle": run, "pth": run_archive}
+STRATEGIES = {"pickle": strategy(), "pth": archive_strategy()}
 
 
-def random_pickle(rng: random.Random) -> bytes:
-    return edited(rng.choice(PICKLES), random_edits(rng))
-
-
-_FIELDS = [fields(archive) for archive in ARCHIVES]
-
-
-def random_archive(rng: random.Random) -> bytes:
-    return edited(rng.choice(_FIELDS), random_edits(rng))
-
-
-TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[random.Random], bytes]]] = {
-    "pickle": (run, random_pickle),
-    "archive": (run_archive, random_archive),
-}
+def seeds(name: str) -> list[bytes]:
+    return list(map(b"".join, PICKLES)) if name == "pickle" else ARCHIVES
