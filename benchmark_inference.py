@@ -15,10 +15,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama import cli
+from llama import cli, console
+
+if __name__ == "__main__":
+    console.quiet_imports()
+
 from llama.bench.cell import Cell, Modes, read_engine
 from llama.bench.run.validity import violated
 from llama.bench.single import benchmark_inference, measure_cell
+from llama.files import check_writable
 
 if TYPE_CHECKING:
     from llama.bench.schema import Report
@@ -113,6 +118,9 @@ def main(
     check_flags(preset, batch_size, kv_caching, repeats, compare, engine, resume)
     check_own_flags(preset, kv_cache, input_len, output_len, text, logits, engine)
     check_minutes(budget=budget, wait_until_quiet=wait_until_quiet)
+    json_path = None if json is None else Path(json)
+    if json_path is not None:
+        check_writable(json_path)
 
     os.environ["LLAMA_TIMEOUT"] = str(timeout)  # for the processes that measure
     from llama.bench import quiet
@@ -146,7 +154,6 @@ def main(
         seed=seed,
     )
     command = shlex.join(["python", "benchmark_inference.py", *sys.argv[1:]])
-    json_path = None if json is None else Path(json)
     try:
         if preset == "caches":
             report = plan_caches(cell, kv_cache, command=command, budget=budget)
@@ -294,18 +301,17 @@ def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: f
 
 def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path: Path | None, strict: bool) -> int:
     """Measure one cell and print it."""
-    from llama.bench.report.files import write_json
+    from llama.bench.report.files import keep_json
     from llama.bench.report.text import cell_text
     from llama.bench.run.progress import progress_bar
-    from llama.files import check_writable
 
-    if json_path is not None:
-        check_writable(json_path)
     with progress_bar(cell.name) as bar:
         report = measure_cell(cell, repeats=repeats, compare=compare, command=command, waiting=bar.refresh)
-    print(cell_text(report["cells"][0], color=sys.stdout.isatty()))
-    if json_path is not None:
-        write_json(report, json_path)
+    try:
+        if json_path is not None:
+            keep_json(report, json_path)  # first: whoever reads the page may have left
+    finally:
+        print(cell_text(report["cells"][0], color=sys.stdout.isatty()))
     return exit_code(report, strict=strict)
 
 
@@ -316,27 +322,24 @@ def run_preset(
     from llama.bench.caches import run_caches
     from llama.bench.chat import run_chat
     from llama.bench.presets import Session, run_session
-    from llama.bench.report.files import write_json, write_report
+    from llama.bench.report.files import keep_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
     from llama.bench.run.directory import new_run_directory, resumed_run_directory
     from llama.bench.run.progress import progress_bar
-    from llama.files import check_writable
 
-    if json_path is not None:
-        check_writable(json_path)
     directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
     print(f"everything goes into {directory.folder}", file=sys.stderr)
     session = Session(directory, time.monotonic() + 60 * budget, progress_bar())
     try:
         {"caches": run_caches, "chat": run_chat}.get(report["preset"], run_session)(session)
-    except KeyboardInterrupt:
-        print("interrupted; what is finished is kept, and --resume goes on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        console.say(f"{console.in_words(stop)}; what is finished is kept, and --resume goes on")
+        return console.exit_code(stop)
     finally:
         session.progress.close()
         files = write_report(directory.report, directory.folder)
     if json_path is not None:
-        write_json(directory.report, json_path)
+        keep_json(directory.report, json_path)
     alarms = alarms_text(directory.report, color=sys.stdout.isatty())
     print("\n".join([table_markdown(directory.report), *directory.report["reading"], *alarms, "", *map(str, files)]))
     return exit_code(directory.report, strict=strict)

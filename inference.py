@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama import cli
+from llama import cli, console
 
 if TYPE_CHECKING:
     from llama.generation import Stream
@@ -32,6 +32,8 @@ PROMPTS = (
         plush girafe => girafe peluche
         cheese =>""",
 )
+
+PROMPT_LIMIT = 16_000_000  # bytes: far above the longest context, of 128 Ki tokens
 
 
 def main(
@@ -106,6 +108,8 @@ def main(
     if (stream or conversation) and trace:
         asked_for = "--stream" if stream else "--chat without prompts"
         raise ValueError(f"{asked_for} and --trace would print into one another; give one of them")
+    if conversation:
+        console.standard_input()  # a closed one is refused before a model is loaded
     texts = [] if conversation else read_prompts(prompts, prompt_file)
     options: Options = {
         "temperature": temperature,
@@ -149,9 +153,8 @@ def main(
         seconds = time.perf_counter() - started
         if exact and code == 0:
             print(slowdown_words(model))
-        print(
-            f"{speed(pieces, seconds)}, prompts included (batch {len(texts)}, {cache}, {where(model)}{shared(model)})"
-        )
+        size = f"batch {len(texts)}, {console.shown(cache)}, {where(model)}{shared(model)}"
+        print(f"{speed(pieces, seconds)}, prompts included ({size})")
     return code
 
 
@@ -171,9 +174,23 @@ def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]
         if world_size() > 1:
             raise ValueError("--prompt_file=- would be read by one rank of the torchrun alone; give a file")
     if prompt_file is not None:
-        text = sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text("utf-8")
-        texts.append(text.removesuffix("\n"))
+        texts.append(read_prompt(prompt_file).removesuffix("\n"))
     return texts or list(PROMPTS)
+
+
+def read_prompt(file: str) -> str:
+    """Return what stands in a file or comes from standard input; refuse what is longer than any context."""
+    from llama.files import read_text
+
+    if file != "-":
+        return read_text(Path(file), limit=PROMPT_LIMIT)
+    try:
+        text = console.standard_input().read(PROMPT_LIMIT + 1)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is no {error.encoding.upper()} text; convert it first") from None
+    if len(text) > PROMPT_LIMIT:
+        raise ValueError(f"standard input holds more than the {PROMPT_LIMIT / 1e6:,.0f} MB that are read of a prompt")
+    return text
 
 
 def check_without_a_model(
@@ -231,25 +248,26 @@ def as_messages(texts: list[str], tokenizer: "Tokenizer") -> list[list[int]]:
 def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
     """Print every prompt and its continuation, of the first one as it is made if `live`; return the exit code.
 
-    What there is of the text is printed whatever ends it: Ctrl-C, which is exit code 130, or an error, which goes on.
+    What there is of the text is printed whatever ends it: Ctrl-C and SIGTERM, which are exit codes 130 and 143, or an
+    error, which goes on.
     """
-    shown = ""  # of the first page, while it is made
+    done = ""  # of the first page, while it is made
     if live:
-        shown = f"{texts[0]}\n> "
-        print(shown, end="", flush=True)
+        done = f"{texts[0]}\n> "
+        print(console.shown(done), end="", flush=True)
     try:
         for row, piece in pieces:
             if live and row == 0:
-                shown += piece
-                print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        return 130
+                done += piece
+                print(console.shown(piece), end="", flush=True)
+    except KeyboardInterrupt as stop:
+        return console.exit_code(stop)
     finally:
         pieces.close()
         for text, result in zip(texts, pieces.results, strict=True):
             page = f"{text}\n> {result['generation']}"
-            print(f"{page[len(shown) :]}\n\n==================================\n", flush=True)
-            shown = ""
+            print(f"{console.shown(page[len(done) :])}\n\n==================================\n", flush=True)
+            done = ""
     return 0
 
 

@@ -19,9 +19,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-import fire
-from fire.helptext import HelpText
-from fire.trace import FireTrace
+from llama import console
 
 # A word of two dashes and a name, or of one dash and nothing but a name: `-5 degrees` is a prompt.
 _FLAG = re.compile(r"--\w|-[A-Za-z][\w-]*(=|\Z)")
@@ -33,10 +31,19 @@ _DEBUG_HELP = """
 
 
 def main(command: Callable[..., int]) -> None:
-    """Run `command` on this process's arguments and exit with what it returns; see `run`."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a character that the page cannot hold must not lose the others
-    sys.exit(run(command, sys.argv[1:]))
+    """Run `command` on this process's arguments and exit with what it returns; see `run`.
+
+    Ctrl-C and SIGTERM raise KeyboardInterrupt in it. A standard stream may be closed, full, or left by its reader.
+    """
+    with console.stopping():
+        console.open_streams()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a character that the page cannot hold must not lose the others
+        try:
+            code = run(command, sys.argv[1:])
+        except KeyboardInterrupt as stop:  # one more, while the first was answered
+            code = console.exit_code(stop)
+    sys.exit(console.unwritten() or code)
 
 
 def run(command: Callable[..., int], words: list[str]) -> int:
@@ -44,8 +51,8 @@ def run(command: Callable[..., int], words: list[str]) -> int:
 
     Plain words are the prompts. The command's keyword parameters are the flags, their annotations (str, int, float,
     bool, `X | None`, `list[str]` for a flag that may be repeated) decide how a value is read. An error in the words,
-    or one that the command raises as ValueError, OSError or RuntimeError, becomes one line on stderr and exit code 2;
-    --debug shows its traceback.
+    or one that the command raises as ValueError, OSError, RuntimeError, OverflowError or MemoryError, or a user's code
+    as SystemExit, becomes one line on stderr and exit code 2; --debug shows its traceback.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("llama").setLevel(logging.INFO)  # says on stderr what was chosen for the user
@@ -57,26 +64,38 @@ def run(command: Callable[..., int], words: list[str]) -> int:
             print(help_text(command))
             return 0
         return call_through_fire(command, read_values(given, types))
-    except (ValueError, OSError, RuntimeError) as error:
+    except KeyboardInterrupt as stop:
+        console.say(console.in_words(stop))
+        return console.exit_code(stop)
+    except BrokenPipeError:
+        return console.LEFT
+    except (ValueError, OSError, RuntimeError, OverflowError, MemoryError, SystemExit) as error:
         if "debug" in switched_on:
             traceback.print_exc()
-        print(f"error: {_rank()}{in_one_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return console.unwritten() or _refused(error)
+
+
+def _refused(error: BaseException) -> int:
+    """Say what is wrong; return the exit code."""
+    console.say(f"error: {_rank()}{in_one_line(error)}")
+    return 2
 
 
 def _rank() -> str:
     """Return which process of a torchrun this is, as text; all of them write to one terminal."""
-    return f"rank {os.environ.get('RANK', '?')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    size = os.environ.get("WORLD_SIZE", "")
+    return f"rank {os.environ.get('RANK', '?')}: " if re.fullmatch("[0-9]{1,9}", size) and int(size) > 1 else ""
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Return what an error says."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, SystemExit):
+        text = f"code that this command ran ended it by SystemExit({text}); --debug shows where"
+    elif isinstance(error, MemoryError):
+        text = f"out of memory {text}"
     return " ".join(text.split())
 
 
@@ -91,6 +110,9 @@ def flag_types(command: Callable[..., int]) -> dict[str, Any]:
 
 def help_text(command: Callable[..., int]) -> str:
     """Return fire's help, without the one-letter flags that it would take and we do not."""
+    from fire.helptext import HelpText  # here, so that Ctrl-C is known before anything is imported that takes long
+    from fire.trace import FireTrace
+
     text = HelpText(command, FireTrace(command, name=Path(sys.argv[0]).name))
     return re.sub(r"^    -\w, (?=--)", "    ", text, flags=re.MULTILINE) + _DEBUG_HELP
 
@@ -171,6 +193,8 @@ def _unknown(flag: str, text: str | None, types: dict[str, Any]) -> str:
 
 def call_through_fire(command: Callable[..., int], values: dict[str, Any]) -> int:
     """Let fire make the call, with the words and values replaced by their numbers, which it cannot misread."""
+    import fire
+
     flags = {name: value for name, value in values.items() if name not in ("prompts", "debug", "help")}
     numbers = [*values.get("prompts", []), *flags.values()]
     codes: list[int] = []

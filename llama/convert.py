@@ -10,6 +10,11 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 
+if __name__ == "__main__":
+    from llama import console
+
+    console.quiet_imports()
+
 from tqdm import tqdm
 
 from llama.checkpoint import open_checkpoint

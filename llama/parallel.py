@@ -8,6 +8,7 @@ import atexit
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from llama.ranks import ALONE, Ranks
 
+LONGEST_TIMEOUT = 1e9  # seconds; a clock cannot add many more
 _JOINED: list["TorchRanks"] = []  # at most one: the job that this process belongs to
 
 
@@ -28,22 +30,44 @@ class RankLost(RuntimeError):
 
 def world_size() -> int:
     """Return how many processes torchrun started together with this one; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1, least=1)
 
 
 def world_rank() -> int:
     """Return which of them this process is."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0, below=world_size())
 
 
 def local_size() -> int:
     """Return how many of them are on this host, and share its memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _number("LOCAL_WORLD_SIZE", 1, least=1)
 
 
 def default_timeout() -> float:
     """Return after how many seconds a rank that does not answer is lost: the environment's LLAMA_TIMEOUT, or 60."""
-    return float(os.environ.get("LLAMA_TIMEOUT", "60"))
+    text = os.environ.get("LLAMA_TIMEOUT") or "60"
+    try:
+        return check_timeout(float(text))
+    except ValueError:
+        raise ValueError(f"LLAMA_TIMEOUT={text!r} in the environment must be a number of seconds above 0") from None
+
+
+def check_timeout(seconds: float) -> float:
+    """Return a time that can be waited; raise ValueError for any other."""
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        raise ValueError(f"timeout={seconds} must be a number of seconds above 0, at most {LONGEST_TIMEOUT:g}")
+    return seconds
+
+
+def _number(name: str, default: int, *, least: int = 0, below: int = 1 << 31) -> int:
+    """Return a whole number that torchrun leaves in the environment; an empty one is none."""
+    text = os.environ.get(name) or str(default)
+    if not (re.fullmatch("[0-9]{1,10}", text) and least <= int(text) < below):
+        limits = f"a whole number from {least}" + (f" to {below - 1}" if below < 1 << 31 else "")
+        raise ValueError(
+            f"{name}={text!r} in the environment must be {limits}; torchrun sets it: unset it to run one process"
+        )
+    return int(text)
 
 
 def job_store(timeout: float) -> Any:
@@ -63,7 +87,7 @@ def own_device(device: torch.device) -> torch.device:
     """Return the GPU of this rank, where several share a host; any other device as it is."""
     if world_size() == 1 or device.type != "cuda":
         return device
-    gpu = int(os.environ.get("LOCAL_RANK", "0"))
+    gpu = _number("LOCAL_RANK", 0)
     if gpu >= torch.cuda.device_count():
         raise ValueError(f"this host has {torch.cuda.device_count()} GPUs, and {local_size()} ranks need one each")
     torch.cuda.set_device(gpu)
@@ -81,9 +105,7 @@ def join(device: torch.device, *, timeout: float | None = None) -> Ranks:
         raise ValueError("ranks share a model on CPUs or CUDA GPUs, not on a Metal GPU; give --device cpu")
     if not _JOINED:
         seconds = default_timeout() if timeout is None else timeout
-        if not seconds > 0:
-            raise ValueError(f"timeout={seconds} must be a number of seconds above 0")
-        _JOINED.append(TorchRanks(device, seconds))
+        _JOINED.append(TorchRanks(device, check_timeout(seconds)))
     return _JOINED[0]
 
 

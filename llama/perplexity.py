@@ -13,11 +13,17 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+if __name__ == "__main__":
+    from llama import console
+
+    console.quiet_imports()
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from llama.files import TEXT_LIMIT, read_text
 from llama.kv_cache import cache_kind
 from llama.limits import check_room
 from llama.machine import dtype_name
@@ -303,7 +309,7 @@ def main(
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
     from llama.api import load  # all above knows no checkpoints
 
-    words = _read(path)
+    words = read_text(path, limit=TEXT_LIMIT)
     kind = "static" if kv_cache is None else cache_kind(kv_cache)
     model, tokenizer = load(
         ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, quantize=quantize, activations=activations
@@ -356,13 +362,6 @@ def _check_flags(
     if kv_cache is not None and stride is not None:
         raise ValueError(f"stride={stride} follows from context - prompt_len with kv_cache; leave stride out")
     return Path(text)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from io import TextIOWrapper
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from llama import console
 from llama.chat import Chat, ContextFull, endless
 from llama.cli import in_one_line
+from llama.console import shown
 
 if TYPE_CHECKING:
     from llama.model import Transformer
@@ -22,13 +24,6 @@ if TYPE_CHECKING:
 COMMANDS = "/undo, /save FILE, /load FILE, /stats, /quit"
 ANSWER_LEN = 512  # the most tokens of an answer, where nothing else is asked for
 LOW = 0.2  # of the context: with less left, every answer says how much
-
-# What a terminal would obey: shown as the picture that Unicode has for it, or as its number.
-_VISIBLE = {
-    code: chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else f"\\x{code:02x}"
-    for code in (*range(32), *range(127, 160))
-    if chr(code) not in "\n\t"
-}
 
 
 def converse(
@@ -58,8 +53,7 @@ class Conversation:
         self.chat = chat
         self.max_gen_len, self.options = max_gen_len, options
         self.seeds = count(seed)
-        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.on_terminal = sys.stdout.isatty()
+        self.interactive = console.standard_input().isatty() and sys.stdout.isatty()
         self.commands: dict[str, Callable[..., None]] = {
             "/undo": self.undo,
             "/save": self.save,
@@ -79,8 +73,8 @@ class Conversation:
                 raise  # nobody reads any more
             except (ValueError, RuntimeError, OSError) as error:
                 self.complain(error)
-            except KeyboardInterrupt:
-                if not self.interactive:
+            except KeyboardInterrupt as stop:
+                if not self.interactive or not console.is_ctrl_c(stop):
                     raise
                 self.note("interrupted; /quit or Ctrl-D ends the conversation")
         return 0
@@ -108,7 +102,7 @@ class Conversation:
         try:
             with interrupts(self.interactive) as pressed:
                 for piece in pieces:
-                    print(self.shown(piece), end="", flush=True)
+                    print(shown(piece), end="", flush=True)
                     if pressed:
                         break
         finally:
@@ -163,15 +157,10 @@ class Conversation:
 
     # ---- the page ----------------------------------------------------------------------------------------------------
 
-    def shown(self, text: str) -> str:
-        """Return the text with what a terminal would obey made visible, where one reads it."""
-        return text.translate(_VISIBLE) if self.on_terminal else text
-
     def note(self, text: str) -> None:
         """Print a line about the conversation, dim where a terminal can."""
-        dim = self.on_terminal and os.environ.get("TERM") != "dumb"
-        text = self.shown(text)
-        print(f"\033[2m{text}\033[0m" if dim else text, flush=True)
+        dim = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        print(f"\033[2m{shown(text)}\033[0m" if dim else text, flush=True)
 
     def complain(self, error: Exception) -> None:
         text = in_one_line(error)
@@ -181,9 +170,7 @@ class Conversation:
                 f"{error.new} and some for an answer; /undo takes the last exchange back, and {self.endless()} or a "
                 "larger --max_seq_len, given at the start, makes more room"
             )
-        if sys.stderr.isatty():
-            text = text.translate(_VISIBLE)
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        console.say(f"error: {text}")
 
 
 def terminal_lines(note: Callable[[str], None]) -> Iterator[str]:
@@ -196,8 +183,10 @@ def terminal_lines(note: Callable[[str], None]) -> Iterator[str]:
         except EOFError:
             print()
             return
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             print()
+            if not console.is_ctrl_c(stop):
+                raise
             note("/quit or Ctrl-D ends the conversation")
             continue
         yield line
@@ -205,9 +194,10 @@ def terminal_lines(note: Callable[[str], None]) -> Iterator[str]:
 
 def piped_lines() -> Iterator[str]:
     """Yield the lines of standard input as they come."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 must not lose the others
-    for line in iter(sys.stdin.readline, ""):
+    lines = console.standard_input()
+    if isinstance(lines, TextIOWrapper):
+        lines.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 must not lose the others
+    for line in iter(lines.readline, ""):
         yield line.rstrip("\r\n")
 
 
@@ -215,17 +205,18 @@ def piped_lines() -> Iterator[str]:
 def interrupts(wanted: bool) -> Iterator[list[int]]:
     """Note the first Ctrl-C, so that it cannot break into a step; a second one is a KeyboardInterrupt."""
     pressed: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
 
     def press(number: int, frame: Any) -> None:
         if pressed:
-            signal.default_int_handler(number, frame)
+            console.stop(number, frame)
         pressed.append(number)
 
-    ours = wanted and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ours = wanted and before in (signal.default_int_handler, console.stop)
     if ours:
         signal.signal(signal.SIGINT, press)
     try:
         yield pressed
     finally:
         if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, before)

@@ -14,11 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    from llama import console
+
+    console.quiet_imports()
+
 import torch
 from torch import Tensor
 
 from llama import Transformer, cli, load
 from llama.bench.single import benchmark_inference
+from llama.files import check_writable, keep_file, read_text
 
 SUBJECTS = ("The history of", "In biology,", "She opened", "def main():", "Once, far away,")
 PROMPTS = [f"{subject} {word}" for subject in SUBJECTS for word in ("the", "a", "one", "every")]
@@ -35,17 +41,27 @@ def main(*prompts: str, record: bool = False) -> int:
     if len(prompts) != 1:
         raise ValueError(f"{len(prompts)} files were given; name one, outputs.json for example")
     file = Path(prompts[0])
+    before = None if record or not file.exists() else recorded(file)
+    check_writable(file)
     found = dict(outputs())
-    if record or not file.exists():
-        file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if before is None:
+        keep_file(file, (json.dumps(found, indent=2) + "\n").encode())
         print(f"{len(found)} digests recorded in {file}")
         return 0
-    before = json.loads(file.read_text(encoding="utf-8"))
     different = [name for name in sorted({*before, *found}) if before.get(name) != found.get(name)]
     for name in different:
         print(f"{name}: {before.get(name)} before, {found.get(name)} now")
     print(f"{len(different)} of {len(found)} outputs differ from those in {file}")
     return min(len(different), 1)
+
+
+def recorded(file: Path) -> dict[str, str]:
+    """Return the digests in a file; raise ValueError where it holds none."""
+    try:
+        found = json.loads(read_text(file, limit=10_000_000))
+        return {name: found[name] for name in found}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} holds no digests ({error}); give another file, or --record to replace it") from None
 
 
 def outputs() -> Iterator[tuple[str, str]]:

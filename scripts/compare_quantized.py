@@ -12,12 +12,18 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":
+    from llama import console
+
+    console.quiet_imports()
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from llama import Tokenizer, Transformer, cli, load
 from llama.costs import table
+from llama.files import TEXT_LIMIT, read_text
 from llama.streaming import encode_prompt
 
 PROMPTS = (
@@ -94,7 +100,7 @@ def main(
 
 
 def read(files: tuple[str, ...], tokenizer: Tokenizer, tokens: int) -> dict[str, list[Tensor]]:
-    return {file: cut(encode_prompt(tokenizer, Path(file).read_text("utf-8")), tokens) for file in files}
+    return {file: cut(encode_prompt(tokenizer, read_text(Path(file), limit=TEXT_LIMIT)), tokens) for file in files}
 
 
 def own_texts(model: Transformer, tokenizer: Tokenizer, tokens: int) -> dict[str, list[Tensor]]:

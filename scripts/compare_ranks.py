@@ -1,6 +1,6 @@
 """Does sharing a model cost speed? Decode tokens/s of 2 ranks with 1 thread each beside 1 process with 2 threads.
 
-    python scripts/compare_ranks.py [TURNS]
+    python scripts/compare_ranks.py [--turns 3]
 
 A model of the demo's size with random weights, 8 heads and 4 KV heads, in float32; 128 tokens in, 32 out, batch 1.
 """
@@ -11,8 +11,14 @@ import subprocess
 import sys
 import time
 
+if __name__ == "__main__":
+    from llama import console
+
+    console.quiet_imports()
+
 import torch
 
+from llama import cli
 from llama.args import ModelArgs
 from llama.bench.run.models import random_model
 from llama.parallel import join
@@ -49,21 +55,32 @@ def decode_rate() -> None:
         print((len(times) - 2) / (times[-1] - times[1]))
 
 
-def main(turns: int) -> None:
+def main(*, turns: int = 3, rate: bool = False) -> int:
+    """Print the speed of 2 ranks beside that of 1 process.
+
+    Args:
+        turns: How often each is measured.
+        rate: Print the tokens/s of this job alone, as one of those that are compared does.
+    """
+    if turns < 1:
+        raise ValueError(f"turns={turns} must be at least 1")
+    if rate:
+        decode_rate()
+        return 0
     rates: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(turns):
         for name, (threads, *command) in WAYS.items():
             own = os.environ | {"OMP_NUM_THREADS": threads}
-            done = subprocess.run([*command, __file__, "rate"], env=own, stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run([*command, __file__, "--rate"], env=own, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode != 0:
+                raise RuntimeError(f"{name}: ended with exit code {done.returncode}")
             rates[name].append(float(done.stdout))
     for name, several in rates.items():
         print(f"{name}: {', '.join(f'{rate:.1f}' for rate in several)} tokens/s")
     whole, shared = (statistics.median(several) for several in rates.values())
     print(f"2 ranks decode at {shared / whole:.2f} of the speed of one process (medians of {turns})")
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["rate"]:
-        decode_rate()
-    else:
-        main(int(sys.argv[1]) if sys.argv[1:] else 3)
+    cli.main(main)

@@ -18,10 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, whether or not it is installed
+    from llama import console
+
+    console.quiet_imports()
+
+import torch
 
 from llama import cli
 from llama.bench import presets

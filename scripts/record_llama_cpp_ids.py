@@ -10,8 +10,14 @@ import json
 import random
 from pathlib import Path
 
+if __name__ == "__main__":
+    from llama import console
+
+    console.quiet_imports()
+
 import llama_cpp
 
+from llama import cli
 from llama.demo import demo_model_path
 
 OUT = Path(__file__).parents[1] / "tests" / "fixtures" / "tokenizer_llama_cpp.json"
@@ -52,7 +58,8 @@ def texts() -> list[str]:
     return [*BY_HAND, *mixed, *wild]
 
 
-def main() -> None:
+def main() -> int:
+    """Write the file of texts and ids."""
     path = demo_model_path()
     model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
     cases = [[text, model.tokenize(text.encode(), add_bos=False, special=False)] for text in texts()]
@@ -64,7 +71,8 @@ def main() -> None:
     lines = ",\n".join(json.dumps(case) for case in cases)
     OUT.write_text(f'{{"facts": {json.dumps(facts)}, "cases": [\n{lines}\n]}}\n')
     print(f"{len(cases)} texts -> {OUT}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(main)

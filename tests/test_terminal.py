@@ -595,19 +595,19 @@ def test_a_conversation_is_refused_under_torchrun(
     assert "one rank of the torchrun alone; give prompts" in err
 
 
+@pytest.mark.parametrize("on_terminal", [True, False])
 def test_what_a_terminal_would_obey_is_made_visible_there(
-    demo: Tokenizer, meta: Tokenizer, capsys: pytest.CaptureFixture[str]
+    on_terminal: bool, meta: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model(meta)
     evil = "\033[31mred\a\r\x7f \x9b2J\ttab\nline é"
-    for on_terminal, expected in ((True, "␛[31mred␇␍␡ \\x9b2J\ttab\nline é"), (False, evil)):
-        talk = Conversation(Chat(model, meta), 64, {"temperature": 0}, seed=1)
-        talk.on_terminal = on_terminal
-        with saying(model, *scripted(meta, evil)):
-            talk.take("hello")
-        printed = capsys.readouterr().out
-        assert printed.startswith(f"{expected}\n")
-        assert printed.endswith("\033[0m\n\n" if on_terminal else " tokens/s\n\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
+    talk = Conversation(Chat(model, meta), 64, {"temperature": 0}, seed=1)
+    with saying(model, *scripted(meta, evil)):
+        talk.take("hello")
+    printed = capsys.readouterr().out
+    assert printed.startswith("␛[31mred␇␍␡ \\x9b2J\ttab\nline é\n" if on_terminal else f"{evil}\n")
+    assert printed.endswith("\033[0m\n\n" if on_terminal else " tokens/s\n\n")
 
 
 # ---- as a process ----------------------------------------------------------------------------------------------------

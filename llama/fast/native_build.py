@@ -6,8 +6,10 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -25,27 +27,51 @@ FLAGS = (
     "-fPIC",
 )
 
+_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the modes in which others may write
+
 
 class NoNativeCode(RuntimeError):
     """The code could not be compiled or loaded; the message says why."""
 
 
-def load_library(source: Path, folder: Path) -> ctypes.CDLL:
+def load_library(source: Path, folder: Path, symbols: Sequence[str]) -> ctypes.CDLL:
     """Return the library made of `source` and the files beside it, which lies in `folder` from the first time on.
 
-    It is made anew where the source, the flags or the kind of CPU are others, or where the file is not what was
-    written. Raises NoNativeCode.
+    It is made anew where the source, the flags, the compiler or the kind of CPU are others, where the file is not what
+    was written, is somebody else's, or lacks a symbol. Raises NoNativeCode.
     """
     library = folder / f"{source.stem}-{_key(source)}.so"
     digest = library.with_suffix(".sha256")
     try:
-        if not _is_whole(library, digest):
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not _is_ours(folder.stat()):
+            raise NoNativeCode(
+                f"others than you may write into {folder}, and so put their code there: `chmod go-w` it, if it is yours, "
+                "or set LLAMA_CACHE_DIR to a folder of your own"
+            )
+        loaded = _load(library, symbols) if _is_whole(library, digest) else None
+        if loaded is None:
             if library.exists():
                 logger.warning("%s is damaged; it is compiled again", library)
             _compile(source, library, digest)
-        return ctypes.CDLL(str(library))
+            loaded = _load(library, symbols)
     except OSError as error:
         raise NoNativeCode(f"{library}: {error}") from error
+    if loaded is None:
+        raise NoNativeCode(f"{library}: what {_compiler()} made cannot be loaded")
+    return loaded
+
+
+def _load(library: Path, symbols: Sequence[str]) -> ctypes.CDLL | None:
+    """Return the library, or None where it cannot be loaded here or lacks a symbol."""
+    try:
+        loaded = ctypes.CDLL(str(library))
+    except OSError:  # of another architecture, say
+        return None
+    if all(hasattr(loaded, symbol) for symbol in symbols):
+        return loaded
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(loaded._handle))  # or this path would go on to mean this library
+    return None
 
 
 def _key(source: Path) -> str:
@@ -54,6 +80,7 @@ def _key(source: Path) -> str:
     parts = [
         *(file.read_bytes() for file in files if file.is_file()),
         " ".join(FLAGS).encode(),
+        _own_compiler().encode(errors="surrogateescape"),
         platform.machine().encode(),
         _cpu(),
     ]
@@ -69,29 +96,51 @@ def _cpu() -> bytes:
     return b"\n".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))
 
 
+def _is_ours(found: os.stat_result) -> bool:
+    """Return whether nobody but this user, and root, may write a file or folder; where there is no such notion, True."""
+    if os.name != "posix":
+        return True
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & _BY_OTHERS
+
+
 def _is_whole(library: Path, digest: Path) -> bool:
-    # A library that was cut short may load and then crash the process.
+    """Return whether the library is ours, and what was written: one that was cut short may load, and then crash."""
     try:
-        return hashlib.sha256(library.read_bytes()).hexdigest() == digest.read_text()
+        found = [library.lstat(), digest.lstat()]
     except FileNotFoundError:
         return False
+    if not all(stat.S_ISREG(one.st_mode) and _is_ours(one) for one in found) or found[1].st_size != 64:
+        return False
+    with library.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest().encode() == digest.read_bytes()
+
+
+def _compiler() -> str | None:
+    """Return the compiler to call, with its flags: the user's, or the first that is found."""
+    return _own_compiler() or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+
+def _own_compiler() -> str:
+    """Return the compiler that the user names, or nothing: which one is found may not hang on PATH at every start."""
+    return os.environ.get("CXX", "").strip()
 
 
 def _compile(source: Path, library: Path, digest: Path) -> None:
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    compiler = _compiler()
     if compiler is None:
         raise NoNativeCode("there is no C++ compiler (c++, g++ or clang++; Debian's package is g++)")
-    library.parent.mkdir(parents=True, exist_ok=True)
     logger.info("compiling %s with %s, once: some seconds", source.name, compiler)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         made = Path(scratch) / library.name
         command = [*compiler.split(), *FLAGS, str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode != 0:
+        if done.returncode != 0 or not made.is_file():
             lines = done.stderr.strip().splitlines() or ["without a word"]
             reason = next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[0])
             raise NoNativeCode(f"{compiler} failed: {reason}")
         written = Path(scratch) / digest.name
         written.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+        for file in (made, written):
+            file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_BY_OTHERS)  # whatever the user's umask
         os.replace(written, digest)  # first, so that two who compile at once never leave a library without its own
         os.replace(made, library)

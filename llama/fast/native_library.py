@@ -91,7 +91,7 @@ class NativeForward:
     """The library's functions, and the CPU's instructions that they were compiled for."""
 
     def __init__(self, folder: Path) -> None:
-        library = load_library(SOURCE, folder)
+        library = load_library(SOURCE, folder, ("forward", "choose_tokens", "unpack", "instructions"))
         self._run = library.forward
         self._run.restype, self._run.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
         self._choose = library.choose_tokens

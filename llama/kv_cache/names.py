@@ -44,6 +44,8 @@ def _run(text: str, path: Path) -> None:
     loaded = sys.modules[module] = module_from_spec(spec)  # by name, so that what it defines can be pickled
     try:
         spec.loader.exec_module(loaded)
-    except Exception as error:  # whatever a user's file may raise
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever a user's file may raise
         del sys.modules[module]
+        if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
+            raise  # not the file's: commands raise one of their own for a key that was pressed
         raise ValueError(f"kv_cache={text!r}: {path} cannot be run: {type(error).__name__}: {error}") from error

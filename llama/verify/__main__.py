@@ -17,6 +17,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    from llama import console
+
+    console.quiet_imports()
+
 import torch
 from tqdm import tqdm
 

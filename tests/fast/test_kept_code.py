@@ -1,0 +1,178 @@
+"""What is compiled is kept, and loaded again only where it is what was written, by whom it should be, for this machine.
+
+A source of three lines stands in for the native code: it compiles in a moment.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from native import needs_a_compiler
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [needs_a_compiler, pytest.mark.skipif(sys.platform == "win32", reason="modes and owners are POSIX's")]
+
+
+CHILD = """
+import logging, sys
+from pathlib import Path
+from llama.fast.native_build import NoNativeCode, load_library
+
+logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
+try:
+    print(load_library(Path(sys.argv[1]), Path(sys.argv[2]), ("answer",)).answer())
+except NoNativeCode as why:
+    print("refused:", why)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "source" / "tiny.cpp"
+    file.parent.mkdir()
+    file.write_text('extern "C" int answer() { return 42; }\n')
+    return file
+
+
+def answer(source: Path, folder: Path) -> tuple[str, list[str]]:
+    """Return what the library in `folder`, compiled where it has to be, says to a new process, and what is logged.
+
+    A process that has a library goes on to have it, whatever becomes of its file.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(source), str(folder)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.rstrip(), done.stderr.splitlines()
+
+
+def files(folder: Path) -> tuple[Path, Path]:
+    (library,), (digest,) = folder.glob("*.so"), folder.glob("*.sha256")
+    return library, digest
+
+
+def compiled(code: str, file: Path) -> None:
+    """Put another library in the place of one, which may be in use here, with a digest that is right."""
+    made = file.parent.parent / "other.so"
+    (made.with_suffix(".cpp")).write_text(code)
+    subprocess.run(["c++", "-shared", "-fPIC", made.with_suffix(".cpp"), "-o", made], check=True)
+    replaced(file, made.read_bytes())
+
+
+def replaced(library: Path, content: bytes) -> None:
+    library.unlink()
+    library.write_bytes(content)
+    library.chmod(0o700)
+    library.with_suffix(".sha256").write_text(hashlib.sha256(content).hexdigest())
+
+
+def of_another_machine(library: Path) -> bytes:
+    content = bytearray(library.read_bytes())
+    content[18:20] = b"\xf3\x00" if content[18] != 0xF3 else b"\x3e\x00"  # e_machine of ELF: RISC-V, or x86-64
+    return bytes(content)
+
+
+def test_a_second_call_compiles_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, (log,) = answer(source, tmp_path / "kept")
+    assert (said, log.startswith("INFO compiling tiny.cpp with ")) == ("42", True)
+    monkeypatch.setenv("PATH", "")
+    assert answer(source, tmp_path / "kept") == ("42", [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the bytes are those of ELF")
+@pytest.mark.parametrize("damage", ["cut", "digest", "no symbol", "machine", "text", "link", "writable", "pipe"])
+def test_what_is_not_what_was_written_is_compiled_again_and_that_is_said(
+    damage: str, source: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kept"
+    answer(source, folder)
+    library, digest = files(folder)
+    if damage == "cut":
+        library.write_bytes(library.read_bytes()[:1000])
+    elif damage == "digest":
+        digest.write_bytes(b"\xff\xfe" * 32)
+    elif damage == "no symbol":
+        compiled('extern "C" int other() { return 1; }\n', library)
+    elif damage == "machine":
+        replaced(library, of_another_machine(library))
+    elif damage == "text":
+        replaced(library, b"no library at all\n")
+    elif damage == "link":
+        library.rename(tmp_path / "elsewhere.so")
+        library.symlink_to(tmp_path / "elsewhere.so")
+    elif damage == "writable":
+        library.chmod(0o722)
+    else:
+        library.unlink()
+        os.mkfifo(library)
+    said, log = answer(source, folder)
+    assert said == "42"
+    assert log[0] == f"WARNING {library} is damaged; it is compiled again"
+    assert len(log) == 2
+    assert answer(source, folder) == ("42", [])
+
+
+def test_a_folder_that_others_may_write_is_not_trusted(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    answer(source, folder)
+    for mode in (0o770, 0o707):
+        folder.chmod(mode)
+        said, _ = answer(source, folder)
+        assert said.startswith(f"refused: others than you may write into {folder}, ")
+        assert said.endswith("set LLAMA_CACHE_DIR to a folder of your own")
+    folder.chmod(0o700)
+    assert answer(source, folder) == ("42", [])
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() != 0, reason="only root may give files away")
+def test_what_belongs_to_another_user_is_not_loaded(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    answer(source, folder)
+    library, _ = files(folder)
+    os.chown(library, 12345, 12345)
+    said, log = answer(source, folder)
+    assert (said, log[0].endswith("compiled again")) == ("42", True)
+    os.chown(folder, 12345, 12345)
+    assert answer(source, folder)[0].startswith("refused: others than you may write into")
+
+
+def test_whatever_the_user_s_habits_the_result_is_the_user_s_own(source: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        answer(source, tmp_path / "kept")
+    finally:
+        os.umask(before)
+    kept = [tmp_path / "kept", *files(tmp_path / "kept")]
+    assert [file.stat().st_mode & 0o022 for file in kept] == [0, 0, 0]
+
+
+def test_each_compiler_has_a_library_of_its_own(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kept"
+    for compiler, libraries in ((f"{shutil.which('c++')} -O1", 1), (" ", 2), ("", 2)):  # blank names none
+        monkeypatch.setenv("CXX", compiler)
+        assert answer(source, folder)[0] == "42"
+        assert len(list(folder.glob("*.so"))) == libraries
+
+
+@pytest.mark.parametrize("compiler", ["true", "false", "no/such/compiler", "echo"])
+def test_a_compiler_that_makes_nothing_is_refused_in_words(
+    compiler: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    said, _ = answer(source, tmp_path / "kept")
+    assert said.startswith("refused: ")
+    assert compiler in said
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_a_compiler_that_makes_no_library_is_refused_in_words(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\nfor last; do :; done\necho nothing > "$last"\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    assert answer(source, tmp_path / "kept")[0].endswith("compiler made cannot be loaded")
