@@ -1,4 +1,4 @@
-"""What a command shares with whoever runs it: three streams, which may be closed, full or left, and signals that end it.
+"""What a command shares with whoever runs it: three streams, which may be closed or full, and signals that end it.
 
 Knows processes and terminals; does not know what a command does.
 """

@@ -71,7 +71,9 @@ def main(*, turns: int = 3, rate: bool = False) -> int:
     for _ in range(turns):
         for name, (threads, *command) in WAYS.items():
             own = os.environ | {"OMP_NUM_THREADS": threads}
-            done = subprocess.run([*command, __file__, "--rate"], env=own, stdout=subprocess.PIPE, text=True, check=False)
+            done = subprocess.run(
+                [*command, __file__, "--rate"], env=own, stdout=subprocess.PIPE, text=True, check=False
+            )
             if done.returncode != 0:
                 raise RuntimeError(f"{name}: ended with exit code {done.returncode}")
             rates[name].append(float(done.stdout))

@@ -16,7 +16,8 @@ from fakes import write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama import cli
+from llama import cli, console, files
+from llama.kv_cache import cache_kind
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "inference.py"
@@ -406,6 +407,117 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(
     assert (out, err.count("\n")) == ("", 1)
     assert words[0].lstrip("-").split("=")[0] in err
     assert "not/there" not in err  # was not looked for
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("raise SystemExit(7)", "SystemExit: 7"),
+        ("import sys\nsys.exit()", "SystemExit"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("class Mine(:", "SyntaxError: "),
+        ("x = '\x00'", "null bytes"),
+        ("raise ValueError('\\n'.join('ab'))", "ValueError: a b"),
+        ("print('loud')", "kv_cache='x' is not a known kind of cache"),
+    ],
+)
+def test_a_cache_file_that_ends_or_fails_is_named_in_one_line(
+    code: str,
+    expected: str,
+    inference: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"{code}\n")
+    assert cli.run(inference, ["hello", "--kv_cache", f"{file}:x", "--ckpt_dir", "not/there"]) == 2
+    err = capsys.readouterr().err
+    assert (err.count("\n"), expected in err) == (1, True)
+    assert ("mine.py" in err) == (not code.startswith("print"))  # which a file may do
+
+
+def test_a_command_s_own_interrupt_is_not_taken_for_the_cache_file_s(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import signal\nfrom llama import console\nconsole.stop(signal.SIGTERM, None)\n")
+    with pytest.raises(console.Stopped):
+        cache_kind(f"{file}:x")
+
+
+def test_code_that_ends_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def command(*prompts: str) -> int:
+        raise SystemExit(7)
+
+    assert cli.run(command, []) == 2
+    err = capsys.readouterr().err
+    assert err == "error: code that this command ran ended it by SystemExit(7); --debug shows where\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("/dev/zero", "/dev/zero holds more than the 16 MB that are read of a text; cut it"),
+        ("{folder}", "Is a directory"),
+        ("{folder}/huge", "huge holds more than the 16 MB"),
+        ("{folder}/latin", "latin is not UTF-8 at byte 3; convert it first"),
+        ("{folder}/pipe", "pipe is a named pipe that nobody writes to"),
+        ("{folder}/\x1b[31m", "No such file"),
+        ("a\0b", "null byte"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="devices and named pipes are POSIX's")
+def test_a_prompt_file_of_any_kind_is_read_or_refused_in_one_line(
+    file: str,
+    expected: str,
+    inference: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files, "WRITER_S", 0.05)
+    with (tmp_path / "huge").open("wb") as huge:
+        huge.truncate(2 << 30)
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    os.mkfifo(tmp_path / "pipe")
+    assert cli.run(inference, ["--prompt_file", file.format(folder=tmp_path), "--ckpt_dir", "not/there"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), expected in err, "not/there" in err) == ("", 1, True, False)
+
+
+class Endless(io.StringIO):
+    """A stream that never ends."""
+
+    def read(self, size: int | None = -1) -> str:
+        assert size is not None
+        assert size > 0
+        return "x" * size
+
+
+def test_no_more_of_standard_input_is_read_than_a_prompt_may_have(
+    inference: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Endless())
+    assert cli.run(inference, ["--prompt_file", "-", "--ckpt_dir", "not/there"]) == 2
+    assert "standard input holds more than the 16 MB" in capsys.readouterr().err
+    latin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", latin)
+    assert cli.run(inference, ["--prompt_file", "-", "--ckpt_dir", "not/there"]) == 2
+    assert "standard input is no UTF-8 text" in capsys.readouterr().err
+
+
+# Words that mean something to Python, to a shell, or to a float, and more of them than any type holds.
+VALUES = ["0", "-1", "1", "7", "nan", "inf", "-inf", "1e400", "1e-400", "9" * 25, "9" * 5000, "", " ", "None", "true"]
+VALUES += ["x", "\0", "\x1b[31m", "\ud800", "é", "1_0", "a.py:b", ".py:", "window:0+0", "int8:", ":", "../..", "-"]
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(st.data())
+def test_no_words_cause_a_traceback(data: st.DataObject) -> None:
+    command: Callable[..., int] = runpy.run_path(str(SCRIPT))["main"]
+    names = [name for name in cli.flag_types(command) if name not in ("max_gen_len", "chat", "prompt_file", "ckpt_dir")]
+    given = data.draw(st.lists(st.tuples(st.sampled_from(names), st.sampled_from(VALUES)), max_size=3))
+    words = [f"--{name}={value}" for name, value in given]
+    assert cli.run(command, ["--ckpt_dir", "not/there", "hello", *words]) == 2
 
 
 def traced(printed: str) -> list[tuple[int, int, int, int]]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,7 +66,9 @@ def environment(**changes: str) -> dict[str, str]:
 def shell(line: str, **changes: str) -> tuple[int, str, str]:
     """Run a line of bash; return the exit code of the first command in it, and what is printed."""
     words = ["bash", "-c", f"{line}\nexit ${{PIPESTATUS[0]}}"]
-    done = subprocess.run(words, env=environment(**changes), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        words, env=environment(**changes), capture_output=True, text=True, errors="replace", timeout=60, check=False
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -169,21 +170,19 @@ def test_ctrl_c_and_sigterm_are_one_line_behind_what_was_made(command: str, numb
 def test_sigterm_is_a_launcher_s_own(command: str) -> None:
     with running(f"{command} --wait", WORLD_SIZE="1") as process:
         process.terminate()
-        out, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (-signal.SIGTERM, b"")
 
 
-@pytest.mark.parametrize("flags", ["--stream", "", "--chat"])
-def test_sigterm_prints_what_was_generated(infer: str, flags: str) -> None:
-    line = f"{infer} hello --max_gen_len 30000 --temperature 0 --trace".replace("--trace", flags or "--trace")
-    with running(line, until="hello\n> " if flags == "--stream" else "step 5\n" if not flags else "") as process:
-        if flags:
-            time.sleep(3)  # what is printed at the end alone cannot be waited for
+@pytest.mark.parametrize(("flag", "until"), [("--stream", "first\n> "), ("--trace", "step 5\n")])
+def test_sigterm_prints_what_was_generated(infer: str, flag: str, until: str) -> None:
+    """A trace shows how far it is, where the text is printed at the end alone."""
+    with running(f"{infer} first second --max_gen_len 30000 --temperature 0 {flag}", until) as process:
         process.terminate()
         out, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (143, b""), err
-    assert b"tokens/s" in out
-    assert out.count(b"==================================") == 1
+    assert (process.returncode, err) == (143, b"")
+    assert out.count(b"==================================") == 2
+    assert b" tokens in " in out
 
 
 def test_sigterm_ends_a_conversation_on_a_pipe(infer: str) -> None:
@@ -242,11 +241,9 @@ def test_ctrl_c_while_a_command_imports_is_one_line(words: list[str], tmp_path: 
         ("WORLD_SIZE", "-1"),
         ("WORLD_SIZE", "1.5"),
         ("WORLD_SIZE", "9" * 5000),
-        ("RANK", "x"),
-        ("RANK", "1"),
         ("LLAMA_CACHE_DIR", "/dev/null/x"),
         ("LLAMA_CACHE_DIR", "~nobody-of-this-name/x"),
-        ("LLAMA_CACHE_DIR", "x" * 5000),
+        ("LLAMA_CACHE_DIR", "x" * 300),
     ],
 )
 def test_an_environment_that_makes_no_sense_is_one_line(name: str, value: str, tmp_path: Path) -> None:
@@ -312,7 +309,9 @@ def test_long_messages_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_signal_has_its_own_exit_code_and_word() -> None:
     outcome: Callable[[KeyboardInterrupt], Any] = lambda stop: (  # noqa: E731
-        console.exit_code(stop), console.in_words(stop), console.is_ctrl_c(stop)
+        console.exit_code(stop),
+        console.in_words(stop),
+        console.is_ctrl_c(stop),
     )
     assert outcome(KeyboardInterrupt()) == outcome(console.Stopped(signal.SIGINT)) == (130, "interrupted", True)
     assert outcome(console.Stopped(signal.SIGTERM)) == (143, "terminated", False)

@@ -46,8 +46,8 @@ def load_library(source: Path, folder: Path, symbols: Sequence[str]) -> ctypes.C
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not _is_ours(folder.stat()):
             raise NoNativeCode(
-                f"others than you may write into {folder}, and so put their code there: `chmod go-w` it, if it is yours, "
-                "or set LLAMA_CACHE_DIR to a folder of your own"
+                f"others than you may write into {folder}, and so put their code there: `chmod go-w` it, if it is "
+                "yours, or set LLAMA_CACHE_DIR to a folder of your own"
             )
         loaded = _load(library, symbols) if _is_whole(library, digest) else None
         if loaded is None:
@@ -97,7 +97,7 @@ def _cpu() -> bytes:
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Return whether nobody but this user, and root, may write a file or folder; where there is no such notion, True."""
+    """Return whether nobody but this user, and root, may write a file or folder; True where modes mean nothing."""
     if os.name != "posix":
         return True
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & _BY_OTHERS
