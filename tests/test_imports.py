@@ -118,7 +118,7 @@ MAY_IMPORT = {
     # the front door
     "llama/console.py": ("", ""),
     "llama/cli.py": ("console", "fire"),
-    "llama/demo.py": ("files", ""),
+    "llama/demo.py": ("console files", ""),
     "llama/convert.py": ("checkpoint cli console demo files parallel", "tqdm"),
     "llama/chat.py": ("request tokenizer", ""),
     "llama/terminal.py": ("chat cli console", ""),

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from filelock import SoftFileLock
 
-from llama.files import replace_file
+from llama.files import keep_file
 from llama.machine import DTYPES
 from llama.verify.certificate import PASSES, WIDE, Divergence, Figures, quantile
 from llama.verify.passes import STEPS, UNCACHED
@@ -77,7 +77,7 @@ def add_run(path: Path, run: Run) -> None:
 def write_runs(path: Path, runs: Sequence[Run]) -> None:
     """Replace the file as a whole, a run a line: a reader, or an interruption, never meets half of one."""
     lines = ",\n".join(json.dumps(run, allow_nan=False) for run in runs)
-    replace_file(path, f'{{"schema": "{SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
+    keep_file(path, f'{{"schema": "{SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
 
 
 # ---- the sum of the file ---------------------------------------------------------------------------------------------
