@@ -360,6 +360,9 @@ def fitting_table(memory: int, itemsize: int = 2) -> str:
     return table(f"What fits into {size(memory)} in {8 * itemsize}-bit numbers, activations apart", heads, rows)
 
 
+_MOST = 1e9  # of what a person may ask for
+
+
 def main(*, memory_gb: float = 24.0, itemsize: int = 2) -> int:
     """Print what a KV cache takes in well-known models, and what fits into a given memory.
 
@@ -367,8 +370,10 @@ def main(*, memory_gb: float = 24.0, itemsize: int = 2) -> int:
         memory_gb: The memory to fill, in units of 2^30 bytes.
         itemsize: The bytes of a number: 2 for fp16 and bf16, 4 for fp32.
     """
-    if memory_gb <= 0 or itemsize <= 0:
-        raise ValueError(f"memory_gb={memory_gb} and itemsize={itemsize} must be above 0")
+    if not 0 < memory_gb <= _MOST:
+        raise ValueError(f"memory_gb={memory_gb} must be above 0, and at most {_MOST:g}")
+    if not 0 < itemsize <= _MOST:
+        raise ValueError(f"itemsize={itemsize} must be above 0, and at most {_MOST:g}")
     print(classic_tables(itemsize))
     print(fitting_table(int(memory_gb * 1024 * MB), itemsize))
     return 0

@@ -78,6 +78,7 @@ def job_store(timeout: float) -> Any:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    _number("MASTER_PORT", 0, below=1 << 16)
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
     job = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "LLAMA_JOB")]
     return PrefixStore("/".join(job), store)

@@ -42,7 +42,8 @@ def main(*prompts: str, record: bool = False) -> int:
         raise ValueError(f"{len(prompts)} files were given; name one, outputs.json for example")
     file = Path(prompts[0])
     before = None if record or not file.exists() else recorded(file)
-    check_writable(file)
+    if before is None:
+        check_writable(file)
     found = dict(outputs())
     if before is None:
         keep_file(file, (json.dumps(found, indent=2) + "\n").encode())

@@ -484,6 +484,15 @@ def test_a_prompt_file_of_any_kind_is_read_or_refused_in_one_line(
     assert (out, err.count("\n"), expected in err, "not/there" in err) == ("", 1, True, False)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="named pipes are POSIX's")
+def test_a_pipe_is_no_cache_file(
+    inference: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    assert cli.run(inference, ["--kv_cache", f"{tmp_path / 'pipe.py'}:x", "hello", "--ckpt_dir", "not/there"]) == 2
+    assert f"{tmp_path / 'pipe.py'} is no regular file\n" in capsys.readouterr().err
+
+
 class Endless(io.StringIO):
     """A stream that never ends."""
 

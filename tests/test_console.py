@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fakes import write_checkpoint
 
-from llama import console
+from llama import console, parallel
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "inference.py"
@@ -255,6 +255,29 @@ def test_an_environment_that_makes_no_sense_is_one_line(name: str, value: str, t
     assert done.stderr.startswith("error: ")
     assert name in done.stderr
     assert len(done.stderr) <= console.LONGEST_LINE + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "asked"),
+    [
+        ("RANK", "x", parallel.world_rank),
+        ("RANK", "2", parallel.world_rank),
+        ("LOCAL_WORLD_SIZE", "0", parallel.local_size),
+        ("LLAMA_TIMEOUT", "x", parallel.default_timeout),
+        ("LLAMA_TIMEOUT", "nan", parallel.default_timeout),
+        ("LLAMA_TIMEOUT", "1e300", parallel.default_timeout),
+        ("LLAMA_TIMEOUT", "-1", parallel.default_timeout),
+        ("MASTER_PORT", "abc", lambda: parallel.job_store(1.0)),
+        ("MASTER_PORT", "70000", lambda: parallel.job_store(1.0)),
+    ],
+)
+def test_what_a_launcher_leaves_in_the_environment_is_checked_by_name(
+    name: str, value: str, asked: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{name}='{value}' in the environment must be "):
+        asked()
 
 
 def test_empty_variables_are_none(infer: str) -> None:

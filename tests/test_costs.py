@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import tiny_args
 
-from llama import costs, packed
+from llama import cli, costs, packed
 from llama.args import ModelArgs
 from llama.costs import MB, RELEASED
 from llama.model import Transformer
@@ -172,3 +172,12 @@ def test_what_a_rank_sends_is_worked_out_by_hand() -> None:
     sent = costs.network_bytes(args, ranks=4, rows=3, seqlen=7, itemsize=4)
     assert sent == (2 * 5 * 3 * 7 * 32 * 4 + 3 * 40 * 4) * 3 // 4
     assert costs.network_bytes(args, ranks=1, rows=3, seqlen=7, itemsize=4) == 0
+
+
+@pytest.mark.parametrize("word", [*(f"--memory_gb={gb}" for gb in ("nan", "inf", "1e300", "0")), "--itemsize=0"])
+def test_a_memory_that_cannot_be_is_refused_before_anything_is_printed(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(costs.main, [word]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), word[2:].partition("=")[0] in err) == ("", 1, True)

@@ -692,3 +692,24 @@ def test_ctrl_c_ends_the_answer_and_quit_the_conversation(checkpoint: Path) -> N
         with suppress(ProcessLookupError):
             os.kill(terminal.pid, signal.SIGKILL)
         os.close(terminal.fd)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
+@pytest.mark.parametrize("answering", [True, False])
+def test_sigterm_ends_a_conversation_on_a_terminal(answering: bool, checkpoint: Path) -> None:
+    terminal = Terminal("--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", "--max_gen_len=30000")
+    try:
+        terminal.read("\r\n> ")
+        if answering:
+            terminal.type("hello\r")
+            terminal.read("hello\r\n")
+            os.read(terminal.fd, 1)  # an answer of minutes has begun
+        else:
+            time.sleep(0.3)  # Python looks for signals once it waits for a line
+        os.kill(terminal.pid, signal.SIGTERM)
+        assert terminal.read("terminated\r\n")
+        assert terminal.wait() == 143
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(terminal.pid, signal.SIGKILL)
+        os.close(terminal.fd)

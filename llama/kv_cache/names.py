@@ -38,6 +38,8 @@ def _run(text: str, path: Path) -> None:
     module = f"llama_kv_kind_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
     if module in sys.modules:
         return
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"kv_cache={text!r}: {path} is no regular file")
     spec = spec_from_file_location(module, path)
     assert spec is not None
     assert spec.loader is not None
