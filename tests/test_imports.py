@@ -68,7 +68,7 @@ MAY_IMPORT = {
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/tokenizer.py": ("tokenizer", "tiktoken"),
     "llama/tokenizer/": ("tokenizer", ""),
-    "llama/checkpoint/__main__.py": ("checkpoint cli costs demo", "tqdm"),
+    "llama/checkpoint/__main__.py": ("checkpoint cli console costs demo files", "tqdm"),
     "llama/checkpoint/": (
         "args costs ranks rope model packed quantize tokenizer checkpoint",
         "torch numpy safetensors gguf",

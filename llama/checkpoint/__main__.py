@@ -9,8 +9,10 @@ from tqdm import tqdm
 
 from llama import cli
 from llama.checkpoint.doctor import Findings, examine
+from llama.console import shown
 from llama.costs import MB, table
 from llama.demo import demo_model_path
+from llama.files import read_text
 
 _LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>[^/\\\0]+)")
 _LONGEST_MANIFEST = 1 << 20
@@ -33,10 +35,10 @@ def main(*paths: str, tokenizer_path: str | None = None, sha256: str | None = No
     wrong = False
     if sha256 is not None:
         for line, fits in check_manifest(Path(sha256), path if path.is_dir() else path.parent):
-            print(line)
+            print(shown(line))
             wrong |= not fits
     findings = examine(path, tokenizer_path=None if tokenizer_path is None else Path(tokenizer_path))
-    print("\n".join(lines(findings)))
+    print("\n".join(map(shown, lines(findings))))
     return int(wrong or bool(findings.obstacles))
 
 
@@ -62,11 +64,8 @@ def check_manifest(manifest: Path, folder: Path) -> Iterator[tuple[str, bool]]:
 
     Raises ValueError for a manifest that is none, before any file is read.
     """
-    with manifest.open("rb") as file:
-        text = file.read(_LONGEST_MANIFEST + 1)
-    if len(text) > _LONGEST_MANIFEST:
-        raise ValueError(f"{manifest} is longer than {_LONGEST_MANIFEST} bytes; a manifest is lines of SHA-256 NAME")
-    found = [_LINE.fullmatch(line) for line in text.decode(errors="replace").splitlines() if line.strip()]
+    text = read_text(manifest, limit=_LONGEST_MANIFEST)
+    found = [_LINE.fullmatch(line) for line in text.splitlines() if line.strip()]
     if not found or not all(found):
         number = found.index(None) + 1 if None in found else 1
         raise ValueError(f"{manifest}, line {number}: expected a SHA-256 and the plain name of a file beside it")
