@@ -10,7 +10,8 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from llama.request import Options, make_request
-from llama.tokenizer.chat import ChatFormat, Dialog
+from llama.tokenizer.chat import ChatFormat, Dialog, check_dialog
+from llama.tokenizer.transcript import Transcript
 
 if TYPE_CHECKING:
     from llama.model import Transformer
@@ -58,9 +59,10 @@ def endless(max_seq_len: int) -> str:
 class Chat:
     """A conversation between a user and a model.
 
-    Everything stands in the ids of its session: an answer's as they were generated, never encoded anew, and the
-    messages are read out of them. An answer that was cut is kept as far as it came, and ended as the format ends one
-    when the conversation goes on.
+    Each turn renders the whole dialog as the chat format has it, and feeds what its session does not hold. An answer's
+    ids stay as they were generated, unless the format tells it otherwise later: some templates leave out what a model
+    thought before. An answer that was cut is kept as far as it came, and ended as the format ends one when the
+    conversation goes on.
 
     `system` is the system message; None: the chat template's own, where it has one. `max_seq_len` and `kv_cache` are
     those of its session. Raises ValueError where the tokenizer has no known chat format.
@@ -77,7 +79,10 @@ class Chat:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._format = ChatFormat(tokenizer)
-        self._opening = self._format.encode_opening(system)
+        opening: Dialog = [] if system is None else [{"role": "system", "content": system}]
+        if opening:
+            check_dialog(opening)
+        self._transcript = Transcript(tuple(opening))
         self.session: Session = model.session(tokenizer, max_seq_len=max_seq_len, kv_cache=kv_cache)
         self.last: Turn | None = None  # what the last answer took
         self._answer: Generator[str, None, None] | None = None  # the last one, which may still go on
@@ -85,14 +90,14 @@ class Chat:
     @property
     def messages(self) -> Dialog:
         """What was said, the system message first where `system` gave one; an answer that goes on as far as it is."""
-        return [message for _, message in self._format.decode_dialog(self._ids)]
+        return self._transcript.dialog(self.tokenizer, self.session.tokens)
 
     @property
     def left(self) -> int | None:
         """How many more tokens the conversation has room for; None: there is no limit."""
         if self.session.bound is not None and self.model.kv_caching:
             return None
-        return self.session.max_seq_len - len(self._ids)
+        return self.session.max_seq_len - len(self.session.tokens)
 
     def say(
         self,
@@ -106,36 +111,34 @@ class Chat:
 
         `max_gen_len` is cut to what there is room for; `stop` and the options are those of `Session.stream`, and tokens
         that a stop string stands in stay in the conversation. Left early, by `close` or an exception, the answer ends
-        there; where it has no token yet, the message is taken back, too. Raises ValueError for an empty message, and
-        ContextFull, before anything is said.
+        there; where it has no token yet, the message is taken back, too. Raises ValueError for an empty message, or one
+        that the chat template refuses, and ContextFull, before anything is said.
         """
         self.finish()
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"a message is some text, not {text!r:.40}; say something")
-        prompt = self._prompt(text)
         if options.get("kv_caching") is not None:
             raise ValueError("kv_caching is no option of one answer; set model.kv_caching, for all that follow")
         if options.get("echo"):
             raise ValueError("echo is no option of an answer; chat.messages has what was said")
-        left, new = self.left, len(prompt) - len(self._ids)
-        if left is not None and new + LEAST > left:
-            raise ContextFull(len(self._ids), new, self.session.max_seq_len)
-        if left is not None and isinstance(max_gen_len, int):
-            max_gen_len = min(max_gen_len, left - new)
+        asked, prompt = self._transcript.ask(self._format, self.session.tokens, text)
+        if self.left is not None:
+            room = self.session.max_seq_len - len(prompt)
+            if room < LEAST:
+                held = asked.kept[-1]
+                raise ContextFull(held, len(prompt) - held, self.session.max_seq_len)
+            max_gen_len = min(max_gen_len, room) if isinstance(max_gen_len, int) else max_gen_len
         caching, bound = self.model.kv_caching, self.session.bound
         make_request(self.session, caching, [prompt], max_gen_len, (), options, bound=bound)  # refuses bad options
-        self._answer = self._stream(prompt, max_gen_len, stop, options)
+        self._answer = self._stream(asked, prompt, max_gen_len, stop, options)
         return self._answer
 
     def undo(self) -> Dialog:
         """Take back the last exchange, and return its messages."""
         self.finish()
-        said = self._format.decode_dialog(self._ids)
-        last = max((i for i, (_, message) in enumerate(said) if message["role"] == "user"), default=None)
-        if last is None:
-            raise ValueError("nothing has been said yet, so there is nothing to take back")
-        self.session.rewind(said[last][0])
-        return [message for _, message in said[last:]]
+        said = self.messages
+        self._take_back()
+        return said[len(self.messages) :]
 
     def finish(self) -> None:
         """End the last answer where it is, if it still goes on."""
@@ -146,8 +149,9 @@ class Chat:
     def save(self, path: str | PathLike[str]) -> None:
         """Write the conversation and its cache to a file."""
         self.finish()
-        if not self.session.tokens:
+        if not self._transcript.kept:
             raise ValueError("nothing has been said yet, so there is nothing to save")
+        self.session.note = self._transcript.to_json()
         self.session.save(path)
 
     @classmethod
@@ -155,29 +159,27 @@ class Chat:
         """Return the conversation of a file that `save` wrote, ready to go on. Raises ValueError where it has none."""
         chat = cls(model, tokenizer)
         session = model.load_session(path, tokenizer)
-        said = chat._format.decode_dialog(session.tokens)  # refuses what is no conversation
-        users = [begin for begin, message in said if message["role"] == "user"]
-        if not users:
-            raise ValueError(f"{fspath(path)} holds a session, but no conversation: nothing was said in it")
-        chat.session, chat._opening = session, session.tokens[: users[0]]
+        if session.note is None:
+            raise ValueError(f"{fspath(path)} holds a session, but no conversation; model.load_session goes on with it")
+        try:
+            chat._transcript = Transcript.from_json(session.note, session.tokens)
+        except ValueError as error:
+            raise ValueError(f"{fspath(path)} is damaged: {error}") from None
+        chat.session = session
         return chat
 
     # ---- within ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _ids(self) -> list[int]:
-        return self.session.tokens or self._opening
-
-    def _prompt(self, text: str) -> list[int]:
-        """Return the conversation's ids with a user's message and the header of its answer."""
-        message = self._format.encode_message({"role": "user", "content": text})
-        header = self._format.encode_header({"role": "assistant", "content": ""})
-        return [*self._ids, *self._format.encode_rest(self._ids), *message, *header]
+    def _take_back(self) -> None:
+        """Be as before the last message of the user."""
+        self._transcript, left = self._transcript.undo(self.tokenizer, self.session.tokens)
+        self.session.rewind(left)
 
     def _stream(
-        self, prompt: list[int], max_gen_len: int, stop: str | Sequence[str], options: Options
+        self, asked: Transcript, prompt: list[int], max_gen_len: int, stop: str | Sequence[str], options: Options
     ) -> Generator[str, None, None]:
-        session, before, clock = self.session, len(self.session.tokens), _Clock()
+        session, clock = self.session, _Clock()
+        self._transcript = asked
         try:
             with clock:
                 fed = session.feed(prompt)
@@ -194,8 +196,8 @@ class Chat:
                         return
                     yield piece
         except BaseException:
-            if len(session.tokens) == len(prompt):
-                session.rewind(before)  # no answer: the message was not said
+            if len(session.tokens) <= len(prompt):
+                self._take_back()  # no answer: the message was not said
             raise
 
 

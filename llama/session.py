@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 class Session:
     """A text and its cache. Made by `model.session`.
 
-    tokens: the ids of the text. fed: how many tokens the model was fed for it so far, again ones too. Where the model's
-    cache is off, everything is fed each time. A session belongs to one caller at a time, as the model does while it
-    computes; the model's weights must stay what they are.
+    tokens: the ids of the text. fed: how many tokens the model was fed for it so far, again ones too. note: a text that
+    goes into its file, for who knows more of the ids than the session does. Where the model's cache is off, everything
+    is fed each time. A session belongs to one caller at a time, as the model does while it computes; the model's
+    weights must stay what they are.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Session:
         self.max_seq_len = limit if max_seq_len is None else max_seq_len
         self.tokens: list[int] = []
         self.fed = 0
+        self.note: str | None = None
         self._caches = [
             KVCache.of(replace(cache.args, kv_cache=kind, max_seq_len=self.max_seq_len)) for cache in model.caches
         ]
@@ -155,6 +157,7 @@ class Session:
                 written=max(held, self._written) if held else 0,
                 logits=self._logits,
                 layers=[cache.state(1, held) for cache in self._caches] if held else [],
+                note=self.note,
             ),
             self.model,
             self.tokenizer,
@@ -219,6 +222,7 @@ class Session:
             cache.restore(state, 1, content.held)
         self.tokens, self._logits = content.ids, content.logits
         self._held, self._written = content.held, content.written
+        self.note = content.note
 
     @property
     def _known(self) -> bool:

@@ -71,7 +71,8 @@ class Content:
 
     held: of how many of the ids the caches hold something; written: up to where they were written, see Session.
     bound: how many positions a cache holds at most, None: as many as the text has. logits: those that follow the text,
-    where they are known. layers: what every layer's cache holds, by name; nothing where `held` is 0.
+    where they are known. layers: what every layer's cache holds, by name; nothing where `held` is 0. note: a text that
+    its owner keeps beside it.
     """
 
     kv_cache: str
@@ -82,11 +83,15 @@ class Content:
     written: int
     logits: Tensor | None
     layers: list[dict[str, Tensor]]
+    note: str | None
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What stands in the file beside tensors. `place` is where exact mode computed, None without it."""
+    """What stands in the file beside tensors.
+
+    `place` is where exact mode computed, None without it. The first files of this format had no `note`.
+    """
 
     kv_cache: str
     max_seq_len: int
@@ -100,6 +105,7 @@ class _Facts:
     weights: str
     tokenizer: str
     tensors: str
+    note: str | None = None
 
 
 class IdsOnly:
@@ -149,6 +155,7 @@ def save_session(path: str | PathLike[str], content: Content, model: Model, toke
         weights=weights_digest(model),
         tokenizer=_fingerprint(tokenizer, model.args.vocab_size),
         tensors=_digest_of(tensors),
+        note=content.note,
     )
     try:
         replace_private(file, (_header(facts, tensors), *map(_bytes_of, tensors.values())))
@@ -285,6 +292,7 @@ def _facts(file: Path, text: str) -> _Facts:
         all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
         and all(isinstance(text, str) for text in texts)
         and isinstance(facts.sizes, dict)
+        and isinstance(facts.note, str | None)
         and facts.held <= facts.written
     ):
         raise _damaged(file, "what it says of itself")
@@ -419,6 +427,7 @@ def _content(file: Path, facts: _Facts, tensors: dict[str, Tensor], model: Model
         facts.written,
         None if logits is None else logits.to(model.device),
         layers,
+        facts.note,
     )
 
 

@@ -67,6 +67,7 @@ MAY_IMPORT = {
     "llama/perplexity.py": ("api cli console files kv_cache limits machine model parallel streaming", "torch tqdm"),
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/tokenizer.py": ("tokenizer", "tiktoken"),
+    "llama/tokenizer/template_child.py": ("", "jinja2"),
     "llama/tokenizer/": ("tokenizer", ""),
     "llama/checkpoint/__main__.py": ("checkpoint cli console costs demo files", "tqdm"),
     "llama/checkpoint/": (
@@ -135,6 +136,7 @@ MAY_IMPORT = {
 # package of others -> the only files, or folders, that may know it; None: no file may
 ONLY_DOOR = {
     "tiktoken": "llama/tokenizer/tokenizer.py",
+    "jinja2": "llama/tokenizer/template_child.py",
     "numpy": "llama/checkpoint/",
     "safetensors": "llama/checkpoint/",
     "gguf": "llama/checkpoint/",

@@ -29,10 +29,12 @@ from llama import Chat, Tokenizer, Transformer, cli
 from llama.chat import LEAST, ContextFull
 from llama.terminal import Conversation
 from llama.tokenizer.chat import ChatFormat, Dialog
+from llama.tokenizer.transcript import Transcript
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "inference.py"
 GREEDY: dict[str, Any] = {"temperature": 0}
+SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 ANSWERS = ["Hello.", "Twelve, I think", "No"]
 
 
@@ -97,8 +99,7 @@ def test_the_ids_are_those_of_the_dialog_that_was_held(
     with saying(model, *scripted(tokenizer, *ANSWERS)):
         for question, answer in zip(["Hi", "How many are there?\n\n", "More?"], ANSWERS, strict=True):
             assert "".join(chat.say(question, **GREEDY)) == answer
-            content = question if name == "demo" else question.strip()  # as Llama 3's format has it
-            dialog.append({"role": "user", "content": content})
+            dialog.append({"role": "user", "content": question})
             prompt = ChatFormat(tokenizer).encode_dialog_prompt(dialog)
             assert chat.session.tokens == prompt + plain(tokenizer, answer)
             dialog.append({"role": "assistant", "content": answer})
@@ -252,11 +253,9 @@ def test_an_answer_that_ends_early_is_kept_and_ended_as_the_format_does(
     kept = chat.session.tokens[-3:]
     assert chat.messages == said("Hi", demo.decode(kept))
     "".join(chat.say("Ho", 2))
-    format = ChatFormat(demo)
-    start = [*format.encode_dialog_prompt(said("Hi")), *kept]
-    turn = [*format.encode_rest(start), *format.encode_message(said("Ho")[0]), *format.encode_header(said("", "")[1])]
-    assert chat.session.tokens[:-2] == start + turn
-    assert demo.decode(turn) == "<|im_end|>\n<|im_start|>user\nHo<|im_end|>\n<|im_start|>assistant\n"
+    start = [*ChatFormat(demo).encode_dialog_prompt(said("Hi")), *kept]
+    turn = "<|im_end|>\n<|im_start|>user\nHo<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.session.tokens[:-2] == start + demo.encode(turn, bos=False, eos=False, allowed_special="all")
 
 
 @pytest.mark.parametrize("error", [Gone, KeyboardInterrupt])
@@ -338,7 +337,7 @@ def test_bad_options_are_refused_before_anything_is_fed(
 
 def test_a_tokenizer_without_a_chat_format_is_refused(model: Transformer, demo: Tokenizer) -> None:
     tokenizer = copy(demo)
-    tokenizer.special_tokens = {}
+    tokenizer.special_tokens, tokenizer.chat_template = {}, None
     with pytest.raises(ValueError, match="no known chat format"):
         Chat(model, tokenizer)
 
@@ -354,7 +353,7 @@ def test_a_message_that_does_not_fit_is_refused_before_it_is_said(demo: Tokenize
         chat.say("Ho")
     assert chat.messages == before
     chat.undo()
-    assert chat.left == 90 - len(ChatFormat(demo).encode_opening())
+    assert chat.left == 90
     "".join(chat.say("Ho", LEAST))
     with pytest.raises(ContextFull):
         chat.say("long " * 90)
@@ -387,16 +386,20 @@ class Turns(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.chat = Chat(self.model, self.tokenizer)
-        self.format = ChatFormat(self.tokenizer)
         self.turns: list[tuple[str, list[int]]] = []
 
+    def text(self, turns: list[tuple[str, list[int]]]) -> list[int]:
+        """Return the ids of these turns, in ChatML, up to the end of the last answer."""
+        start, end = (self.tokenizer.special_tokens[mark] for mark in ("<|im_start|>", "<|im_end|>"))
+        whole = [end, *plain(self.tokenizer, "\n")]
+        ids = [start, *plain(self.tokenizer, f"system\n{SMOLLM_SYSTEM}")]
+        for question, answer in turns:
+            ids += [*whole, start, *plain(self.tokenizer, f"user\n{question}"), *whole]
+            ids += [start, *plain(self.tokenizer, "assistant\n"), *answer]
+        return ids
+
     def prompt(self, text: str) -> list[int]:
-        ids = self.format.encode_opening()
-        for question, answer in [*self.turns, (text, [])]:
-            ids += [*self.format.encode_message({"role": "user", "content": question})]
-            ids += [*self.format.encode_header({"role": "assistant", "content": ""}), *answer]
-            ids += [self.tokenizer.special_tokens["<|im_end|>"], *plain(self.tokenizer, "\n")]
-        return ids[:-2]
+        return self.text([*self.turns, (text, [])])
 
     @rule(text=st.sampled_from(["Hi", "a\nb", " x ", "<|im_end|>"]), count=st.integers(1, 5), seed=st.integers(0, 9))
     def say(self, text: str, count: int, seed: int) -> None:
@@ -434,18 +437,172 @@ class Turns(RuleBasedStateMachine):
     def ids_and_messages_are_those_that_were_said(self) -> None:
         texts = [text for question, answer in self.turns for text in (question, self.tokenizer.decode(answer))]
         assert self.chat.messages == said(*texts)
-        if self.turns:
-            tokens = self.chat.session.tokens
-            tokens = [*tokens, *self.format.encode_rest(tokens)]
-            header = self.format.encode_message({"role": "user", "content": "x"})
-            asked = [*header, *self.format.encode_header({"role": "assistant", "content": ""})]
-            assert [*tokens, *asked] == self.prompt("x")
+        assert self.chat.session.tokens == (self.text(self.turns) if self.turns else [])
 
 
 def test_any_turns_in_any_order_leave_the_ids_of_the_dialog(demo: Tokenizer) -> None:
     Turns.tokenizer, Turns.model = demo, small_model(demo, max_seq_len=2048)
     run_state_machine_as_test(
         Turns, settings=settings(max_examples=15, stateful_step_count=8, deadline=None, derandomize=True)
+    )
+
+
+# ---- any template ----------------------------------------------------------------------------------------------------
+
+_TURNS = (
+    "{{ bos_token }}%s{%% for m in messages %%}"
+    "<|start_header_id|>{{ m.role }}<|end_header_id|>%s<|eot_id|>{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|start_header_id|>assistant<|end_header_id|>{%% endif %%}"
+)
+TEMPLATES = {
+    "keeps all": _TURNS % ("", "{{ m.content }}"),
+    "leaves out": _TURNS % ("", "{{ m.content.split('h')[-1] if m.role == 'assistant' else m.content }}"),
+    "counts": _TURNS % ("{{ messages | length }}", "{{ m.content }}"),
+    "leaves out all but the last exchange": _TURNS.replace("messages %%}<", "messages[-3:] %%}<")
+    % ("", "{{ m.content }}"),
+    "plain text": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:",
+}
+
+
+@pytest.fixture(scope="module")
+def spelling(checkpoint: Path) -> Tokenizer:
+    """Return a tokenizer of all bytes, some words, and Llama 3's marks."""
+    return Tokenizer.from_huggingface(checkpoint)
+
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    other = copy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+THINKS = _TURNS % ("", "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}")
+
+
+def test_a_thought_that_the_template_leaves_out_is_rewound_and_what_was_before_it_is_kept(spelling: Tokenizer) -> None:
+    tokenizer = with_template(spelling, THINKS)
+    model, format = small_model(tokenizer), ChatFormat(tokenizer)
+    chat = Chat(model, tokenizer, system="Be brief.")
+    answers = ["hm</think>Yes", "No", "so</think>hello"]
+    dialog: Dialog = [{"role": "system", "content": "Be brief."}]
+    with watched(model) as watch, saying(model, *scripted(tokenizer, *answers)):
+        for question, answer in zip(["Hi", "Ho", "Hu"], answers, strict=True):
+            before = list(chat.session.tokens)
+            del watch.widths[:]
+            assert "".join(chat.say(question, **GREEDY)) == answer
+            dialog.append({"role": "user", "content": question})
+            prompt = format.encode_dialog_prompt(dialog)
+            same = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), len(before))
+            assert chat.session.tokens == prompt + plain(tokenizer, answer)
+            assert watch.widths[0] <= len(prompt) - same + 1  # an answer's newest token was never fed
+            dialog.append({"role": "assistant", "content": answer})
+            assert chat.messages == dialog
+    chat.undo()
+    chat.undo()
+    assert chat.messages == dialog[:3]
+    with saying(model, *scripted(tokenizer, "No")):
+        "".join(chat.say("Ho", **GREEDY))
+    assert chat.messages == dialog[:5]
+    assert chat.session.tokens == format.encode_dialog_prompt(dialog[:4]) + plain(tokenizer, "No")
+
+
+def test_an_answer_that_the_template_trims_stays_as_it_was_generated(spelling: Tokenizer) -> None:
+    tokenizer = with_template(spelling, _TURNS % ("", "{{ m.content | trim }}"))
+    model = small_model(tokenizer)
+    chat = Chat(model, tokenizer)
+    spelled = [id for letter in " hello\n" for id in plain(tokenizer, letter)]  # not the ids that the text encodes to
+    with saying(model, [*spelled, tokenizer.stop_tokens[0]], *scripted(tokenizer, "Yes")):
+        "".join(chat.say("Hi", **GREEDY))
+        before = list(chat.session.tokens)
+        assert before[-len(spelled) :] == spelled
+        "".join(chat.say("Ho", **GREEDY))
+    assert chat.session.tokens[: len(before)] == before
+    assert chat.messages == said("Hi", " hello\n", "Ho", "Yes")
+
+
+def test_a_message_that_the_template_refuses_is_not_said(spelling: Tokenizer) -> None:
+    strict = "{{ raise_exception('mind your words') if 'bad' in messages[-1].content }}"
+    tokenizer = with_template(spelling, strict + TEMPLATES["keeps all"])
+    chat = Chat(small_model(tokenizer), tokenizer)
+    "".join(chat.say("Hi", 3))
+    before, tokens = chat.messages, list(chat.session.tokens)
+    with pytest.raises(ValueError, match="refuses this dialog: mind your words"):
+        chat.say("bad")
+    assert (chat.messages, chat.session.tokens) == (before, tokens)
+    "".join(chat.say("good", 3))
+    assert len(chat.messages) == 4
+
+
+class TemplateTurns(RuleBasedStateMachine):
+    """A conversation by some template, beside the messages that it should have; an answer is what was streamed."""
+
+    tokenizer: Tokenizer
+    model: Transformer
+    folder: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chat = Chat(self.model, self.tokenizer, system="hello")
+        self.format = ChatFormat(self.tokenizer)
+        self.said: Dialog = [{"role": "system", "content": "hello"}]
+
+    def note(self, text: str, answer: str | None) -> None:
+        if answer is not None:
+            self.said += said(text, answer)
+
+    @rule(text=st.sampled_from(["Hi", "hh", " x ", "<|eot_id|>"]), count=st.integers(1, 5), seed=st.integers(0, 9))
+    def say(self, text: str, count: int, seed: int) -> None:
+        self.note(text, "".join(self.chat.say(text, count, seed=seed, temperature=1.0)))
+
+    @rule(count=st.integers(0, 3), seed=st.integers(0, 9))
+    def say_and_leave(self, count: int, seed: int) -> None:
+        pieces = self.chat.say("Well?", seed=seed)
+        for _, _ in zip(range(count), pieces, strict=False):
+            pass
+        pieces.close()
+        self.note("Well?", self.chat.messages[-1]["content"] if count else None)
+
+    @rule(after=st.integers(0, 3))
+    def fail(self, after: int) -> None:
+        with failing(self.model, after, Gone), suppress(Gone):
+            "".join(self.chat.say("Why?", 6, seed=0))
+        self.note("Why?", self.chat.messages[-1]["content"] if after else None)
+
+    @precondition(lambda self: len(self.said) > 1)
+    @rule()
+    def undo(self) -> None:
+        taken = self.said[-2:]
+        del self.said[-2:]
+        assert self.chat.undo() == taken
+
+    @precondition(lambda self: len(self.said) > 1)
+    @rule()
+    def reload(self) -> None:
+        tokens = list(self.chat.session.tokens)
+        self.chat.save(self.folder / "talk")
+        self.chat = Chat.load(self.model, self.tokenizer, self.folder / "talk")
+        assert self.chat.session.tokens == tokens
+
+    @rule(on=st.booleans())
+    def switch(self, on: bool) -> None:
+        self.model.kv_caching = on
+
+    @invariant()
+    def the_ids_stand_for_the_dialog_as_the_template_has_it(self) -> None:
+        assert self.chat.messages == self.said
+        begin, tokens = self.chat._transcript.begin, self.chat.session.tokens
+        if begin is not None:
+            assert self.tokenizer.decode(tokens[begin:]) == self.said[-1]["content"]
+            assert self.tokenizer.decode(tokens[:begin]) == self.format.render(self.said[:-1]).text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_any_turns_by_any_template_leave_the_ids_of_the_dialog(name: str, spelling: Tokenizer, tmp_path: Path) -> None:
+    tokenizer = with_template(spelling, TEMPLATES[name])
+    machine = type("Machine", (TemplateTurns,), {"tokenizer": tokenizer, "folder": tmp_path})
+    machine.model = small_model(tokenizer, max_seq_len=2048)
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=6, stateful_step_count=8, deadline=None, derandomize=True)
     )
 
 
@@ -477,14 +634,15 @@ def test_a_conversation_goes_on_from_its_file(
 
 def test_a_session_that_is_no_conversation_is_refused(model: Transformer, demo: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "text"
-    for text, words in (
-        (plain(demo, "Once upon"), "no dialog"),
-        (ChatFormat(demo).encode_opening(), "no conversation"),
-    ):
-        session = model.session(demo)
-        session.feed(text)
+    session = model.session(demo)
+    session.feed("Once upon")
+    session.save(file)
+    with pytest.raises(ValueError, match=r"no conversation; model\.load_session"):
+        Chat.load(model, demo, file)
+    for note in ("", "[]", "{}", Transcript().to_json(), '{"messages": 7}'):
+        session.note = note
         session.save(file)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=r"text is damaged: what it says of the conversation"):
             Chat.load(model, demo, file)
 
 

@@ -153,7 +153,7 @@ def test_a_session_goes_through_a_file_and_on(whole: tuple[Report, list[str], Pa
 
 def test_the_turns_are_what_a_chat_feeds(base: Cell) -> None:
     model, tokenizer = load(base.model, device="cpu", dtype="fp32")
-    talk, fed = Chat(model, tokenizer), ChatFormat(tokenizer).encode_opening()
+    talk, fed = Chat(model, tokenizer), list[int]()
     for place, turn in enumerate(turns_of(tokenizer, DIALOG)):
         assert turn.prompt[: turn.history] == fed, "the whole text of the turn before"
         list(talk.say(DIALOG[2 * place]["content"], 1, temperature=0))

@@ -1,36 +1,51 @@
-"""Dialogs -> ids and back: against transformers on the demo's own template, and against Llama 3's published format."""
+"""Dialogs -> ids: against transformers on templates of many families, and against Llama 3's published format."""
 
 import json
+import string
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from llama.checkpoint.gguf import read_header
 from llama.demo import demo_model_path
 from llama.tokenizer import Tokenizer
-from llama.tokenizer.chat import ChatFormat, Dialog, Message
+from llama.tokenizer.chat import ChatFormat, Dialog, Message, Rendering
 
 SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 USER: Message = {"role": "user", "content": "Hi"}
 # Letters of several scripts, spaces, newlines, and all that a forger would try.
-CONTENTS = st.lists(
-    st.sampled_from(
-        ["Hi", " ", "\n", "\n\n", "1", "é", "日本", "😀", "<|im_end|>", "<|eot_id|>", "<|im_start|>system\n"]
-    ),
-    max_size=6,
-).map("".join)
-DIALOGS = st.builds(
-    lambda head, last: [*head, {"role": "user", "content": last}],
-    st.lists(
-        st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": CONTENTS}),
-        max_size=4,
-    ),
-    CONTENTS,
-)
+WORDS = ["Hi", " ", "\n", "\n\n", "1", "é", "日本", "😀", "a", "<", "|", ">"]
+LOOKALIKES = ["<|im_end|>", "<|eot_id|>", "<|im_start|>system\n", "<|im_", "end|>", "</s>", "<s", "[INST]", "</think>"]
+CONTENTS = st.lists(st.sampled_from(WORDS + LOOKALIKES), max_size=6).map("".join)
+
+
+def dialogs(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Dialog]:
+    """Return dialogs of messages in any order; a user's is the last."""
+    message = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": contents})
+    return st.builds(
+        lambda head, last: [*head, {"role": "user", "content": last}], st.lists(message, max_size=4), contents
+    )
+
+
+def conversations(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Dialog]:
+    """Return dialogs in which user and assistant take turns, behind a system message or none."""
+
+    def build(system: list[str], said: list[str], last: str) -> Dialog:
+        roles: list[Any] = ["user", "assistant"]
+        turns = [*(part for part in said[: len(said) // 2 * 2]), last]
+        dialog: Dialog = [{"role": "system", "content": text} for text in system]
+        return dialog + [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+
+    return st.builds(build, st.lists(contents, max_size=1), st.lists(contents, max_size=6), contents)
+
+
 many = settings(max_examples=150, deadline=None, derandomize=True)
+some = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def tiny(*specials: str, **more: Any) -> Tokenizer:
@@ -48,7 +63,12 @@ def tiny(*specials: str, **more: Any) -> Tokenizer:
     return Tokenizer.from_gguf(facts | more)
 
 
-# ---- Llama 3 ---------------------------------------------------------------------------------------------------------
+def specials_of(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    known = set(tokenizer.special_tokens.values())
+    return [id for id in ids if id in known]
+
+
+# ---- Llama 3, without a template -------------------------------------------------------------------------------------
 
 
 def test_llama_3_dialogs_follow_metas_published_format(meta: Tokenizer) -> None:
@@ -68,23 +88,23 @@ def test_llama_3_dialogs_follow_metas_published_format(meta: Tokenizer) -> None:
     assert ids == meta.encode(expected, bos=False, eos=False, allowed_special="all")
 
 
-def test_llama_3_headers_have_the_ids_that_the_models_were_trained_on(meta: Tokenizer) -> None:
+def test_llama_3_dialogs_have_the_ids_that_the_models_were_trained_on(meta: Tokenizer) -> None:
     # As in https://github.com/meta-llama/llama3/blob/main/llama/test_tokenizer.py
-    chat = ChatFormat(meta)
-    assert chat.encode_header(USER) == [128006, 882, 128007, 271]
-    assert chat.encode_message(USER) == [128006, 882, 128007, 271, *meta.encode("Hi", bos=False, eos=False), 128009]
+    hi = meta.encode("Hi", bos=False, eos=False)
     dialog: Dialog = [{"role": "system", "content": "Hi"}, USER]
-    ids = chat.encode_dialog_prompt(dialog)
-    assert ids[:5] == [128000, 128006, 9125, 128007, 271]
-    assert ids[-4:] == [128006, 78191, 128007, 271]
+    system, user = ([128006, name, 128007, 271, *hi, 128009] for name in (9125, 882))
+    assert ChatFormat(meta).encode_dialog_prompt(dialog) == [128000, *system, *user, 128006, 78191, 128007, 271]
 
 
-def test_llama_3_content_is_stripped_as_metas_code_does(meta: Tokenizer) -> None:
-    chat = ChatFormat(meta)
-    assert chat.encode_message({"role": "user", "content": "\n Hi \n"}) == chat.encode_message(USER)
+@many
+@given(content=CONTENTS)
+def test_llama_3_content_is_stripped_and_encoded_by_itself_as_metas_code_does(meta: Tokenizer, content: str) -> None:
+    ids = ChatFormat(meta).encode_dialog_prompt([{"role": "user", "content": content}])
+    alone = meta.encode(content.strip(), bos=False, eos=False)
+    assert ids == [128000, 128006, 882, 128007, 271, *alone, 128009, 128006, 78191, 128007, 271]
 
 
-# ---- ChatML ----------------------------------------------------------------------------------------------------------
+# ---- the demo's template ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +112,6 @@ def transformers_demo(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Build the demo's tokenizer in transformers from its vocabulary and its own template."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("jinja2", reason="jinja2 is not installed, which transformers needs for chat templates")
     from tokenizers import decoders, pre_tokenizers
 
     facts = read_header(demo_model_path()).metadata
@@ -112,33 +131,385 @@ def transformers_demo(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizer
 
 
+@pytest.fixture(scope="module")
+def demo_format(demo: Tokenizer) -> ChatFormat:
+    return ChatFormat(demo)
+
+
 @many
-@given(dialog=DIALOGS)
+@given(dialog=dialogs(CONTENTS))
 def test_the_demos_dialogs_equal_its_template_in_transformers(
-    demo: Tokenizer, transformers_demo: Any, dialog: Dialog
+    demo: Tokenizer, demo_format: ChatFormat, transformers_demo: Any, dialog: Dialog
 ) -> None:
-    ids = ChatFormat(demo).encode_dialog_prompt(dialog)
+    ids = demo_format.encode_dialog_prompt(dialog)
     text = transformers_demo.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
     assert demo.decode(ids) == text
     if not any("<|im_" in message["content"] for message in dialog):  # transformers lets content forge special tokens
         assert ids == transformers_demo.encode(text, add_special_tokens=False)
 
 
-def test_the_demos_default_system_message_is_its_templates(demo: Tokenizer) -> None:
-    chat = ChatFormat(demo)
-    stated: Message = {"role": "system", "content": SMOLLM_SYSTEM}
-    assert chat.encode_dialog_prompt([USER]) == chat.encode_dialog_prompt([stated, USER])
-    other: Message = {"role": "system", "content": "Be brief."}
-    assert SMOLLM_SYSTEM not in demo.decode(chat.encode_dialog_prompt([other, USER]))
+@many
+@given(dialog=dialogs(CONTENTS))
+def test_the_demos_dialogs_are_chatml_with_its_own_system_message(
+    demo: Tokenizer, demo_format: ChatFormat, dialog: Dialog
+) -> None:
+    start, end = (demo.special_tokens[mark] for mark in ("<|im_start|>", "<|im_end|>"))
+    stated: Dialog = [] if dialog[0]["role"] == "system" else [{"role": "system", "content": SMOLLM_SYSTEM}]
+    ids = list[int]()
+    for message in [*stated, *dialog]:
+        text = demo.encode(f"{message['role']}\n{message['content']}", bos=False, eos=False)
+        ids += [start, *text, end, *demo.encode("\n", bos=False, eos=False)]
+    header = [start, *demo.encode("assistant\n", bos=False, eos=False)]
+    assert demo_format.encode_dialog_prompt(dialog) == ids + header
 
 
-def test_a_dialog_is_not_changed_by_encoding_it(demo: Tokenizer) -> None:
-    dialog: Dialog = [{"role": "user", "content": " Hi "}]
-    ChatFormat(demo).encode_dialog_prompt(dialog)
-    assert dialog == [{"role": "user", "content": " Hi "}]
+def test_a_dialog_is_not_changed_by_encoding_it(demo_format: ChatFormat) -> None:
+    dialog: Dialog = [{"role": "user", "content": " <|im_end|> "}]
+    demo_format.encode_dialog_prompt(dialog)
+    assert dialog == [{"role": "user", "content": " <|im_end|> "}]
 
 
-# ---- both ------------------------------------------------------------------------------------------------------------
+# ---- templates in the manner of well-known families ------------------------------------------------------------------
+
+# Each does what its family's does: which marks, what is trimmed, joined, left out and refused. The words are our own.
+CHATML = """
+{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- elif tools %}{{- '<|im_start|>system\\nUse tools.<|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>system\\nYou are of some use.<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == "user" or (m.role == "system" and not loop.first) or (m.role == "assistant" and not m.calls) %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+THINKING = """
+{%- set ns = namespace(searching=true, newest=messages|length - 1) %}
+{%- for m in messages[::-1] %}
+    {%- set called = m.content.startswith('<tool>') and m.content.endswith('</tool>') %}
+    {%- if ns.searching and m.role == "user" and not called %}
+        {%- set ns.searching = false %}
+        {%- set ns.newest = messages|length - loop.index %}
+    {%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- set content = m.content if m.content is string else '' %}
+    {%- if m.role != 'assistant' %}
+        {{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- else %}
+        {%- set thought = '' %}
+        {%- if m.reasoning_content is string %}
+            {%- set thought = m.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.newest and (loop.last or thought) %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+DATED = """
+{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if date_string is not defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}{%- set date_string = "1 Jan 2020" %}{%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set about = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set about = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}{{- "Tools: " + tools | tojson(indent=4) }}{%- endif %}
+{{- "Read until: last year\\n" }}
+{{- "Today: " + date_string + "\\n\\n" }}
+{{- about }}
+{{- "<|eot_id|>" }}
+{%- for m in messages %}
+    {%- if not (m.role == 'tool' or 'tool_calls' in m) %}
+        {{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in m %}
+        {{- raise_exception("no tools here") }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+INSTRUCTED = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set about = messages[0]['content'] %}{%- set turns = messages[1:] %}
+{%- else %}
+    {%- set turns = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for m in turns %}
+    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('user and assistant must take turns') }}
+    {%- endif %}
+    {%- if m['role'] == 'user' %}
+        {%- if loop.last and about is defined %}
+            {{- ' [INST] ' + about + '\\n\\n' + m['content'] + ' [/INST]' }}
+        {%- else %}
+            {{- ' [INST] ' + m['content'] + ' [/INST]' }}
+        {%- endif %}
+    {%- else %}
+        {{- ' ' + m['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+OLD_INSTRUCTED = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set turns = messages[1:] %}{%- set about = messages[0]['content'] %}
+{%- else %}
+    {%- set turns = messages %}{%- set about = false %}
+{%- endif %}
+{%- for m in turns %}
+    {%- if loop.index0 == 0 and about != false %}
+        {%- set content = '<<SYS>>\\n' + about + '\\n<</SYS>>\\n\\n' + m['content'] %}
+    {%- else %}
+        {%- set content = m['content'] %}
+    {%- endif %}
+    {%- if m['role'] == 'user' %}
+        {{- bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
+    {%- elif m['role'] == 'assistant' %}
+        {{- ' ' + content.strip() + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+PLAIN_MARKS = """{% for m in messages %}
+{% if m['role'] == 'user' %}
+{{ '<|user|>\\n' + m['content'] + eos_token }}
+{% elif m['role'] == 'system' %}
+{{ '<|system|>\\n' + m['content'] + eos_token }}
+{% elif m['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + m['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+MARKS_OF_ROLES = """{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}
+{%- generation %}{% endgeneration %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+
+IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+HEADERS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SENTENCE = ["<unk>", "<s>", "</s>"]
+FAMILIES: dict[str, tuple[str, list[str], list[str], str | None, str]] = {  # template, special, added, bos, eos
+    "Qwen 2.5": (CHATML, IM, [], None, "<|im_end|>"),
+    "Qwen 3": (THINKING, IM, ["<think>", "</think>"], None, "<|im_end|>"),
+    "Llama 3.1": (DATED, HEADERS, [], "<|begin_of_text|>", "<|eot_id|>"),
+    "Mistral": (INSTRUCTED, [*SENTENCE, "[INST]", "[/INST]"], [], "<s>", "</s>"),
+    "Llama 2": (OLD_INSTRUCTED, SENTENCE, [], "<s>", "</s>"),
+    "TinyLlama": (PLAIN_MARKS, SENTENCE, [], "<s>", "</s>"),
+    "Phi 3": (MARKS_OF_ROLES, [*SENTENCE, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], [], "<s>", "<|end|>"),
+}
+
+
+def write_tokenizer(
+    folder: Path, template: str, special: list[str], added: list[str], bos: str | None, eos: str
+) -> Any:
+    """Write a folder with a tokenizer of bytes and some merges; return it in transformers."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, pre_tokenizers, trainers
+
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    text = " ".join([*FAMILIES["Llama 3.1"][0].split(), "assistant\n\nHi\n\nHi user\n<| |> <s>", string.printable]) * 3
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([text], trainer)
+    inner.add_special_tokens(special)
+    inner.add_tokens(added)
+    inner.save(str(folder / "tokenizer.json"))
+    named = {"eos_token": eos, **({} if bos is None else {"bos_token": bos})}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": template}))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **named)
+    theirs.chat_template = template
+    return theirs
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("family")
+    theirs = write_tokenizer(folder, *FAMILIES[request.param])
+    ours = Tokenizer.from_huggingface(folder)
+    return SimpleNamespace(name=request.param, ours=ours, theirs=theirs, format=ChatFormat(ours))
+
+
+ORDINARY = st.lists(
+    st.sampled_from(
+        [*WORDS, "im_end", "<think>\nso\n</think>\n\n", "</think>", "<tool>", "</tool>", "user", "<|user", "/s>"]
+    ),
+    max_size=6,
+).map("".join)
+
+
+@some
+@given(dialog=conversations(ORDINARY))
+def test_a_family_s_dialogs_have_the_ids_of_transformers(family: Any, dialog: Dialog) -> None:
+    assume(not any(text in message["content"] for message in dialog for text in family.ours.special_tokens))
+    expected = family.theirs.apply_chat_template(dialog, tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert family.format.encode_dialog_prompt(dialog) == expected
+
+
+FORGERIES = st.lists(
+    st.sampled_from(
+        [
+            *("Hi", " ", "\n", "<", "|", ">", "<|", "|>", "im_", "start|>", "end|>", "</think>", "<think>", "</", "s>"),
+            *(
+                "<|im_start|>",
+                "<|im_end|>",
+                "<|eot_id|>",
+                "<|end_header_id|>",
+                "</s>",
+                "<s>",
+                "[INST]",
+                "<|user|>",
+                "[/",
+            ),
+        ]
+    ),
+    max_size=6,
+).map("".join)
+
+
+def harmless(dialog: Dialog) -> Dialog:
+    return [{"role": message["role"], "content": "x"} for message in dialog]
+
+
+@some
+@given(dialog=conversations(FORGERIES))
+def test_no_content_forges_a_special_token_of_a_family(family: Any, dialog: Dialog) -> None:
+    ids = family.format.encode_dialog_prompt(dialog)
+    assert specials_of(family.ours, ids) == specials_of(
+        family.ours, family.format.encode_dialog_prompt(harmless(dialog))
+    )
+
+
+@some
+@given(dialog=conversations(FORGERIES))
+def test_forgeries_are_told_as_text(family: Any, dialog: Dialog) -> None:
+    """What transformers writes, ours decodes to, but where a template has looked for a thought that a forgery hid."""
+    text = family.theirs.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
+    assert family.ours.decode(family.format.encode_dialog_prompt(dialog)) == text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}{{ messages[-1].content }}{{ eos_token }}",  # two contents side by side
+        "{{ messages[0].content }}end|>{{ eos_token }}",  # a content that the template completes
+        "<|{{ messages[0].content }}|>{{ eos_token }}",  # and from both sides
+        "{{ messages[0].content | lower }}{{ eos_token }}",
+        "{{ messages[0].content | replace('x', '') }}{{ eos_token }}",
+        "{{ messages[0].content[1:] | trim }}{{ messages[-1].content | trim }}{{ eos_token }}",
+        "{{ messages[0].content.split('x') | join }}{{ messages[0].content | reverse }}{{ eos_token }}",
+        "{% set c = messages[0].content %}{% if 'x' in c %}{{ c.split('x')[-1] }}{% endif %}|im_end|>{{ eos_token }}",
+        "{{ messages | map(attribute='content') | join('_') }}{{ eos_token }}",
+        "{{ messages[0].content | tojson }}{{ eos_token }}",
+        "{{ '%s%s' % (messages[0].content, messages[-1].content) }}{{ eos_token }}",
+        "{{ '<|{}|>'.format(messages[0].content) }}{{ eos_token }}",
+        "{{ messages[0].content.split('</think>')[-1] }}{{ messages[-1].content }}{{ eos_token }}",
+    ],
+)
+def test_no_operation_of_a_template_makes_a_special_token_of_contents(template: str) -> None:
+    ours = tiny(
+        "<|im_start|>", "<|im_end|>", **{"tokenizer.chat_template": template, "tokenizer.ggml.eos_token_id": 257}
+    )
+    format = ChatFormat(ours)
+    halves = [("<|im_", "end|>"), ("<|im", "end|>"), ("a<|im_ ", "\nend|>"), ("im_end", "x"), ("<|im_end|>", "")]
+    halves += [("<|IM_END|>", ""), ("<|im_xend|>", ""), (">|dne_mi|<", ""), ("axx<", ""), ("<|im_start|>x<", "")]
+    halves += [("so</think><|im_", "end|>"), ("</think><|im_end|>", "end|>"), ("</think><|im_end|>", "<|im_start|>")]
+    for one, other in halves:
+        ids = format.encode_dialog_prompt([{"role": "system", "content": one}, {"role": "user", "content": other}])
+        assert specials_of(ours, ids) == [257], (one, other)
+
+
+def test_a_thought_is_left_out_beside_a_forgery(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, *FAMILIES["Qwen 3"])
+    ours = Tokenizer.from_huggingface(tmp_path)
+    answer: Message = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes<|im_end|>"}
+    ids = ChatFormat(ours).encode_dialog_prompt([USER, answer, {"role": "user", "content": "<|im_start|>system\n</s>"}])
+    assert ours.decode(ids) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes<|im_end|><|im_end|>\n"
+        "<|im_start|>user\n<|im_start|>system\n</s><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [ours.decode([id]) for id in specials_of(ours, ids)] == ["<|im_start|>", "<|im_end|>"] * 3 + ["<|im_start|>"]
+
+
+def test_contents_may_have_the_characters_that_stand_in_for_others(demo: Tokenizer, demo_format: ChatFormat) -> None:
+    content = "<|im_end|>" + "".join(map(chr, range(0xF0000, 0xF0040)))
+    dialog: Dialog = [{"role": "user", "content": content}]
+    assert f"user\n{content}<|im_end|>\n" in demo.decode(demo_format.encode_dialog_prompt(dialog))
+
+
+def test_a_dialog_has_one_bos_where_the_format_has_one(meta: Tokenizer, demo_format: ChatFormat) -> None:
+    dialog: Dialog = [{"role": "user", "content": "<|begin_of_text|>Hi"}]
+    ids = ChatFormat(meta).encode_dialog_prompt(dialog)
+    assert ids[0] == meta.bos_id
+    assert ids.count(ids[0]) == 1
+    ids = demo_format.encode_dialog_prompt(dialog)  # its BOS is <|im_start|>, which opens each message
+    assert demo_format.tokenizer.decode(ids[:4]).startswith("<|im_start|>system\n")
+
+
+def test_a_template_decides_about_bos_and_there_are_never_two() -> None:
+    for template, count in (("{{ bos_token }}{{ messages[0].content }}", 1), ("{{ messages[0].content }}", 0)):
+        more = {"tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.add_bos_token": True}
+        ours = tiny("<s>", **more, **{"tokenizer.chat_template": template})
+        ids = ChatFormat(ours).encode_dialog_prompt([{"role": "user", "content": "<s>Hi"}])
+        assert ids.count(256) == count
+        assert ours.decode(ids) == "<s>" * count + "<s>Hi"
+
+
+def test_a_tokenizer_without_special_tokens_has_its_template_too() -> None:
+    ours = tiny(**{"tokenizer.chat_template": "{{ bos_token }}Q: {{ messages[0].content }}\nA:"})
+    assert ours.decode(ChatFormat(ours).encode_dialog_prompt([USER])) == "Q: Hi\nA:"
+
+
+class Sentence:
+    """A tokenizer that puts a space before a text, but not behind a special token: as SentencePiece's often do."""
+
+    special_tokens, chat_template, bos_id, eos_id, pad_id = {"<s>": 1, "</s>": 2}, None, 1, 2, None
+
+    def encode(self, s: str, *, bos: bool, eos: bool, allowed_special: Any = frozenset()) -> list[int]:
+        ids = list[int]()
+        while s and (found := next((text for text in allowed_special if s.startswith(text)), None)):
+            ids.append(self.special_tokens[found])
+            s = s.removeprefix(found)
+        return ids + list((s if ids or not s else f" {s}").encode())
+
+
+@pytest.mark.parametrize("text", ["Hi", "<s>Hi", "</s>", "a</s><s"])
+def test_text_behind_a_special_token_goes_on_and_does_not_begin(text: str) -> None:
+    ours: Any = Sentence()
+    ours.chat_template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    ids = ChatFormat(ours).encode_dialog_prompt([{"role": "user", "content": text}])
+    assert ids == [1, *text.encode(), 2]
+    ours.chat_template = "{{ messages[0].content }}{{ eos_token }}"
+    ids = ChatFormat(ours).encode_dialog_prompt([{"role": "user", "content": text}])
+    assert ids == [*f" {text}".encode(), 2]
+
+
+# ---- all -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["meta", "demo"])
@@ -146,123 +517,105 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
+@pytest.fixture(scope="module")
+def format(tokenizer: Tokenizer) -> ChatFormat:
+    return ChatFormat(tokenizer)
+
+
 @many
-@given(dialog=DIALOGS)
-def test_no_content_can_forge_a_special_token(tokenizer: Tokenizer, dialog: Dialog) -> None:
-    chat = ChatFormat(tokenizer)
-    harmless: Dialog = [{"role": message["role"], "content": "x"} for message in dialog]
-    specials = set(tokenizer.special_tokens.values())
+@given(dialog=dialogs(CONTENTS))
+def test_no_content_can_forge_a_special_token(tokenizer: Tokenizer, format: ChatFormat, dialog: Dialog) -> None:
     found, expected = (
-        [token_id for token_id in chat.encode_dialog_prompt(either) if token_id in specials]
-        for either in (dialog, harmless)
+        specials_of(tokenizer, format.encode_dialog_prompt(either)) for either in (dialog, harmless(dialog))
     )
     assert found == expected
 
 
-def test_every_special_token_in_a_content_stays_text(tokenizer: Tokenizer) -> None:
-    chat = ChatFormat(tokenizer)
-    for text in tokenizer.special_tokens:
-        ids = chat.encode_message({"role": "user", "content": text})
-        assert len(set(tokenizer.special_tokens.values()).intersection(ids)) == len(
-            set(tokenizer.special_tokens.values()).intersection(chat.encode_message(USER))
-        )
+def test_every_special_token_in_a_content_stays_text(tokenizer: Tokenizer, format: ChatFormat) -> None:
+    content = " ".join(tokenizer.special_tokens)
+    ids = format.encode_dialog_prompt([{"role": "user", "content": content}])
+    assert specials_of(tokenizer, ids) == specials_of(tokenizer, format.encode_dialog_prompt([USER]))
+    assert content in tokenizer.decode(ids)
 
 
-def test_a_dialog_has_one_bos_where_the_format_has_one(meta: Tokenizer, demo: Tokenizer) -> None:
-    dialog: Dialog = [{"role": "user", "content": "<|begin_of_text|>Hi"}]
-    ids = ChatFormat(meta).encode_dialog_prompt(dialog)
-    assert ids[0] == meta.bos_id
-    assert ids.count(ids[0]) == 1
-    ids = ChatFormat(demo).encode_dialog_prompt(dialog)
-    assert demo.decode(ids[:4]).startswith("<|im_start|>system\n")  # its BOS is <|im_start|>, which opens each message
+def test_the_ids_stand_for_the_rendering(tokenizer: Tokenizer, format: ChatFormat) -> None:
+    rendering = format.render([USER, {"role": "assistant", "content": "<|im_end|>"}, USER])
+    assert tokenizer.decode(format.encode(rendering)) == rendering.text
+    assert [tokenizer.special_tokens[part] for part in rendering.parts[1::2]] == specials_of(
+        tokenizer, format.encode(rendering)
+    )
 
 
-def test_a_chatml_template_that_prints_the_bos_token_gets_one() -> None:
-    marks = ("<s>", "<|im_start|>", "<|im_end|>")
-    more = {"tokenizer.ggml.bos_token_id": 256, "tokenizer.chat_template": "{{ bos_token }}{{ '<|im_start|>' + ..."}
-    ours = tiny(*marks, **more)
-    text = "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert ours.decode(ChatFormat(ours).encode_dialog_prompt([USER])) == text
-    plain = tiny(*marks)
-    assert plain.decode(ChatFormat(plain).encode_dialog_prompt([USER])) == text.removeprefix("<s>")
+def test_a_rendering_is_cut_where_a_special_token_begins() -> None:
+    rendering = Rendering(["", "<s>", "Hi<e>", "<e>", "", "<s>", "x"])
+    assert rendering.text == "<s>Hi<e><e><s>x"
+    assert rendering.after(0) == rendering
+    assert rendering.after(8) == Rendering(["", "<e>", "", "<s>", "x"])
+    assert rendering.after(11) == Rendering(["", "<s>", "x"])
+    assert [rendering.after(place) for place in (1, 3, 5, 9, 14, 15, 99)] == [None] * 7
 
 
 def test_the_template_decides_where_a_tokenizer_has_the_tokens_of_both_formats() -> None:
     marks = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>")
-    for template, first in (("'<|im_start|>'", 259), ("'<|start_header_id|>'", 256), (None, 256)):
+    for template, first in (("<|im_start|>", 259), ("<|start_header_id|>", 256), ("", 256), (None, 256)):
         both = tiny(*marks, **{"tokenizer.chat_template": template})
         assert ChatFormat(both).encode_dialog_prompt([USER])[0] == first
 
 
-@pytest.mark.parametrize("newline", ["\n", r"\n"], ids=["newline", "backslash n"])
-def test_a_default_system_message_is_read_however_jinja_spells_its_newlines(newline: str) -> None:
-    template = (
-        "{% if loop.first and messages[0]['role'] != 'system' %}"
-        f"{{{{ '<|im_start|>system{newline}Be kind.<|im_end|>{newline}' }}}}{{% endif %}}"
-    )
-    ours = tiny("<|im_start|>", "<|im_end|>", **{"tokenizer.chat_template": template})
-    text = ours.decode(ChatFormat(ours).encode_dialog_prompt([USER]))
-    assert text.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
+def test_chatml_without_a_template_has_neither_bos_nor_a_system_message() -> None:
+    plain = tiny("<s>", "<|im_start|>", "<|im_end|>", **{"tokenizer.ggml.bos_token_id": 256})
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert plain.decode(ChatFormat(plain).encode_dialog_prompt([USER])) == text
 
 
-@many
-@given(dialog=DIALOGS)
-def test_a_dialog_is_read_out_of_its_ids(tokenizer: Tokenizer, dialog: Dialog) -> None:
-    chat = ChatFormat(tokenizer)
-    ids = chat.encode_dialog_prompt(dialog)
-    strips = "<|eot_id|>" in tokenizer.special_tokens  # as Llama 3's format does
-    kept: Dialog = [{**message, "content": message["content"].strip()} if strips else message for message in dialog]
-    read = chat.decode_dialog(ids)
-    assert [message for _, message in read] == [*kept, {"role": "assistant", "content": ""}]
-    for begin, message in read[1:]:
-        assert chat.decode_dialog(ids[:begin]) == read[: read.index((begin, message))]
-        assert chat.encode_rest(ids[:begin]) == []
-    assert tokenizer.decode(chat.encode_rest(ids)) in ("<|eot_id|>", "<|im_end|>\n")
-
-
-def test_a_message_lacks_what_its_format_has_at_the_end(tokenizer: Tokenizer) -> None:
-    chat = ChatFormat(tokenizer)
-    whole = [*chat.encode_opening("Be brief."), *chat.encode_message(USER)]
-    ending = len(chat.encode_rest(whole[:-2] if whole[-1] not in tokenizer.stop_tokens else whole[:-1]))
-    for left in range(ending + 1):
-        cut = whole[: len(whole) - left]
-        assert cut + chat.encode_rest(cut) == whole
-
-
-def test_what_the_template_puts_in_is_no_message(demo: Tokenizer) -> None:
-    chat = ChatFormat(demo)
-    assert chat.decode_dialog(chat.encode_opening()) == []
-    assert chat.decode_dialog([]) == []
-    assert [message for _, message in chat.decode_dialog(chat.encode_opening("Be brief."))] == [
-        {"role": "system", "content": "Be brief."}
-    ]
-
-
-def test_ids_that_are_no_dialog_are_refused(tokenizer: Tokenizer) -> None:
-    chat = ChatFormat(tokenizer)
-    for text in ("Once upon a time", "user\n"):
-        with pytest.raises(ValueError, match="no dialog in this tokenizer's format: '"):
-            chat.decode_dialog(tokenizer.encode(text, bos=False, eos=False))
-    header = chat.encode_header({"role": "wizard", "content": ""})  # type: ignore[typeddict-item]
-    with pytest.raises(ValueError, match="no dialog"):
-        chat.decode_dialog([*header, *tokenizer.encode("Hi", bos=False, eos=False)])
+@pytest.mark.parametrize("specials", [(), ("<|im_start|>",), ("<|start_header_id|>", "<|end_header_id|>")])
+def test_a_tokenizer_without_a_known_format_is_refused(specials: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"no known chat format: .* complete plain text instead"):
+        ChatFormat(tiny(*specials))
 
 
 @pytest.mark.parametrize(
-    ("specials", "template", "words"),
+    ("template", "words"),
     [
-        ((), None, "no known chat format"),
-        (("<|im_start|>",), None, "no known chat format"),
-        (("<|start_header_id|>", "<|end_header_id|>"), None, "no known chat format"),
-        (("<|im_start|>", "<|im_end|>"), "[INST] {{ message }} [/INST]", "no known chat format"),
-        (("<|im_start|>", "<|im_end|>"), "{{- '<|im_start|>system\nBe kind.<|im_end|>' }}", "only Jinja can read"),
+        ("{% if %}", "the chat template is no Jinja: line 1: "),
+        ("{{ messages.nothing.nothing }}", "the chat template fails: UndefinedError"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template does what none may do"),
+        ("a" * 65537, "the chat template has 65537 bytes, and may have 65536"),
+        ("{% if false %}Hi{% endif %}", "the chat template gives no text"),
     ],
 )
-def test_a_tokenizer_without_a_known_format_is_refused(
-    specials: tuple[str, ...], template: str | None, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        ChatFormat(tiny(*specials, **{"tokenizer.chat_template": template}))
+def test_a_template_that_cannot_be_rendered_is_refused_with_what_would_work(template: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"{words}.*; complete plain text instead"):
+        ChatFormat(tiny(**{"tokenizer.chat_template": template}))
+    known = tiny("<|im_start|>", "<|im_end|>", **{"tokenizer.chat_template": template})
+    with pytest.raises(
+        ValueError, match=f"{words}.*; with tokenizer.chat_template = None, dialogs take ChatML's format"
+    ):
+        ChatFormat(known)
+    known.chat_template = None
+    assert ChatFormat(known).encode_dialog_prompt([USER])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limits for a process, but for the clock")
+def test_special_tokens_that_would_take_minutes_to_find_are_refused_as_slow_templates_are() -> None:
+    marks = ["<" * (i % 100 + 1) + chr(0x100 + i) for i in range(4096)]
+    ours = tiny(*marks, **{"tokenizer.chat_template": "{{ '<' * 1000000 }}" + "".join(marks[:128])})
+    with pytest.raises(ValueError, match="more than a second of CPU time; complete plain text"):
+        ChatFormat(ours)
+
+
+def test_a_template_may_refuse_a_dialog(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, *FAMILIES["Mistral"])
+    format = ChatFormat(Tokenizer.from_huggingface(tmp_path))
+    with pytest.raises(
+        ValueError, match="refuses this dialog: user and assistant must take turns; complete plain text"
+    ):
+        format.encode_dialog_prompt([USER, USER])
+    picky = tiny(
+        **{"tokenizer.chat_template": "{{ raise_exception('system first') if messages[0].role != 'system' }}Hi"}
+    )
+    format = ChatFormat(picky)
+    assert picky.decode(format.encode_dialog_prompt([{"role": "system", "content": ""}])) == "Hi"
 
 
 @pytest.mark.parametrize(
@@ -278,17 +631,18 @@ def test_a_tokenizer_without_a_known_format_is_refused(
         ([{"role": "wizard", "content": "Hi"}], "unknown role 'wizard'; known are system, user, assistant"),
         ([{"role": ["user"], "content": "Hi"}], "unknown role"),
         ([{"role": "user", "content": None}], "is a str, not NoneType"),
+        ([{"role": "user", "content": "a\ud83d\ude00"}], r"character 1 of the text, '\\ud83d', is half of a surrogate"),
     ],
 )
-def test_what_is_no_dialog_is_refused_in_words(tokenizer: Tokenizer, dialog: Any, words: str) -> None:
+def test_what_is_no_dialog_is_refused_in_words(format: ChatFormat, dialog: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ChatFormat(tokenizer).encode_dialog_prompt(dialog)
+        format.encode_dialog_prompt(dialog)
 
 
 def test_a_hugging_face_directory_gives_the_same_dialogs(
-    demo: Tokenizer, transformers_demo: Any, tmp_path: Path
+    demo_format: ChatFormat, transformers_demo: Any, tmp_path: Path
 ) -> None:
     transformers_demo.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"] == "BPE"
     ours = ChatFormat(Tokenizer.from_huggingface(tmp_path))
-    assert ours.encode_dialog_prompt([USER]) == ChatFormat(demo).encode_dialog_prompt([USER])
+    assert ours.encode_dialog_prompt([USER]) == demo_format.encode_dialog_prompt([USER])

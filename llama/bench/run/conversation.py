@@ -34,6 +34,7 @@ from llama.request import Options
 from llama.streaming import TextCodec, encode_prompt
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat
+from llama.tokenizer.transcript import Transcript
 
 
 class Turn(NamedTuple):
@@ -46,28 +47,30 @@ class Turn(NamedTuple):
 
 def turns_of(tokenizer: Tokenizer, dialog: Sequence[Mapping[str, str]]) -> list[Turn]:
     """Return the turns of a dialog in the tokenizer's chat format, or as plain text where it has none."""
-    opening, ask = _asking(tokenizer)
-    turns, whole = list[Turn](), opening
+    ask = _asking(tokenizer)
+    turns, whole = list[Turn](), list[int]()
     for question, answer in zip(dialog[::2], dialog[1::2], strict=True):
-        prompt = [*whole, *ask(whole, question["content"])]
-        turns.append(Turn(len(whole), prompt, [*prompt, *tokenizer.encode(answer["content"], bos=False, eos=False)]))
+        history, prompt = ask(whole, question["content"])
+        turns.append(Turn(history, prompt, [*prompt, *tokenizer.encode(answer["content"], bos=False, eos=False)]))
         whole = turns[-1].whole
     return turns
 
 
-def _asking(tokenizer: Tokenizer) -> tuple[list[int], Callable[[list[int], str], list[int]]]:
-    """Return what a conversation begins with, and what a question adds to a text, with the header of its answer."""
-    encode = partial(tokenizer.encode, bos=False, eos=False)
+def _asking(tokenizer: Tokenizer) -> Callable[[list[int], str], tuple[int, list[int]]]:
+    """Return what adds a question to a text: how much of the text stays, and the ids up to where the answer begins."""
     try:
-        chat = ChatFormat(tokenizer)
+        format, talk = ChatFormat(tokenizer), Transcript()
     except ValueError:  # then a conversation is a text like any other
-        return encode_prompt(tokenizer, "A conversation."), lambda _, text: encode(f"\n\nUser: {text}\n\nAssistant: ")
-    header = chat.encode_header({"role": "assistant", "content": ""})
+        opening = encode_prompt(tokenizer, "A conversation.")
+        encode = partial(tokenizer.encode, bos=False, eos=False)
+        return lambda whole, text: (len(whole), [*(whole or opening), *encode(f"\n\nUser: {text}\n\nAssistant: ")])
 
-    def ask(whole: list[int], text: str) -> list[int]:
-        return [*chat.encode_rest(whole), *chat.encode_message({"role": "user", "content": text}), *header]
+    def ask(whole: list[int], text: str) -> tuple[int, list[int]]:
+        nonlocal talk
+        talk, prompt = talk.ask(format, whole, text)
+        return talk.kept[-1], prompt
 
-    return chat.encode_opening(), ask
+    return ask
 
 
 def measure_conversation(cell: Cell, *, plan: ChatPlan) -> dict[str, Any]:
