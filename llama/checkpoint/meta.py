@@ -130,7 +130,7 @@ def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weigh
         return Weight(part.shape, lambda start, stop: _agreed(path, name, parts, start, stop), drop=drop)
     # Llama 3 cuts the embedding by words, Llama 2 by columns.
     by_columns = name.endswith(_SPLIT_BY_COLUMNS) or (name == "tok_embeddings.weight" and part.shape[-1] != args.dim)
-    if by_columns:
+    if by_columns and len(part.shape) == 2:  # of another shape it is refused with its name, as all are
         return Weight(
             (part.shape[0], part.shape[-1] * shards),
             lambda start, stop: torch.cat([part.rows(start, stop) for part in parts], dim=1),

@@ -405,6 +405,15 @@ def test_shards_that_do_not_hold_the_same_names_or_shapes_or_dtypes(tmp_path: Pa
     assert f"consolidated.00.pth and consolidated.01.pth do not both hold {name}" in refusal(tmp_path)
 
 
+def test_a_shard_of_a_matrix_that_is_cut_by_columns_must_be_a_matrix(tmp_path: Path) -> None:
+    write_meta(tmp_path, WEIGHTS, meta_params(MODEL.config), shards=2)
+    for path in tmp_path.glob("*.pth"):
+        shard = torch.load(path, weights_only=True)
+        shard["layers.1.feed_forward.w2.weight"] = torch.ones(32)  # as many rows as it needs, and no columns
+        torch.save(shard, path)
+    assert "wrong shape: layers.1.feed_forward.w2.weight is (64,) and must be (32, 64)" in refusal(tmp_path)
+
+
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 U8, U32, STRING, ARRAY = 0, 4, 8, 9
