@@ -30,7 +30,7 @@ class MappedFile:
             self._mapped.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
 
     def weight(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        """Return the weight whose numbers lie from `start` on, row by row; rows are copies where they are not aligned."""
+        """Return the weight whose numbers lie from `start` on, row by row; copies, where not aligned."""
         row = torch.Size(shape[1:]).numel() * dtype.itemsize
         raw = self.bytes(start, shape[0] * row).view(shape[0], row)
 
