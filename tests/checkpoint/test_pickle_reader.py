@@ -424,16 +424,16 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         P + HOOKS + (text("a") + HOOKS) * 20000 + b"s" * 20000 + END,
         "'a' is a dict and must be a tensor",
     ),
-    "40000 marked tuples in each other": (
-        P + b")q\0" + b"".join(b"(j" + i.to_bytes(4, "little") + b"t\x94" for i in range(40000)) + b".",
+    "10000 marked tuples in each other": (
+        P + b")q\0" + b"".join(b"(j" + i.to_bytes(4, "little") + b"t\x94" for i in range(10000)) + b".",
         "holds more than one value",
     ),
     "a tuple of 100000, as the shape of many tensors": (
         P + b"(" + b"K\1" * 100000 + b"tq\0}(" + (REBUILD + b"(" + storage() + b"K\0h\0h\0\x89" + HOOKS + b"tR") * 9,
         "calls _rebuild_tensor_v2 with something else",
     ),
-    "40000 keys, given as a state many times": (
-        P + HOOKS + b"}q\0(" + b"".join(text(f"{i:x}") + b"N" for i in range(40000)) + b"ub" + b"h\0b" * 40000 + b".",
+    "10000 keys, given as a state many times": (
+        P + HOOKS + b"}q\0(" + b"".join(text(f"{i:x}") + b"N" for i in range(10000)) + b"ub" + b"h\0b" * 10000 + b".",
         "sets the state of an OrderedDict",
     ),
 }
