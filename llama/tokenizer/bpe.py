@@ -1,0 +1,259 @@
+"""Vocabularies that are tokens and merges, of byte-level letters or of SentencePiece's pieces, on `tokenizers`.
+
+Hugging Face's library is given what was checked, piece by piece, and never a file. Of special tokens it is told which
+ones a text may have this time: what it may not find is not in its vocabulary, so nothing that people write becomes it.
+Knows the library. Does not know files.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from llama.tokenizer.byte_letters import byte_letters
+from llama.tokenizer.patterns import CUTTINGS
+from llama.tokenizer.vocabulary import (
+    MAX_MERGES,
+    UNSPELLED,
+    Spelling,
+    calling,
+    check_text,
+    check_tokens,
+    refuse_unrepresentable,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
+    from tokenizers.models import BPE
+
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_BYTE_KIND = 6  # tokenizer.ggml.token_type
+_MAX_VARIANTS = 8
+_UNKNOWN = -1  # no id
+
+
+@dataclass(frozen=True)
+class Added:
+    """A token that was added to a vocabulary, with the flags by which the library finds it in a text."""
+
+    text: str
+    id: int
+    special: bool
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+
+
+@dataclass(frozen=True)
+class ByteLevel:
+    """Text as GPT-2's letters for its bytes, cut in a way of `patterns.CUTTINGS`. nfc: composed before."""
+
+    pre: str
+    nfc: bool = False
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """Text as SentencePiece has it, with U+2581 for a space, and one put before it.
+
+    metaspace: the library's Metaspace, with its scheme and whether it splits words; else by normalisation, in which
+    case the scheme is "always" or "never". strips: decoding takes one space away from the front of a text.
+    """
+
+    metaspace: bool
+    scheme: str
+    split: bool
+    strips: bool
+
+
+class BpeCodec:
+    """Encodes by `tokenizers`. Raises ValueError for tokens and merges that do not belong together."""
+
+    def __init__(
+        self,
+        vocab: Mapping[str, int],
+        merges: Sequence[tuple[str, str]],
+        added: Sequence[Added],
+        form: ByteLevel | Spaces,
+        *,
+        whole_words: bool = False,
+        byte_fallback: bool = False,
+    ) -> None:
+        self.vocab, self.merges, self.added, self.form = vocab, merges, added, form
+        self.whole_words, self.byte_fallback = whole_words, byte_fallback
+        check_tokens(vocab)
+        _check_merges(vocab, merges)
+        if not vocab:
+            raise ValueError("the vocabulary has no tokens that text could become")
+        self._letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+        if isinstance(form, ByteLevel) and not set("".join(vocab)) <= self._letters.keys():
+            odd = next(text for text in vocab if not set(text) <= self._letters.keys())
+            raise ValueError(f"token {odd!r:.80} with id {vocab[odd]} is not a byte-level token")
+        self._variants: dict[tuple[frozenset[str], bool], tuple[Library, list[int]]] = {}
+        self._model  # noqa: B018  the library has a say in whether the file is sound
+
+    # ---- text -> ids -------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
+        check_text(text, "the text")
+        key = (special, begins or isinstance(self.form, ByteLevel))
+        if key not in self._variants:
+            if len(self._variants) >= _MAX_VARIANTS:
+                self._variants.clear()
+            with calling("tokenizers", "take this vocabulary"):
+                self._variants[key] = self._variant(*key)
+        library, ids = self._variants[key]
+        with calling("tokenizers", f"encode the text that begins {text[:40]!r}"):
+            found = [ids[number] for number in library.encode(text, add_special_tokens=False).ids]
+            normal = text if library.normalizer is None else library.normalizer.normalize_str(text)
+        if _UNKNOWN in found:
+            self._refuse_unknown(normal)
+        return found
+
+    def _variant(self, special: frozenset[str], begins: bool) -> "tuple[Library, list[int]]":
+        """Return the library with these special tokens to be found, and the id of each of its numbers.
+
+        It numbers added tokens in its own way, whatever their ids; here all of its numbers are 0, 1, 2, ...
+        """
+        from tokenizers import AddedToken, Tokenizer
+
+        library = Tokenizer(self._model)
+        library.encode_special_tokens = True  # what is special is looked for and left as text
+        self._set_form(library, begins)
+        ids = [*self.vocab.values(), _UNKNOWN]
+        tokens = [
+            AddedToken(
+                token.text,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.special and token.text not in special,
+            )
+            for token in self.added
+        ]
+        library.add_tokens(tokens)
+        for token in self.added:
+            number = library.token_to_id(token.text)
+            if number is None or number > len(ids):
+                raise ValueError(f"the added token {token.text!r:.80} is not taken")
+            if number == len(ids):
+                ids.append(token.id)
+        return library, ids
+
+    def _set_form(self, library: "Library", begins: bool) -> None:
+        from tokenizers import Regex, normalizers, pre_tokenizers
+
+        form = self.form
+        if isinstance(form, ByteLevel):
+            if form.nfc:
+                library.normalizer = normalizers.NFC()
+            cutting = CUTTINGS[form.pre]
+            chain: list[Any] = []
+            if cutting.pattern is not None:
+                chain.append(pre_tokenizers.Split(Regex(cutting.pattern), "isolated"))
+            if cutting.digits:
+                chain.append(pre_tokenizers.Digits(individual_digits=True))
+            chain.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None))
+            library.pre_tokenizer = pre_tokenizers.Sequence(chain)
+            return
+        scheme = form.scheme if begins else "never"
+        if form.metaspace:
+            library.pre_tokenizer = pre_tokenizers.Metaspace(UNSPELLED, prepend_scheme=scheme, split=form.split)
+            return
+        prefix = [] if scheme == "never" else [normalizers.Prepend(UNSPELLED)]
+        library.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", UNSPELLED)])
+
+    @cached_property
+    def _model(self) -> "BPE":
+        """The library's own, shared by all variants. Of what it does not know it makes a token of ours.
+
+        Without one it would drop it. No text becomes that token, for no letter and no merge is it, and words, of which
+        none has U+0000 where they are taken whole, are not it either.
+        """
+        from tokenizers.models import BPE
+
+        numbers = {text: number for number, text in enumerate(self.vocab)}
+        unknown = next(text for i in range(len(numbers) + 1) if (text := f"\0unknown {i}") not in numbers)
+        numbers[unknown] = len(numbers)
+        with calling("tokenizers", "take this vocabulary"):
+            return BPE(
+                vocab=numbers,
+                merges=list(self.merges),
+                unk_token=unknown,
+                byte_fallback=self.byte_fallback,
+                ignore_merges=self.whole_words,
+            )
+
+    # ---- what cannot be represented ----------------------------------------------------------------------------------
+
+    def _refuse_unknown(self, normal: str) -> None:
+        if isinstance(self.form, ByteLevel):
+            lacking = {byte for letter, byte in self._letters.items() if letter not in self.vocab}
+            culprits = [char for char in set(normal) if lacking.intersection(char.encode())]
+            refuse_unrepresentable(culprits, "it lacks bytes that they are made of")
+        chars = set(normal.replace(" ", UNSPELLED)) - self.vocab.keys()
+        bytes_ = {char: {f"<0x{byte:02X}>" for byte in char.encode()} for char in chars}
+        culprits = [char for char in chars if not (self.byte_fallback and bytes_[char] <= self.vocab.keys())]
+        refuse_unrepresentable(culprits, "it has no tokens for them")
+
+    # ---- ids -> bytes ------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> dict[int, bytes]:
+        """Return the bytes of every ordinary token and of every added one."""
+        if isinstance(self.form, ByteLevel):
+            table = {ord(letter): byte for letter, byte in self._letters.items()}
+            pieces = {token_id: text.translate(table).encode("latin-1") for text, token_id in self.vocab.items()}
+            return pieces | {token.id: token.text.encode() for token in self.added}
+        pieces = {token_id: _bytes_of(text) for text, token_id in self.vocab.items()}
+        added = {t.id: t.text.encode() if t.special else _bytes_of(t.text) for t in self.added}
+        return pieces | added
+
+    def spelling(self) -> Spelling:
+        tokens = {token_id: text for text, token_id in self.vocab.items()}
+        if isinstance(self.form, ByteLevel):
+            if self.whole_words != CUTTINGS[self.form.pre].whole_words:
+                raise ValueError(
+                    f"a .gguf file cannot say ignore_merges={self.whole_words} with tokenizer.ggml.pre={self.form.pre}"
+                )
+            merges = [" ".join(pair) for pair in self.merges]
+            return Spelling({"model": "gpt2", "pre": self.form.pre, "merges": merges}, tokens, {})
+        kinds = {token_id: _BYTE_KIND for text, token_id in self.vocab.items() if BYTE.fullmatch(text)}
+        facts = {"model": "llama", "add_space_prefix": self.form.scheme != "never"}
+        return Spelling(facts, tokens, kinds, self._scores())
+
+    def _scores(self) -> dict[int, float]:
+        """Return scores by which SentencePiece merges in the order of these merges.
+
+        It merges any pair that makes a token, by the token's score: so all pairs must be listed, those of one token
+        beside each other. Raises ValueError where they are not.
+        """
+        order = list(dict.fromkeys(left + right for left, right in self.merges))
+        listed = set(self.merges)
+        runs = sum(1 for i, pair in enumerate(self.merges) if i == 0 or "".join(pair) != "".join(self.merges[i - 1]))
+        apart = runs != len(order)
+        for text in self.vocab:
+            if BYTE.fullmatch(text):
+                continue
+            splits = ((text[:i], text[i:]) for i in range(1, len(text)))
+            if apart or any(a in self.vocab and b in self.vocab and (a, b) not in listed for a, b in splits):
+                raise ValueError(f"a .gguf file cannot say these merges: scores would merge {text!r:.80} otherwise")
+        scores = {self.vocab[text]: -float(place) for place, text in enumerate(order)}
+        return {token_id: scores.get(token_id, 0.0) for token_id in self.vocab.values()}
+
+
+def _bytes_of(text: str) -> bytes:
+    """Return what a piece adds to a text, as the library's decoders say: a byte, or its characters with spaces."""
+    return bytes([int(text[3:5], 16)]) if BYTE.fullmatch(text) else text.replace(UNSPELLED, " ").encode()
+
+
+def _check_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
+    if len(merges) > MAX_MERGES:
+        raise ValueError(f"{len(merges)} merges are more than the limit of {MAX_MERGES}")
+    for pair in merges:
+        if len(pair) != 2 or pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
+            raise ValueError(f"merge {list(pair)!r:.200}: not two ordinary tokens of the vocabulary that make a third")
+    if len(set(merges)) != len(merges):
+        raise ValueError("a merge stands in the list twice")

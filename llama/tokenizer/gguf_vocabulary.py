@@ -1,0 +1,233 @@
+"""The vocabulary in a GGUF file's metadata: read, checked, and written.
+
+Knows the keys (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and what llama.cpp makes of them. Does not
+know how a file is read, nor how text is encoded.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llama.tokenizer.bpe import Added, BpeCodec, ByteLevel
+from llama.tokenizer.model_proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, ModelProto, Piece
+from llama.tokenizer.patterns import ALIASES, CUTTINGS
+from llama.tokenizer.sentencepiece_file import SentencePieceCodec, pieces_of
+from llama.tokenizer.vocabulary import Codec, Vocabulary, apart, check_template, check_text
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "tokenizer.ggml."
+_END_OF_MESSAGE = "<|eom_id|>"
+_ENDS = ("eos", "eot", "eom")
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The tokens of a file, sorted by type; `texts` are all of them by id."""
+
+    texts: list[str]
+    kinds: list[int]
+    special: dict[str, int]
+    users: dict[str, int]
+
+
+def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
+    """Return the vocabulary of `tokenizer.*` keys, given as plain values. Raises ValueError."""
+    facts = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+    model = facts.get("model")
+    if model not in ("gpt2", "llama"):
+        raise ValueError(
+            f"tokenizer.ggml.model={model!r:.80} is not supported; what works is 'gpt2', byte-level BPE, and 'llama', "
+            "SentencePiece"
+        )
+    is_pieces = model == "llama"
+    for key in ("add_eos_token", "remove_extra_whitespaces", *(() if is_pieces else ("add_space_prefix",))):
+        if _flag(facts, key, False):
+            raise ValueError(f"tokenizer.ggml.{key}=true is not supported")
+    # llama.cpp has ids of its own for SentencePiece's ends where a file does not say.
+    bos_id = _id(facts, "bos", 1 if is_pieces else None)
+    ends = [_id(facts, name, 2 if is_pieces and name == "eos" else None) for name in _ENDS]
+    eos_ids = list(dict.fromkeys(end for end in ends if end is not None))
+    words = _words(facts, {bos_id, *eos_ids})
+    codec, pieces = _pieces(facts, words) if is_pieces else _byte_level(facts, words)
+    unused = {token_id for token_id, kind in enumerate(words.kinds) if kind == UNUSED}
+    return Vocabulary(
+        codec=codec,
+        size=len(words.texts),
+        pieces={token_id: piece for token_id, piece in pieces.items() if token_id not in unused},
+        special_tokens=words.special,
+        user_tokens=words.users,
+        bos_id=bos_id,
+        eos_ids=eos_ids,
+        pad_id=_id(facts, "padding", None),
+        adds_bos=_flag(facts, "add_bos_token", is_pieces or CUTTINGS[_pre(facts)].adds_bos),
+        chat_template=check_template(metadata.get("tokenizer.chat_template")),
+        strips_space=is_pieces and _flag(facts, "add_space_prefix", True),
+    )
+
+
+def _words(facts: Mapping[str, Any], ends: set[int | None]) -> _Words:
+    """Sort tokens: what a text becomes, what only its id means, and a user's, which is taken whole."""
+    texts, kinds = _array(facts, "tokens", str), _array(facts, "token_type", int)
+    if len(texts) != len(kinds):
+        raise ValueError(f"{len(texts)} tokens but {len(kinds)} token types")
+    if odd := [i for i, kind in enumerate(kinds) if not NORMAL <= kind <= BYTE]:
+        raise ValueError(f"token {odd[0]}, {texts[odd[0]]!r:.80}, has type {kinds[odd[0]]}, which is not supported")
+    if len(set(texts)) != len(texts):
+        last = {text: i for i, text in enumerate(texts)}
+        twice = next(last[text] for i, text in enumerate(texts) if last[text] != i)
+        raise ValueError(f"token {twice}, {texts[twice]!r:.80}, stands in the vocabulary twice")
+    check_text("".join(texts), "a token")
+    named = list(enumerate(kinds))
+    special = {texts[i]: i for i, kind in named if kind in (UNKNOWN, CONTROL)}
+    forbidden, users = apart({texts[i]: i for i, kind in named if kind == USER_DEFINED}, ends)
+    if "" in special or "" in users:
+        raise ValueError("an added token is empty")
+    return _Words(texts, kinds, special | forbidden, users)
+
+
+def _byte_level(facts: Mapping[str, Any], words: _Words) -> tuple[Codec, dict[int, bytes]]:
+    if BYTE in words.kinds:
+        at = words.kinds.index(BYTE)
+        raise ValueError(f"token {at}, {words.texts[at]!r:.80}, has type {BYTE}, which is not supported with 'gpt2'")
+    merges = [_pair(merge) for merge in _array(facts, "merges", str)]
+    vocab = {text: i for i, (text, kind) in enumerate(zip(words.texts, words.kinds, strict=True)) if kind == NORMAL}
+    added = [Added(text, i, special=True) for text, i in words.special.items()]
+    added += [Added(text, i, special=False) for text, i in words.users.items()]
+    pre = _pre(facts)
+    codec = BpeCodec(vocab, merges, added, ByteLevel(pre), whole_words=CUTTINGS[pre].whole_words)
+    return codec, codec.pieces()
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not space or " " in right:
+        raise ValueError(f"merge {merge!r:.200}: not two tokens with a space between")
+    return left, right
+
+
+def _pieces(facts: Mapping[str, Any], words: _Words) -> tuple[Codec, dict[int, bytes]]:
+    scores = _array(facts, "scores", float)
+    if len(scores) != len(words.texts):
+        raise ValueError(f"{len(words.texts)} tokens but {len(scores)} scores")
+    if facts.get("precompiled_charsmap"):
+        raise ValueError("tokenizer.ggml.precompiled_charsmap is not supported: it changes the text")
+    whole = {*words.special.values(), *words.users.values()}
+    # Tokens that are taken whole are cut out before the library sees the text, and unused ones are nothing's.
+    kinds = [CONTROL if i in whole or kind == UNUSED else kind for i, kind in enumerate(words.kinds)]
+    proto = ModelProto(
+        [Piece(*each) for each in zip(words.texts, scores, kinds, strict=True)],
+        add_dummy_prefix=_flag(facts, "add_space_prefix", True),
+        byte_fallback=BYTE in kinds,
+    )
+    users = {token_id: text.encode() for text, token_id in words.users.items()}
+    return SentencePieceCodec(proto, words.special, words.users), pieces_of(proto) | users
+
+
+# ---- values of exact types -------------------------------------------------------------------------------------------
+
+
+def _pre(facts: Mapping[str, Any]) -> str:
+    pre = facts.get("pre")
+    name = ALIASES.get(pre, pre) if isinstance(pre, str) else None
+    if name not in CUTTINGS:
+        known = ", ".join(sorted([*CUTTINGS, *ALIASES]))
+        raise ValueError(f"tokenizer.ggml.pre={pre!r:.80} is not supported, only {known}")
+    return name
+
+
+def _array(facts: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    values = facts.get(key)
+    if not isinstance(values, list) or not set(map(type, values)) <= {kind}:
+        stated = "missing" if values is None else "not that"
+        raise ValueError(
+            f"no tokenizer as expected: tokenizer.ggml.{key} must be an array of {kind.__name__}, and is {stated}"
+        )
+    if kind is float and not all(map(math.isfinite, values)):
+        raise ValueError(f"tokenizer.ggml.{key} has a number that is not finite")
+    return values
+
+
+def _flag(facts: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = facts.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"tokenizer.ggml.{key}={value!r:.80} must be true or false")
+    return value
+
+
+def _id(facts: Mapping[str, Any], name: str, default: int | None) -> int | None:
+    value = facts.get(f"{name}_token_id")
+    if value is None:
+        return default
+    if type(value) is not int:
+        raise ValueError(f"tokenizer.ggml.{name}_token_id={value!r:.80} is no whole number")
+    return value
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_gguf_vocabulary(vocabulary: Vocabulary, size: int) -> dict[str, Any]:
+    """Return the keys that `read_gguf_vocabulary` reads as this vocabulary, filled up to `size` with unused tokens.
+
+    Raises ValueError where there are none.
+    """
+    size = max(size, vocabulary.size)
+    spelling = vocabulary.codec.spelling()
+    tokens, kinds = [f"[PAD{token_id}]" for token_id in range(size)], [UNUSED] * size
+    for token_id, text in spelling.tokens.items():
+        tokens[token_id], kinds[token_id] = text, spelling.kinds.get(token_id, NORMAL)
+    for kind, table in ((CONTROL, vocabulary.special_tokens), (USER_DEFINED, vocabulary.user_tokens)):
+        for text, token_id in table.items():
+            tokens[token_id], kinds[token_id] = text, kind
+    facts: dict[str, Any] = {**spelling.facts, "tokens": tokens, "token_type": kinds}
+    if spelling.scores is not None:
+        facts["scores"] = [float(spelling.scores.get(token_id, 0.0)) for token_id in range(size)]
+        facts["add_eos_token"] = False
+        if (unknown := vocabulary.special_tokens.get("<unk>")) is not None:
+            kinds[unknown], facts["unknown_token_id"] = UNKNOWN, unknown
+    ids = {"bos": vocabulary.bos_id, "padding": vocabulary.pad_id, **_named_ends(vocabulary)}
+    facts |= {f"{name}_token_id": token_id for name, token_id in ids.items() if token_id is not None}
+    facts["add_bos_token"] = vocabulary.adds_bos
+    metadata = {f"{_PREFIX}{key}": value for key, value in facts.items()}
+    if vocabulary.chat_template is not None:
+        metadata["tokenizer.chat_template"] = vocabulary.chat_template
+    _check_read_back(vocabulary, read_gguf_vocabulary(metadata))
+    form = getattr(vocabulary.codec, "form", None)
+    if isinstance(form, ByteLevel) and form.nfc:
+        logger.warning("a .gguf file cannot say that texts are composed first (NFC); llama.cpp does not do it")
+    return metadata
+
+
+def _named_ends(vocabulary: Vocabulary) -> dict[str, int]:
+    """Return the ends of a text under the three names that a file has for them; others have to go."""
+    named = dict(zip(("eos",), vocabulary.eos_ids, strict=False))
+    for token_id in vocabulary.eos_ids[1:]:
+        is_eom = vocabulary.special_tokens.get(_END_OF_MESSAGE) == token_id
+        named.setdefault("eom" if is_eom else "eot", token_id)
+    return named
+
+
+def _check_read_back(written: Vocabulary, read: Vocabulary) -> None:
+    """Refuse, by name, what a reader would take for something else; tokens that fill up are no difference."""
+    ours, theirs = _facts(written), _facts(read)
+    lost = [name for name in ours if ours[name] != theirs[name]]
+    if lost:
+        raise ValueError(f"a .gguf file cannot say this tokenizer's {', '.join(lost)}: it would be read as another")
+
+
+def _facts(vocabulary: Vocabulary) -> dict[str, object]:
+    """Return what text and ids hang on, by name."""
+    return {
+        "tokens": vocabulary.pieces,
+        "added tokens": vocabulary.user_tokens,
+        "special tokens": vocabulary.special_tokens,
+        "BOS": (vocabulary.bos_id, vocabulary.adds_bos),
+        "ends of a text": set(vocabulary.eos_ids),
+        "padding": vocabulary.pad_id,
+        "spaces": vocabulary.strips_space,
+    }

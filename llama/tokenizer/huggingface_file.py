@@ -1,0 +1,333 @@
+"""Hugging Face's tokenizer.json, checked, and what the files beside it say of the ends of a text and of chats.
+
+Every type, key and step is looked up in lists of what is known here; the rest is refused by name. Knows those files.
+Does not know how text is encoded.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llama.json_files import read_json
+from llama.tokenizer.bpe import Added, BpeCodec, ByteLevel, Spaces
+from llama.tokenizer.patterns import CUTTINGS, steps
+from llama.tokenizer.vocabulary import (
+    MAX_FILE_BYTES,
+    MAX_TOKEN_LENGTH,
+    MAX_WORDS,
+    UNSPELLED,
+    Vocabulary,
+    apart,
+    check_file,
+    check_template,
+    check_text,
+)
+
+_MAX_CONFIG_BYTES = 8 << 20  # tokenizer_config.json repeats the added tokens; config.json is far smaller
+_MAX_ADDED = 1 << 17
+
+_SPEC_KEYS = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor"}
+_SPEC_KEYS |= {"decoder", "model"}
+_MODEL_KEYS = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk"}
+_MODEL_KEYS |= {"byte_fallback", "ignore_merges", "vocab", "merges"}
+_ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": UNSPELLED}
+_PREPEND = {"type": "Prepend", "prepend": UNSPELLED}
+_NFC = {"type": "NFC"}
+_DECODE_PIECES = [
+    {"type": "Replace", "pattern": {"String": UNSPELLED}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_SCHEMES = ("always", "first", "never")
+
+_WHAT_WORKS = (
+    "what works is BPE of bytes cut as Llama 3, Qwen 2 and 3, Mistral Nemo, SmolLM2 or GPT-2 do, and BPE of "
+    "SentencePiece's pieces as Llama 2, TinyLlama and Mistral have it"
+)
+
+
+def read_huggingface(path: Path) -> Vocabulary:
+    """Return the vocabulary of a tokenizer.json, with the configuration beside it. Raises ValueError."""
+    spec = read_json(check_file(path), limit=MAX_FILE_BYTES)
+    settings = _beside(path, "tokenizer_config.json")
+    # transformers takes the ends of a text from generation_config.json, and from config.json only without it.
+    defaults = _beside(path, "generation_config.json") or _beside(path, "config.json")
+    _only(spec, _SPEC_KEYS, "tokenizer.json")
+    model = _model(spec)
+    vocab: dict[str, Any] = _typed(model, "vocab", dict)
+    added = _with_named(_added_tokens(spec), vocab, settings)
+    ids = {token.text: token.id for token in added}
+    opening = _template_opening(spec.get("post_processor"), ids)
+    bos_ids = _named_ids("bos", settings, defaults, ids) or opening
+    if opening and opening != bos_ids[:1]:
+        raise ValueError("post_processor puts a token before each text that is not the BOS token")
+    eos_ids = _named_ids("eos", settings, defaults, ids)
+    ends, users = apart({token.text: token.id for token in added if not token.special}, {*bos_ids[:1], *eos_ids})
+    added = [Added(**{**vars(token), "special": True}) if token.text in ends else token for token in added]
+    special = {token.text: token.id for token in added if token.special}
+    codec = BpeCodec(
+        {text: token_id for text, token_id in vocab.items() if text not in special},
+        _merges(model),
+        added,
+        _form(spec),
+        whole_words=_flag(model, "ignore_merges"),
+        byte_fallback=_flag(model, "byte_fallback"),
+    )
+    pieces = codec.pieces()
+    return Vocabulary(
+        codec=codec,
+        size=max(pieces) + 1,
+        pieces=pieces,
+        special_tokens=special,
+        user_tokens=users,
+        bos_id=next(iter(bos_ids), None),
+        eos_ids=eos_ids,
+        pad_id=next(iter(_named_ids("pad", settings, defaults, ids)), None),
+        adds_bos=bool(opening),  # as in transformers, which lets add_bos_token of tokenizer_config.json go unheard
+        chat_template=_chat_template(path.parent, settings),
+        strips_space=isinstance(codec.form, Spaces) and codec.form.strips,
+    )
+
+
+# ---- tokens and merges -----------------------------------------------------------------------------------------------
+
+
+def _model(spec: Mapping[str, Any]) -> dict[str, Any]:
+    model: dict[str, Any] = _typed(spec, "model", dict)
+    if model.get("type") != "BPE":
+        raise ValueError(f"model type {model.get('type')!r:.80} is not supported; {_WHAT_WORKS}")
+    _only(model, _MODEL_KEYS, "the model")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key) not in (None, "", 0):
+            raise ValueError(f"{key}={model[key]!r:.80} of the BPE model is not supported")
+    if not isinstance(model.get("unk_token"), str | None):
+        raise ValueError(f"unk_token={model['unk_token']!r:.80} must be a text")
+    _flag(model, "fuse_unk")  # what is unknown is refused, so it does not matter
+    return model
+
+
+def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the merges, which stand in older files as texts and in newer ones as pairs."""
+    merges = []
+    for merge in _typed(model, "merges", list):
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise ValueError(f"merge {merge!r:.200}: not two tokens")
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+def _added_tokens(spec: Mapping[str, Any]) -> list[Added]:
+    entries = _typed(spec, "added_tokens", list) if spec.get("added_tokens") is not None else []
+    if len(entries) > _MAX_ADDED:
+        raise ValueError(f"{len(entries)} added tokens are more than the limit of {_MAX_ADDED}")
+    added: list[Added] = []
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise ValueError(f"added token {entry!r:.80} is no object")
+        _only(entry, {"id", "content", *_ADDED_FLAGS}, "an added token")
+        text, token_id = _typed(entry, "content", str), entry.get("id")
+        if not 0 < len(text) <= MAX_TOKEN_LENGTH:
+            raise ValueError(f"added token {text!r:.80}: empty, or longer than {MAX_TOKEN_LENGTH}")
+        if type(token_id) is not int or not 0 <= token_id < MAX_WORDS:
+            raise ValueError(f"added token {text!r:.80} has id {token_id!r:.40}, which is no whole number from 0 on")
+        check_text(text, f"added token {text!r:.80}")
+        added.append(Added(text, token_id, **{flag: _flag(entry, flag) for flag in _ADDED_FLAGS}))
+    return added
+
+
+def _with_named(added: list[Added], vocab: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Added]:
+    """Return the added tokens, and those of the vocabulary that tokenizer_config.json names, each once, with one id."""
+    texts = {token.text for token in added}
+    for name in ("bos", "eos", "pad"):
+        text = _named_text(name, settings)
+        if text is not None and text in vocab and text not in texts and type(vocab[text]) is int:
+            texts.add(text)
+            added = [*added, Added(text, vocab[text], special=True)]
+    owner = {token_id: text for text, token_id in vocab.items() if type(token_id) is int}
+    seen: dict[str | int, None] = {}
+    for token in added:
+        if token.text in seen or token.id in seen:
+            raise ValueError(f"added token {token.text!r:.80}: its text or its id {token.id} is another's too")
+        if vocab.get(token.text, token.id) != token.id or owner.get(token.id, token.text) != token.text:
+            raise ValueError(f"added token {token.text!r:.80}: its id {token.id} is an ordinary token's too")
+        seen |= {token.text: None, token.id: None}
+    return added
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _form(spec: Mapping[str, Any]) -> ByteLevel | Spaces:
+    """Return how text is brought into the form of tokens, as normalizer, pre_tokenizer and decoder say together."""
+    normalizers = _steps(spec, "normalizer", "normalizers")
+    cutters = _steps(spec, "pre_tokenizer", "pretokenizers")
+    decoders = _steps(spec, "decoder", "decoders")
+    byte_fallback = _flag(spec["model"], "byte_fallback")
+    if cutters and cutters[-1].get("type") == "ByteLevel":
+        if normalizers not in ([], [_NFC]):
+            raise ValueError(f"normalizer {_shown(normalizers)} is not supported: it changes the text; {_WHAT_WORKS}")
+        if [_without(step, "add_prefix_space", "trim_offsets", "use_regex") for step in decoders] not in (
+            [],
+            [{"type": "ByteLevel"}],
+        ):
+            raise ValueError(f"decoder {_shown(decoders)} is not supported here, only ByteLevel")
+        if byte_fallback:
+            raise ValueError("byte_fallback=True of the BPE model is not supported with the pre_tokenizer ByteLevel")
+        return ByteLevel(_pre(cutters), nfc=bool(normalizers))
+    if decoders not in (_DECODE_PIECES, [*_DECODE_PIECES, _STRIP]):
+        raise ValueError(f"decoder {_shown(decoders)} is not supported; {_WHAT_WORKS}")
+    strips = decoders[-1] == _STRIP
+    if not cutters:
+        if normalizers not in ([_PREPEND, _REPLACE], [_REPLACE]):
+            raise ValueError(f"normalizer {_shown(normalizers)} is not supported; {_WHAT_WORKS}")
+        scheme = "always" if _PREPEND in normalizers else "never"
+        return Spaces(metaspace=False, scheme=scheme, split=False, strips=strips)
+    if normalizers:
+        raise ValueError(f"normalizer {_shown(normalizers)} is not supported before a pre_tokenizer; {_WHAT_WORKS}")
+    return _metaspace(cutters, strips)
+
+
+def _pre(cutters: list[dict[str, Any]]) -> str:
+    found = [_without(step, "trim_offsets") for step in cutters]
+    for step in found:
+        if step["type"] == "ByteLevel":
+            step.setdefault("use_regex", True)  # absent from older files
+    for name, cutting in CUTTINGS.items():
+        if json.dumps(found, sort_keys=True) == json.dumps(steps(cutting), sort_keys=True):  # True is not 1 there
+            return name
+    raise ValueError(f"pre_tokenizer {_shown(cutters)} is not supported; {_WHAT_WORKS}")
+
+
+def _metaspace(cutters: list[dict[str, Any]], strips: bool) -> Spaces:
+    step = cutters[0]
+    keys = {"type", "replacement", "str_rep", "add_prefix_space", "prepend_scheme", "split"}
+    is_known = step.get("type") == "Metaspace" and step.get("replacement") == UNSPELLED and step.keys() <= keys
+    if len(cutters) > 1 or not is_known:
+        raise ValueError(f"pre_tokenizer {_shown(cutters)} is not supported; {_WHAT_WORKS}")
+    prefix = _flag(step, "add_prefix_space", True)
+    scheme = step.get("prepend_scheme", "always" if prefix else "never")
+    if scheme not in _SCHEMES or (scheme != "never" and not prefix):
+        raise ValueError(f"pre_tokenizer {_shown(cutters)}: prepend_scheme must be one of {', '.join(_SCHEMES)}")
+    return Spaces(metaspace=True, scheme=scheme, split=_flag(step, "split", True), strips=strips)
+
+
+def _steps(spec: Mapping[str, Any], key: str, inner: str) -> list[dict[str, Any]]:
+    """Return the steps of a part of tokenizer.json, one or several in a sequence."""
+    part = spec.get(key)
+    if part is None:
+        return []
+    found = [part]
+    if isinstance(part, dict) and part.get("type") == "Sequence":
+        _only(part, {"type", inner}, key)
+        found = _typed(part, inner, list)
+    if not all(isinstance(step, dict) and isinstance(step.get("type"), str) for step in found):
+        raise ValueError(f"{key} {_shown(part)} is not laid out as in a tokenizer.json")
+    return found
+
+
+def _template_opening(processor: Any, ids: Mapping[str, int]) -> list[int]:
+    """Return the id of the token, if any, that a post_processor puts before a text; refuse one that does more."""
+    spec = {"post_processor": processor}
+    steps = [step for step in _steps(spec, "post_processor", "processors") if step["type"] != "ByteLevel"]
+    if not steps:  # a ByteLevel only counts offsets
+        return []
+    step = steps[0]
+    if len(steps) > 1 or step["type"] != "TemplateProcessing":
+        raise ValueError(f"post_processor {steps[-1]['type']!r:.80} is not supported, only one TemplateProcessing")
+    parts = _typed(step, "single", list)
+    if not parts or len(parts) > 2 or not all(isinstance(part, dict) and len(part) == 1 for part in parts):
+        raise ValueError("post_processor adds tokens other than one before the text, which is not supported")
+    if "Sequence" not in parts[-1] or (len(parts) == 2 and "SpecialToken" not in parts[0]):
+        raise ValueError("post_processor adds tokens other than one before the text, which is not supported")
+    if len(parts) == 1:
+        return []
+    text = _typed(_typed(parts[0], "SpecialToken", dict), "id", str)
+    if text not in ids:
+        raise ValueError(f"post_processor names {text!r:.80}, which is no added token")
+    stated = step.get("special_tokens")
+    entry = stated.get(text) if isinstance(stated, dict) else None
+    if not isinstance(entry, dict) or json.dumps(entry.get("ids")) != json.dumps([ids[text]]):
+        raise ValueError(f"post_processor gives {text!r:.80} another id than {ids[text]}, which the token has")
+    return [ids[text]]
+
+
+# ---- files beside ----------------------------------------------------------------------------------------------------
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    file = path.parent / name
+    return read_json(check_file(file), limit=_MAX_CONFIG_BYTES) if file.exists() else {}
+
+
+def _named_text(name: str, settings: Mapping[str, Any]) -> str | None:
+    text = settings.get(f"{name}_token")
+    text = text.get("content") if isinstance(text, dict) else text
+    if not isinstance(text, str | None):
+        raise ValueError(f"tokenizer_config.json: {name}_token {text!r:.80} is no text")
+    return text
+
+
+def _named_ids(
+    name: str, settings: Mapping[str, Any], defaults: Mapping[str, Any], ids: Mapping[str, int]
+) -> list[int]:
+    """Return the ids that the files beside tokenizer.json give to "bos", "eos" or "pad": tokenizer_config's first."""
+    text = _named_text(name, settings)
+    if text is not None and text not in ids:
+        raise ValueError(f"tokenizer_config.json: {name}_token {text!r:.80} is not a token of tokenizer.json")
+    stated = defaults.get(f"{name}_token_id")
+    stated = stated if isinstance(stated, list) else [stated]
+    if odd := [i for i in stated if i is not None and type(i) is not int]:
+        raise ValueError(f"{name}_token_id {odd[0]!r:.80} is no whole number")
+    found = [*([] if text is None else [ids[text]]), *(i for i in stated if i not in (None, -1))]
+    return list(dict.fromkeys(found))
+
+
+def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    beside = directory / "chat_template.jinja"
+    if beside.exists():
+        if check_file(beside).stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"{beside} is larger than {_MAX_CONFIG_BYTES} bytes")
+        return check_template(beside.read_bytes().decode())
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
+            raise ValueError("chat_template of tokenizer_config.json is a list of something else than named templates")
+        template = {entry["name"]: entry.get("template") for entry in template}.get("default")
+    return check_template(template)
+
+
+# ---- values of exact types -------------------------------------------------------------------------------------------
+
+
+def _typed(content: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = content.get(key)
+    if not isinstance(value, kind):
+        raise ValueError(f"not laid out as a tokenizer.json: {key} is a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+def _flag(content: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = content.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r:.80} must be true or false")
+    return value
+
+
+def _only(content: Mapping[str, Any], known: set[str], what: str) -> None:
+    if unknown := sorted(content.keys() - known):
+        raise ValueError(f"{what} has the key {unknown[0]!r:.80}, which is not known here")
+
+
+def _without(step: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in step.items() if key not in keys}
+
+
+def _shown(part: object) -> str:
+    return json.dumps(part)[:300]

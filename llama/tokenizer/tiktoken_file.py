@@ -1,0 +1,133 @@
+"""Meta's tokenizer.model for Llama 3: lines of tokens and ranks, which tiktoken merges by.
+
+Knows that file, the special tokens that Meta's code adds to it, and tiktoken. Does not know other kinds.
+"""
+
+import base64
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from llama.tokenizer.byte_letters import byte_letters
+from llama.tokenizer.patterns import LLAMA3_PATTERN
+from llama.tokenizer.vocabulary import MAX_TOKEN_LENGTH, Cutter, Spelling, Vocabulary, check_text
+
+_SPECIALS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    "<|image|>",
+)
+_N_SPECIALS = 256
+
+# Beyond these tiktoken panics or its patterns give up; the values are Meta's (https://github.com/openai/tiktoken/issues/195).
+_MAX_CHARS = 400_000
+_MAX_RUN = 25_000
+_RUNS = re.compile(r"\s+|\S+")
+
+
+def read_tiktoken(path: Path, data: bytes) -> Vocabulary:
+    """Return the vocabulary of a file with this content. Raises ValueError that names the line."""
+    ranks = _ranks(path, data)
+    n_reserved = _N_SPECIALS - len(_SPECIALS)
+    texts = [*_SPECIALS, *(f"<|reserved_special_token_{2 + i}|>" for i in range(n_reserved))]
+    special_tokens = {text: len(ranks) + i for i, text in enumerate(texts)}
+    return Vocabulary(
+        codec=TiktokenCodec(ranks, special_tokens),
+        size=len(ranks) + len(special_tokens),
+        pieces={rank: token for token, rank in ranks.items()},
+        special_tokens=special_tokens,
+        user_tokens={},
+        bos_id=special_tokens["<|begin_of_text|>"],
+        eos_ids=[special_tokens["<|end_of_text|>"]],
+        pad_id=special_tokens["<|finetune_right_pad_id|>"],
+        adds_bos=True,
+        chat_template=None,
+    )
+
+
+def _ranks(path: Path, data: bytes) -> dict[bytes, int]:
+    """Read lines of "<base64 of the token> <rank>", where the ranks are 0, 1, 2, ...
+
+    A skipped line would shift every special id by one, so anything unexpected is refused.
+    """
+    ranks: dict[bytes, int] = {}
+    for rank, line in enumerate(data.splitlines()):
+        where = f"{path}, line {rank + 1}"
+        try:
+            spelled, stated = line.split(b" ")
+            token = base64.b64decode(spelled, validate=True)
+        except ValueError:
+            raise ValueError(
+                f"{where}: expected a token in base64 and its rank; is this a tokenizer.model of Llama 3 (such lines) "
+                "or Llama 2 (made by SentencePiece)?"
+            ) from None
+        if stated != str(rank).encode():
+            raise ValueError(f"{where}: the rank is {stated[:20]!r} but must be {rank}")
+        if not 0 < len(token) <= MAX_TOKEN_LENGTH:
+            raise ValueError(f"{where}: a token of {len(token)} bytes; it must have 1 to {MAX_TOKEN_LENGTH}")
+        if token in ranks:
+            raise ValueError(f"{where}: token {token!r:.80} stands on line {ranks[token] + 1} already")
+        ranks[token] = rank
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ValueError(f"{path}: {len(missing)} of the 256 single bytes are missing, first {missing[0]:#04x}")
+    return ranks
+
+
+class TiktokenCodec:
+    """Encodes by tiktoken, which is not told of special tokens: what it never knew, it cannot find in a text."""
+
+    def __init__(self, ranks: dict[bytes, int], special_tokens: Mapping[str, int]) -> None:
+        import tiktoken  # here, for who has another kind of file does not need it
+
+        self._ranks, self._special_tokens = ranks, special_tokens
+        self._cutters: dict[frozenset[str], Cutter] = {}
+        self._bpe = tiktoken.Encoding("llama", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
+        """Return the ids; runs of more than 25,000 (non-)space characters, and 400,000 of any, are cut as Meta does."""
+        check_text(text, "the text")
+        if special not in self._cutters:
+            self._cutters = {special: Cutter({token: self._special_tokens[token] for token in special})}
+        ids: list[int] = []
+        for part in self._cutters[special].parts(text):
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            for piece in _slices(part):
+                ids.extend(self._bpe.encode_ordinary(piece))
+        return ids
+
+    def spelling(self) -> Spelling:
+        letters = dict(enumerate(byte_letters()))
+        tokens = {rank: token.decode("latin-1").translate(letters) for token, rank in self._ranks.items()}
+        merges = [" ".join(tokens[self._ranks[part]] for part in pair) for pair in self._merges()]
+        return Spelling({"model": "gpt2", "pre": "llama-bpe", "merges": merges}, tokens, {})
+
+    def _merges(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield every pair that makes a token, in the order of their ranks, as Llama 3's tokenizer.json lists them."""
+        ranks = self._ranks
+        for token in ranks:
+            splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+            known = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
+            yield from sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+
+
+def _slices(text: str) -> Iterator[str]:
+    """Cut a text where Meta's tokenizer does, so that tiktoken can digest it in linear time."""
+    for begin in range(0, len(text), _MAX_CHARS):
+        part = text[begin : begin + _MAX_CHARS]
+        done = 0
+        for run in _RUNS.finditer(part) if len(part) > _MAX_RUN else ():
+            for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
+                yield part[done:cut]
+                done = cut
+        yield part[done:]
