@@ -300,7 +300,7 @@ class Trace:
             ids = step.fed[row]
             print(
                 f"  row {row}: prev_pos={step.prev_pos[row]} cur_pos={step.cur_pos[row]} "
-                f"fed {len(ids)}: {ids} {self.tokenizer.decode(ids)!r}"
+                f"fed {len(ids)}: {ids} {self.tokenizer.decode(ids, begins=False)!r}"
             )
 
 

@@ -310,7 +310,7 @@ class Llama:
     ) -> list[CompletionPrediction]:
         """Continue texts."""
         ids, scores = self.generate(self._encode(prompts), max_gen_len, temperature, top_p, logprobs, echo)
-        results: list[CompletionPrediction] = [{"generation": self.tokenizer.decode(row)} for row in ids]
+        results: list[CompletionPrediction] = [{"generation": self.tokenizer.decode(row, begins=echo)} for row in ids]
         self._add_logprobs(results, ids, scores)
         return results
 
@@ -327,7 +327,7 @@ class Llama:
         prompts = [formatter.encode_dialog_prompt(dialog) for dialog in dialogs]
         ids, scores = self.generate(prompts, max_gen_len, temperature, top_p, logprobs)
         results: list[ChatPrediction] = [
-            {"generation": {"role": "assistant", "content": self.tokenizer.decode(row)}} for row in ids
+            {"generation": {"role": "assistant", "content": self.tokenizer.decode(row, begins=False)}} for row in ids
         ]
         self._add_logprobs(results, ids, scores)
         return results
@@ -360,7 +360,7 @@ class Llama:
         if scores is None:
             return
         for result, row, row_scores in zip(results, ids, scores, strict=True):
-            result["tokens"] = [self.tokenizer.decode([id]) for id in row]
+            result["tokens"] = [self.tokenizer.decode([id], begins=False) for id in row]
             result["logprobs"] = row_scores
 
     def _encode(self, prompts: list[str]) -> list[list[int]]:

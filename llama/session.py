@@ -117,8 +117,9 @@ class Session:
 
     def append(self, text: str | Sequence[int]) -> int:
         """Add to the text, and feed what was added; return how many tokens were fed."""
-        new = self.tokenizer.encode(text, bos=False, eos=False) if isinstance(text, str) else list(text)
-        return self.feed([*self.tokens, *new])
+        if isinstance(text, str):
+            text = self.tokenizer.encode(text, bos=False, eos=False, begins=not self.tokens)
+        return self.feed([*self.tokens, *text])
 
     def rewind(self, position: int) -> None:
         """Forget what stands at `position` and after it."""

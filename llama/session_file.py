@@ -122,7 +122,7 @@ class IdsOnly:
         """Return that of the tokenizer that the session was saved with."""
         return self._fingerprint
 
-    def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]:
+    def encode(self, s: str, *, bos: bool, eos: bool, begins: bool = True) -> list[int]:
         raise self._refusal()
 
     def decode(self, ids: Sequence[int], /) -> str:

@@ -19,7 +19,7 @@ class TextStream(Protocol):
 
 
 class TextCodec(Protocol):
-    """What text needs of a tokenizer."""
+    """What text needs of a tokenizer. `begins`: the text begins one; else it goes on from another, as streams do."""
 
     @property
     def bos_id(self) -> int | None: ...
@@ -27,7 +27,7 @@ class TextCodec(Protocol):
     def adds_bos(self) -> bool: ...
     @property
     def stop_tokens(self) -> Sequence[int]: ...
-    def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]: ...
+    def encode(self, s: str, *, bos: bool, eos: bool, begins: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], /) -> str: ...
     def stream(self) -> TextStream: ...
 
@@ -54,7 +54,7 @@ def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int], *, bos: boo
         raise ValueError(f"a prompt is a str or a list of token ids, not bytes: {prompt[:40]!r}; decode it first")
     if not isinstance(prompt, str):
         return list(prompt)
-    ids = tokenizer.encode(prompt, bos=bos and tokenizer.adds_bos, eos=False)
+    ids = tokenizer.encode(prompt, bos=bos and tokenizer.adds_bos, eos=False, begins=bos)
     return ids if ids or not bos or tokenizer.bos_id is None else [tokenizer.bos_id]
 
 

@@ -23,7 +23,7 @@ class Ids:
 
     bos_id, adds_bos, stop_tokens = None, False, ()
 
-    def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]:
+    def encode(self, s: str, *, bos: bool, eos: bool, begins: bool = True) -> list[int]:
         return [int(word) for word in s.split()]
 
     def decode(self, ids: Any) -> str:
@@ -97,7 +97,7 @@ class Bytes:
     def __init__(self, *, adds_bos: bool = True) -> None:
         self.adds_bos = adds_bos
 
-    def encode(self, s: str, *, bos: bool, eos: bool) -> list[int]:
+    def encode(self, s: str, *, bos: bool, eos: bool, begins: bool = True) -> list[int]:
         return [256] * bos + list(s.encode()) + [257] * eos
 
     def decode(self, ids: Iterable[int]) -> str:

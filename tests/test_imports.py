@@ -66,8 +66,12 @@ MAY_IMPORT = {
     "llama/parallel.py": ("ranks", "torch fairscale"),
     "llama/perplexity.py": ("api cli console files kv_cache limits machine model parallel streaming", "torch tqdm"),
     # wings: each knows the floor and itself, and another one where its name says so
-    "llama/tokenizer/tokenizer.py": ("tokenizer", "tiktoken"),
     "llama/tokenizer/template_child.py": ("", "jinja2"),
+    "llama/json_files.py": ("", ""),
+    "llama/tokenizer/tiktoken_file.py": ("tokenizer", "tiktoken"),
+    "llama/tokenizer/bpe.py": ("tokenizer", "tokenizers"),
+    "llama/tokenizer/sentencepiece_file.py": ("tokenizer", "sentencepiece"),
+    "llama/tokenizer/huggingface_file.py": ("json_files tokenizer", ""),
     "llama/tokenizer/": ("tokenizer", ""),
     "llama/checkpoint/__main__.py": ("checkpoint cli console costs demo files", "tqdm"),
     "llama/checkpoint/": (
@@ -135,8 +139,10 @@ MAY_IMPORT = {
 
 # package of others -> the only files, or folders, that may know it; None: no file may
 ONLY_DOOR = {
-    "tiktoken": "llama/tokenizer/tokenizer.py",
     "jinja2": "llama/tokenizer/template_child.py",
+    "tiktoken": "llama/tokenizer/tiktoken_file.py",
+    "tokenizers": "llama/tokenizer/bpe.py",
+    "sentencepiece": "llama/tokenizer/sentencepiece_file.py",
     "numpy": "llama/checkpoint/",
     "safetensors": "llama/checkpoint/",
     "gguf": "llama/checkpoint/",
@@ -337,5 +343,6 @@ def test_importing_the_public_names_changes_nothing_and_prints_nothing(probed: d
     assert probed["printed"] == ""
 
 
-def test_importing_the_public_names_loads_neither_fairscale_nor_transformers(probed: dict[str, Any]) -> None:
-    assert {"fairscale", "transformers", "fire"}.isdisjoint(probed["by names"])
+def test_importing_the_public_names_loads_no_package_that_only_some_need(probed: dict[str, Any]) -> None:
+    some = {"fairscale", "transformers", "fire", "tiktoken", "tokenizers", "sentencepiece"}
+    assert some.isdisjoint(probed["by names"])

@@ -191,6 +191,7 @@ def assemble(
             f"the tokenizer has {tokenizer.n_words} tokens but the model only {args.vocab_size}: "
             "they do not belong together",
         )
+    tokenizer.widen(args.vocab_size)
     head, embedding = names["output.weight"], names["tok_embeddings.weight"]
     shared = head not in tensors and embedding in tensors and says_tied is not False
     if shared:

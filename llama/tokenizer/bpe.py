@@ -69,7 +69,10 @@ class Spaces:
 
 
 class BpeCodec:
-    """Encodes by `tokenizers`. Raises ValueError for tokens and merges that do not belong together."""
+    """Encodes by `tokenizers`. Raises ValueError for tokens and merges that do not belong together.
+
+    masks: a special token that is not looked for still hides the added tokens inside it, as in transformers.
+    """
 
     def __init__(
         self,
@@ -80,9 +83,10 @@ class BpeCodec:
         *,
         whole_words: bool = False,
         byte_fallback: bool = False,
+        masks: bool = True,
     ) -> None:
         self.vocab, self.merges, self.added, self.form = vocab, merges, added, form
-        self.whole_words, self.byte_fallback = whole_words, byte_fallback
+        self.whole_words, self.byte_fallback, self._masks = whole_words, byte_fallback, masks
         check_tokens(vocab)
         _check_merges(vocab, merges)
         if not vocab:
@@ -123,6 +127,7 @@ class BpeCodec:
         library.encode_special_tokens = True  # what is special is looked for and left as text
         self._set_form(library, begins)
         ids = [*self.vocab.values(), _UNKNOWN]
+        added = [token for token in self.added if self._masks or not token.special or token.text in special]
         tokens = [
             AddedToken(
                 token.text,
@@ -132,10 +137,10 @@ class BpeCodec:
                 normalized=token.normalized,
                 special=token.special and token.text not in special,
             )
-            for token in self.added
+            for token in added
         ]
         library.add_tokens(tokens)
-        for token in self.added:
+        for token in added:
             number = library.token_to_id(token.text)
             if number is None or number > len(ids):
                 raise ValueError(f"the added token {token.text!r:.80} is not taken")

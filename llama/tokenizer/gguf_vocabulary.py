@@ -93,11 +93,13 @@ def _byte_level(facts: Mapping[str, Any], words: _Words) -> tuple[Codec, dict[in
         at = words.kinds.index(BYTE)
         raise ValueError(f"token {at}, {words.texts[at]!r:.80}, has type {BYTE}, which is not supported with 'gpt2'")
     merges = [_pair(merge) for merge in _array(facts, "merges", str)]
-    vocab = {text: i for i, (text, kind) in enumerate(zip(words.texts, words.kinds, strict=True)) if kind == NORMAL}
+    # A user's token, too, may be one that merges make, where letters for bytes spell it as it is.
+    vocab = {text: i for text, i in words.users.items() if text.isascii() and text.isprintable() and " " not in text}
+    vocab |= {text: i for i, (text, kind) in enumerate(zip(words.texts, words.kinds, strict=True)) if kind == NORMAL}
     added = [Added(text, i, special=True) for text, i in words.special.items()]
     added += [Added(text, i, special=False) for text, i in words.users.items()]
     pre = _pre(facts)
-    codec = BpeCodec(vocab, merges, added, ByteLevel(pre), whole_words=CUTTINGS[pre].whole_words)
+    codec = BpeCodec(vocab, merges, added, ByteLevel(pre), whole_words=CUTTINGS[pre].whole_words, masks=False)
     return codec, codec.pieces()
 
 

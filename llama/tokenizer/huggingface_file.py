@@ -27,10 +27,14 @@ from llama.tokenizer.vocabulary import (
 _MAX_CONFIG_BYTES = 8 << 20  # tokenizer_config.json repeats the added tokens; config.json is far smaller
 _MAX_ADDED = 1 << 17
 
-_SPEC_KEYS = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor"}
-_SPEC_KEYS |= {"decoder", "model"}
-_MODEL_KEYS = {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk"}
-_MODEL_KEYS |= {"byte_fallback", "ignore_merges", "vocab", "merges"}
+_SPEC_KEYS = {
+    *("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder"),
+    "model",
+}
+_MODEL_KEYS = {
+    *("type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback"),
+    *("ignore_merges", "vocab", "merges"),
+}
 _ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": UNSPELLED}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llama.tokenizer.byte_letters import byte_letters
 from llama.tokenizer.patterns import LLAMA3_PATTERN
-from llama.tokenizer.vocabulary import MAX_TOKEN_LENGTH, Cutter, Spelling, Vocabulary, check_text
+from llama.tokenizer.vocabulary import MAX_TOKEN_LENGTH, Cutter, Spelling, Vocabulary, calling, check_text
 
 _SPECIALS = (
     "<|begin_of_text|>",
@@ -43,7 +43,7 @@ def read_tiktoken(path: Path, data: bytes) -> Vocabulary:
     return Vocabulary(
         codec=TiktokenCodec(ranks, special_tokens),
         size=len(ranks) + len(special_tokens),
-        pieces={rank: token for token, rank in ranks.items()},
+        pieces=dict(enumerate([*ranks, *(text.encode() for text in texts)])),
         special_tokens=special_tokens,
         user_tokens={},
         bos_id=special_tokens["<|begin_of_text|>"],
@@ -102,8 +102,9 @@ class TiktokenCodec:
             if isinstance(part, int):
                 ids.append(part)
                 continue
-            for piece in _slices(part):
-                ids.extend(self._bpe.encode_ordinary(piece))
+            with calling("tiktoken", f"encode the text that begins {part[:40]!r}"):
+                for piece in _slices(part):
+                    ids.extend(self._bpe.encode_ordinary(piece))
         return ids
 
     def spelling(self) -> Spelling:
