@@ -20,7 +20,7 @@ import llama_cpp
 from llama import cli
 from llama.demo import demo_model_path
 
-OUT = Path(__file__).parents[1] / "tests" / "fixtures" / "tokenizer_llama_cpp.json"
+OUT = Path(__file__).parents[1] / "tests" / "tokenizer" / "fixtures" / "tokenizer_llama_cpp.json"
 
 BY_HAND = [
     "", " ", "  ", "\n", "\n\n", "\t", "\r\n", " \n ", "a", " a", "a ", "  a", "   a  b   ", "Hello, world!",

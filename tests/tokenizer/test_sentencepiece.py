@@ -1,0 +1,228 @@
+"""SentencePiece's vocabularies: spaces at the ends of texts, bytes that split characters, and what is refused."""
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Limits, Scripted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vocabularies import gguf_of_pieces, huggingface_of_pieces, library_of, pieces, saved, texts
+
+from llama.tokenizer import Tokenizer
+from llama.tokenizer.model_proto import ModelProto, Piece, read_model_proto, write_model_proto
+
+many = settings(max_examples=300, deadline=None, derandomize=True)
+FORMS = ("file", "folder", "gguf")
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "gguf":
+        return Tokenizer.from_gguf(gguf_of_pieces(pieces()))
+    if request.param == "folder":
+        return Tokenizer.from_huggingface(
+            saved(folder, huggingface_of_pieces(pieces()), bos_token="<s>", eos_token="</s>")
+        )
+    return file_of(folder, pieces())
+
+
+def file_of(folder: Path, data: bytes) -> Tokenizer:
+    (folder / "tokenizer.model").write_bytes(data)
+    return Tokenizer(folder / "tokenizer.model")
+
+
+def plain(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+    return tokenizer.encode(text, bos=False, eos=False, **options)
+
+
+# ---- spaces ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_comes_back_and_one_that_goes_on_keeps_its_space(tokenizer: Tokenizer) -> None:
+    ids = plain(tokenizer, "the other")
+    assert tokenizer.decode(ids) == "the other"
+    assert tokenizer.decode(ids, begins=False) == " the other"
+    assert tokenizer.decode_bytes(ids) == b"the other"
+    assert tokenizer.decode(plain(tokenizer, "  two")) == "  two"
+    assert tokenizer.decode([]) == ""
+
+
+def test_a_text_that_goes_on_from_another_is_encoded_without_a_space_before_it(tokenizer: Tokenizer) -> None:
+    for text in texts(1000):
+        ids = plain(tokenizer, text, begins=False)
+        assert tokenizer.decode(ids, begins=False) == text.replace("▁", " ")
+    whole = [*plain(tokenizer, "the oth"), *plain(tokenizer, "er one", begins=False)]
+    assert tokenizer.decode(whole) == "the other one"
+
+
+def test_a_completion_and_what_is_appended_to_a_session_have_the_spaces_that_were_made(tokenizer: Tokenizer) -> None:
+    answer = plain(tokenizer, "Paris is")
+    model = Scripted([[*answer, 2]], Limits(max_seq_len=80, vocab_size=2000))
+    (result,) = model.generate(tokenizer, ["the capital"], 20, temperature=0)
+    assert result["generation"] == " Paris is"
+    pieces_of_text = [piece for _, piece in model.stream(tokenizer, ["the capital"], 20, temperature=0, echo=True)]
+    assert "".join(pieces_of_text) == "the capital Paris is"
+
+
+@many
+@given(data=st.data())
+def test_streamed_text_equals_decoded_text_for_any_ids(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, 2010) | st.integers(3, 258), max_size=24))  # many bytes
+    tokenizer.widen(2011)
+    for begins in (False, True):
+        stream = tokenizer.stream(begins=begins)
+        for _ in range(2):
+            text = "".join(stream.feed(token_id) for token_id in ids)
+            assert text + stream.flush() == tokenizer.decode(ids, begins=begins)
+
+
+def test_a_stream_returns_only_whole_characters_of_bytes_that_split_them(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
+    assert [stream.feed(3 + byte) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
+    assert [stream.feed(3 + byte) for byte in b"\xf0\x9fa"] == ["", "", "\ufffda"]
+
+
+# ---- special tokens, and what cannot be represented ------------------------------------------------------------------
+
+
+def test_no_special_token_can_be_written_in_plain_text(tokenizer: Tokenizer) -> None:
+    for text in ("<s>", "</s>", "<unk>", " </s>", "a<s>b", "<s></s><s>"):
+        ids = plain(tokenizer, text)
+        assert min(ids) > 2
+        assert tokenizer.decode(ids) == text
+    assert plain(tokenizer, "a</s>", allowed_special={"</s>"})[-1] == 2
+    assert plain(tokenizer, "a<s>", allowed_special={"</s>"})[-1] > 2
+    assert tokenizer.encode("<s>a", bos=True, eos=True).count(1) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_bytes_a_text_of_unknown_characters_is_refused_by_name(form: str, tmp_path: Path) -> None:
+    data = pieces(byte_fallback=False)
+    if form == "file":
+        ours = file_of(tmp_path, data)
+    elif form == "gguf":
+        ours = Tokenizer.from_gguf(gguf_of_pieces(data))
+    else:
+        ours = Tokenizer.from_huggingface(
+            saved(tmp_path, huggingface_of_pieces(data), bos_token="<s>", eos_token="</s>")
+        )
+    assert ours.decode(plain(ours, "the other")) == "the other"
+    for begins in (True, False):
+        with pytest.raises(ValueError, match=r"cannot represent '\\x04', '\\U00050000': it has no tokens for them"):
+            plain(ours, "the \x04 other \U00050000", begins=begins)
+
+
+# ---- files that are refused ------------------------------------------------------------------------------------------
+
+SMALL = ModelProto(
+    [Piece("<unk>", kind=2), Piece("<s>", kind=3), Piece("</s>", kind=3), Piece("ab"), *map(Piece, "▁ab")],
+    bos_id=1,
+    eos_id=2,
+)
+
+
+def test_what_is_written_is_what_the_library_and_the_reader_read() -> None:
+    written = write_model_proto(SMALL)
+    assert replace(read_model_proto(written), bos_id=1, eos_id=2) == SMALL
+    assert library_of(written).encode("ab") == [4, 3]
+    ours = read_model_proto(pieces())
+    assert library_of(write_model_proto(ours)).encode("the other é 😀") == library_of(pieces()).encode("the other é 😀")
+
+
+def message(number: int, *fields: bytes) -> bytes:
+    content = b"".join(fields)
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+def piece(text: bytes = b"x", score: bytes = bytes(4), kind: int = 1) -> bytes:
+    return message(1, message(1, text), b"\x15" + score, bytes([3 << 3, kind]))
+
+
+GOOD = piece(b"<unk>", kind=2) + piece(b"a") + piece(b"b")
+BPE = message(2, b"\x18\x02")
+IDENTITY = message(3, b"\x20\x00")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (GOOD + IDENTITY, "of type 'unigram' is not supported, only 'bpe'"),
+        (GOOD + message(2, b"\x18\x03") + IDENTITY, "'word'"),
+        (GOOD + BPE, "remove_extra_whitespaces=true"),
+        (GOOD + BPE + message(3, message(2, b"abc")), "normalisation"),
+        (GOOD + BPE + message(3, b"\x20\x00", b"\x28\x00"), "escape_whitespaces=false"),
+        (GOOD + BPE + message(3, b"\x20\x05"), "the flag in field 4 is 5"),
+        (GOOD + BPE + BPE + IDENTITY, "field 2 of the model stands there twice"),
+        (GOOD + message(2, b"\x18\x02", b"\x98\x02\x01") + IDENTITY, "0 tokens are bytes; there must be 256"),
+        (GOOD + piece(b"<0x00>", kind=6) + BPE + IDENTITY, "1 tokens are bytes"),
+        (GOOD + piece(b"byte", kind=6) + BPE + IDENTITY, "is of the type of bytes"),
+        (GOOD + piece(b"a") + BPE + IDENTITY, "token 3, 'a', stands in the vocabulary twice"),
+        (GOOD + piece(b"") + BPE + IDENTITY, "has 0 characters"),
+        (GOOD + piece(b"\xff") + BPE + IDENTITY, "utf-8"),
+        (GOOD + piece(b"c", kind=3) + BPE + IDENTITY, "special and one character"),
+        (GOOD + piece(b"c", kind=7) + BPE + IDENTITY, "has type 7"),
+        (GOOD + piece(b"c", struct.pack("<f", float("nan"))) + BPE + IDENTITY, "the score nan, which is not finite"),
+        (GOOD + piece(b"c", struct.pack("<f", float("inf"))) + BPE + IDENTITY, "not finite"),
+        (GOOD + message(1, message(1, b"c"), b"\x10\x05") + BPE + IDENTITY, "the score of a piece is no 32-bit float"),
+        (GOOD + b"\x0a\x7f", "127 bytes are needed at byte"),
+        (GOOD + b"\x0a", "in the middle of a number"),
+        (GOOD + b"\x0a" + b"\xff" * 11, "more than 10 bytes"),
+        (GOOD + b"\x0b", "of kind 3"),
+        (GOOD + b"\x08\x01" + BPE + IDENTITY, "number 1 stands where a text or message must be"),
+        (GOOD + message(2, message(3, b"ab")) + IDENTITY, "stands where a number must be"),
+        (b"\n\x00" + BPE + IDENTITY, "has 0 characters"),
+        (b"\n", "in the middle of a number"),
+    ],
+)
+def test_a_damaged_file_or_one_of_another_kind_is_refused_by_name(tmp_path: Path, data: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        file_of(tmp_path, data)
+
+
+@pytest.mark.parametrize("key", ["tokens", "token_type", "scores"])
+def test_arrays_of_pieces_that_do_not_fit_are_refused_by_name(key: str) -> None:
+    facts = gguf_of_pieces(pieces())
+    for value in (None, [], facts[f"tokenizer.ggml.{key}"][:-1], ["x"] * 2000, [float("nan")] * 2000, 5):
+        with pytest.raises(ValueError, match=r"token|scores"):
+            Tokenizer.from_gguf(facts | {f"tokenizer.ggml.{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"add_eos_token": True}, "add_eos_token=true is not supported"),
+        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces=true is not supported"),
+        ({"add_space_prefix": "false"}, "add_space_prefix='false' must be true or false"),
+        ({"precompiled_charsmap": [1, 2]}, "precompiled_charsmap is not supported"),
+        ({"bos_token_id": 2000}, "id 2000 is not in the vocabulary of 2000 tokens"),
+        ({"bos_token_id": 1.0}, "is no whole number"),
+    ],
+)
+def test_what_gguf_metadata_of_pieces_must_not_say_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Tokenizer.from_gguf(gguf_of_pieces(pieces(), **changes))
+
+
+def test_flags_of_gguf_are_followed_and_have_llama_cpps_defaults() -> None:
+    missing = Tokenizer.from_gguf(gguf_of_pieces(pieces(), bos_token_id=None, eos_token_id=None, add_bos_token=None))
+    assert (missing.bos_id, missing.eos_id, missing.adds_bos) == (1, 2, True)
+    ours = Tokenizer.from_gguf(gguf_of_pieces(pieces(), add_bos_token=False, add_space_prefix=False))
+    assert not ours.adds_bos
+    assert ours.decode(plain(ours, "the other")) == "the other"
+    assert ours.decode(plain(ours, " the other")) == " the other"
+    assert plain(ours, "the") == plain(missing, "the", begins=False)
+
+
+def test_merges_that_scores_cannot_say_are_not_written_into_a_gguf_file(tmp_path: Path) -> None:
+    source = huggingface_of_pieces(pieces())
+    spec = json.loads(source.to_str())
+    del spec["model"]["merges"][5]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    ours = Tokenizer.from_huggingface(tmp_path)
+    with pytest.raises(ValueError, match=r"a \.gguf file cannot say these merges"):
+        ours.to_gguf(2000)
