@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _BYTE_KIND = 6  # tokenizer.ggml.token_type
 _MAX_VARIANTS = 8
+_MAX_ADDED_LENGTH = 1 << 19  # of all added tokens; the library takes a second for twice as many, 15 for 40 times
 _UNKNOWN = -1  # no id
 
 
@@ -89,6 +90,10 @@ class BpeCodec:
         self.whole_words, self.byte_fallback, self._masks = whole_words, byte_fallback, masks
         check_tokens(vocab)
         _check_merges(vocab, merges)
+        if (length := sum(len(token.text) for token in added)) > _MAX_ADDED_LENGTH:
+            raise ValueError(
+                f"the added tokens have {length} characters together; at most {_MAX_ADDED_LENGTH} are taken"
+            )
         if not vocab:
             raise ValueError("the vocabulary has no tokens that text could become")
         self._letters = {letter: byte for byte, letter in enumerate(byte_letters())}

@@ -116,16 +116,16 @@ def _pieces(facts: Mapping[str, Any], words: _Words) -> tuple[Codec, dict[int, b
         raise ValueError(f"{len(words.texts)} tokens but {len(scores)} scores")
     if facts.get("precompiled_charsmap"):
         raise ValueError("tokenizer.ggml.precompiled_charsmap is not supported: it changes the text")
-    whole = {*words.special.values(), *words.users.values()}
-    # Tokens that are taken whole are cut out before the library sees the text, and unused ones are nothing's.
-    kinds = [CONTROL if i in whole or kind == UNUSED else kind for i, kind in enumerate(words.kinds)]
+    special = set(words.special.values())
+    # A user's tokens are cut out before the library sees the text; merges may make them, too, as in llama.cpp.
+    kinds = [NORMAL if kind == USER_DEFINED else CONTROL if kind == UNUSED else kind for kind in words.kinds]
+    kinds = [CONTROL if i in special else kind for i, kind in enumerate(kinds)]
     proto = ModelProto(
         [Piece(*each) for each in zip(words.texts, scores, kinds, strict=True)],
         add_dummy_prefix=_flag(facts, "add_space_prefix", True),
         byte_fallback=BYTE in kinds,
     )
-    users = {token_id: text.encode() for text, token_id in words.users.items()}
-    return SentencePieceCodec(proto, words.special, words.users), pieces_of(proto) | users
+    return SentencePieceCodec(proto, words.special, words.users), pieces_of(proto)
 
 
 # ---- values of exact types -------------------------------------------------------------------------------------------

@@ -75,11 +75,13 @@ def check_pieces(pieces: list[Piece]) -> None:
 
 def read_model_proto(data: bytes) -> ModelProto:
     """Return what a file says. Raises ValueError for damaged bytes, and for models of another kind, by name."""
-    pieces: list[Piece] = []
+    messages: list[bytes] = []  # read last, for they are many
     specs: dict[int, dict[int, int | bytes]] = {}
     for number, value in _fields(data):
         if number == 1:
-            pieces.append(_piece(dict(_fields(_as_bytes(value)))))
+            messages.append(_as_bytes(value))
+            if len(messages) > MAX_WORDS:
+                raise ValueError(f"there are more than {MAX_WORDS} tokens")
         elif number in (2, 3):
             if number in specs:
                 raise ValueError(f"field {number} of the model stands there twice")
@@ -98,7 +100,7 @@ def read_model_proto(data: bytes) -> ModelProto:
     if not _flag(normalizer, 5, True) or _flag(trainer, 24, False):
         raise ValueError("escape_whitespaces=false or treat_whitespace_as_suffix=true is not supported")
     return ModelProto(
-        pieces,
+        [_piece(message) for message in messages],
         add_dummy_prefix=_flag(normalizer, 3, True),
         byte_fallback=_flag(trainer, 35, False),
         bos_id=_id(trainer, 41, 1),
@@ -107,11 +109,14 @@ def read_model_proto(data: bytes) -> ModelProto:
     )
 
 
-def _piece(fields: dict[int, int | bytes]) -> Piece:
+def _piece(message: bytes) -> Piece:
+    fields = dict(_fields(message))
     score = fields.get(2, bytes(4))
     if not isinstance(score, bytes) or len(score) != 4:
         raise ValueError("the score of a piece is no 32-bit float")
-    text = _as_bytes(fields.get(1, b"")).decode("utf-8")
+    if fields.get(1, b"") == b"":
+        raise ValueError("a token has 0 characters")
+    text = _as_bytes(fields[1]).decode("utf-8")
     return Piece(text, struct.unpack("<f", score)[0], _as_int(fields.get(3, NORMAL)))
 
 
@@ -164,6 +169,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """Return the number that begins at a place, and where it ends."""
+    if at < len(data) and data[at] < 0x80:  # as nearly all are
+        return data[at], at + 1
     value = 0
     for place in range(10):
         if at + place >= len(data):

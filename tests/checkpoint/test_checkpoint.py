@@ -161,6 +161,21 @@ def test_every_format_brings_its_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.special_tokens["<|eot_id|>"] == EOT
 
 
+def test_rows_of_the_embedding_beyond_the_tokenizers_tokens_decode_to_nothing(tmp_path: Path) -> None:
+    paths = write_all(tmp_path, random_model(config_of(vocab_size=N_WORDS + 24)))
+    for path in (paths["meta"], paths["huggingface"]):  # in a .gguf file such tokens are there, and unused
+        checkpoint = open_checkpoint(path)
+        assert (checkpoint.tokenizer.n_words, checkpoint.args.vocab_size) == (N_WORDS, N_WORDS + 24)
+        assert checkpoint.tokenizer.decode([ord("a"), N_WORDS + 23, ord("b")]) == "ab"
+        with pytest.raises(ValueError, match="is not in this vocabulary"):
+            checkpoint.tokenizer.decode([N_WORDS + 24])
+        model = load(path)
+        with torch.no_grad():
+            model.norm.weight.zero_()  # every logit is 0: the ids that are drawn are of all rows alike
+        (result,) = model.generate(checkpoint.tokenizer, ["the hat"], 64, temperature=1.0, top_p=1.0, seed=1)
+        assert max(result["ids"]) >= N_WORDS
+
+
 def test_a_tokenizer_from_elsewhere_takes_the_place_of_the_checkpoints_own(tmp_path: Path) -> None:
     model = random_model(config_of())
     elsewhere = tmp_path / "tokenizer.model"

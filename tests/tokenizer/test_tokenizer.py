@@ -806,3 +806,51 @@ def test_a_word_of_the_vocabulary_is_taken_whole_only_where_the_file_s_kind_says
     merges = ["a b", "ab c"]
     assert plain(Tokenizer.from_gguf(small_gguf(pre="llama-bpe", merges=merges, add_bos_token=False)), "aab") == [6]
     assert plain(Tokenizer.from_gguf(small_gguf(merges=merges)), "aab") == [1, 4]
+
+
+def test_a_chain_of_a_thousand_merges_is_read_and_followed_in_time_as_its_length() -> None:
+    letters = "".join(chr(ord("A") + i * i % 57) for i in range(1024))
+    tokens = [chr(code) for code in range(33, 127)] + [letters[:end] for end in range(2, 1025)]
+    merges = [f"{letters[: end - 1]} {letters[end - 1]}" for end in range(2, 1025)]
+    facts = {"tokens": tokens, "token_type": [1] * len(tokens), "merges": merges}
+    begin = time.process_time()
+    ours = Tokenizer.from_gguf(small_gguf(**facts, bos_token_id=None, eos_token_id=0))
+    ids = plain(ours, letters * 100)
+    assert time.process_time() - begin < 3  # 0.1; what grew with the third power of the length took minutes
+    assert ours.decode(ids) == letters * 100
+
+
+def test_added_tokens_that_a_library_would_take_long_over_are_refused(tmp_path: Path, small_json: Any) -> None:
+    flags = small_json["added_tokens"][0]
+    many_tokens = [flags | {"id": 1000 + i, "content": f"{i:01000}"} for i in range(600)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(small_json | {"added_tokens": many_tokens}))
+    with pytest.raises(ValueError, match="the added tokens have 600000 characters together; at most 524288"):
+        Tokenizer.from_huggingface(tmp_path)
+
+
+def test_a_token_that_tokenizer_config_names_and_the_vocabulary_has_is_special(tmp_path: Path) -> None:
+    ours = Tokenizer.from_huggingface(saved(tmp_path, trained("gpt2"), pad_token="~"))
+    assert ours.decode([ours.pad_id or 0]) == "~"
+    assert ours.special_tokens["~"] == ours.pad_id
+    with pytest.raises(ValueError, match="cannot represent '~'"):
+        plain(ours, "a~")
+
+
+def test_merges_that_would_make_a_special_token_out_of_plain_text_are_refused(tmp_path: Path) -> None:
+    tokenizer = trained("gpt2")
+    assert tokenizer.token_to_id("st") is not None
+    tokenizer.add_special_tokens(["st"])
+    with pytest.raises(ValueError, match=r"merge \['s', 't'\]: not two ordinary tokens"):
+        Tokenizer.from_huggingface(saved(tmp_path, tokenizer))
+
+
+def test_ids_of_a_model_s_padding_decode_to_nothing(demo: Tokenizer) -> None:
+    ours = Tokenizer.from_gguf(small_gguf())
+    with pytest.raises(ValueError, match="id 10 is not in this vocabulary of 10 tokens"):
+        ours.decode([10])
+    before = ours.fingerprint()
+    ours.widen(16)
+    assert ours.decode([1, 10, 15, 2]) == "ab"
+    assert (ours.n_words, ours.fingerprint()) == (10, before)
+    with pytest.raises(ValueError, match="id 16 is not in this vocabulary of 16 tokens"):
+        ours.decode([16])
