@@ -5,6 +5,7 @@ ones a text may have this time: what it may not find is not in its vocabulary, s
 Knows the library. Does not know files.
 """
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from llama.tokenizer.vocabulary import (
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
     from tokenizers.models import BPE
+
+logger = logging.getLogger(__name__)
 
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _BYTE_KIND = 6  # tokenizer.ggml.token_type
@@ -108,17 +111,18 @@ class BpeCodec:
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         check_text(text, "the text")
         key = (special, begins or isinstance(self.form, ByteLevel))
-        if key not in self._variants:
+        variant = self._variants.get(key)
+        if variant is None:
+            with calling("tokenizers", "take this vocabulary"):
+                variant = self._variant(*key)
             if len(self._variants) >= _MAX_VARIANTS:
                 self._variants.clear()
-            with calling("tokenizers", "take this vocabulary"):
-                self._variants[key] = self._variant(*key)
-        library, ids = self._variants[key]
+            self._variants[key] = variant
+        library, ids = variant
         with calling("tokenizers", f"encode the text that begins {text[:40]!r}"):
             found = [ids[number] for number in library.encode(text, add_special_tokens=False).ids]
-            normal = text if library.normalizer is None else library.normalizer.normalize_str(text)
         if _UNKNOWN in found:
-            self._refuse_unknown(normal)
+            self._refuse_unknown(text if library.normalizer is None else library.normalizer.normalize_str(text))
         return found
 
     def _variant(self, special: frozenset[str], begins: bool) -> "tuple[Library, list[int]]":
@@ -228,6 +232,8 @@ class BpeCodec:
                 raise ValueError(
                     f"a .gguf file cannot say ignore_merges={self.whole_words} with tokenizer.ggml.pre={self.form.pre}"
                 )
+            if self.form.nfc:
+                logger.warning("a .gguf file cannot say that texts are composed first (NFC); llama.cpp does not do it")
             merges = [" ".join(pair) for pair in self.merges]
             return Spelling({"model": "gpt2", "pre": self.form.pre, "merges": merges}, tokens, {})
         kinds = {token_id: _BYTE_KIND for text, token_id in self.vocab.items() if BYTE.fullmatch(text)}

@@ -4,7 +4,6 @@ Knows the keys (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and w
 know how a file is read, nor how text is encoded.
 """
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from llama.tokenizer.model_proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, 
 from llama.tokenizer.patterns import ALIASES, CUTTINGS
 from llama.tokenizer.sentencepiece_file import SentencePieceCodec, pieces_of
 from llama.tokenizer.vocabulary import Codec, Vocabulary, apart, check_template, check_text
-
-logger = logging.getLogger(__name__)
 
 _PREFIX = "tokenizer.ggml."
 _END_OF_MESSAGE = "<|eom_id|>"
@@ -199,9 +196,6 @@ def write_gguf_vocabulary(vocabulary: Vocabulary, size: int) -> dict[str, Any]:
     if vocabulary.chat_template is not None:
         metadata["tokenizer.chat_template"] = vocabulary.chat_template
     _check_read_back(vocabulary, read_gguf_vocabulary(metadata))
-    form = getattr(vocabulary.codec, "form", None)
-    if isinstance(form, ByteLevel) and form.nfc:
-        logger.warning("a .gguf file cannot say that texts are composed first (NFC); llama.cpp does not do it")
     return metadata
 
 

@@ -6,6 +6,7 @@ Does not know how text is encoded.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def read_huggingface(path: Path) -> Vocabulary:
         raise ValueError("post_processor puts a token before each text that is not the BOS token")
     eos_ids = _named_ids("eos", settings, defaults, ids)
     ends, users = apart({token.text: token.id for token in added if not token.special}, {*bos_ids[:1], *eos_ids})
-    added = [Added(**{**vars(token), "special": True}) if token.text in ends else token for token in added]
+    added = [replace(token, special=True) if token.text in ends else token for token in added]
     special = {token.text: token.id for token in added if token.special}
     codec = BpeCodec(
         {text: token_id for text, token_id in vocab.items() if text not in special},

@@ -78,11 +78,13 @@ class SentencePieceCodec:
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         check_text(text, "the text")
-        if special not in self._cutters:
+        cutter = self._cutters.get(special)
+        if cutter is None:
             whole = {token: self._special_tokens[token] for token in special}
-            self._cutters = {special: Cutter({**self._user_tokens, **whole})}
+            cutter = Cutter({**self._user_tokens, **whole})
+            self._cutters = {special: cutter}
         ids: list[int] = []
-        for place, part in enumerate(self._cutters[special].parts(text)):
+        for place, part in enumerate(cutter.parts(text)):
             if isinstance(part, int):
                 ids.append(part)
                 continue

@@ -95,10 +95,12 @@ class TiktokenCodec:
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         """Return the ids; runs of more than 25,000 (non-)space characters, and 400,000 of any, are cut as Meta does."""
         check_text(text, "the text")
-        if special not in self._cutters:
-            self._cutters = {special: Cutter({token: self._special_tokens[token] for token in special})}
+        cutter = self._cutters.get(special)
+        if cutter is None:
+            cutter = Cutter({token: self._special_tokens[token] for token in special})
+            self._cutters = {special: cutter}
         ids: list[int] = []
-        for part in self._cutters[special].parts(text):
+        for part in cutter.parts(text):
             if isinstance(part, int):
                 ids.append(part)
                 continue
