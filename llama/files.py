@@ -1,6 +1,7 @@
 """Where files go: results, replaced as a whole and known beforehand to be writable; and the user's cache directory.
 
-And texts that come in, of which no more is read than anyone could use. Knows nothing of what stands in them.
+And texts that come in, of which no more is read than anyone could use; and how a stranger's file is opened, without
+waiting for it. Knows nothing of what stands in them.
 """
 
 import errno
@@ -12,9 +13,53 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 TEXT_LIMIT = 2**30  # bytes of a text to score
 WRITER_S = 5.0  # how long a named pipe is waited for that nobody has opened to write
+
+# Opening a named pipe would wait for its other end; on Windows a text file would lose bytes.
+_READ_AT_ONCE = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+_KINDS_OF_FILE = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or the one that a link leads to, for reading bytes.
+
+    Raises ValueError for whatever else stands there, at once: a pipe is not waited for, a device not touched. OSError
+    where there is nothing, or nothing that may be read.
+    """
+    check_regular(os.stat(path).st_mode)
+    handle = os.open(path, _READ_AT_ONCE)
+    try:
+        check_regular(os.fstat(handle).st_mode)  # of what was opened, should the name lead elsewhere by now
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def check_regular(mode: int) -> None:
+    """Raise ValueError unless the mode, as `os.stat` gives it, is that of a regular file."""
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"it is {_KINDS_OF_FILE.get(stat.S_IFMT(mode), 'something else')}, not a regular file")
+
+
+def read_regular(path: Path, *, limit: int) -> bytes:
+    """Return what a regular file holds, once its size is known to be at most `limit` bytes; else as `open_regular`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > limit else file.read(limit + 1)
+    if max(size, len(data)) > limit:
+        raise ValueError(f"longer than {limit:,} bytes")
+    return data
 
 
 def read_text(path: Path, *, limit: int) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from llama.checkpoint.gguf import read_header
+from llama.checkpoint.gguf_header import read_header
 from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
 

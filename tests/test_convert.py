@@ -28,7 +28,7 @@ from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.checkpoint import CheckpointError, open_checkpoint
 from llama.checkpoint.base import BLOCK, Weight, needed_shapes
-from llama.checkpoint.gguf import Header, read_header
+from llama.checkpoint.gguf_header import Header, read_header
 from llama.checkpoint.gguf_writer import planned
 from llama.convert import convert, main
 from llama.demo import demo_model_path

@@ -63,6 +63,8 @@ MAY_IMPORT = {
     "llama/costs.py": ("args cli", ""),
     "llama/machine.py": ("costs ops", "torch"),
     "llama/files.py": ("", ""),
+    "llama/words.py": ("", ""),
+    "llama/json_files.py": ("files", ""),
     "llama/parallel.py": ("ranks", "torch fairscale"),
     "llama/perplexity.py": ("api cli console files kv_cache limits machine model parallel streaming", "torch tqdm"),
     # wings: each knows the floor and itself, and another one where its name says so
@@ -75,7 +77,7 @@ MAY_IMPORT = {
     "llama/tokenizer/": ("tokenizer", ""),
     "llama/checkpoint/__main__.py": ("checkpoint cli console costs demo files", "tqdm"),
     "llama/checkpoint/": (
-        "args costs ranks rope model packed quantize tokenizer checkpoint",
+        "args costs files json_files ranks rope model packed quantize tokenizer words checkpoint",
         "torch numpy safetensors gguf",
     ),
     "llama/exact/triton_kernels.py": ("", "torch triton"),

@@ -19,7 +19,7 @@ from torch import Tensor
 from llama import load
 from llama.bench.run.memory import tensor_peak
 from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
-from llama.checkpoint.gguf import read_header
+from llama.checkpoint.gguf_header import read_header
 from llama.checkpoint.gguf_types import KINDS
 from llama.demo import demo_model_path
 from llama.fast.choose import make_fast

@@ -3,6 +3,7 @@
 Foreign names and layouts end here. Knows nothing of running a model, and prints nothing.
 """
 
+import os
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -28,6 +29,7 @@ from llama.model import Transformer
 from llama.packed import Format, MappedWeight, PackedWeight
 from llama.quantize import quantize_layers, weights_of
 from llama.ranks import ALONE, Ranks, cut_for
+from llama.words import some_of
 
 __all__ = ["Checkpoint", "CheckpointError", "load_weights", "open_checkpoint"]
 
@@ -53,6 +55,8 @@ def open_checkpoint(path: str | PathLike[str], *, tokenizer_path: str | PathLike
             return _open_directory(path, tokenizer_path)
         if path.is_file():
             return _open_file(path, tokenizer_path)
+        if os.path.lexists(path):
+            raise CheckpointError(path, f"is no regular file, or a link that leads to none; {_KINDS}")
         raise CheckpointError(path, f"there is no such file or directory; {_KINDS}")
 
 
@@ -76,7 +80,7 @@ def _open_directory(path: Path, tokenizer_path: Path | None) -> Checkpoint:
     if not formats:
         raise CheckpointError(path, f"holds no weights, found {listing(path)}; {_KINDS}")
     if len(formats) > 1 or len(ggufs) > 1:
-        found = ", ".join(ggufs) if len(ggufs) > 1 else f"weights of {' and '.join(formats)}"
+        found = some_of(ggufs) if len(ggufs) > 1 else f"weights of {' and '.join(formats)}"
         raise CheckpointError(path, f"holds more than one checkpoint ({found}); pass a file or directory of one")
     if ggufs:
         return open_gguf(path / ggufs[0], tokenizer_path=tokenizer_path)

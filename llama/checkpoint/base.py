@@ -5,7 +5,7 @@ Knows Meta's names and shapes, and no file format but JSON.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama import json_files
 from llama.args import ModelArgs
+from llama.files import check_regular
 from llama.model import Transformer
 from llama.packed import Format, MappedWeight, Parts
 from llama.tokenizer import Tokenizer
+from llama.words import printable, some_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,28 +41,31 @@ _LIMITS = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: which path, and why."""
+    """A checkpoint that cannot be used: which path, and why.
+
+    Names in it come from files of strangers: its text is one line, short, and acts on no terminal.
+    """
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path, self.reason = path, reason
+        super().__init__(path, printable(reason))
+        self.path, self.reason = path, printable(reason)
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+        return printable(f"{self.path}: {self.reason}")
 
 
 @contextmanager
 def refusing(path: Path, reason: str) -> Iterator[None]:
     """Turn whatever reading the file raises into a CheckpointError.
 
-    Everything is caught, because parsers raise everything on damaged bytes: KeyError, struct.error,
-    UnpicklingError, RecursionError, MemoryError.
+    Everything is caught, because parsers raise everything on damaged bytes: KeyError, struct.error, RecursionError,
+    MemoryError, and the panic of a library in Rust, which is no Exception.
     """
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:
         detail = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CheckpointError(path, f"{reason}: {detail}") from error
 
@@ -208,7 +214,10 @@ def assemble(
 def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor that a model of these sizes needs, a tied head included."""
     with torch.device("meta"):  # shapes alone: this costs milliseconds and no memory, whatever the sizes
-        return shapes_of(Transformer(args))
+        shapes = shapes_of(Transformer(replace(args, n_layers=1)))  # all layers are alike
+    layers = {name.removeprefix("layers.0."): shape for name, shape in shapes.items() if name.startswith("layers.0.")}
+    whole = {name: shape for name, shape in shapes.items() if not name.startswith("layers.0.")}
+    return whole | {f"layers.{i}.{name}": shape for i in range(args.n_layers) for name, shape in layers.items()}
 
 
 def shapes_of(model: Transformer) -> dict[str, tuple[int, ...]]:
@@ -216,27 +225,40 @@ def shapes_of(model: Transformer) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes(path: Path, *, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse any difference between the tensors that are needed and those found, naming every one."""
-    missing = sorted(needed.keys() - found.keys())
-    unexpected = sorted(found.keys() - needed.keys())
+    """Refuse any difference between the tensors that are needed and those found, naming the first ones of each kind."""
+    missing = needed.keys() - found.keys()
+    unexpected = found.keys() - needed.keys()
     misshapen = [
         f"{name} is {found[name]} and must be {shape}"
         for name, shape in needed.items()
         if name in found and found[name] != shape
     ]
     groups = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
-    complaints = [f"{title}: {', '.join(group)}" for title, group in groups.items() if group]
+    some = 10 // max(1, sum(map(bool, groups.values())))
+    complaints = [f"{title}: {some_of(group, some)}" for title, group in groups.items() if group]
     if complaints:
         raise CheckpointError(path, "the tensors do not fit the config; " + "; ".join(complaints))
+
+
+def refuse_strangers(path: Path, *, known: Collection[str], found: Collection[str]) -> None:
+    """Refuse a file of which more tensors are unknown than the model has, before anything is made of any.
+
+    Fewer are named by `check_shapes`, beside what is missing and misshapen.
+    """
+    strangers = set(found).difference(known)
+    if len(strangers) > len(known):
+        raise CheckpointError(path, f"the tensors do not fit the config; unexpected: {some_of(strangers)}")
 
 
 def refuse_others(path: Path, content: Mapping[str, Any], must_be: Mapping[str, tuple[object, ...]]) -> None:
     """Refuse, by name, every key whose value is not among those under which the model is the one that we build."""
     complaints = []
     for key, allowed in must_be.items():
-        if content.get(key) not in allowed:
-            would_do = ", ".join("none at all" if value is None else json.dumps(value) for value in allowed)
-            complaints.append(f"{key}={content.get(key)!r} is not supported; what is: {would_do}")
+        value = content.get(key)
+        # Types are exact: Python takes true for 1, but a file that says so means something else. 1 and 1.0 are one.
+        if not any(value == each and (type(value) is bool) == (type(each) is bool) for each in allowed):
+            would_do = ", ".join("none at all" if each is None else json.dumps(each) for each in allowed)
+            complaints.append(f"{key}={value!r:.80} is not supported; what is: {would_do}")
     if complaints:
         raise CheckpointError(path, "; ".join(complaints))
 
@@ -244,41 +266,24 @@ def refuse_others(path: Path, content: Mapping[str, Any], must_be: Mapping[str, 
 def need_file(directory: Path, name: str, what: str) -> Path:
     """Return the path of a regular file, or say what is there instead."""
     path = directory / name
-    if not path.is_file():
-        raise CheckpointError(directory, f"lacks {name} ({what}); found {listing(directory)}")
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # nothing, or a link that leads nowhere
+        raise CheckpointError(directory, f"lacks {name} ({what}); found {listing(directory)}") from None
+    with refusing(path, "cannot be used"):
+        check_regular(mode)
     return path
 
 
-def listing(directory: Path, most: int = 12) -> str:
-    """Return the names in a directory, as words for a message."""
-    names = sorted(entry.name for entry in directory.iterdir())
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more if names else "nothing"
+def listing(directory: Path) -> str:
+    """Return the first names in a directory, as words for a message."""
+    return some_of([entry.name for entry in directory.iterdir()]) or "nothing"
 
 
 def read_json(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
-    """Return the object in a file of at most `limit` bytes. NaN, Infinity and repeated keys are refused."""
+    """Return the object in a file of at most `limit` bytes. What could be understood in two ways is refused."""
     with refusing(path, "is not readable as JSON"):
-        with path.open("rb") as file:
-            text = file.read(limit + 1)
-        if len(text) > limit:
-            raise ValueError(f"longer than {limit} bytes")
-        content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
-        if not isinstance(content, dict):
-            raise ValueError("it must hold an object in braces")
-        return content
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"repeats the key {next(key for key in keys if keys.count(key) > 1)!r}")
-    return content
+        return json_files.read_json(path, limit=limit)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -1,15 +1,12 @@
 """llama.cpp's format: one .gguf file with sizes, vocabulary and weights, often quantised.
 
-Knows the format's bytes, its words for a model's sizes, and who dequantises.
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read here and not by the `gguf`
-package, whose reader hangs on a file of 49 bytes.
+Knows the format's words for a model's sizes, and who dequantises.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import math
-import mmap
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +24,11 @@ from llama.checkpoint.base import (
     make_args,
     read_tokenizer,
     refuse_others,
+    refuse_strangers,
     refusing,
 )
 from llama.checkpoint.families import GGUF_FAMILIES, Family, gguf_names
+from llama.checkpoint.gguf_header import TensorInfo, read_header
 from llama.checkpoint.gguf_types import KINDS
 from llama.checkpoint.half_split import in_our_order
 from llama.checkpoint.mapped import MappedFile
@@ -61,43 +60,40 @@ _SIZES_MUST_BE: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_beta_slow": (1, None),
 }
 
-
-# Far above every real file, and low enough that refusing a hostile one takes little time and memory.
-_MAX_HEADER = 128 << 20
-_MAX_COUNT = 1 << 16
-_MAX_ARRAY = 1 << 22
-_MAX_STRING = 1 << 20
-_MAX_NAME = 64
-
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor is: its type, its shape (rows first, as in torch), its first byte in the file and how many."""
-
-    kind: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a file says of itself: metadata as plain values, and where each tensor is."""
-
-    metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+# What is read of a vocabulary, each of exactly this type: a number is no flag, and a word no number. Other arrays stay
+# unread.
+_ARRAYS: dict[str, type] = {
+    "tokenizer.ggml.tokens": str,
+    "tokenizer.ggml.scores": float,
+    "tokenizer.ggml.token_type": int,
+    "tokenizer.ggml.merges": str,
+}
+_TYPES: dict[str, type] = {
+    "tokenizer.ggml.model": str,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.chat_template": str,
+    **{
+        f"tokenizer.ggml.{name}_token_id": int
+        for name in ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "cls", "mask")  # spelled so there
+    },
+    **{
+        f"tokenizer.ggml.{name}": bool
+        for name in ("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces")
+    },
+}
+_CALLED = {str: "text", int: "a whole number from 0 on", float: "a float", bool: "true or false"}
 
 
 def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     """Open a .gguf file of a Llama model. `tokenizer_path`: a tokenizer to take instead of the file's own."""
-    header = read_header(path)
+    header = read_header(path, arrays=_ARRAYS)
+    _check_types(path, header.metadata)
     refuse_others(path, header.metadata, _MUST_BE)
     family = GGUF_FAMILIES[header.metadata["general.architecture"]]
     sizes = _Sizes(path, header.metadata, family.name)
     args = _args(sizes, family)
+    names = gguf_names(args)
+    refuse_strangers(path, known=names.values(), found=header.tensors)
     tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else _tokenizer(path, header.metadata)
     mapped = MappedFile(path)
     with refusing(path, "cannot be mapped"):
@@ -105,7 +101,6 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     divisors = tensors.pop(ROPE_DIVISORS, None)
     if divisors is not None:
         args = replace(args, rope_scaling=_divided(path, args, divisors))
-    names = gguf_names(args)
     if family.half_split:
         for ours, theirs in names.items():
             if theirs in tensors:
@@ -120,6 +115,18 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
         window=sizes.window(),
         family=family.name,
     )
+
+
+def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Refuse what a tokenizer would read as something else: ids are whole numbers from 0 on, flags true or false."""
+    for key, kind in _TYPES.items():
+        value = metadata.get(key)
+        if value is not None and (type(value) is not kind or (isinstance(value, int) and value < 0)):
+            raise CheckpointError(path, f"{key}={value!r:.80} must be {_CALLED[kind]}")
+    for key, kind in _ARRAYS.items():
+        value = metadata.get(key)
+        if value is not None and (type(value) is not list or set(map(type, value)) - {kind}):
+            raise CheckpointError(path, f"{key} must be an array, of which each value is {_CALLED[kind]}")
 
 
 class _Sizes:
@@ -241,128 +248,3 @@ def _divided(path: Path, args: ModelArgs, weight: Weight) -> RopeScaling | tuple
     if torch.allclose(freqs / scale_frequencies(freqs, **vars(rule)), divisors, rtol=1e-5 * max(1, factor), atol=0):
         return rule
     return tuple(divisors.tolist())
-
-
-class _Cursor:
-    """Reads the header from front to back and never past its end."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data = data
-        self.end = min(len(data), _MAX_HEADER)
-        self.at = 0
-
-    def take(self, count: int) -> bytes:
-        if count > self.end - self.at:
-            raise ValueError(f"{count} bytes are needed at byte {self.at} and {self.end - self.at} are left")
-        self.at += count
-        return self.data[self.at - count : self.at]
-
-    def numbers(self, code: str, count: int = 1) -> list[Any]:
-        layout = f"<{count}{code}"
-        return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
-
-    def count(self, what: str, limit: int) -> int:
-        (count,) = self.numbers("Q")
-        if count > limit:
-            raise ValueError(f"{count} {what} are more than the limit of {limit}")
-        return int(count)
-
-    def string(self, limit: int = _MAX_STRING) -> str:
-        return self.take(self.count("bytes of text", limit)).decode("utf-8")
-
-    def value(self) -> Any:
-        (kind,) = self.numbers("I")
-        return self.array() if kind == _ARRAY else self.items(kind, 1)[0]
-
-    def array(self) -> list[Any]:
-        (kind,) = self.numbers("I")
-        return self.items(kind, self.count("values in an array", _MAX_ARRAY))
-
-    def items(self, kind: int, count: int) -> list[Any]:
-        if kind == _STRING:
-            return [self.string() for _ in range(count)]
-        if kind not in _SCALARS:
-            raise ValueError(f"a value of type {kind} is not supported here")
-        return self.numbers(_SCALARS[kind], count)
-
-
-def read_header(path: Path) -> Header:
-    """Read and check all but the weights: every tensor is known to lie in the file, apart from every other."""
-    with (
-        refusing(path, "is not a .gguf file that can be used"),
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-        return _read(_Cursor(data), len(data))
-
-
-def _read(cursor: _Cursor, file_size: int) -> Header:
-    if cursor.take(4) != b"GGUF":
-        raise ValueError("it does not start with GGUF")
-    (version,) = cursor.numbers("I")
-    if version not in (2, 3):
-        raise ValueError(f"version {version}; 2 and 3 are read, in little-endian order")
-    n_tensors = cursor.count("tensors", _MAX_COUNT)
-    n_pairs = cursor.count("pairs of metadata", _MAX_COUNT)
-    metadata: dict[str, Any] = {}
-    for _ in range(n_pairs):
-        key = cursor.string()
-        if key in metadata:
-            raise ValueError(f"repeats the key {key!r}")
-        metadata[key] = cursor.value()
-    tensors: dict[str, TensorInfo] = {}
-    for _ in range(n_tensors):
-        name = cursor.string(_MAX_NAME)
-        if name in tensors:
-            raise ValueError(f"repeats the tensor {name!r}")
-        tensors[name] = _read_tensor_info(cursor, name)
-    return Header(metadata, _place(tensors, metadata, cursor.at, file_size))
-
-
-def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
-    """Read one entry of the table; `start` still counts from the end of the header."""
-    (n_dims,) = cursor.numbers("I")
-    if not 1 <= n_dims <= 4:
-        raise ValueError(f"{name} has {n_dims} dimensions")
-    dims = cursor.numbers("Q", n_dims)
-    (number,) = cursor.numbers("I")
-    (start,) = cursor.numbers("Q")
-    if number not in KINDS:
-        raise ValueError(f"{name} is {_kind_name(number)}; {_kinds()} are read")
-    kind = KINDS[number]
-    if 0 in dims or dims[0] % kind.block or (kind.dtype is None and n_dims == 1):
-        raise ValueError(f"{name} of type {kind.name} has dimensions {dims}")
-    return TensorInfo(kind.name, tuple(reversed(dims)), start, math.prod(dims) // kind.block * kind.size)
-
-
-def _place(
-    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], header_size: int, file_size: int
-) -> dict[str, TensorInfo]:
-    """Return the table with offsets from the start of the file, once it is sure that they hold what they claim."""
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment not in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
-        raise ValueError(f"general.alignment={alignment!r} must be a power of two from 8 to 4096")
-    base = end = -(-header_size // alignment) * alignment
-    placed = {}
-    for name, info in sorted(tensors.items(), key=lambda item: item[1].start):
-        start = base + info.start
-        if info.start % alignment or start < end:
-            raise ValueError(f"{name} at offset {info.start} is not aligned, or overlaps another tensor")
-        end = start + info.nbytes
-        if end > file_size:
-            raise ValueError(f"{name} ends at byte {end} and the file at {file_size}: it is truncated")
-        placed[name] = TensorInfo(info.kind, info.shape, start, info.nbytes)
-    return placed
-
-
-def _kinds() -> str:
-    return ", ".join(kind.name for kind in KINDS.values())
-
-
-def _kind_name(number: int) -> str:
-    from gguf.constants import GGMLQuantizationType
-
-    try:
-        return GGMLQuantizationType(number).name
-    except ValueError:
-        return f"of an unknown type ({number})"

@@ -18,7 +18,8 @@ from torch import Tensor
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
 from llama.checkpoint.base import Checkpoint, CheckpointError, Weight
 from llama.checkpoint.families import family_of, gguf_names
-from llama.checkpoint.gguf import ROPE_DIVISORS, Header, TensorInfo, read_header
+from llama.checkpoint.gguf import ROPE_DIVISORS
+from llama.checkpoint.gguf_header import Header, TensorInfo, read_header
 from llama.checkpoint.half_split import in_half_split_order
 from llama.costs import FILE_BLOCKS, file_bytes
 from llama.rope import rope_frequencies, scaled_frequencies

@@ -3,11 +3,11 @@
 Knows config.json in the words of transformers 4 and 5.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
+from types import NoneType
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
@@ -21,14 +21,17 @@ from llama.checkpoint.base import (
     read_json,
     read_tokenizer,
     refuse_others,
+    refuse_strangers,
     refusing,
 )
 from llama.checkpoint.families import FAMILIES, Family, huggingface_names
 from llama.checkpoint.half_split import in_our_order
+from llama.checkpoint.safetensors_file import read_safetensors
+from llama.words import some_of
 
 _DROPPED = ".rotary_emb.inv_freq"  # a table that old files carry; ours is made from rope_theta
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_LONGEST_INDEX = 4 << 20  # of 512 layers with long names: 1 MB
 
 # Keys that change what a model computes, with the values under which it is the model that we build. Others pass.
 _MUST_BE: dict[str, tuple[object, ...]] = {
@@ -64,7 +67,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
     for path, indexed in _shards(directory).items():
         tensors |= {
             name: in_our_order(ours.get(name, name), Weight.of(tensor), args.head_dim)
-            for name, tensor in _read_shard(path, indexed).items()
+            for name, tensor in _read_shard(path, indexed, names.values()).items()
             if not name.endswith(_DROPPED)
         }
     tokenizer = read_tokenizer(tokenizer_path or need_file(directory, "tokenizer.json", "the vocabulary"))
@@ -106,7 +109,7 @@ def _whole(path: Path, config: Mapping[str, Any], key: str) -> int:
 
 
 def _args(path: Path, config: Mapping[str, Any], family: Family) -> ModelArgs:
-    if config.get("tie_word_embeddings") not in (True, False, None):
+    if type(config.get("tie_word_embeddings")) not in (bool, NoneType):
         raise CheckpointError(path, f"tie_word_embeddings={config['tie_word_embeddings']!r} must be true or false")
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     lacking = [key for key in needed if config.get(key) is None]
@@ -198,32 +201,33 @@ def _number(values: Mapping[str, Any], key: str, default: object = None) -> floa
 def _shards(directory: Path) -> dict[Path, set[str] | None]:
     """Return the weight files, each with the names that the index gives it (None: there is no index)."""
     single, index_path = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file() or not index_path.is_file():
+    if single.exists() or not index_path.exists():
         return {need_file(directory, single.name, "the weights, or its .index.json with several files"): None}
-    weight_map = read_json(index_path, limit=16 << 20).get("weight_map")
+    weight_map = read_json(index_path, limit=_LONGEST_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(index_path, "lacks weight_map")
-    shards: dict[Path, set[str] | None] = {}
-    for file_name in dict.fromkeys(map(str, weight_map.values())):
+    shards: dict[str, set[str]] = {}
+    for name, where in weight_map.items():
+        if type(where) is not str:
+            raise CheckpointError(index_path, f"names {where!r:.80}, which is not the plain name of a file")
+        shards.setdefault(where, set()).add(name)
+    for file_name in shards:
         # A plain name cannot lead out of the directory. (Where the entry is a link, as in the hub's cache, the
         # owner of the directory put it there.)
         if PurePosixPath(file_name).name != file_name or set(file_name) & set("\\:\0"):
-            raise CheckpointError(index_path, f"names {file_name!r}, which is not the plain name of a file")
+            raise CheckpointError(index_path, f"names {file_name!r:.80}, which is not the plain name of a file")
         if not file_name.endswith(".safetensors"):
-            raise CheckpointError(index_path, f"names {file_name!r}, which is not a .safetensors file")
-        path = need_file(directory, file_name, "named by model.safetensors.index.json")
-        shards[path] = {name for name, where in weight_map.items() if where == file_name}
-    return shards
+            raise CheckpointError(index_path, f"names {file_name!r:.80}, which is not a .safetensors file")
+    return {need_file(directory, file, f"named by {index_path.name}"): names for file, names in shards.items()}
 
 
-def _read_shard(path: Path, indexed: set[str] | None) -> dict[str, Tensor]:
+def _read_shard(path: Path, indexed: set[str] | None, known: Collection[str]) -> dict[str, Tensor]:
     """Return the file's tensors, as views of the mapped file."""
-    with refusing(path, "is not a .safetensors file that can be used"), safe_open(path, framework="pt") as file:
-        names = set(file.keys())
+
+    def check(names: Collection[str]) -> None:
         if indexed is not None and indexed != names:
-            raise ValueError(f"it and the index do not both place here: {', '.join(sorted(indexed ^ names))}")
-        for name in names:
-            dtype = file.get_slice(name).get_dtype()
-            if dtype not in _DTYPES:
-                raise ValueError(f"{name} is {dtype}; {', '.join(_DTYPES)} are read")
-        return {name: file.get_tensor(name) for name in sorted(names)}
+            odd = indexed.symmetric_difference(names)
+            raise CheckpointError(path, f"it and the index do not both place here: {some_of(odd)}")
+        refuse_strangers(path, known=known, found=names)
+
+    return read_safetensors(path, check)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from llama.checkpoint.base import Weight, refusing
+from llama.files import open_regular
 
 
 class MappedFile:
     """A private mapping of a whole file, of which what is only read stays shared with every process that maps it."""
 
     def __init__(self, path: Path) -> None:
-        with refusing(path, "cannot be mapped"), path.open("rb") as file:
+        with refusing(path, "cannot be mapped"), open_regular(path) as file:
             self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def bytes(self, start: int, nbytes: int) -> Tensor:

@@ -30,6 +30,7 @@ from llama.checkpoint.base import (
 from llama.checkpoint.mapped import MappedFile
 from llama.checkpoint.pth import TensorPlace, read_header
 from llama.tokenizer import Tokenizer
+from llama.words import some_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,9 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpo
 
 
 def _args(path: Path, params: dict[str, Any], tokenizer: Tokenizer) -> ModelArgs:
-    unknown = sorted(params.keys() - {field.name for field in fields(ModelArgs)})
+    unknown = params.keys() - {field.name for field in fields(ModelArgs)}
     if unknown:
-        raise CheckpointError(path, f"holds keys that this library does not know: {', '.join(unknown)}")
+        raise CheckpointError(path, f"holds keys that this library does not know: {some_of(unknown)}")
     for name in ("use_scaled_rope", "tied_head"):
         if not isinstance(params.get(name, False), bool):
             raise CheckpointError(path, f"{name}={params[name]!r} must be true or false")
@@ -87,8 +88,8 @@ def _shard_paths(directory: Path) -> list[Path]:
     if not found or [path.name for path in found] != wanted:
         raise CheckpointError(
             directory,
-            f"needs weights named {', '.join(wanted) or 'consolidated.00.pth'} without a gap; "
-            f"found {', '.join(path.name for path in found) or listing(directory)}",
+            f"needs weights named {some_of(wanted) or 'consolidated.00.pth'} without a gap; "
+            f"found {some_of([path.name for path in found]) or listing(directory)}",
         )
     return found
 
@@ -97,15 +98,15 @@ def _check_shards(directory: Path, args: ModelArgs, shards: dict[str, dict[str, 
     """Refuse shards that do not belong together, or are fewer or more than their shapes say."""
     (first_name, first), *others = shards.items()
     for name, shard in others:
-        odd = sorted(shard.keys() ^ first.keys())
+        odd = shard.keys() ^ first.keys()
         if odd:
-            raise CheckpointError(directory, f"{first_name} and {name} do not both hold {', '.join(odd)}")
+            raise CheckpointError(directory, f"{first_name} and {name} do not both hold {some_of(odd)}")
     wq = first.get("layers.0.attention.wq.weight")
     rows = args.n_heads * args.head_dim
     if wq is not None and rows % wq.shape[0] == 0 and rows // wq.shape[0] != len(shards):
         raise CheckpointError(
             directory,
-            f"the shapes need {rows // wq.shape[0]} shards, consolidated.00.pth and so on; found {', '.join(shards)}",
+            f"the shapes need {rows // wq.shape[0]} shards, consolidated.00.pth and so on; found {some_of(shards)}",
         )
     for name, place in first.items():
         if any((shard[name].dtype, shard[name].shape) != (place.dtype, place.shape) for _, shard in others):

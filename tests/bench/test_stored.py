@@ -15,7 +15,7 @@ from llama.bench.run.models import find_model, make_cell
 from llama.bench.run.validity import violated
 from llama.bench.schema import CellRecord
 from llama.checkpoint import file_bytes_of, open_checkpoint
-from llama.checkpoint.gguf import read_header
+from llama.checkpoint.gguf_header import read_header
 from llama.demo import demo_model_path
 
 JOB: dict[str, Any] = {"input_len": 7, "output_len": 5, "quantize": "stored", "threads": 1}

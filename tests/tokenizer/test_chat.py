@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from llama.checkpoint.gguf import read_header
+from llama.checkpoint.gguf_header import read_header
 from llama.demo import demo_model_path
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message, Rendering

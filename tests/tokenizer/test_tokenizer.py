@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import PATTERNS, byte_level, saved
 
-from llama.checkpoint.gguf import read_header
+from llama.checkpoint.gguf_header import read_header
 from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.vocabulary import calling

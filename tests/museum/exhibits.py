@@ -1,0 +1,690 @@
+"""The museum: broken and hostile checkpoints, each named after what is wrong, with where that is known from.
+
+A table of functions that write them. Knows valid tiny checkpoints, the formats' bytes and how they can lie, and nothing
+of who reads them. "case N" is a row of the table in `docs/security.md` of what once got through here.
+"""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import socket
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from checkpoints import (
+    config_of,
+    finish,
+    gguf_writer,
+    meta_params,
+    meta_weights,
+    random_model,
+    write_gguf,
+    write_huggingface,
+    write_meta,
+)
+
+Make = Callable[[Path], Path]
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """source: a CVE, an issue, or a case. `make` writes it into an empty folder and returns the path to open.
+
+    `make` finds valid checkpoints beside that folder, see `write_originals`.
+    """
+
+    source: str
+    make: Make
+
+
+EXHIBITS: dict[str, Exhibit] = {}
+
+MODEL = config_of()
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\n\0\u202e\u2028\u009b"  # sets a title, clears the screen, turns the text around
+
+NO_KEYS = "CWE-400, hash and quadratic work"
+TERMINAL = "CWE-150; case 12"
+TYPES = "CWE-843; case 16"
+TRAVERSAL = "transformers #47176, CWE-22"
+RESOURCES = "CWE-789, memory by claim"
+WAITING = "case 5"
+TRUNCATED = "CWE-130, a length that is not so"
+
+
+def write_originals(folder: Path) -> None:
+    """Write a valid checkpoint of each format; exhibits are made in folders beside them."""
+    model = random_model(MODEL)
+    weights = meta_weights(model)
+    write_meta(folder / "meta", weights, meta_params(MODEL))
+    write_huggingface(folder / "huggingface", model, max_shard_size="60KB")
+    write_huggingface(folder / "huggingface-one", model)
+    write_gguf(folder / "model.gguf", weights, MODEL)
+
+
+def exhibit(name: str, source: str) -> Callable[[Make], Make]:
+    def enter(make: Make) -> Make:
+        assert name not in EXHIBITS, name
+        EXHIBITS[name] = Exhibit(source, make)
+        return make
+
+    return enter
+
+
+def copied(folder: Path, name: str) -> Path:
+    return shutil.copytree(folder.parent / name, folder, dirs_exist_ok=True)
+
+
+# ---- what is no regular file -----------------------------------------------------------------------------------------
+
+
+def _replace_by(kind: str, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "a named pipe":
+        os.mkfifo(path)
+    elif kind == "a link to a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "a link to itself":
+        path.symlink_to(path.name)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        listener = socket.socket(socket.AF_UNIX)
+        os.chdir(path.parent)  # the names of sockets are short
+        listener.bind(path.name)
+        listener.close()
+
+
+def _special(original: str, file: str, kind: str) -> None:
+    @exhibit(f"{file} of {original} is {kind}", WAITING)
+    def make(folder: Path) -> Path:
+        if original == "model.gguf":
+            _replace_by(kind, folder / file)
+        else:
+            _replace_by(kind, copied(folder, original) / file)
+        return folder
+
+
+if hasattr(os, "mkfifo"):
+    for _kind in ("a named pipe", "a link to a device", "a link to itself", "a folder", "a socket"):
+        _special("model.gguf", "model.gguf", _kind)
+    for _kind in ("a named pipe", "a link to a device", "a folder"):
+        _special("huggingface-one", "model.safetensors", _kind)
+    for _original, _file in (
+        ("meta", "params.json"),
+        ("meta", "consolidated.00.pth"),
+        ("meta", "tokenizer.model"),
+        ("huggingface", "config.json"),
+        ("huggingface", "tokenizer.json"),
+        ("huggingface", "model.safetensors.index.json"),
+        ("huggingface", "model-00002-of-00004.safetensors"),
+    ):
+        _special(_original, _file, "a named pipe")
+    _special("meta", "params.json", "a link to a device")
+    _special("huggingface", "config.json", "a socket")
+
+    @exhibit("a .gguf path that is a named pipe", WAITING)
+    def _pipe(folder: Path) -> Path:
+        os.mkfifo(folder / "model.gguf")
+        return folder / "model.gguf"
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+_TWICE = {f"{i:04x}": i for i in range(60_000)}
+BROKEN_JSON: dict[str, tuple[str, bytes]] = {
+    "that ends at once": (TRUNCATED, b"{"),
+    "of nothing": (TRUNCATED, b""),
+    "that is a list": (TYPES, b"[1]"),
+    "with NaN": ("RFC 8259, section 6", b'{"dim": NaN}'),
+    "with Infinity": ("RFC 8259, section 6", b'{"norm_eps": -Infinity}'),
+    "with 1e999": ("RFC 8259, section 6", b'{"norm_eps": 1e999}'),
+    "with a key twice": ("RFC 8259, section 4", b'{"dim": 1, "dim": 2}'),
+    "of 60,000 keys, one twice": ("case 6", json.dumps(_TWICE).encode()[:-1] + b', "0000": 0}'),
+    "nested 100,000 deep": ("CWE-674", b'{"dim": ' + b"[" * 100_000),
+    "nested 100,000 objects deep": ("CWE-674", b'{"a":' * 50_000),
+    "with a number of 5,000 digits": ("CVE-2020-10735", b'{"dim": ' + b"9" * 5000 + b"}"),
+    "with a number of 900,000 digits": ("CVE-2020-10735", b'{"dim": ' + b"9" * 900_000 + b"}"),
+    "longer than 1 MiB": (RESOURCES, b" " * (1 << 20) + b"{}"),
+    "of 4 GiB, sparse": (RESOURCES, b""),
+    "of 300,000 empty objects": (RESOURCES, b'{"a": [' + b"{}," * 300_000 + b"{}]}"),
+    "that is not UTF-8": ("CWE-176", b'{"\xff": 1}'),
+    "in UTF-16": ("CWE-176", '{"dim": 32}'.encode("utf-16")),
+    "with half a character": ("CWE-176", b'{"dim": "\\ud800"}'),
+    "with a raw NUL": ("CWE-158", b'{"dim": "\0"}'),
+    "and more after it": ("CWE-436", b'{"dim": 32} {"dim": 64}'),
+}
+
+
+def _broken_json(what: str, source: str, content: bytes) -> None:
+    for original, file in (("meta", "params.json"), ("huggingface", "config.json")):
+
+        def make(folder: Path, original: str = original, file: str = file) -> Path:
+            path = copied(folder, original) / file
+            path.write_bytes(content)
+            if "sparse" in what:
+                os.truncate(path, 4 << 30)
+            return folder
+
+        exhibit(f"{file} {what}", source)(make)
+
+
+for _what, (_source, _content) in BROKEN_JSON.items():
+    _broken_json(_what, _source, _content)
+
+
+CHANGED_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "true for a number of layers": (TYPES, {"num_hidden_layers": True}),
+    "text for a number of layers": (TYPES, {"num_hidden_layers": "2"}),
+    "0 for a flag": (TYPES, {"tie_word_embeddings": 0}),
+    "a flag in words": (TYPES, {"tie_word_embeddings": "false"}),
+    "512 layers, of which the file has 2": ("case 11", {"num_hidden_layers": 512}),
+    "10^9 layers": (RESOURCES, {"num_hidden_layers": 10**9}),
+    "2^40 words": (RESOURCES, {"vocab_size": 1 << 40}),
+    "a negative width": (RESOURCES, {"hidden_size": -32}),
+    "no heads": ("CWE-369", {"num_attention_heads": 0}),
+    "escapes in its name": (TERMINAL, {"model_type": ESCAPES}),
+    "a name of 900,000 letters": ("case 11", {"model_type": "x" * 900_000}),
+    "code to import": ("CVE-2023-6730, trust_remote_code", {"model_type": "mine", "auto_map": {"AutoModel": "evil.M"}}),
+}
+
+
+def _changed_config(what: str, source: str, change: dict[str, Any]) -> None:
+    @exhibit(f"config.json with {what}", source)
+    def make(folder: Path) -> Path:
+        path = copied(folder, "huggingface") / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        return folder
+
+
+for _what, (_source, _change) in CHANGED_CONFIGS.items():
+    _changed_config(_what, _source, _change)
+
+
+@exhibit("params.json with 60,000 unknown keys of escapes", TERMINAL)
+def _unknown_params(folder: Path) -> Path:
+    unknown = {f"{ESCAPES}{i:05}": 0 for i in range(10_000)}
+    (copied(folder, "meta") / "params.json").write_text(json.dumps(meta_params(MODEL) | unknown))
+    return folder
+
+
+# ---- the index of Hugging Face's shards ------------------------------------------------------------------------------
+
+
+def _indexed(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    path = copied(folder, "huggingface") / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    change(content["weight_map"])
+    path.write_text(json.dumps(content))
+    return folder
+
+
+PLACES: dict[str, tuple[str, Any]] = {
+    "leads to the folder above": (TRAVERSAL, "../model.gguf.safetensors"),
+    "leads to the root": (TRAVERSAL, "/etc/passwd.safetensors"),
+    "leads to a folder below": (TRAVERSAL, "a/b.safetensors"),
+    "leads away on Windows": (TRAVERSAL, "..\\b.safetensors"),
+    "leads to a drive": (TRAVERSAL, "C:b.safetensors"),
+    "leads to a stream of a file": (TRAVERSAL, "model.safetensors:b.safetensors"),
+    "holds a NUL": ("CWE-158", "\0.safetensors"),
+    "leads to a pickle": ("CVE-2025-32434, the other format", "pytorch_model.bin"),
+    "is a number": (TYPES, 7),
+    "is a list": (TYPES, ["model-00001-of-00004.safetensors"]),
+    "has escapes": (TERMINAL, f"{ESCAPES}.safetensors"),
+    "is missing": (TRUNCATED, "model-00009-of-00004.safetensors"),
+    "is another shard's": ("CWE-345", "model-00001-of-00004.safetensors"),
+}
+
+
+def _misplaced(what: str, source: str, where: Any) -> None:
+    @exhibit(f"a place in the index that {what}", source)
+    def make(folder: Path) -> Path:
+        return _indexed(folder, lambda places: places.update({"model.norm.weight": where}))
+
+
+for _what, (_source, _where) in PLACES.items():
+    _misplaced(_what, _source, _where)
+
+
+@exhibit("an index of 20,000 tensors that no shard holds", "case 11")
+def _long_index(folder: Path) -> Path:
+    first = "model-00001-of-00004.safetensors"
+    return _indexed(folder, lambda places: places.update({f"{ESCAPES}{i}": first for i in range(20_000)}))
+
+
+@exhibit("an index of 20,000 shards", NO_KEYS)
+def _many_shards(folder: Path) -> Path:
+    return _indexed(folder, lambda places: places.update({f"{i}": f"{i}.safetensors" for i in range(20_000)}))
+
+
+@exhibit("an index without a map", TRUNCATED)
+def _no_map(folder: Path) -> Path:
+    return _indexed(folder, lambda places: places.clear())
+
+
+# ---- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(shape: Any = (1,), begin: Any = 0, end: Any = 4, dtype: Any = "F32", **more: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
+
+
+_ONE = json.dumps(entry()).encode()
+_AUDIT = "safetensors, attacks/ of its repository"
+SAFETENSORS: dict[str, tuple[str, bytes]] = {
+    "with nothing in it": (TRUNCATED, b""),
+    "that ends in its length": (TRUNCATED, b"\x40\0\0"),
+    "whose header has 2^64-1 bytes": ("CVE-2023-37470 of its kind; " + _AUDIT, safetensors({}, length=(1 << 64) - 1)),
+    "whose header is longer than the file": (TRUNCATED, safetensors({"a": entry()}, length=4096)),
+    "whose header has 100 MB": (RESOURCES, b""),
+    "whose header has no bytes": (TRUNCATED, bytes(64)),
+    "whose header is no JSON": (TRUNCATED, safetensors(b"{'a'}", bytes(4))),
+    "whose header is a list": (TYPES, safetensors([1])),
+    "whose header is nested": ("CWE-674", safetensors(b"[" * 100_000)),
+    "with a tensor twice": ("safetensors #401", safetensors(b'{"a":' + _ONE + b',"a":' + _ONE + b"}", bytes(4))),
+    "with 100,000 empty tensors": ("case 10", safetensors({f"{i}": entry([0], 0, 0) for i in range(100_000)})),
+    "with an empty tensor of 2^62 rows": (_AUDIT, safetensors({"a": entry([1 << 62, 0], 0, 0)})),
+    "with 10,000 tensors that nobody knows": (
+        "case 11",
+        safetensors({f"{ESCAPES}{i}": entry([1], 4 * i, 4 * i + 4) for i in range(10_000)}, bytes(40_000)),
+    ),
+    "with escapes in a name": (TERMINAL, safetensors({ESCAPES: entry()}, bytes(4))),
+    "with a NUL in a name": ("safetensors #748", safetensors({"model.norm.weight\0": entry()}, bytes(4))),
+    "with a name of 1 MB": ("case 11", safetensors({"x" * (1 << 20): entry(dtype="I8")}, bytes(4))),
+    "with a hole": (_AUDIT, safetensors({"a": entry(), "b": entry([1], 8, 12)}, bytes(12))),
+    "with tensors that overlap": (_AUDIT, safetensors({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12))),
+    "with two tensors on the same bytes": (_AUDIT, safetensors({"a": entry(), "b": entry()}, bytes(4))),
+    "that is longer than its tensors": ("CWE-436, two formats in one file", safetensors({"a": entry()}, bytes(64))),
+    "that is shorter than its tensors": (TRUNCATED, safetensors({"a": entry([4], 0, 16)}, bytes(15))),
+    "with a shape that does not fit its bytes": ("CVE-2026-7482", safetensors({"a": entry([1000], 0, 4)}, bytes(4))),
+    "with a shape whose size wraps": ("CVE-2025-53630", safetensors({"a": entry([1 << 32, 1 << 32], 0, 0)})),
+    "with offsets from the end to the begin": (_AUDIT, safetensors({"a": entry([1], 4, 0)}, bytes(4))),
+    "with negative offsets": (_AUDIT, safetensors({"a": entry([1], -4, 0)}, bytes(4))),
+    "with offsets of 2^64": (_AUDIT, safetensors({"a": entry([1], (1 << 64) - 4, 1 << 64)}, bytes(4))),
+    "with three offsets": (TYPES, safetensors({"a": entry() | {"data_offsets": [0, 4, 8]}}, bytes(4))),
+    "with floats for offsets": (TYPES, safetensors({"a": entry([1], 0.0, 4.0)}, bytes(4))),
+    "with true in a shape": (TYPES, safetensors({"a": entry([True])}, bytes(4))),
+    "with a shape in words": (TYPES, safetensors({"a": entry("1")}, bytes(4))),
+    "with 1,000 dimensions": ("pytorch #126562 of its kind", safetensors({"a": entry([1] * 1000)}, bytes(4))),
+    "with an unknown dtype": (TYPES, safetensors({"a": entry(dtype="F31")}, bytes(4))),
+    "with a dtype that is a list": (TYPES, safetensors({"a": entry(dtype=["F32"])}, bytes(4))),
+    "with whole numbers for weights": (TYPES, safetensors({"a": entry(dtype="I32")}, bytes(4))),
+    "with a tensor that is null": (TYPES, safetensors({"a": None})),
+    "with a tensor that lacks its shape": (TYPES, safetensors({"a": {"dtype": "F32", "data_offsets": [0, 0]}})),
+    "with a tensor that says more": (TYPES, safetensors({"a": entry(code="x")}, bytes(4))),
+    "with numbers for metadata": (TYPES, safetensors({"__metadata__": {"format": 1}, "a": entry()}, bytes(4))),
+    "that is a pickle": ("CVE-2025-32434", pickle.dumps({"a": [1.0]})),
+}
+
+
+def _bad_safetensors(what: str, source: str, content: bytes) -> None:
+    @exhibit(f"model.safetensors {what}", source)
+    def make(folder: Path) -> Path:
+        path = copied(folder, "huggingface-one") / "model.safetensors"
+        path.write_bytes(content)
+        if what == "whose header has 100 MB":
+            path.write_bytes(safetensors(b"", length=100_000_000))
+            os.truncate(path, 8 + 100_000_000)
+        return folder
+
+
+for _what, (_source, _content) in SAFETENSORS.items():
+    _bad_safetensors(_what, _source, _content)
+
+
+# ---- GGUF ------------------------------------------------------------------------------------------------------------
+
+U8, U16, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 2, 4, 6, 7, 8, 9, 10
+DATA = bytes(256)
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def header(*pairs: bytes, tensors: tuple[bytes, ...] = (), version: int = 3, n_tensors: int = -1) -> bytes:
+    count = len(tensors) if n_tensors < 0 else n_tensors
+    return b"GGUF" + struct.pack("<IQQ", version, count, len(pairs)) + b"".join(pairs) + b"".join(tensors)
+
+
+def tensor(name: bytes = b"t", dims: tuple[int, ...] = (8,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def array(kind: int, count: int, data: bytes = b"", key: bytes = b"k") -> bytes:
+    return text(key) + struct.pack("<IIQ", ARRAY, kind, count) + data
+
+
+def number(key: bytes, value: int) -> bytes:
+    return text(key) + struct.pack("<II", U32, value)
+
+
+_N_TENSORS, _N_PAIRS = "CVE-2024-21836", "CVE-2024-23605"
+_STRINGS, _ARRAYS, _DIMS = "CVE-2024-23496", "CVE-2024-21825", "CVE-2024-21802"
+_SIZES = "CVE-2025-53630"
+GGUF_FILES: dict[str, tuple[str, bytes]] = {
+    "of nothing": (TRUNCATED, b""),
+    "of its magic alone": (TRUNCATED, b"GGUF"),
+    "with another magic": (TYPES, b"GGML" + bytes(20)),
+    "of version 1": (TYPES, header(version=1)),
+    "in big-endian order": (TYPES, b"GGUF" + struct.pack(">IQQ", 3, 0, 0)),
+    "with 2^62 bytes in an array": ("gguf 0.19 hangs; " + _ARRAYS, header(array(U8, 1 << 62))),
+    "with 2^64-1 strings in an array": (_ARRAYS, header(array(STRING, (1 << 64) - 1))),
+    "with 2^64-1 numbers in an array": (_ARRAYS, header(array(U64, (1 << 64) - 1))),
+    "with an array of an unknown type": (_ARRAYS, header(array(77, 1, bytes(64)))),
+    "with nested arrays": ("llama.cpp #28880", header(array(ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 2000))),
+    "with a string longer than the file": (_STRINGS, header(text(b"k") + struct.pack("<IQ", STRING, 1000))),
+    "with a string of 2^64-1 bytes": (_STRINGS, header(text(b"k") + struct.pack("<IQ", STRING, (1 << 64) - 1))),
+    "with a key longer than the file": (_STRINGS, header(struct.pack("<Q", 1 << 40))),
+    "with a string of 2 MiB": (_STRINGS, header(text(b"k") + struct.pack("<I", STRING) + text(bytes(2 << 20)))),
+    "with 2^63 tensors": (_N_TENSORS, header(n_tensors=1 << 63)),
+    "with 10^6 tensors in no bytes": (_N_TENSORS, header(n_tensors=10**6)),
+    "with 16,000 tensors in no bytes": (_N_TENSORS, header(n_tensors=16_000)),
+    "with 2^63 pairs of metadata": (_N_PAIRS, b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 63)),
+    "with 16,000 pairs in no bytes": (_N_PAIRS, b"GGUF" + struct.pack("<IQQ", 3, 0, 16_000)),
+    "with a value of unknown type": (TYPES, header(text(b"k") + struct.pack("<II", 77, 0))),
+    "with a truth value of 2": (TYPES, header(text(b"k") + struct.pack("<IB", BOOL, 2))),
+    "with a key twice": ("llama.cpp #19856", header(number(b"k", 1), number(b"k", 2))),
+    "with a key that is not UTF-8": ("CWE-176", header(number(b"\xff", 1))),
+    "with escapes in a name": (TERMINAL, header(tensors=(tensor(ESCAPES.encode(), dims=(0,)),)) + DATA),
+    "with escapes in a key twice": (TERMINAL, header(number(ESCAPES.encode(), 1), number(ESCAPES.encode(), 2))),
+    "with escapes for an architecture": (
+        TERMINAL,
+        header(text(b"general.architecture") + struct.pack("<I", STRING) + text(ESCAPES.encode())),
+    ),
+    "with two tensors on the same bytes": ("CWE-436", header(tensors=(tensor(b"a"), tensor(b"b"))) + DATA),
+    "with two tensors of one name": ("CWE-436", header(tensors=(tensor(), tensor(offset=32))) + DATA),
+    "with a hole between tensors": ("case 18", header(tensors=(tensor(b"a"), tensor(b"b", offset=64))) + DATA),
+    "with a hole before the first tensor": ("case 18", header(tensors=(tensor(offset=32),)) + DATA),
+    "with tensors in another order": ("case 18", header(tensors=(tensor(b"a", offset=32), tensor(b"b"))) + DATA),
+    "with an offset that wraps": (_SIZES, header(tensors=(tensor(offset=(1 << 64) - 64),)) + DATA),
+    "with an offset past the end": (TRUNCATED, header(tensors=(tensor(offset=1 << 20),)) + DATA),
+    "with an offset that is not aligned": ("llama.cpp #19856", header(tensors=(tensor(offset=1),)) + DATA),
+    "with a tensor larger than the file": ("CVE-2026-7482", header(tensors=(tensor(dims=(1 << 30,)),)) + DATA),
+    "with a size that wraps": (_SIZES, header(tensors=(tensor(dims=(1 << 32, 1 << 32)),)) + DATA),
+    "with a size that wraps to 0 when padded": (
+        "llama.cpp #26978",
+        header(tensors=(tensor(dims=(4, (1 << 30) - 1, (1 << 30) + 1)),)) + DATA,
+    ),
+    "with a size that bypasses the check for wrapping": (
+        "CVE-2026-27940",
+        header(tensors=(tensor(b"a", (8, 1 << 60)), tensor(b"b", (8, 1 << 60), offset=1 << 63))) + DATA,
+    ),
+    "with rows that wrap": ("llama.cpp #18674", header(tensors=(tensor(dims=(1152, (1 << 42) + 1)),)) + DATA),
+    "with a negative count of numbers": ("llama.cpp #27203", header(tensors=(tensor(dims=((1 << 63) - 1, 2)),)) + DATA),
+    "with a zero dimension": ("CWE-369", header(tensors=(tensor(dims=(0, 8)),)) + DATA),
+    "with no dimensions": (_DIMS, header(tensors=(tensor(dims=()),)) + DATA),
+    "with five dimensions": (_DIMS, header(tensors=(tensor(dims=(1,) * 5),)) + DATA),
+    "with 2^32-1 dimensions": (_DIMS, header(tensors=(text(b"t") + struct.pack("<I", (1 << 32) - 1),)) + DATA),
+    "with half a block": (TYPES, header(tensors=(tensor(dims=(16, 4), kind=8),)) + DATA),
+    "with a quantised vector": (TYPES, header(tensors=(tensor(dims=(32,), kind=8),)) + DATA),
+    "with a tensor of unknown type": ("ggml #709", header(tensors=(tensor(kind=999),)) + DATA),
+    "with a tensor of type 2^32-1": ("ggml #709", header(tensors=(tensor(kind=(1 << 32) - 1),)) + DATA),
+    "with a tensor of a removed type": ("ggml #709", header(tensors=(tensor(kind=4),)) + DATA),
+    "with a name that is too long": (_STRINGS, header(tensors=(tensor(b"x" * 65),)) + DATA),
+    "with a name that is not UTF-8": ("CWE-176", header(tensors=(tensor(b"\xff"),)) + DATA),
+    "with alignment 0": ("llama.cpp #19856", header(number(b"general.alignment", 0), tensors=(tensor(),)) + DATA),
+    "with alignment 3": ("llama.cpp #19856", header(number(b"general.alignment", 3), tensors=(tensor(),)) + DATA),
+    "with alignment 2^31": (RESOURCES, header(number(b"general.alignment", 1 << 31), tensors=(tensor(),)) + DATA),
+    "with an array for alignment": (
+        "llama.cpp #26318",
+        header(array(U8, 1, b"\x20", key=b"general.alignment"), tensors=(tensor(),)) + DATA,
+    ),
+    "that is a zip archive": ("CWE-436", b"PK\x03\x04" + bytes(60)),
+}
+
+
+def _bad_gguf(what: str, source: str, content: bytes) -> None:
+    @exhibit(f"a .gguf file {what}", source)
+    def make(folder: Path) -> Path:
+        (folder / "model.gguf").write_bytes(content)
+        return folder / "model.gguf"
+
+
+for _what, (_source, _content) in GGUF_FILES.items():
+    _bad_gguf(_what, _source, _content)
+
+
+@exhibit("a .gguf file of 4 million empty strings", "case 8")
+def _empty_strings(folder: Path) -> Path:
+    path = folder / "model.gguf"
+    path.write_bytes(header(array(STRING, 1 << 22, key=b"tokenizer.ggml.tokens")))
+    os.truncate(path, path.stat().st_size + (8 << 22))
+    return path
+
+
+@exhibit("a .gguf file with 120 MB of numbers that nobody needs", "case 9")
+def _unneeded_numbers(folder: Path) -> Path:
+    path = folder / "model.gguf"
+    path.write_bytes(header(array(U16, 60_000_000)))
+    os.truncate(path, path.stat().st_size + 120_000_000)
+    return path
+
+
+@exhibit("a .gguf file with 100 MB of numbers for token types", "case 9")
+def _too_many_types(folder: Path) -> Path:
+    path = folder / "model.gguf"
+    path.write_bytes(header(array(U32, 25_000_000, key=b"tokenizer.ggml.token_type")))
+    os.truncate(path, path.stat().st_size + 100_000_000)
+    return path
+
+
+@exhibit("a .gguf file with 10,000 tensors that nobody knows", "case 11")
+def _unknown_tensors(folder: Path) -> Path:
+    return _written(folder, {}, [f"\x1b[{i}" for i in range(10_000)])
+
+
+METADATA: dict[str, tuple[str, str, str, Any]] = {
+    "a float for BOS": ("case 15", "tokenizer.ggml.bos_token_id", "float32", 264.0),
+    "a float for EOS": ("case 15", "tokenizer.ggml.eos_token_id", "float64", 265.0),
+    "true for BOS": ("case 16", "tokenizer.ggml.bos_token_id", "bool", True),
+    "a negative id for BOS": ("case 17", "tokenizer.ggml.bos_token_id", "int32", -1),
+    "an array for EOS": ("case 16", "tokenizer.ggml.eos_token_id", "array", [1, 2]),
+    "text for add_bos_token": ("case 16", "tokenizer.ggml.add_bos_token", "string", "false"),
+    "an array for add_bos_token": ("case 16", "tokenizer.ggml.add_bos_token", "array", [0]),
+    "a number for a chat template": ("case 16", "tokenizer.chat_template", "uint32", 7),
+    "an array for a chat template": ("case 16", "tokenizer.chat_template", "array", ["a"]),
+    "floats for token types": ("case 16", "tokenizer.ggml.token_type", "array", [1.0] * 520),
+    "numbers for tokens": ("case 16", "tokenizer.ggml.tokens", "array", [1, 2]),
+    "text for tokens": ("case 16", "tokenizer.ggml.tokens", "string", "abc"),
+    "a token of 1 MB": ("CVE-2025-49847", "tokenizer.ggml.tokens", "array", ["x" * (1 << 20)]),
+    "an array for a number of heads": (TYPES, "llama.attention.head_count_kv", "array", [2, 1]),
+    "10^9 layers": (RESOURCES, "llama.block_count", "uint32", 10**9),
+    "512 layers, of which it has 2": ("case 11", "llama.block_count", "uint32", 512),
+}
+
+
+def _written(folder: Path, metadata: Mapping[str, tuple[str, Any]], tensors: list[str]) -> Path:
+    """Write a .gguf file by the gguf package, with other metadata and with tensors of one number."""
+    path = folder / "model.gguf"
+    writer = gguf_writer(path, MODEL)
+    for key, (kind, value) in metadata.items():
+        for pairs in writer.kv_data:
+            pairs.pop(key, None)
+        getattr(writer, f"add_{kind}")(key, value)
+    for name in tensors:
+        writer.add_tensor(name, torch.zeros(1).numpy())
+    finish(writer)
+    return path
+
+
+def _bad_metadata(what: str, source: str, key: str, kind: str, value: Any) -> None:
+    @exhibit(f"a .gguf file with {what}", source)
+    def make(folder: Path) -> Path:
+        return _written(folder, {key: (kind, value)}, [])
+
+
+for _what, (_source, _key, _kind, _value) in METADATA.items():
+    _bad_metadata(_what, _source, _key, _kind, _value)
+
+
+# ---- .pth ------------------------------------------------------------------------------------------------------------
+
+
+class _Global:
+    """Pickled, a global of this name that is called with a text when it is loaded."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.place = module, name
+
+    def pickled(self, argument: str = "true") -> bytes:
+        module, name = self.place
+        return (
+            f"\x80\x02c{module}\n{name}\nX".encode() + struct.pack("<I", len(argument)) + argument.encode() + b"\x85R."
+        )
+
+
+def _archive(path: Path, pickled: bytes, *, records: Mapping[str, bytes] | None = None, kind: int = 0) -> None:
+    with zipfile.ZipFile(path, "w", compression=kind) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/version", "3\n")
+        for name, data in (records or {}).items():
+            archive.writestr(f"archive/{name}", data)
+
+
+def _tar(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name in ("storages", "tensors", "pickle"):
+            content = _Global("os", "system").pickled()
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def _rezipped(path: Path, change: Callable[[str, bytes], Iterator[tuple[str, bytes]]]) -> None:
+    with zipfile.ZipFile(path) as archive:
+        entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries:
+            for new_name, new_data in change(name, data):
+                archive.writestr(new_name, new_data)
+
+
+def _shortened(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    yield name, data[: len(data) // 2] if name.endswith("data/3") else data
+
+
+def _leading_out(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    yield name, data
+    if name.endswith("/version"):
+        yield "archive/../../evil", b""
+
+
+def _with_unused(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    yield name, data
+    if name.endswith("data/3"):
+        yield name.replace("data/3", "data/999"), b"unused"
+
+
+def _shared() -> dict[str, torch.Tensor]:
+    storage = torch.ones(48)
+    return {"norm.weight": storage[:32], "layers.0.ffn_norm.weight": storage[16:]}
+
+
+PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "of nothing": (TRUNCATED, lambda path: path.write_bytes(b"")),
+    "cut in half": (TRUNCATED, lambda path: os.truncate(path, path.stat().st_size // 2)),
+    "that calls os.system": ("CWE-502", lambda path: _archive(path, _Global("os", "system").pickled())),
+    "that calls eval": ("CWE-502", lambda path: _archive(path, _Global("builtins", "eval").pickled("1"))),
+    "that calls pip": ("CVE-2025-1716", lambda path: _archive(path, _Global("pip", "main").pickled("x"))),
+    "that imports torch.hub": ("CWE-502", lambda path: _archive(path, _Global("torch.hub", "load").pickled("x"))),
+    "whose global has escapes": (
+        "case 13",
+        lambda path: _archive(path, _Global("os\x1b]0;x\x07", "system\x1b[2J").pickled()),
+    ),
+    "of old pickles": ("CVE-2025-32434", lambda path: path.write_bytes(_Global("os", "system").pickled())),
+    "in old torch's layout": (
+        "CVE-2025-32434",
+        lambda path: torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False),
+    ),
+    "in a tar archive": ("CVE-2025-32434", _tar),
+    "that unpacks to 100 MB": (
+        "CVE-2019-9674",
+        lambda path: _archive(path, b"\x80\x02}.", records={"data/0": bytes(100 << 20)}, kind=zipfile.ZIP_DEFLATED),
+    ),
+    "whose pickle unpacks to 80 MB": (
+        "CVE-2019-9674",
+        lambda path: _archive(path, b"\x80\x02}." + bytes(80 << 20), kind=zipfile.ZIP_DEFLATED),
+    ),
+    "with an entry that leads out": ("CVE-2007-4559", lambda path: _rezipped(path, _leading_out)),
+    "with a record that is too short": ("CVE-2026-24747", lambda path: _rezipped(path, _shortened)),
+    "with a record that no tensor has": ("CWE-436", lambda path: _rezipped(path, _with_unused)),
+    "with a sparse tensor": (
+        "CVE-2025-62164",
+        lambda path: torch.save({"norm.weight": torch.eye(32).to_sparse()}, path),
+    ),
+    "with 2^40 numbers out of one": (
+        "CVE-2026-7482",
+        lambda path: torch.save({"norm.weight": torch.ones(1).expand(1 << 40)}, path),
+    ),
+    "with an empty tensor of 2^40 columns": (
+        RESOURCES,
+        lambda path: torch.save({"norm.weight": torch.ones(0, 1 << 40)}, path),
+    ),
+    "with tensors that overlap": ("CWE-436", lambda path: torch.save(_shared(), path)),
+    "with a tensor on the meta device": (
+        "case 4",
+        lambda path: torch.save({"norm.weight": torch.ones(32, device="meta")}, path),
+    ),
+    "of a list": (TYPES, lambda path: torch.save([torch.ones(2)], path)),
+    "with numbers for names": (TYPES, lambda path: torch.save({1: torch.ones(2)}, path)),
+    "with a list for a tensor": (TYPES, lambda path: torch.save({"norm.weight": [1.0]}, path)),
+    "with escapes in a name": (TERMINAL, lambda path: torch.save({ESCAPES: torch.ones(2)}, path)),
+    "with 2,000 tensors that nobody knows": (
+        "case 11",
+        lambda path: torch.save({f"{ESCAPES}{i}": torch.ones(1) for i in range(2000)}, path),
+    ),
+}
+
+
+def _bad_pth(what: str, source: str, spoil: Callable[[Path], object]) -> None:
+    @exhibit(f"a .pth file {what}", source)
+    def make(folder: Path) -> Path:
+        spoil(copied(folder, "meta") / "consolidated.00.pth")
+        return folder
+
+
+for _what, (_source, _spoil) in PTH_FILES.items():
+    _bad_pth(_what, _source, _spoil)
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+TOKENIZERS: dict[str, tuple[str, str, bytes]] = {
+    "of nothing": (TRUNCATED, "tokenizer.model", b""),
+    "of other lines": (TRUNCATED, "tokenizer.model", b"nonsense\n"),
+    "with ranks that wrap": ("CWE-190", "tokenizer.model", b"YQ== 18446744073709551616\n"),
+    "with escapes": (TERMINAL, "tokenizer.model", ESCAPES.encode()),
+    "that is a list": (TYPES, "tokenizer.json", b"[]"),
+    "nested 100,000 deep": ("CWE-674", "tokenizer.json", b'{"model":' + b"[" * 100_000),
+    "that ends at once": (TRUNCATED, "tokenizer.json", b"{"),
+    "without a model": (TRUNCATED, "tokenizer.json", b"{}"),
+}
+
+
+def _bad_tokenizer(what: str, source: str, file: str, content: bytes) -> None:
+    @exhibit(f"{file} {what}", source)
+    def make(folder: Path) -> Path:
+        (copied(folder, "meta" if file.endswith("model") else "huggingface") / file).write_bytes(content)
+        return folder
+
+
+for _what, (_source, _file, _content) in TOKENIZERS.items():
+    _bad_tokenizer(_what, _source, _file, _content)
+
+
+assert gguf.GGUF_VERSION == 3  # the files here are of the version that the package writes
