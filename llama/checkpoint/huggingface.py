@@ -4,7 +4,7 @@ Knows config.json in the words of transformers 4 and 5.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -214,7 +214,7 @@ def _shards(directory: Path) -> dict[Path, set[str] | None]:
     for file_name in shards:
         # A plain name cannot lead out of the directory. (Where the entry is a link, as in the hub's cache, the
         # owner of the directory put it there.)
-        if PurePosixPath(file_name).name != file_name or set(file_name) & set("\\:\0"):
+        if set(file_name) & set("/\\:\0"):
             raise CheckpointError(index_path, f"names {file_name!r:.80}, which is not the plain name of a file")
         if not file_name.endswith(".safetensors"):
             raise CheckpointError(index_path, f"names {file_name!r:.80}, which is not a .safetensors file")
