@@ -1,0 +1,10 @@
+"""`python -m tests.fuzz --minutes N [--parser NAME]`: see driver.py."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from fuzz.driver import main
+
+    main(sys.argv[1:])

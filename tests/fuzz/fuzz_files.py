@@ -1,0 +1,219 @@
+"""Parsers of headers and JSON, fed with bytes: what they accept must be so, and nothing but their errors may leave.
+
+Grammars draw files that are nearly right, since random bytes hardly ever pass a magic number.
+"""
+
+import json
+import struct
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from llama.checkpoint import huggingface
+from llama.checkpoint.base import CheckpointError, needed_shapes
+from llama.checkpoint.gguf_header import parse_header as parse_gguf
+from llama.checkpoint.safetensors_file import parse_header as parse_safetensors
+from llama.json_files import parse_object
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-index-")
+
+
+def run_gguf(data: bytes) -> None:
+    for arrays in (None, ("k",)):
+        try:
+            found = parse_gguf(data, arrays=arrays)
+        except (ValueError, struct.error):
+            continue
+        spans = sorted((info.start, info.start + info.nbytes) for info in found.tensors.values())
+        assert all(0 < begin < end <= len(data) for begin, end in spans)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+        assert all(type(key) is str for key in found.metadata)
+
+
+def run_safetensors(data: bytes) -> None:
+    try:
+        spans, begin = parse_safetensors(data)
+    except ValueError:
+        return
+    held = 0
+    for dtype, shape, first in spans.values():
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        assert first >= 0
+        assert count > 0
+        assert begin + first + count <= len(data)
+        held += count
+    assert begin + held == len(data)  # with no overlap and no hole
+
+
+def run_json(data: bytes) -> None:
+    try:
+        content = parse_object(data)
+    except ValueError:
+        return
+    text = json.dumps(content, allow_nan=False, ensure_ascii=False)  # no NaN, and no half of a character
+    assert parse_object(text.encode("utf-8")) == content
+
+
+def run_index(data: bytes) -> None:
+    folder = Path(_FOLDER.name)
+    (folder / "a.safetensors").touch()
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    try:
+        shards = huggingface._shards(folder)
+    except CheckpointError as error:
+        _check_message(str(error))
+    else:
+        assert set(shards) == {folder / "a.safetensors"}  # the only one that is there
+
+
+def run_config(data: bytes) -> None:
+    path = Path("config.json")
+    try:
+        config = parse_object(data)
+        args = huggingface._args(path, config, huggingface._family(path, config))
+    except CheckpointError as error:
+        _check_message(str(error))
+    except ValueError:
+        pass
+    else:
+        assert needed_shapes(args)  # what is accepted can be built
+
+
+def _check_message(message: str) -> None:
+    assert message.isprintable()
+    assert len(message) < 1000
+
+
+PARSERS: dict[str, Callable[[bytes], None]] = {
+    "gguf": run_gguf,
+    "safetensors": run_safetensors,
+    "json": run_json,
+    "index": run_index,
+    "config": run_config,
+}
+
+
+# ---- grammars --------------------------------------------------------------------------------------------------------
+
+_counts = st.one_of(st.integers(0, 9), st.sampled_from([16, 32, 64, 1 << 20, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1]))
+_names = st.one_of(st.text(max_size=8), st.sampled_from(["\x1b[2J", "\u202e", "\0", "k", "general.alignment"]))
+
+
+def _gguf_text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(data)) + data
+
+
+@st.composite
+def _gguf(draw: st.DrawFn) -> bytes:
+    pairs = draw(st.lists(_pair(), max_size=4))
+    tensors, end = [], 0
+    for name in draw(st.lists(_names, max_size=3, unique=draw(st.booleans()))):
+        dims = draw(st.lists(st.one_of(st.integers(1, 64), _counts), min_size=1, max_size=4))
+        kind = draw(st.sampled_from([0, 1, 2, 8, 12, 14, 30, 4, 99]))
+        offset = draw(st.one_of(st.just(end), _counts))
+        tensors.append(_gguf_text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset))
+        end = (end + 4 * dims[0] + 31) // 32 * 32 % (1 << 63)
+    counts = [draw(st.one_of(st.just(len(part)), _counts)) for part in (tensors, pairs)]
+    version = draw(st.sampled_from([3, 3, 3, 2, 1]))
+    header = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
+    header += bytes(-len(header) % 32)
+    return header + bytes(draw(st.sampled_from([0, 32, 64, 256, 1024])))
+
+
+@st.composite
+def _pair(draw: st.DrawFn) -> bytes:
+    kind = draw(st.sampled_from([*range(13), 77]))
+    key = _gguf_text(draw(_names))
+    if kind == 8:
+        return key + struct.pack("<I", 8) + _gguf_text(draw(st.text(max_size=8)))
+    if kind == 9:
+        count, inner = draw(_counts), draw(st.sampled_from([*range(13), 77]))
+        return key + struct.pack("<IIQ", 9, inner, count) + draw(st.binary(max_size=40))
+    return key + struct.pack("<I", kind) + draw(st.binary(min_size=1, max_size=8))
+
+
+_numbers = st.one_of(_counts, st.integers(-9, 9), st.just(10**80))
+_values: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(st.none(), st.booleans(), _numbers, st.floats(), st.text(max_size=6)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(_names, inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def _safetensors(draw: st.DrawFn) -> bytes:
+    header: dict[str, Any] = {}
+    end = 0
+    for name in draw(st.lists(_names, max_size=4)):
+        shape = draw(st.lists(st.integers(1, 4), max_size=3))
+        dtype, size = draw(st.sampled_from([("F32", 4), ("F16", 2), ("BF16", 2), ("F64", 8)]))
+        for side in shape:
+            size *= side
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+        if draw(st.integers(0, 3)) == 0:
+            header[name][draw(st.sampled_from(["dtype", "shape", "data_offsets", "code"]))] = draw(_values)
+    if draw(st.booleans()):
+        header["__metadata__"] = draw(_values)
+    text = _as_json(header) + b" " * draw(st.integers(0, 8))
+    length = draw(st.one_of(st.just(len(text)), st.just(len(text)), _counts))
+    return struct.pack("<Q", length) + text + bytes(draw(st.one_of(st.just(end), st.just(end), st.integers(0, 64))))
+
+
+_VALID_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 520,
+}
+_KEYS = [
+    *_VALID_CONFIG,
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling"),
+    *("rope_parameters", "tie_word_embeddings", "attention_bias", "hidden_act", "sliding_window"),
+]
+_ropes = st.dictionaries(
+    st.sampled_from(["rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "rope_theta", "beta_fast"]),
+    st.one_of(st.sampled_from(["llama3", "linear", "yarn", "default"]), _numbers, _values),
+)
+_configs = st.dictionaries(st.sampled_from(_KEYS), st.one_of(_numbers, _values, _ropes), max_size=4).map(
+    lambda change: _as_json(_VALID_CONFIG | change)
+)
+_places = st.one_of(
+    st.just("a.safetensors"), st.sampled_from(["../a.safetensors", "b.safetensors", "a", "", 7]), _values
+)
+
+STRATEGIES: dict[str, st.SearchStrategy[bytes]] = {
+    "gguf": _gguf(),
+    "safetensors": _safetensors(),
+    "json": _values.map(_as_json),
+    "index": st.dictionaries(_names, _places, max_size=4).map(lambda places: _as_json({"weight_map": places})),
+    "config": _configs,
+}
+
+
+def seeds(name: str) -> list[bytes]:
+    """Return files to begin with: the museum's of this kind, and one that is right."""
+    from museum.exhibits import BROKEN_JSON, GGUF_FILES, SAFETENSORS, entry, header, number, safetensors, tensor
+
+    small = 1 << 14
+    if name == "gguf":
+        right = header(number(b"k", 7), tensors=(tensor(),)) + bytes(256)
+        return [right, *(data for _, data in GGUF_FILES.values() if len(data) < small)]
+    if name == "safetensors":
+        right = safetensors({"a": entry([2], 0, 8), "b": entry([1], 8, 12)}, bytes(12))
+        return [right, *(data for _, data in SAFETENSORS.values() if len(data) < small)]
+    right = _as_json(_VALID_CONFIG if name == "config" else {"weight_map": {"a": "a.safetensors"}})
+    return [right, *(data for _, data in BROKEN_JSON.values() if len(data) < small)]

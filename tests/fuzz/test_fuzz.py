@@ -1,0 +1,22 @@
+"""Some hundred hostile inputs for every parser: each gets one of its own errors, or what it says is so."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from fuzz.driver import homes, run_plainly
+from fuzz.watch import watching
+
+
+@pytest.mark.parametrize("name", homes())
+def test_parsers_hold_on_mutated_and_drawn_inputs(name: str) -> None:
+    assert run_plainly(name, executions=800) == 800
+
+
+def test_the_watch_sees_files_elsewhere_and_sockets_even_where_the_error_is_caught(tmp_path: Path) -> None:
+    with watching():
+        (tmp_path / "mine").write_text("x")
+    with pytest.raises(AssertionError, match="a parser reached out"), watching():
+        Path("/etc/passwd").open("rb").close()
+    with pytest.raises(AssertionError, match="a parser reached out"), watching():
+        socket.socket().close()
