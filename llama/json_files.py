@@ -6,6 +6,7 @@ Knows nothing of what the object says, nor of checkpoints.
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,26 +60,6 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return content
 
 
-def check_type(content: dict[str, Any], key: str, *kinds: type) -> Any:
-    """Return the value of a key, or None where it is missing or null. ValueError where it is of none of these types.
-
-    Types are exact: true is no number, "false" is no flag, and 2.0 is no whole number.
-    """
-    value = content.get(key)
-    if value is not None and type(value) not in kinds:
-        raise ValueError(f"{key}={value!r:.80} must be of type {' or '.join(kind.__name__ for kind in kinds)}")
-    return value
-
-
-def check_ids(content: dict[str, Any], key: str) -> list[int]:
-    """Return the ids of tokens that a key names, one or a list, [] where it is missing or null; they count from 0."""
-    value = content.get(key)
-    ids = [] if value is None else value if type(value) is list else [value]
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-        raise ValueError(f"{key}={value!r:.80} must be an id, a whole number from 0 on, or a list of them")
-    return ids
-
-
 def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not a number")
 
@@ -100,11 +81,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) == len(pairs):
         return content
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            break
-        seen.add(key)
+    (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
     raise ValueError(f"repeats the key {key!r:.80}")
 
 
