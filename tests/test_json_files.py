@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from museum.exhibits import BROKEN_JSON
 
@@ -18,6 +18,7 @@ _values = st.recursive(
 )
 
 
+@settings(max_examples=25)
 @given(st.dictionaries(_texts, _values), st.booleans())
 def test_what_is_right_is_read_as_pythons_reader_reads_it(content: object, escaped: bool) -> None:
     text = json.dumps(content, ensure_ascii=escaped).encode("utf-8")

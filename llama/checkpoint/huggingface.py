@@ -203,22 +203,25 @@ def _shards(directory: Path) -> dict[Path, set[str] | None]:
     single, index_path = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists() or not index_path.exists():
         return {need_file(directory, single.name, "the weights, or its .index.json with several files"): None}
-    weight_map = read_json(index_path, limit=_LONGEST_INDEX).get("weight_map")
+    places = places_of(index_path, read_json(index_path, limit=_LONGEST_INDEX))
+    return {need_file(directory, file, f"named by {index_path.name}"): names for file, names in places.items()}
+
+
+def places_of(path: Path, index: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the names of tensors that an index, read from `path`, places in each file; files have plain names."""
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(index_path, "lacks weight_map")
-    shards: dict[str, set[str]] = {}
+        raise CheckpointError(path, "lacks weight_map")
+    places: dict[str, set[str]] = {}
     for name, where in weight_map.items():
-        if type(where) is not str:
-            raise CheckpointError(index_path, f"names {where!r:.80}, which is not the plain name of a file")
-        shards.setdefault(where, set()).add(name)
-    for file_name in shards:
         # A plain name cannot lead out of the directory. (Where the entry is a link, as in the hub's cache, the
         # owner of the directory put it there.)
-        if set(file_name) & set("/\\:\0"):
-            raise CheckpointError(index_path, f"names {file_name!r:.80}, which is not the plain name of a file")
-        if not file_name.endswith(".safetensors"):
-            raise CheckpointError(index_path, f"names {file_name!r:.80}, which is not a .safetensors file")
-    return {need_file(directory, file, f"named by {index_path.name}"): names for file, names in shards.items()}
+        if type(where) is not str or set(where) & set("/\\:\0"):
+            raise CheckpointError(path, f"names {where!r:.80}, which is not the plain name of a file")
+        if not where.endswith(".safetensors"):
+            raise CheckpointError(path, f"names {where!r:.80}, which is not a .safetensors file")
+        places.setdefault(where, set()).add(name)
+    return places
 
 
 def _read_shard(path: Path, indexed: set[str] | None, known: Collection[str]) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ EXPLAINED = {
     "config.json with 512 layers, of which the file has 2": " and 4,580 more",
     "config.json with 0 for a flag": "tie_word_embeddings=0 must be true or false",
     "params.json with 10,000 unknown keys of escapes": r"\x1b[2J\n\x00\u202e\u2028\x9b00000, ",
-    "an index of 20,000 tensors that no shard holds": "0000 and 19,990 more",
+    "an index of 20,000 tensors that no shard holds": "0004 and 19,990 more",
     "model.safetensors with 10,000 tensors that nobody knows": " and 9,990 more",
     "model.safetensors with a tensor twice": "repeats the key 'a'",
     "model.safetensors with a hole": "b begins at byte 8 and must at 4: they overlap, or leave a hole",
