@@ -25,6 +25,7 @@ from llama.checkpoint.base import (
     needed_shapes,
     read_json,
     read_tokenizer,
+    refuse_strangers,
     same_bits,
 )
 from llama.checkpoint.mapped import MappedFile
@@ -49,6 +50,7 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpo
     _check_shards(directory, args, shards)
     names = {name: name for name in needed_shapes(args)}
     first = next(iter(shards.values()))
+    refuse_strangers(directory, known=names, found=first)
     mapped = {name: MappedFile(directory / name) for name in shards}
     tensors = {
         name: _merge(directory, name, [_weight(mapped[file], shard[name]) for file, shard in shards.items()], args)

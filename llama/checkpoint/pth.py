@@ -5,7 +5,6 @@ Joins what `zip_reader` says of the records and `pickle_reader` of the tensors i
 
 import math
 import mmap
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +15,7 @@ import torch
 from llama.checkpoint.base import refusing
 from llama.checkpoint.pickle_reader import REMEDY, PickledTensor, read_pickle, shown
 from llama.checkpoint.zip_reader import Record, read_records
+from llama.files import open_regular
 
 _MAX_PICKLE = 4 << 20
 _MAY_BE_ONE = {"tok_embeddings.weight", "output.weight"}
@@ -42,12 +42,10 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
     Only a tied head may be the same bytes as the embedding. Raises CheckpointError for everything that is not a dict
     of float32, float16 and bfloat16 tensors as torch.save writes it.
     """
-    with refusing(path, "is not a .pth file that can be used"):
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError("not a regular file")
+    with refusing(path, "is not a .pth file that can be used"), open_regular(path) as file:
         if not path.stat().st_size:
             raise ValueError("not a zip archive: it is empty")
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read(data)
 
 

@@ -542,9 +542,8 @@ class _Global:
 
     def pickled(self, argument: str = "true") -> bytes:
         module, name = self.place
-        return (
-            f"\x80\x02c{module}\n{name}\nX".encode() + struct.pack("<I", len(argument)) + argument.encode() + b"\x85R."
-        )
+        text = struct.pack("<I", len(argument)) + argument.encode()
+        return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"X" + text + b"\x85R."
 
 
 def _archive(path: Path, pickled: bytes, *, records: Mapping[str, bytes] | None = None, kind: int = 0) -> None:
@@ -595,6 +594,17 @@ def _shared() -> dict[str, torch.Tensor]:
     return {"norm.weight": storage[:32], "layers.0.ffn_norm.weight": storage[16:]}
 
 
+def _with_a_note() -> torch.Tensor:
+    tensor = torch.ones(32)
+    tensor.note = "untyped_storage may be replaced so"  # type: ignore[attr-defined]
+    return tensor
+
+
+_IN_NO_RECORD = b"\x80\x02}X\x0b\0\0\0norm.weightctorch\nFloatTensor\nK\x20\x85Rs."
+_BYTEARRAY = b"\x80\x02}X\1\0\0\0ac__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85Rs."
+_DOUBLED = b"\x80\x02})" + b"2\x86" * 60 + b"K\1s."
+
+
 PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "of nothing": (TRUNCATED, lambda path: path.write_bytes(b"")),
     "cut in half": (TRUNCATED, lambda path: os.truncate(path, path.stat().st_size // 2)),
@@ -640,13 +650,20 @@ PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
         "case 4",
         lambda path: torch.save({"norm.weight": torch.ones(32, device="meta")}, path),
     ),
+    "whose pickle doubles a tuple 60 times": ("case 1", lambda path: _archive(path, _DOUBLED)),
+    "whose pickle makes 2 GB of bytes": ("case 2", lambda path: _archive(path, _BYTEARRAY)),
+    "with a tensor that has attributes": ("case 3", lambda path: torch.save({"norm.weight": _with_a_note()}, path)),
+    "with a tensor in no record": (
+        "case 4",
+        lambda path: _archive(path, _IN_NO_RECORD, records={"data/0": bytes(128)}),
+    ),
     "of a list": (TYPES, lambda path: torch.save([torch.ones(2)], path)),
     "with numbers for names": (TYPES, lambda path: torch.save({1: torch.ones(2)}, path)),
     "with a list for a tensor": (TYPES, lambda path: torch.save({"norm.weight": [1.0]}, path)),
     "with escapes in a name": (TERMINAL, lambda path: torch.save({ESCAPES: torch.ones(2)}, path)),
-    "with 300 tensors that nobody knows": (
+    "with 2,000 tensors that nobody knows": (
         "case 11",
-        lambda path: torch.save({f"{ESCAPES}{i}": torch.ones(1) for i in range(300)}, path),
+        lambda path: torch.save({f"x{i}": torch.ones(1) for i in range(2000)}, path),
     ),
 }
 
