@@ -57,7 +57,7 @@ _WHAT_WORKS = (
 
 def read_huggingface(path: Path) -> Vocabulary:
     """Return the vocabulary of a tokenizer.json, with the configuration beside it. Raises ValueError."""
-    spec = read_json(check_file(path), limit=MAX_FILE_BYTES)
+    spec = _read(path, limit=MAX_FILE_BYTES)
     settings = _beside(path, "tokenizer_config.json")
     # transformers takes the ends of a text from generation_config.json, and from config.json only without it.
     defaults = _beside(path, "generation_config.json") or _beside(path, "config.json")
@@ -266,7 +266,14 @@ def _template_opening(processor: Any, ids: Mapping[str, int]) -> list[int]:
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
     file = path.parent / name
-    return read_json(check_file(file), limit=_MAX_CONFIG_BYTES) if file.exists() else {}
+    return _read(file, limit=_MAX_CONFIG_BYTES) if file.exists() else {}
+
+
+def _read(path: Path, *, limit: int) -> dict[str, Any]:
+    try:
+        return read_json(check_file(path), limit=limit)
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable as JSON: {error}") from error
 
 
 def _named_text(name: str, settings: Mapping[str, Any]) -> str | None:
