@@ -60,7 +60,7 @@ def run_archive(data: bytes) -> None:
 def _loaded_by_torch(path: Path) -> dict[str, torch.Tensor] | None:
     """Return what torch loads, or None where it stumbles over a record that says nothing of the weights."""
     try:
-        content: dict[str, torch.Tensor] = torch.load(path, weights_only=False)
+        content: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=False)
     except (RuntimeError, ValueError) as error:
         if any(words in str(error) for words in ("parse the version", "invalid literal for int", "codec can't decode")):
             return None
