@@ -171,9 +171,9 @@ class TextStream:
 
     def feed(self, token_id: int) -> str:
         """Return the characters that `token_id` completes; the bytes of one that is not whole yet wait."""
-        whole = self._tokenizer.decode_bytes([token_id], begins=False)
-        data = self._tokenizer.decode_bytes([token_id], begins=self._at_begin)
-        self._at_begin = self._at_begin and not whole
+        data = self._tokenizer.decode_bytes([token_id], begins=False)
+        if data and self._at_begin:
+            data, self._at_begin = self._tokenizer.decode_bytes([token_id]), False
         return self._decoder.decode(data)
 
     def flush(self) -> str:
