@@ -23,10 +23,13 @@ _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 def read_json(path: Path, *, limit: int) -> dict[str, Any]:
     """Return the object that a regular file of at most `limit` bytes holds.
 
-    Raises OSError where it cannot be read, and ValueError with a reason for all else: another kind of file, a longer
-    one, and what `parse_object` refuses.
+    Raises OSError where it cannot be read, and ValueError with the path and a reason for all else: another kind of
+    file, a longer one, and what `parse_object` refuses.
     """
-    return parse_object(read_regular(path, limit=limit))
+    try:
+        return parse_object(read_regular(path, limit=limit))
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable as JSON: {error}") from error
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from hypothesis import HealthCheck, given, settings
 
 INSTRUMENTED = ["llama.checkpoint", "llama.json_files", "llama.files", "llama.words", "llama.tokenizer"]
 KEPT = ROOT / "build" / "fuzz"
-_LONGEST = 1 << 14
 _AT_ONCE = 200  # examples of a strategy, between as many mutations
 
 
@@ -45,6 +44,10 @@ def seeds_of(module: ModuleType, name: str) -> list[bytes]:
     return list(module.seeds(name)) if hasattr(module, "seeds") else [b""]
 
 
+def _longest(seeds: list[bytes]) -> int:
+    return max(1 << 14, *(2 * len(data) for data in seeds))
+
+
 def watched(run: Callable[[bytes], object]) -> Callable[[bytes], None]:
     def one(data: bytes) -> None:
         with watching():
@@ -55,6 +58,7 @@ def watched(run: Callable[[bytes], object]) -> Callable[[bytes], None]:
 
 def mutations(seeds: list[bytes], dice: random.Random) -> Iterator[bytes]:
     """Yield damaged seeds for ever: bytes changed, cut out, doubled, taken from another."""
+    longest = _longest(seeds)
     while True:
         data = bytearray(dice.choice(seeds))
         for _ in range(dice.randint(1, 4)):
@@ -69,7 +73,7 @@ def mutations(seeds: list[bytes], dice: random.Random) -> Iterator[bytes]:
                 dice.choice([b"\0" * 8, b"\xff" * 8, b"\x1b[", b'"', b"{", b"9" * 70]),
             ]
             data[begin : min(end, begin + 32)] = dice.choice(change)
-        yield bytes(data[:_LONGEST])
+        yield bytes(data[:longest])
 
 
 def run_plainly(name: str, *, executions: int, seconds: float = float("inf"), seed: int = 0) -> int:
@@ -110,12 +114,13 @@ def run_guided(name: str, *, seconds: int, executions: int) -> int:
     """Let atheris execute a parser, in a process of its own, for it ends the one that it is in."""
     corpus = KEPT / name
     corpus.mkdir(parents=True, exist_ok=True)
-    for data in seeds_of(homes()[name], name):
+    seeds = seeds_of(homes()[name], name)
+    for data in seeds:
         (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
     limits = [
         f"-max_total_time={seconds}",
         f"-runs={executions}",
-        f"-max_len={_LONGEST}",
+        f"-max_len={_longest(seeds)}",
         "-timeout=10",
         "-rss_limit_mb=4096",
     ]

@@ -63,3 +63,18 @@ def _use(tokenizer: Tokenizer) -> None:
             continue
     tokenizer.decode(range(min(tokenizer.n_words, 100)))
     tokenizer.fingerprint()
+
+
+PARSERS: dict[str, Callable[[bytes], object]] = {"tokenizer.json": run_json, "tokenizer.model": run_model_proto}
+
+
+def seeds(name: str) -> list[bytes]:
+    """Return a tokenizer of each kind that is right."""
+    from checkpoints import write_huggingface_tokenizer, write_meta_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "tokenizer.json":
+            write_huggingface_tokenizer(Path(folder))
+        else:
+            write_meta_tokenizer(Path(folder) / name)
+        return [(Path(folder) / name).read_bytes()]
