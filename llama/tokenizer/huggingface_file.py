@@ -270,8 +270,9 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def _read(path: Path, *, limit: int) -> dict[str, Any]:
+    check_file(path)
     try:
-        return read_json(check_file(path), limit=limit)
+        return read_json(path, limit=limit)
     except ValueError as error:
         raise ValueError(f"{path} is not readable as JSON: {error}") from error
 
