@@ -23,13 +23,10 @@ _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 def read_json(path: Path, *, limit: int) -> dict[str, Any]:
     """Return the object that a regular file of at most `limit` bytes holds.
 
-    Raises OSError where it cannot be read, and ValueError with the path and a reason for all else: another kind of
-    file, a longer one, and what `parse_object` refuses.
+    Raises OSError where it cannot be read, and ValueError with a reason for all else: another kind of file, a longer
+    one, and what `parse_object` refuses.
     """
-    try:
-        return parse_object(read_regular(path, limit=limit))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable as JSON: {error}") from error
+    return parse_object(read_regular(path, limit=limit))
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -93,4 +90,4 @@ def _refuse_halves(content: dict[str, Any]) -> None:
     try:
         json.dumps(content, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{error.object[error.start]!r} is half a character") from error
+        raise ValueError(f"{error.object[error.start]!r} is half of a surrogate pair") from error

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama import json_files
 from llama.args import ModelArgs
-from llama.files import check_regular, read_regular
-from llama.json_files import parse_object
+from llama.files import check_regular
 from llama.model import Transformer
 from llama.packed import Format, MappedWeight, Parts
 from llama.tokenizer import Tokenizer
@@ -283,7 +283,7 @@ def listing(directory: Path) -> str:
 def read_json(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
     """Return the object in a file of at most `limit` bytes. What could be understood in two ways is refused."""
     with refusing(path, "is not readable as JSON"):
-        return parse_object(read_regular(path, limit=limit))
+        return json_files.read_json(path, limit=limit)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
