@@ -132,6 +132,10 @@ def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> Iterator[tuple[st
 
     yield "beginning of a text", named(tokenizer.bos_id) + (", put before each" if tokenizer.adds_bos else "")
     yield "ends of a text", ", ".join(map(named, tokenizer.stop_tokens)) or "none"
+    try:
+        yield "chat format", ChatFormat(tokenizer).name
+    except ValueError as error:
+        yield "chat format", f"none: {error}"
 
 
 def _memory(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, int]]:
@@ -159,7 +163,3 @@ def _remarks(checkpoint: Checkpoint) -> Iterator[str]:
             f"in longer texts its attention sees the last {longest:,} positions alone (sliding_window), which is not "
             f"supported: it loads with --max_seq_len {longest}"
         )
-    try:
-        ChatFormat(checkpoint.tokenizer)
-    except ValueError as error:
-        yield f"no chat: {error}"

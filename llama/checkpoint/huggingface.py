@@ -70,7 +70,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
             for name, tensor in _read_shard(path, indexed, names.values()).items()
             if not name.endswith(_DROPPED)
         }
-    tokenizer = read_tokenizer(tokenizer_path or need_file(directory, "tokenizer.json", "the vocabulary"))
+    tokenizer = read_tokenizer(tokenizer_path or _tokenizer_file(directory))
     return assemble(
         directory,
         args=args,
@@ -81,6 +81,14 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
         window=_window(config_path, config),
         family=family.name,
     )
+
+
+def _tokenizer_file(directory: Path) -> Path:
+    """Return tokenizer.json, or SentencePiece's tokenizer.model, which old folders have alone."""
+    old = directory / "tokenizer.model"
+    if old.is_file() and not (directory / "tokenizer.json").exists():
+        return old
+    return need_file(directory, "tokenizer.json", "the vocabulary")
 
 
 def _family(path: Path, config: Mapping[str, Any]) -> Family:

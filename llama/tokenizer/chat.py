@@ -136,6 +136,14 @@ class ChatFormat:
                 "complete plain text instead"
             )
 
+    @property
+    def name(self) -> str:
+        """What writes dialogs, in words."""
+        if self._renderer is not None:
+            return "the checkpoint's own template"
+        assert self._family is not None
+        return f"{self._family.name}'s, by its special tokens"
+
     def encode_dialog_prompt(self, dialog: Dialog) -> list[int]:
         """Return the ids of a dialog and of what opens the answer, after a BOS where the format has one.
 

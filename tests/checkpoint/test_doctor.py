@@ -36,6 +36,8 @@ def test_a_folder_of_a_family_is_described(family: str, tmp_path: Path, capsys: 
         "half-split",
         f"{N_WORDS} tokens, 256 of them special",
         "<|end_of_text|>",
+        "chat format",
+        "Llama 3's, by its special tokens",
     ):
         assert fact in printed, fact
     assert ("biases of q, k and v" in printed) == (family == "qwen2")
@@ -68,7 +70,7 @@ def test_memory_is_that_of_the_model_in_every_mode(tmp_path: Path) -> None:
     assert {cache for dtype, _, _, cache in found.memory if dtype == "fp32"} == {2 * 2 * 2 * 8 * 2048 * 4}
 
 
-def test_a_window_and_a_missing_chat_format_are_remarks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_is_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(str(write_folder(tmp_path, random_model(config_of("mistral", sliding_window=48))))) == 0
     printed = capsys.readouterr().out
     assert "note: " in printed
