@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from vocabularies import huggingface_of_pieces, pieces, saved
 
 from llama.checkpoint.gguf_header import read_header
 from llama.demo import demo_model_path
@@ -496,6 +497,30 @@ class Sentence:
             ids.append(self.special_tokens[found])
             s = s.removeprefix(found)
         return ids + list((s if ids or not s else f" {s}").encode())
+
+
+@pytest.mark.parametrize("template", [OLD_INSTRUCTED, INSTRUCTED, PLAIN_MARKS], ids=["old", "instructed", "plain"])
+@pytest.mark.parametrize("scheme", [None, "first"], ids=["prepended", "metaspace"])
+def test_dialogs_in_sentencepieces_vocabulary_have_the_ids_of_transformers(
+    scheme: str | None, template: str, tmp_path: Path
+) -> None:
+    """Its vocabularies put a space before a text, and not before one that goes on behind a special token."""
+    from transformers import PreTrainedTokenizerFast
+
+    words = huggingface_of_pieces(pieces(), metaspace=scheme)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    folder = saved(tmp_path, words, **names)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), unk_token="<unk>", **names)
+    format = ChatFormat(Tokenizer.from_huggingface(folder))
+
+    @settings(max_examples=60, deadline=None)
+    @given(dialog=conversations(ORDINARY))
+    def check(dialog: Dialog) -> None:
+        assume("</s>" not in str(dialog))
+        asked = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+        assert format.encode_dialog_prompt(dialog) == theirs.apply_chat_template(dialog, **asked)
+
+    check()
 
 
 @pytest.mark.parametrize("text", ["Hi", "<s>Hi", "</s>", "a</s><s"])
