@@ -702,3 +702,71 @@ def _bad_tokenizer(what: str, source: str, file: str, content: bytes) -> None:
 
 for _what, (_source, _file, _content) in TOKENIZERS.items():
     _bad_tokenizer(_what, _source, _file, _content)
+
+
+def _changed_tokenizer(what: str, source: str, change: Callable[[dict[str, Any]], object]) -> None:
+    @exhibit(f"a tokenizer.json {what}", source)
+    def make(folder: Path) -> Path:
+        path = copied(folder, "huggingface")
+        file = path / "tokenizer.json"
+        spec = json.loads(file.read_text())
+        change(spec)
+        file.write_text(json.dumps(spec))
+        return path
+
+
+def _added(key: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda spec: spec["added_tokens"][1].update({key: value})
+
+
+def _model(**values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda spec: spec["model"].update(values)
+
+
+def _chain(length: int) -> Callable[[dict[str, Any]], object]:
+    """Merges that make "a" twice, three times, ... as long; the last one's parts took cubic work to find."""
+
+    def change(spec: dict[str, Any]) -> None:
+        vocab = {chr(letter): letter for letter in range(ord("a"), ord("z") + 1)}
+        vocab |= {"a" * n: 100 + n for n in range(2, length)}
+        merges = [["a" * n, "a"] for n in range(1, length - 1)]
+        spec["model"] |= {"vocab": vocab, "merges": [*merges, ["a" * length, "a"]]}
+
+    return change
+
+
+_TOKENIZER_CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "with a chain of 1,023 merges": ("case 7", _chain(1023)),
+    **{f"with {value!r} for an added token's id": ("case 17", _added("id", value)) for value in (-1, 5.5, 519.0, True)},
+    "with half a character in an added token": ("case 17", _added("content", "\ud800")),
+    "with an empty added token": ("case 17", _added("content", "")),
+    "with a text for a flag of an added token": (TYPES, _added("lstrip", "false")),
+    "with merges that are numbers": (TYPES, _model(merges=[1, 2])),
+    "with merges of tokens that it lacks": (TRUNCATED, _model(merges=[["no", "such"]])),
+    "with two tokens of one id": (TYPES, _model(vocab={"a": 1, "b": 1})),
+    "with ids of 2^40": (RESOURCES, _model(vocab={"a": 1 << 40})),
+    "with a text for byte_fallback": (TYPES, _model(byte_fallback="false")),
+    "with dropout": ("differs from the model", _model(dropout=0.5)),
+    "of word pieces": ("differs from the model", _model(type="WordPiece")),
+    "with a regex that takes exponential time": (
+        "CWE-1333",
+        lambda spec: spec.update(
+            pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+        ),
+    ),
+    "with a normaliser that loses text": (
+        "differs from the model",
+        lambda spec: spec.update(normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": ""}),
+    ),
+    "with a normaliser of a stranger's table": (
+        "CWE-789, memory by claim",
+        lambda spec: spec.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    ),
+    "with a decoder that makes other text": (
+        "differs from the model",
+        lambda spec: spec.update(decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}),
+    ),
+    "with escapes in a key": (TERMINAL, lambda spec: spec.update({ESCAPES: 1})),
+}
+for _what, (_source, _change) in _TOKENIZER_CHANGES.items():
+    _changed_tokenizer(_what, _source, _change)
