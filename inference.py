@@ -252,10 +252,10 @@ def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
     error, which goes on.
     """
     done = ""  # of the first page, while it is made
-    if live:
-        done = f"{texts[0]}\n> "
-        print(console.shown(done), end="", flush=True)
     try:
+        if live:
+            done = f"{texts[0]}\n> "
+            print(console.shown(done), end="", flush=True)
         for row, piece in pieces:
             if live and row == 0:
                 done += piece
