@@ -83,22 +83,19 @@ _NORMS = {f"layers.{{}}.attention.{part}_norm.weight": part for part in "qk"}
 
 def huggingface_names(args: ModelArgs) -> dict[str, str]:
     """Return the names of a model's tensors in Hugging Face's files, by ours."""
-    names = dict(HUGGINGFACE_NAMES)
-    if args.attention_bias:
-        names |= {ours: f"model.layers.{{}}.self_attn.{part}_proj.bias" for ours, part in _BIASES.items()}
-    if args.qk_norm:
-        names |= {ours: f"model.layers.{{}}.self_attn.{part}_norm.weight" for ours, part in _NORMS.items()}
-    return numbered(names, args.n_layers)
+    layer = "model.layers.{}.self_attn."
+    return _names(args, HUGGINGFACE_NAMES, bias=f"{layer}%s_proj.bias", norm=f"{layer}%s_norm.weight")
 
 
 def gguf_names(args: ModelArgs) -> dict[str, str]:
     """Return the names of a model's tensors in a .gguf file, by ours."""
-    names = dict(GGUF_NAMES)
-    if args.attention_bias:
-        names |= {ours: f"blk.{{}}.attn_{part}.bias" for ours, part in _BIASES.items()}
-    if args.qk_norm:
-        names |= {ours: f"blk.{{}}.attn_{part}_norm.weight" for ours, part in _NORMS.items()}
-    return numbered(names, args.n_layers)
+    return _names(args, GGUF_NAMES, bias="blk.{}.attn_%s.bias", norm="blk.{}.attn_%s_norm.weight")
+
+
+def _names(args: ModelArgs, names: Mapping[str, str], *, bias: str, norm: str) -> dict[str, str]:
+    added = {ours: bias % part for ours, part in _BIASES.items() if args.attention_bias}
+    added |= {ours: norm % part for ours, part in _NORMS.items() if args.qk_norm}
+    return numbered({**names, **added}, args.n_layers)
 
 
 def numbered(names: Mapping[str, str], n_layers: int) -> dict[str, str]:
