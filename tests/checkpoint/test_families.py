@@ -1,6 +1,7 @@
 """Families that are built like Llama give the logits of transformers, from folders and from .gguf files."""
 
 import json
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -290,12 +291,11 @@ def test_llama_cpp_gives_the_same_logits_of_a_file_of_qwen(tmp_path: Path) -> No
             parts = planned(model.args, {name: Weight.of(w) for name, w in model.state_dict().items()}, "F32")
             tokenizer = open_checkpoint(tmp_path / "folder").tokenizer
             write_gguf(tmp_path / "model.gguf", model.args, parts, tokenizer.to_gguf(N_WORDS))
-            peer = llama_cpp.Llama(
-                str(tmp_path / "model.gguf"), n_ctx=128, logits_all=True, verbose=False, type_k=0, type_v=0
-            )
-            peer.eval(TOKENS[0].tolist())
-            with torch.inference_mode():
+            words = {"n_ctx": 128, "logits_all": True, "verbose": False, "type_k": 0, "type_v": 0}
+            with closing(llama_cpp.Llama(str(tmp_path / "model.gguf"), **words)) as peer:
+                peer.eval(TOKENS[0].tolist())
                 theirs = torch.from_numpy(peer.scores[: TOKENS.shape[1]].copy())
+            with torch.inference_mode():
                 torch.testing.assert_close(model(TOKENS)[0], theirs, rtol=0, atol=1e-3)
 
 
