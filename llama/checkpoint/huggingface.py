@@ -8,8 +8,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from torch import Tensor
-
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
 from llama.checkpoint.base import (
     Checkpoint,
@@ -66,8 +64,8 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
     tensors: dict[str, Weight] = {}
     for path, indexed in _shards(directory).items():
         tensors |= {
-            name: in_our_order(ours.get(name, name), Weight.of(tensor), args.head_dim)
-            for name, tensor in _read_shard(path, indexed, names.values()).items()
+            name: in_our_order(ours.get(name, name), weight, args.head_dim)
+            for name, weight in _read_shard(path, indexed, names.values()).items()
             if not name.endswith(_DROPPED)
         }
     tokenizer = read_tokenizer(tokenizer_path or _tokenizer_file(directory))
@@ -232,8 +230,8 @@ def places_of(path: Path, index: Mapping[str, Any]) -> dict[str, set[str]]:
     return places
 
 
-def _read_shard(path: Path, indexed: set[str] | None, known: Collection[str]) -> dict[str, Tensor]:
-    """Return the file's tensors, as views of the mapped file."""
+def _read_shard(path: Path, indexed: set[str] | None, known: Collection[str]) -> dict[str, Weight]:
+    """Return the file's tensors, still in it."""
 
     def check(names: Collection[str]) -> None:
         if indexed is not None and indexed != names:

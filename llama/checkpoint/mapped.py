@@ -14,29 +14,36 @@ from llama.files import open_regular
 
 
 class MappedFile:
-    """A private mapping of a whole file, of which what is only read stays shared with every process that maps it."""
+    """A private mapping of a whole file, of which what is only read stays shared with every process that maps it.
+
+    data: all its bytes, for who reads its header.
+    """
 
     def __init__(self, path: Path) -> None:
         with refusing(path, "cannot be mapped"), open_regular(path) as file:
-            self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def bytes(self, start: int, nbytes: int) -> Tensor:
         """Return so many bytes from `start` on as a uint8 tensor, which keeps the mapping."""
-        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=nbytes, offset=start)
+        return torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=start)
 
     def drop(self, start: int, nbytes: int) -> None:
         """Let go of these bytes' pages; they are read again if they are used again."""
-        if hasattr(self._mapped, "madvise"):  # Windows has none, and drops pages when it wants memory
+        if hasattr(self.data, "madvise"):  # Windows has none, and drops pages when it wants memory
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self._mapped.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
+            self.data.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
 
     def weight(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        """Return the weight whose numbers lie from `start` on, row by row; copies, where not aligned."""
-        row = torch.Size(shape[1:]).numel() * dtype.itemsize
-        raw = self.bytes(start, shape[0] * row).view(shape[0], row)
+        """Return the weight whose numbers lie from `start` on, row by row; copies, where not aligned.
+
+        A single number, without dimensions, is read as one row.
+        """
+        length, *inner = shape or (1,)
+        row = torch.Size(inner).numel() * dtype.itemsize
+        raw = self.bytes(start, length * row).view(length, row)
 
         def rows(first: int, stop: int) -> Tensor:
             part = raw[first:stop]
-            return (part.clone() if start % dtype.itemsize else part).view(dtype).view(-1, *shape[1:])
+            return (part.clone() if start % dtype.itemsize else part).view(dtype).view(-1, *inner)
 
-        return Weight(shape, rows, drop=lambda: self.drop(start, shape[0] * row))
+        return Weight(shape, rows, drop=lambda: self.drop(start, length * row))

@@ -1,4 +1,4 @@
-"""A .safetensors file: its header, checked before a byte of data is read, and its tensors as views of the mapped file.
+"""A .safetensors file: its header, checked before a byte of data is read, and its tensors in the mapped file.
 
 Knows the format's bytes and no names of a model. The file is opened once, so that what was checked is what is mapped;
 the `safetensors` package reads the header for itself, and keeps every entry of it before it looks at the first.
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from llama.checkpoint.base import refusing
-from llama.files import open_regular
+from llama.checkpoint.base import Weight, refusing
+from llama.checkpoint.mapped import MappedFile
 from llama.json_files import parse_object
 from llama.words import printable
 
@@ -29,20 +28,16 @@ _MOST_SIDES = 8
 Spans = dict[str, tuple[torch.dtype, list[int], int]]  # a tensor's dtype, shape, and first byte after the header
 
 
-def read_safetensors(path: Path, check: Callable[[Collection[str]], None]) -> dict[str, Tensor]:
-    """Return the file's tensors by name, as views of the mapped file. Raises CheckpointError.
+def read_safetensors(path: Path, check: Callable[[Collection[str]], None]) -> dict[str, Weight]:
+    """Return the file's tensors by name, still in it. Raises CheckpointError.
 
-    `check(names)` may raise it, too, before anything is made of the tensors. The mapping is private, and what is only
-    read of it stays shared with every process that maps the file.
+    `check(names)` may raise it, too, before anything is made of the tensors.
     """
-    with refusing(path, "is not a .safetensors file that can be used"), open_regular(path) as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        spans, data = parse_header(mapped)
+    mapped = MappedFile(path)
+    with refusing(path, "is not a .safetensors file that can be used"):
+        spans, data = parse_header(mapped.data)
         check(spans.keys())
-        return {
-            name: torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=data + begin).view(shape)
-            for name, (dtype, shape, begin) in spans.items()
-        }
+        return {name: mapped.weight(data + begin, tuple(shape), dtype) for name, (dtype, shape, begin) in spans.items()}
 
 
 def parse_header(mapped: mmap.mmap | bytes) -> tuple[Spans, int]:

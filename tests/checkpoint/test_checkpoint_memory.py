@@ -156,3 +156,13 @@ def test_resident_memory_holds_a_pth_file_once(shards: int, tmp_path: Path) -> N
         paths.append(write_meta(tmp_path / name, weights, meta_params(config), shards=shards))
     growth, model = growth_and_model(*paths)
     assert growth < 1.2 * model  # 2.0 with every page that was read
+
+
+def test_resident_memory_holds_a_safetensors_file_once(tmp_path: Path) -> None:
+    paths = []
+    for name in ("small", "large"):
+        vocab_size, layers, width = SIZES[name]
+        sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+        paths.append(write_huggingface(tmp_path / name, random_model(config_of(**sizes, vocab_size=vocab_size))))
+    growth, model = growth_and_model(*paths)
+    assert growth < 1.2 * model  # 2.0 with every page that was read
