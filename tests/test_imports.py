@@ -69,6 +69,7 @@ MAY_IMPORT = {
     "llama/perplexity.py": ("api cli console files kv_cache limits machine model parallel streaming", "torch tqdm"),
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/template_child.py": ("", "jinja2"),
+    "llama/tokenizer/template.py": ("words", ""),
     "llama/tokenizer/tiktoken_file.py": ("tokenizer", "tiktoken"),
     "llama/tokenizer/bpe.py": ("tokenizer", "tokenizers"),
     "llama/tokenizer/sentencepiece_file.py": ("tokenizer", "sentencepiece"),

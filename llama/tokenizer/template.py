@@ -16,9 +16,12 @@ from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
 
+from llama.words import printable
+
 MOST_TEMPLATE = 64 << 10  # bytes of a template, in UTF-8
 WALL_SECONDS = 10.0  # for one request, where the process's own second of CPU time does not end it
 _MOST_REPLY = 32 << 20  # bytes; three renderings of the most text that one may have take less
+_LONGEST_REASON = 200  # characters of what a template says of itself
 _LEAST_JINJA = (3, 1, 6)  # older ones have known ways out of the sandbox, such as CVE-2025-27516
 
 _CHILD = Path(__file__).with_name("template_child.py")
@@ -153,7 +156,7 @@ def _texts(reply: bytes, count: int, words: Set[str]) -> list[list[str]]:
         texts, error, reason = None, None, None
     if isinstance(texts, list) and len(texts) == count and all(_is_cut(text, words) for text in texts):
         return texts
-    told = f": {_safe(reason)}" if isinstance(reason, str) and reason else ""
+    told = f": {printable(reason, _LONGEST_REASON)}" if isinstance(reason, str) and reason else ""
     failed = DialogRefused if error == "refused" else TemplateFailed
     raise failed(_WORDS.get(error if isinstance(error, str) else "", "the chat template gave no text") + told)
 
@@ -172,8 +175,3 @@ _WORDS = {
     "syntax": "the chat template is no Jinja",
     "failed": "the chat template fails",
 }
-
-
-def _safe(text: str) -> str:
-    """Return at most 200 characters of what a stranger wrote, with what a terminal would obey made visible."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:200])
