@@ -21,9 +21,9 @@ from llama.tokenizer.model_proto import (
 )
 from llama.tokenizer.vocabulary import (
     UNSPELLED,
-    Cutter,
     Spelling,
     Vocabulary,
+    WholeTokens,
     calling,
     check_text,
     refuse_unrepresentable,
@@ -73,18 +73,13 @@ class SentencePieceCodec:
     def __init__(self, proto: ModelProto, special_tokens: Mapping[str, int], user_tokens: Mapping[str, int]) -> None:
         self.proto, self._special_tokens, self._user_tokens = proto, special_tokens, user_tokens
         self._known = {piece.text for piece in proto.pieces if piece.kind not in (CONTROL, UNKNOWN)}
-        self._cutters: dict[frozenset[str], Cutter] = {}
+        self._whole = WholeTokens(special_tokens, user_tokens)
         self._processor  # noqa: B018  the library has a say in whether the file is sound
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         check_text(text, "the text")
-        cutter = self._cutters.get(special)
-        if cutter is None:
-            whole = {token: self._special_tokens[token] for token in special}
-            cutter = Cutter({**self._user_tokens, **whole})
-            self._cutters = {special: cutter}
         ids: list[int] = []
-        for place, part in enumerate(cutter.parts(text)):
+        for place, part in enumerate(self._whole.parts(text, special)):
             if isinstance(part, int):
                 ids.append(part)
                 continue

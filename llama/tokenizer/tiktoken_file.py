@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llama.tokenizer.byte_letters import byte_letters
 from llama.tokenizer.patterns import LLAMA3_PATTERN
-from llama.tokenizer.vocabulary import MAX_TOKEN_LENGTH, Cutter, Spelling, Vocabulary, calling, check_text
+from llama.tokenizer.vocabulary import MAX_TOKEN_LENGTH, Spelling, Vocabulary, WholeTokens, calling, check_text
 
 _SPECIALS = (
     "<|begin_of_text|>",
@@ -88,19 +88,14 @@ class TiktokenCodec:
     def __init__(self, ranks: dict[bytes, int], special_tokens: Mapping[str, int]) -> None:
         import tiktoken  # here, for who has another kind of file does not need it
 
-        self._ranks, self._special_tokens = ranks, special_tokens
-        self._cutters: dict[frozenset[str], Cutter] = {}
+        self._ranks, self._whole = ranks, WholeTokens(special_tokens, {})
         self._bpe = tiktoken.Encoding("llama", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         """Return the ids; runs of more than 25,000 (non-)space characters, and 400,000 of any, are cut as Meta does."""
         check_text(text, "the text")
-        cutter = self._cutters.get(special)
-        if cutter is None:
-            cutter = Cutter({token: self._special_tokens[token] for token in special})
-            self._cutters = {special: cutter}
         ids: list[int] = []
-        for part in cutter.parts(text):
+        for part in self._whole.parts(text, special):
             if isinstance(part, int):
                 ids.append(part)
                 continue

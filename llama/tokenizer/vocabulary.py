@@ -157,6 +157,22 @@ class Cutter:
         return next((token for token in spelled if token in self._whole), None)
 
 
+class WholeTokens:
+    """The tokens of a vocabulary that are taken whole: users' always, special ones where they are asked for."""
+
+    def __init__(self, special_tokens: Mapping[str, int], user_tokens: Mapping[str, int]) -> None:
+        self._special_tokens, self._user_tokens = special_tokens, user_tokens
+        self._latest: tuple[frozenset[str], Cutter] | None = None  # one object, for threads may share it
+
+    def parts(self, text: str, special: frozenset[str]) -> Iterator[str | int]:
+        """Yield what `Cutter.parts` does, for users' tokens and these special ones."""
+        latest = self._latest
+        if latest is None or latest[0] != special:
+            asked = {token: self._special_tokens[token] for token in special}
+            self._latest = latest = special, Cutter({**self._user_tokens, **asked})
+        return latest[1].parts(text)
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
