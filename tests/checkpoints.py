@@ -24,6 +24,17 @@ N_RANKS = 256 + len(MERGES)
 N_WORDS = N_RANKS + 256  # Llama 3 has 256 special tokens after the ranks
 BOS, EOS, EOT = N_RANKS, N_RANKS + 1, N_RANKS + 9
 
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": N_WORDS,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "initializer_range": 0.3,  # large enough that every weight shows in the logits
+}
 GGUF_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 16)
 HF_NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -53,18 +64,10 @@ def config_of(**changes: Any) -> LlamaConfig:
     scaling = LLAMA3_SCALING | {"factor": factor} if scaled else {"rope_type": "default"}
     rope = {"rope_theta": 500000.0, **scaling}
     sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": N_WORDS,
+        **TINY,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072 if scaled else 8192,
         "rope_parameters": rope,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "initializer_range": 0.3,  # large enough that every weight shows in the logits
     }
     return LlamaConfig(**(sizes | changes))
 
@@ -226,8 +229,8 @@ def random_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
 
 
 def gguf_writer(path: Path, config: LlamaConfig, *, tokenizer: bool = True) -> gguf.GGUFWriter:
-    """Return a writer that has all metadata and no tensors yet."""
-    writer = gguf.GGUFWriter(path, "llama")
+    """Return a writer that has all metadata and no tensors yet; the architecture is the config's `model_type`."""
+    writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

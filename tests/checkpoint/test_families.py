@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from checkpoints import N_WORDS, finish, write_gguf_tokenizer, write_huggingface_tokenizer
+from checkpoints import N_WORDS, finish, gguf_writer, write_huggingface_tokenizer
 from families import FAMILIES, SCALINGS, config_of, in_float64, random_model, write_folder
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
@@ -35,20 +35,9 @@ def write_qwen_gguf(path: Path, model: Any, *, kind: Kind = Kind.F32, metadata: 
     config = model.config
     arch = {"qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}[config.model_type]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, config.model_type)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer = gguf_writer(path, config)
     if metadata is not None:
         metadata(writer)
-    write_gguf_tokenizer(writer)
     for name, weight in model.state_dict().items():
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         used = kind if weight.ndim > 1 and weight.shape[-1] % 32 == 0 else Kind.F32
