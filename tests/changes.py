@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from llama.model import Transformer
+from llama.model import RMSNorm, Transformer
 from llama.packed import PackedWeight
 
 Change = Callable[[Transformer], object]
@@ -65,6 +65,28 @@ def to_float(model: Transformer) -> None:
 def edit_in_place(model: Transformer) -> None:
     with torch.no_grad():
         first_weight(model).mul_(1.5)
+
+
+def add_to_a_bias(model: Transformer) -> None:
+    """Of a model without one, it gives wv one, of zeros to begin with."""
+    layer = model.blocks[-1].attention.wv
+    if layer.bias is None:
+        layer.bias = nn.Parameter(model.norm.weight.new_zeros(layer.weight.shape[0]), requires_grad=False)
+    with torch.no_grad():
+        layer.bias.add_(0.3)
+
+
+def take_a_bias(model: Transformer) -> None:
+    model.blocks[0].attention.wq.bias = None
+
+
+def swap_a_head_norm(model: Transformer) -> None:
+    """Of a model without them, it norms the keys of a layer; else it leaves these as they are."""
+    attention = model.blocks[0].attention
+    if isinstance(attention.k_norm, nn.Identity):
+        attention.k_norm = RMSNorm(attention.head_dim, model.norm.eps).to(model.norm.weight.dtype).requires_grad_(False)
+    else:
+        attention.k_norm = nn.Identity()
 
 
 def point_data_elsewhere(model: Transformer) -> None:
@@ -279,6 +301,7 @@ def put_a_cache_of_ones(model: Transformer) -> None:
 CHANGES: dict[str, Change] = {
     change.__name__: change
     for change in (
+        *(add_to_a_bias, take_a_bias, swap_a_head_norm),
         *(halve, double, to_bfloat16, to_float, edit_in_place, point_data_elsewhere, transpose_data, widen_data),
         *(assign_a_parameter, assign_a_strided_parameter, assign_a_misaligned_parameter, load_by_assignment),
         *(flatten_a_matrix, load_by_copy, hook_that_watches, hook_that_changes, pre_hook_that_changes),

@@ -30,6 +30,7 @@ ARGS = tiny_args(
     dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
 )
 FAMILIES = {"qwen2": replace(ARGS, attention_bias=True), "qwen3": replace(ARGS, qk_norm=True)}
+EVERYTHING = replace(ARGS, attention_bias=True, qk_norm=True)
 KINDS = ("fp32", "bf16", "int8", "int8 in bf16", "int4", "int4 in bf16")
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from changes import CHANGES, check_alike, outcome
 from fakes import Ids
-from native import ARGS, FOLDER, KINDS, VOCAB, model_of, needs_a_compiler, served, twins
+from native import ARGS, EVERYTHING, FOLDER, KINDS, VOCAB, model_of, needs_a_compiler, served, twins
 from oracles import some_tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama.model
 import llama.rope
+from llama.args import ModelArgs
 from llama.fast.choose import make_fast
 from llama.fast.fingerprint import Fingerprint
 from llama.fast.native_description import check_tensor
@@ -48,8 +49,9 @@ def go_on(plain: Transformer, fast: Transformer, tokens: Tensor, start: int, *, 
 
 @pytest.mark.parametrize("kind", ["fp32", "int8", "int4", "bf16"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_in_the_middle_of_a_text(change: str, kind: str) -> None:
-    plain, fast = twins(kind)
+@pytest.mark.parametrize("args", [ARGS, EVERYTHING], ids=["llama", "biases and norms"])
+def test_a_change_in_the_middle_of_a_text(args: ModelArgs, change: str, kind: str) -> None:
+    plain, fast = twins(kind, args)
     coarse = kind == "bf16"
     assert go_on(plain, fast, TOKENS[:, :30], 0, coarse=coarse)
     assert go_on(plain, fast, TOKENS[:, 30:31], 30)
@@ -67,10 +69,15 @@ def test_a_change_in_the_middle_of_a_text(change: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["edit_in_place", "point_data_elsewhere", "assign_a_parameter", "load_by_copy", "change_every_eps"]
+    "change",
+    [
+        *("edit_in_place", "point_data_elsewhere", "assign_a_parameter", "load_by_copy", "change_every_eps"),
+        *("add_to_a_bias", "take_a_bias", "swap_a_head_norm"),
+    ],
 )
-def test_what_native_code_can_compute_stays_fast(change: str) -> None:
-    plain, fast = twins("fp32")
+@pytest.mark.parametrize("args", [ARGS, EVERYTHING], ids=["llama", "biases and norms"])
+def test_what_native_code_can_compute_stays_fast(args: ModelArgs, change: str) -> None:
+    plain, fast = twins("fp32", args)
     assert go_on(plain, fast, TOKENS[:, :30], 0)
     for model in (plain, fast):
         CHANGES[change](model)
