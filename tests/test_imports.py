@@ -64,6 +64,7 @@ MAY_IMPORT = {
     "llama/machine.py": ("costs ops", "torch"),
     "llama/files.py": ("", ""),
     "llama/words.py": ("", ""),
+    "llama/palette.py": ("", ""),
     "llama/json_files.py": ("files", ""),
     "llama/parallel.py": ("ranks", "torch fairscale"),
     "llama/perplexity.py": ("api cli console files kv_cache limits machine model parallel streaming", "torch tqdm"),
