@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama import cli, console, files
+from llama.commands.inference import main, show
 from llama.kv_cache import cache_kind
 
 ROOT = Path(__file__).parents[1]
@@ -99,8 +99,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def inference() -> Callable[..., int]:
     """The command of inference.py."""
-    command: Callable[..., int] = runpy.run_path(str(SCRIPT))["main"]
-    return command
+    return main
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -522,11 +521,10 @@ VALUES += ["x", "\0", "\x1b[31m", "\ud800", "é", "1_0", "a.py:b", ".py:", "wind
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(st.data())
 def test_no_words_cause_a_traceback(data: st.DataObject) -> None:
-    command: Callable[..., int] = runpy.run_path(str(SCRIPT))["main"]
-    names = [name for name in cli.flag_types(command) if name not in ("max_gen_len", "chat", "prompt_file", "ckpt_dir")]
+    names = [name for name in cli.flag_types(main) if name not in ("max_gen_len", "chat", "prompt_file", "ckpt_dir")]
     given = data.draw(st.lists(st.tuples(st.sampled_from(names), st.sampled_from(VALUES)), max_size=3))
     words = [f"--{name}={value}" for name, value in given]
-    assert cli.run(command, ["--ckpt_dir", "not/there", "hello", *words]) == 2
+    assert cli.run(main, ["--ckpt_dir", "not/there", "hello", *words]) == 2
 
 
 def traced(printed: str) -> list[tuple[int, int, int, int]]:
@@ -582,8 +580,7 @@ def test_an_error_in_the_middle_is_one_line_after_the_text_so_far(
     error: Exception, live: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def command(*prompts: str) -> int:
-        code: int = runpy.run_path(str(SCRIPT))["show"](prompts, Broken(error), live=live)
-        return code
+        return show(prompts, Broken(error), live=live)
 
     assert cli.run(command, ["first", "second"]) == 2
     end = "\n\n==================================\n\n"

@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-import inference
 from llama import Tokenizer, Transformer, cli, load
 from llama.bench.texts import read_text
+from llama.commands import inference
 from llama.demo import demo_model_path
 from llama.perplexity import perplexity
 

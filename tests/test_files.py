@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from bench_reports import table_report
 
-import benchmark_inference
 from llama import cli, files
 from llama.bench.report.files import keep_json
+from llama.commands import benchmark_inference
 from llama.files import check_writable, keep_file, read_text, replace_file
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="devices and named pipes are POSIX's")
@@ -158,7 +158,7 @@ def test_json_into_no_regular_file_is_refused_before_anything_is_measured(
 
 MEASURED = """
 import os, shutil, sys
-import benchmark_inference
+from llama.commands import benchmark_inference
 from bench_reports import table_report
 from llama import cli
 

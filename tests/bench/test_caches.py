@@ -13,7 +13,6 @@ from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import CEILINGS, Here, session_of
 from native import needs_a_compiler
 
-import benchmark_inference as script
 from llama import cli, load
 from llama.bench import caches, presets
 from llama.bench.caches import AMOUNTS, PROMPT_LEN, caches_report, default_kinds, run_caches
@@ -28,6 +27,7 @@ from llama.bench.run.jobs import JobDied
 from llama.bench.run.models import find_model
 from llama.bench.schema import Report
 from llama.bench.texts import read_text
+from llama.commands import benchmark_inference as script
 from llama.kv_cache import KVCache
 from llama.machine import OtherLoad, environment
 from llama.perplexity import compare, with_cache_kind

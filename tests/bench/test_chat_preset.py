@@ -12,7 +12,6 @@ import pytest
 from fakes import write_checkpoint
 from jobs_here import CEILINGS, Here, session_of
 
-import benchmark_inference as script
 from llama import Chat, Transformer, cli, load
 from llama.bench import chat, presets
 from llama.bench.cell import Cell
@@ -29,6 +28,7 @@ from llama.bench.run.jobs import JobDied
 from llama.bench.run.models import find_model
 from llama.bench.schema import Report, Way
 from llama.bench.texts import read_dialog
+from llama.commands import benchmark_inference as script
 from llama.machine import OtherLoad
 from llama.tokenizer.chat import ChatFormat
 

@@ -21,7 +21,6 @@ from fakes import NATIVE_SIZES, write_checkpoint
 from oracles import tiny_args
 from torch import Tensor
 
-import benchmark_inference
 from llama import cli
 from llama.bench import presets
 from llama.bench.cell import Cell
@@ -30,6 +29,7 @@ from llama.bench.gpu.checks import Check, each_kernel, run_checks
 from llama.bench.gpu.kernels import Span, kernel_bytes, kernel_rows, profile_step, time_kernels, uneven_model
 from llama.bench.run import aggregate, worker
 from llama.bench.run.jobs import JobDied
+from llama.commands import benchmark_inference
 from llama.costs import RELEASED, step_bytes, weights_bytes
 from llama.fast import graph_ops
 from llama.fast.graph_ops import PYTORCH, GraphOps

@@ -15,7 +15,6 @@ import pytest
 from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import CEILINGS, Here, session_of
 
-import benchmark_inference as script
 from llama import cli
 from llama.bench import presets, single
 from llama.bench.cell import Cell
@@ -27,6 +26,7 @@ from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.progress import progress_bar
 from llama.bench.schema import new_record, new_report
 from llama.bench.single import benchmark_inference
+from llama.commands import benchmark_inference as script
 
 REPETITIONS = 2  # as many as the claims need
 
