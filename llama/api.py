@@ -13,7 +13,6 @@ from os import PathLike
 from typing import Any, NotRequired, TypedDict
 
 import torch
-from tqdm import tqdm
 
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.demo import demo_model_path
@@ -24,6 +23,7 @@ from llama.kv_cache import cache_kind
 from llama.machine import DTYPES
 from llama.model import Transformer
 from llama.parallel import join, own_device, world_rank, world_size
+from llama.progress import progress_bar
 from llama.self_comparison import tokens_fed
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
@@ -75,8 +75,7 @@ def load(
         if max_seq_len > made_for:
             logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
     ranks.agree(lambda: {"exact": exact, "fast": fast})
-    # disable=None: only on a terminal; delay: only what takes longer than two seconds
-    with tqdm(desc="loading", unit="B", unit_scale=True, delay=2, disable=None, leave=False) as bar:
+    with progress_bar("loading", unit="B", delay=2) as bar:  # delay: only what takes longer than two seconds
 
         def progress(done: int, total: int) -> None:
             bar.total = total
@@ -104,12 +103,12 @@ def load(
 
 @contextmanager
 def _bar_of_exact_mode(model: Transformer) -> Iterator[None]:
-    """Show, on a terminal, which product is being probed, and how much of the comparison has been fed."""
+    """Show which product is being probed, and how much of the comparison has been fed."""
     products = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and model.runner is None]
     left = {tuple(module.weight.shape) for module in products}  # each is probed when it is first used
     kinds = len(left)
     with ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=tokens_fed(model), unit="token", disable=None, leave=False))
+        bar = stack.enter_context(progress_bar(total=tokens_fed(model), unit="token"))
 
         def probes(module: torch.nn.Linear, _: Any) -> None:
             shape = tuple(module.weight.shape)

@@ -12,14 +12,17 @@ import io
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from llama import console
+from llama.cores import crowding_told, use_threads
 
 # A word of two dashes and a name, or of one dash and nothing but a name: `-5 degrees` is a prompt.
 _FLAG = re.compile(r"--\w|-[A-Za-z][\w-]*(=|\Z)")
@@ -28,10 +31,19 @@ _MEANT_AS_BOOLS = {*_BOOLS, "0", "1", "yes", "no", "on", "off", "none"}
 _DEBUG_HELP = """
     --debug
         Show the traceback of an error."""
+_THREADS_HELP = """
+    --threads=THREADS
+        Threads of the CPU that compute, in processes that the command starts, too; by default OMP_NUM_THREADS, or one
+        for each core that this process may use."""
 
 
-def main(command: Callable[..., int]) -> None:
-    """Run `command` on this process's arguments and exit with what it returns; see `run`.
+def main(command: Callable[..., int], words: list[str] | None = None, *, name: str | None = None) -> None:
+    """Run `command` on words, by default this process's arguments, and exit with what it returns; see `run`."""
+    end_with(lambda: run(command, sys.argv[1:] if words is None else words, name=name))
+
+
+def end_with(work: Callable[[], int]) -> NoReturn:
+    """Exit with what `work` returns.
 
     Ctrl-C and SIGTERM raise KeyboardInterrupt in it. A standard stream may be closed, full, or left by its reader.
     """
@@ -40,32 +52,38 @@ def main(command: Callable[..., int]) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a character that the page cannot hold must not lose the others
         try:
-            code = run(command, sys.argv[1:])
+            code = work()
         except KeyboardInterrupt as stop:  # one more, while the first was answered
             code = console.exit_code(stop)
     sys.exit(console.unwritten() or code)
 
 
-def run(command: Callable[..., int], words: list[str]) -> int:
+def run(command: Callable[..., int], words: list[str], *, name: str | None = None) -> int:
     """Call `command(*prompts, **flags)` and return its exit code.
 
     Plain words are the prompts. The command's keyword parameters are the flags, their annotations (str, int, float,
     bool, `X | None`, `list[str]` for a flag that may be repeated) decide how a value is read. An error in the words,
     or one that the command raises as ValueError, OSError, RuntimeError, OverflowError or MemoryError, or a user's code
-    as SystemExit, becomes one line on stderr and exit code 2; --debug shows its traceback.
+    as SystemExit, becomes one line on stderr and exit code 2; --debug shows its traceback. --threads holds for every
+    command, see `llama.cores`. `name` is what the help calls it, by default the file that was started.
     """
     said = logging.StreamHandler()
     said.setFormatter(_Shown("%(message)s"))
     logging.basicConfig(handlers=[said])
     logging.getLogger("llama").setLevel(logging.INFO)  # says on stderr what was chosen for the user
-    types = {**flag_types(command), "debug": bool, "help": bool}
+    own = flag_types(command)
+    types = {**own, "threads": int | None, "debug": bool, "help": bool}
     given = sort_words(words, types)
     switched_on = {name for name, text in given if text is not None and text.lower() == "true"}
     try:
         if "help" in switched_on:
-            print(help_text(command))
+            print(help_text(command, name or Path(sys.argv[0]).name))
             return 0
-        return call_through_fire(command, read_values(given, types))
+        values = read_values(given, types)
+        use_threads(values.get("threads"))
+        # A command that takes threads itself gives them to processes of its own, and sees what disturbs them.
+        with nullcontext() if "threads" in own else crowding_told(console.say):
+            return call_through_fire(command, {key: value for key, value in values.items() if key in own})
     except KeyboardInterrupt as stop:
         console.say(console.in_words(stop))
         return console.exit_code(stop)
@@ -117,13 +135,14 @@ def flag_types(command: Callable[..., int]) -> dict[str, Any]:
     }
 
 
-def help_text(command: Callable[..., int]) -> str:
-    """Return fire's help, without the one-letter flags that it would take and we do not."""
+def help_text(command: Callable[..., int], name: str) -> str:
+    """Return fire's help, without the one-letter flags that it would take and we do not, and with those of `run`."""
     from fire.helptext import HelpText  # here, so that Ctrl-C is known before anything is imported that takes long
     from fire.trace import FireTrace
 
-    text = HelpText(command, FireTrace(command, name=Path(sys.argv[0]).name))
-    return re.sub(r"^    -\w, (?=--)", "    ", text, flags=re.MULTILINE) + _DEBUG_HELP
+    text = HelpText(command, FireTrace(command, name=name))
+    added = _DEBUG_HELP if "threads" in flag_types(command) else _THREADS_HELP + _DEBUG_HELP
+    return re.sub(r"^    -\w, (?=--)", "    ", text, flags=re.MULTILINE).replace(shlex.quote(name), name) + added
 
 
 def sort_words(words: list[str], types: dict[str, Any]) -> list[tuple[str, str | None]]:
@@ -204,7 +223,7 @@ def call_through_fire(command: Callable[..., int], values: dict[str, Any]) -> in
     """Let fire make the call, with the words and values replaced by their numbers, which it cannot misread."""
     import fire
 
-    flags = {name: value for name, value in values.items() if name not in ("prompts", "debug", "help")}
+    flags = {name: value for name, value in values.items() if name != "prompts"}
     numbers = [*values.get("prompts", []), *flags.values()]
     codes: list[int] = []
 

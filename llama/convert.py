@@ -15,13 +15,12 @@ from llama import console
 if __name__ == "__main__":
     console.quiet_imports()
 
-from tqdm import tqdm
-
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.gguf_writer import FILE_TYPES, Part, planned_of, write_gguf
 from llama.demo import demo_model_path
 from llama.files import replacing
 from llama.parallel import world_size
+from llama.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,8 @@ def main(*paths: str, type: str | None = None, tokenizer_path: str | None = None
 
     Args:
         paths: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo"; and the file to write.
-        type: f32, f16, bf16, q8_0, q4_0 or q4_1. Of 4 bits are the layers; the embedding and the head then have 8.
+        type: Of the matrices: f32, f16, bf16, q8_0, q4_0 or q4_1. Of 4 bits are the layers; the embedding and the head
+            then have 8.
         tokenizer_path: The tokenizer, where it does not stand beside the weights.
         overwrite: Replace a file that is there.
     """
@@ -105,7 +105,7 @@ def main(*paths: str, type: str | None = None, tokenizer_path: str | None = None
         raise ValueError(f"--type is missing; choose of {', '.join(map(str.lower, FILE_TYPES))}")
     if world_size() > 1:
         raise ValueError("this command writes a file in one process; start it without torchrun")
-    with tqdm(desc="converting", unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    with progress_bar("converting", unit="B") as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total

@@ -1,4 +1,4 @@
-"""What machine this is, what it can do at best, how much memory it has left, and who else is busy on it.
+"""What machine this is, what it can do at best, and how much memory it has left.
 
 Knows nothing of models. Facts that a machine does not tell are None; nothing is guessed. Of peers only the installed
 version is looked up: importing them to ask would change what is measured.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama.cgroups import ROOT, folders_of, own_groups, text_of
 from llama.costs import Ceilings
 from llama.ops import HAS_ONEDNN, linear, onednn_linear
 
@@ -31,8 +32,6 @@ _PEERS = ("transformers", "llama_cpp_python")
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31, "mps": 2**29}
 _SIDES = (256, 512, 1024, 2048, 4096, 8192)
 _FINALISTS = 3  # ways that are tried again, as long as there is time
-
-_ALL_BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal in proc(5); guests are counted in user already
 
 # limit, use and, in memory.stat, the part of the use that the kernel gives back when asked (cached files)
 _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
@@ -99,45 +98,8 @@ def available_memory(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    groups = _text_of(Path("/proc/self/cgroup")) or ""
-    rooms = [_meminfo_available(), _cgroup_room(groups, Path("/sys/fs/cgroup"))]
+    rooms = [_meminfo_available(), _cgroup_room(own_groups(), ROOT)]
     return min((room for room in rooms if room is not None), default=_physical_memory())
-
-
-class OtherLoad:
-    """How many cores were busy with the work of others: `start()` before a stretch of work, `stop()` after it.
-
-    The kernel counts in hundredths of a second, so a stretch of much less than a second tells little. In a container
-    the others may be all of the host's. Our own children are others, and so is what a hypervisor ran instead of us.
-    """
-
-    def __init__(self) -> None:
-        self._started: tuple[float, float, float | None] | None = None
-
-    def start(self) -> None:
-        self._started = self._clocks()
-
-    def stop(self) -> float | None:
-        """Return the mean count of busy cores since `start()`, or None where the kernel does not tell."""
-        assert self._started is not None, "stop() without start()"
-        began, own_before, all_before = self._started
-        now, own, everyone = self._clocks()
-        if everyone is None or all_before is None:
-            return None
-        return max(0.0, (everyone - all_before - (own - own_before)) / (now - began))
-
-    def _clocks(self) -> tuple[float, float, float | None]:
-        """Return the seconds on the wall, those that our threads were busy, and those that all cores were."""
-        own = os.times()
-        return time.perf_counter(), own.user + own.system, _busy_seconds()
-
-
-def _busy_seconds() -> float | None:
-    text = _text_of(Path("/proc/stat"))
-    if text is None:
-        return None
-    ticks = [int(field) for field in text.partition("\n")[0].split()[1:]]
-    return sum(ticks[i] for i in _ALL_BUSY) / os.sysconf("SC_CLK_TCK")
 
 
 class _Way(NamedTuple):
@@ -237,7 +199,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def _cpu_name() -> str:
-    for line in (_text_of(Path("/proc/cpuinfo")) or "").splitlines():
+    for line in (text_of(Path("/proc/cpuinfo")) or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -288,7 +250,7 @@ def _physical_memory() -> int | None:
 
 
 def _meminfo_available() -> int | None:
-    for line in (_text_of(Path("/proc/meminfo")) or "").splitlines():
+    for line in (text_of(Path("/proc/meminfo")) or "").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
@@ -297,31 +259,16 @@ def _meminfo_available() -> int | None:
 def _cgroup_room(groups: str, root: Path) -> int | None:
     """Return the bytes that the tightest of our memory cgroups leaves us, or None where none sets a limit.
 
-    groups: the text of /proc/self/cgroup. root: where cgroups are mounted. Every ancestor's limit holds as well.
-    https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+    groups, root: see `llama.cgroups.folders_of`.
     """
-    rooms: list[int] = []
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, names = (root / "memory", _CGROUP_V1) if controllers else (root, _CGROUP_V2)
-        inmost = top / path.lstrip("/")
-        folders = [folder for folder in (inmost, *inmost.parents) if folder.is_relative_to(top)]
-        rooms += [room for folder in folders if (room := _room_in(folder, *names)) is not None]
-    return min(rooms, default=None)
+    names = {1: _CGROUP_V1, 2: _CGROUP_V2}
+    rooms = [_room_in(folder, *names[generation]) for generation, folder in folders_of("memory", groups, root)]
+    return min((room for room in rooms if room is not None), default=None)
 
 
 def _room_in(folder: Path, limit_file: str, use_file: str, reclaimable_key: str) -> int | None:
-    limit, use = _text_of(folder / limit_file), _text_of(folder / use_file)
+    limit, use = text_of(folder / limit_file), text_of(folder / use_file)
     if limit is None or use is None or limit.strip() == "max":
         return None
-    stat = dict(line.split(maxsplit=1) for line in (_text_of(folder / "memory.stat") or "").splitlines())
+    stat = dict(line.split(maxsplit=1) for line in (text_of(folder / "memory.stat") or "").splitlines())
     return max(0, int(limit) - int(use) + int(stat.get(reclaimable_key, 0)))
-
-
-def _text_of(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None

@@ -21,7 +21,6 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from llama.files import TEXT_LIMIT, read_text
 from llama.kv_cache import cache_kind
@@ -29,6 +28,7 @@ from llama.limits import check_room
 from llama.machine import dtype_name
 from llama.model import Transformer
 from llama.parallel import world_size
+from llama.progress import progress_bar
 from llama.streaming import encode_prompt
 
 CONTEXT, PROMPT_LEN = 1024, 64  # of a window; of what is fed in one pass before the steps
@@ -104,7 +104,7 @@ def perplexity(model: Transformer, ids: Sequence[int], *, context: int = CONTEXT
     _check_windows(model, len(ids), context=context, stride=stride)
     tokens = torch.tensor(ids, device=model.device)
     nll, scored = 0.0, 0
-    with model.switched(kv_caching=False), _progress(len(ids) - 1) as bar:
+    with model.switched(kv_caching=False), progress_bar("scoring", total=len(ids) - 1, unit="token") as bar:
         for begin, first, end in windows(len(ids), context=context, stride=stride):
             logits = model(tokens[None, begin:end])[0]  # (end - begin, vocab)
             nll += _nll(logits[first - 1 - begin : -1], tokens[first:end])
@@ -125,7 +125,7 @@ def cached_perplexity(
     stride = context - prompt_len
     _check_windows(model, len(ids), context=context, stride=stride)
     nll, scored = 0.0, 0
-    with _progress(len(ids) - prompt_len) as bar:
+    with progress_bar("scoring", total=len(ids) - prompt_len, unit="token") as bar:
         for begin in range(0, len(ids) - prompt_len, stride):
             window = ids[begin : begin + context]
             with closing(expected(model, window, prompt_len=prompt_len)) as steps:
@@ -193,7 +193,7 @@ def compared(
     """Return how far `theirs` are from `ours`, both what `expected` yields for the same ids."""
     kl = same = nll = other_nll = 0.0
     wanted = ids[prompt_len:]
-    with _progress(len(wanted)) as bar:
+    with progress_bar("scoring", total=len(wanted), unit="token") as bar:
         for full, changed, token in zip(ours, theirs, wanted, strict=True):
             kl += float(F.kl_div(changed, full, reduction="sum", log_target=True))  # KL(full || changed)
             same += int(full.argmax()) == int(changed.argmax())
@@ -240,10 +240,6 @@ def _exp(nll: float) -> float:
         return math.exp(nll)
     except OverflowError:
         return math.inf
-
-
-def _progress(tokens: int) -> "tqdm[None]":
-    return tqdm(desc="scoring", total=tokens, unit="token", disable=None, leave=False)  # None: only on a terminal
 
 
 def _check_windows(model: Transformer, length: int, *, context: int, stride: int) -> None:
@@ -299,10 +295,10 @@ def main(
         tokens: Score the first so many tokens of the text; all by default.
         kv_cache: A kind of cache, static, concat or file.py:kind: feed the text token by token, so that it is read.
         prompt_len: With kv_cache, the tokens of a window that are fed in one pass before; 64 by default.
-        dtype: auto, fp32, bf16, fp16 or fp64.
-        device: auto, cpu, cuda or mps.
+        dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64.
+        device: Where it computes: auto, cpu, cuda or mps.
         fast: Use the fastest way to run a forward that this machine has.
-        quantize: int8, int4, stored (as a .gguf file has them), or none.
+        quantize: How weights are held: int8, int4, stored (as a .gguf file has them), or none.
         activations: 8 rounds what is multiplied by such weights to 8 bits; else 16.
         json: Print JSON.
     """

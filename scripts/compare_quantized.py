@@ -19,11 +19,11 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from llama import Tokenizer, Transformer, cli, load
 from llama.costs import table
 from llama.files import TEXT_LIMIT, read_text
+from llama.progress import progress_bar
 from llama.streaming import encode_prompt
 
 PROMPTS = (
@@ -73,7 +73,7 @@ def main(
 
     Args:
         prompts: Files to read; by default texts of the model's own, and documentation.
-        quantize: int8, int4, or stored: of a .gguf file, against its weights widened.
+        quantize: How weights are held: int8, int4, or stored: of a .gguf file, against its weights widened.
         activations: 16 or 8, the bits in which they are multiplied by the weights.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         tokens: Tokens of a window.
@@ -85,7 +85,7 @@ def main(
     plain.kv_caching = quantized.kv_caching = False
     windows = read(prompts, tokenizer, tokens) if prompts else own_texts(plain, tokenizer, tokens)
     total, rows = Agreement(), []
-    with torch.inference_mode(), tqdm(total=sum(map(len, windows.values())), disable=None, leave=False) as bar:
+    with torch.inference_mode(), progress_bar(total=sum(map(len, windows.values()))) as bar:
         for name, ids in windows.items():
             of_text = Agreement()
             for window in ids:

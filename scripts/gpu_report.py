@@ -71,12 +71,12 @@ def main(
         model: As in benchmark_inference.py: llama-3.2-1b by default, with random weights; the demo on a CPU.
         ckpt_dir: A checkpoint, instead of a model by name.
         tokenizer_path: The tokenizer, where it does not stand beside the weights.
-        device: cuda, or cpu for a rehearsal.
+        device: Where it runs: cuda, or cpu for a rehearsal.
         input_len: Tokens of each prompt.
         output_len: Tokens made for each row.
         budget: Minutes for the benchmark's table; checks and kernels take some more.
         out: The folder in which both folders of results are made.
-        skip: checks, kernels, profile or cells: a part that is left out; may be repeated.
+        skip: A part that is left out: checks, kernels, profile or cells; may be repeated.
     """
     if unknown := [name for name in skip if name not in PARTS]:
         raise ValueError(f"--skip={unknown[0]} is no part; there are {', '.join(PARTS)}")

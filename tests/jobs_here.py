@@ -10,8 +10,8 @@ from llama.bench.cell import Cell
 from llama.bench.presets import Session
 from llama.bench.run import worker
 from llama.bench.run.directory import new_run_directory, resumed_run_directory
-from llama.bench.run.progress import progress_bar
 from llama.bench.schema import Report
+from llama.progress import seconds_bar
 
 # Beyond what the tiny model reaches anywhere, so that it raises neither.
 CEILINGS = {"read_bytes_per_second": 1e15, "read_by": "sum", "flops_per_second": 1e15, "flops_by": "linear"}
@@ -37,4 +37,4 @@ class Here:
 def session_of(report: Report, out: Path, *, minutes: float, resume: bool = False) -> Session:
     """Return a run of a preset's report under `out`, or the newest one there, which goes on."""
     directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
-    return Session(directory, time.monotonic() + 60 * minutes, progress_bar())
+    return Session(directory, time.monotonic() + 60 * minutes, seconds_bar())

@@ -28,7 +28,8 @@ FILES = [
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
     "args rope ranks ops layers packed quantize limits rows kv_cache ownership self_comparison model sampling request "
-    "batch runner streaming generation session session_file digest costs machine files parallel perplexity testing"
+    "batch runner streaming generation session session_file digest costs cores machine files parallel perplexity "
+    "testing"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
@@ -61,13 +62,15 @@ MAY_IMPORT = {
     "llama/digest.py": ("", "torch"),
     "llama/testing.py": ("args kv_cache model", "torch"),
     "llama/costs.py": ("args cli", ""),
-    "llama/machine.py": ("costs ops", "torch"),
+    "llama/cgroups.py": ("", ""),
+    "llama/cores.py": ("cgroups", ""),
+    "llama/machine.py": ("cgroups costs ops", "torch"),
     "llama/files.py": ("", ""),
     "llama/words.py": ("", ""),
     "llama/palette.py": ("", ""),
     "llama/json_files.py": ("files", ""),
     "llama/parallel.py": ("ranks", "torch fairscale"),
-    "llama/perplexity.py": ("api cli console files kv_cache limits machine model parallel streaming", "torch tqdm"),
+    "llama/perplexity.py": ("api cli console files kv_cache limits machine model parallel progress streaming", "torch"),
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/template_child.py": ("", "jinja2"),
     "llama/tokenizer/template.py": ("words", ""),
@@ -76,7 +79,7 @@ MAY_IMPORT = {
     "llama/tokenizer/sentencepiece_file.py": ("tokenizer", "sentencepiece"),
     "llama/tokenizer/huggingface_file.py": ("json_files tokenizer", ""),
     "llama/tokenizer/": ("tokenizer", ""),
-    "llama/checkpoint/__main__.py": ("checkpoint cli console costs demo files", "tqdm"),
+    "llama/checkpoint/__main__.py": ("checkpoint cli console costs demo files progress", ""),
     "llama/checkpoint/": (
         "args costs files json_files ranks rope model packed quantize tokenizer words checkpoint",
         "torch numpy safetensors gguf",
@@ -94,13 +97,13 @@ MAY_IMPORT = {
     "llama/verify/tolerance.py": ("model", "torch"),
     "llama/verify/certificate.py": ("model verify", "torch"),
     "llama/verify/results.py": ("files machine verify", "filelock"),
-    "llama/verify/": (f"{FLOOR} api cli console exact tokenizer verify", "torch tqdm"),
+    "llama/verify/": (f"{FLOOR} api cli console exact progress tokenizer verify", "torch"),
     "llama/bench/cell.py": ("machine", ""),
     "llama/bench/schema.py": ("bench.cell costs", ""),
     "llama/bench/statistics.py": ("bench costs", ""),
     "llama/bench/single.py": ("bench", ""),
     "llama/bench/presets.py": ("bench costs", ""),
-    "llama/bench/quiet.py": ("bench machine", ""),
+    "llama/bench/quiet.py": ("bench cores progress", ""),
     "llama/bench/caches.py": ("args bench kv_cache", ""),
     "llama/bench/chat.py": ("bench tokenizer", ""),
     "llama/bench/report/plots.py": ("bench.schema bench.statistics bench.report costs", "matplotlib"),
@@ -108,7 +111,6 @@ MAY_IMPORT = {
     "llama/bench/run/directory.py": ("bench", ""),
     "llama/bench/run/jobs.py": ("bench.cell parallel", ""),
     "llama/bench/run/memory.py": ("", "torch"),
-    "llama/bench/run/progress.py": ("", "tqdm"),
     "llama/bench/run/peers.py": ("", "transformers llama_cpp"),
     "llama/bench/run/transformers_engine.py": (
         "args bench checkpoint model request streaming",
@@ -125,20 +127,22 @@ MAY_IMPORT = {
     "llama/bench/": ("bench", ""),
     # the front door
     "llama/console.py": ("", ""),
-    "llama/cli.py": ("console", "fire"),
+    "llama/progress.py": ("console", "tqdm"),
+    "llama/cli.py": ("console cores", "fire"),
+    "llama/__main__.py": ("checkpoint cli commands console convert costs perplexity verify", ""),
     "llama/demo.py": ("console files", ""),
-    "llama/convert.py": ("checkpoint cli console demo files parallel", "tqdm"),
+    "llama/convert.py": ("checkpoint cli console demo files parallel progress", ""),
     "llama/chat.py": ("request tokenizer", ""),
     "llama/terminal.py": ("chat cli console", ""),
-    "llama/api.py": (f"{FLOOR} checkpoint demo fast tokenizer", "torch tqdm"),
-    "llama/commands/benchmark_inference.py": (f"{FLOOR} api bench console", ""),
+    "llama/api.py": (f"{FLOOR} checkpoint demo fast progress tokenizer", "torch"),
+    "llama/commands/benchmark_inference.py": (f"{FLOOR} api bench console progress", ""),
     "llama/commands/inference.py": (f"{FLOOR} api console terminal exact tokenizer", ""),
     "llama/commands/": ("", ""),
     "benchmark_inference.py": ("bench.single cli commands.benchmark_inference console", ""),
     "inference.py": ("cli commands.inference", ""),
     "scripts/gpu_report.py": ("bench cli console costs files", "torch"),
     "scripts/record_llama_cpp_ids.py": ("cli console demo", "llama_cpp"),
-    "scripts/compare_quantized.py": ("api cli console costs files model streaming tokenizer", "torch tqdm"),
+    "scripts/compare_quantized.py": ("api cli console costs files model progress streaming tokenizer", "torch"),
     "scripts/compare_outputs.py": ("api bench cli console files model", "torch"),
     "scripts/compare_ranks.py": ("args bench cli console parallel", "torch"),
 }
@@ -154,10 +158,7 @@ ONLY_DOOR = {
     "gguf": "llama/checkpoint/",
     "filelock": "llama/verify/results.py",
     "fire": "llama/cli.py",
-    "tqdm": (
-        "llama/api.py llama/convert.py llama/perplexity.py llama/bench/run/progress.py llama/verify/ "
-        "llama/checkpoint/__main__.py scripts/compare_quantized.py"
-    ),
+    "tqdm": "llama/progress.py",
     "matplotlib": "llama/bench/report/plots.py",
     "fairscale": "llama/parallel.py",
     "triton": "llama/exact/triton_kernels.py llama/fast/triton_kernels.py",

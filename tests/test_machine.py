@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from llama import machine
 from llama.bench.run import memory
 from llama.bench.run.memory import Peak, peak_resident_bytes, reset_peak_resident, resident_bytes, tensor_peak
-from llama.machine import OtherLoad, available_memory, ceilings, environment
+from llama.machine import available_memory, ceilings, environment
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -131,71 +130,6 @@ def test_measuring_the_ceilings_leaves_the_threads_as_they_were(monkeypatch: pyt
     assert asked[-1] == 4
     monkeypatch.undo()
     assert torch.get_num_threads() == before
-
-
-@on_linux
-def test_other_load_sees_a_busy_child() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
-    try:
-        assert child.stdout is not None
-        child.stdout.readline()  # it has begun
-        load = OtherLoad()
-        load.start()
-        time.sleep(0.6)
-        seen = load.stop()
-    finally:
-        child.kill()
-        child.communicate()
-    assert seen is not None
-    assert seen > 0.5  # a machine with less than half a core for the child gives the rest to others, who count as well
-
-
-def multiply_until(end: float) -> None:
-    a = torch.rand(512, 512)
-    while time.perf_counter() < end:
-        a @ a  # other threads run meanwhile
-
-
-@on_linux
-def test_other_load_leaves_our_own_work_out() -> None:
-    """All that is busy fits on the cores once; with our threads counted as others it would be more than there are."""
-    cores = os.cpu_count() or 1
-    load = OtherLoad()
-    load.start()
-    began, own_before = time.perf_counter(), time.process_time()
-    with ThreadPoolExecutor(cores) as pool:
-        for _ in range(cores):
-            pool.submit(multiply_until, began + 0.6)
-    own = (time.process_time() - own_before) / (time.perf_counter() - began)
-    seen = load.stop()
-    assert seen is not None
-    assert seen + own < cores + 0.3  # ticks of 10 ms on every core, over 0.6 s
-
-
-@pytest.mark.parametrize(("everyone", "expected"), [(108.0, 1.5), (102.0, 0.0), (101.0, 0.0)])
-def test_other_load_is_a_mean_of_cores_and_never_below_none(
-    monkeypatch: pytest.MonkeyPatch, everyone: float, expected: float
-) -> None:
-    """Over four seconds, two of them our own; what is counted in ticks may fall short of our own by some of them."""
-    clocks = iter([(10.0, 1.0, 100.0), (14.0, 3.0, everyone)])
-    monkeypatch.setattr(OtherLoad, "_clocks", lambda self: next(clocks))
-    load = OtherLoad()
-    load.start()
-    assert load.stop() == expected
-
-
-def test_other_load_is_not_told_where_the_kernel_does_not_count_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_text_of", lambda path: None)
-    load = OtherLoad()
-    load.start()
-    assert load.stop() is None
-
-
-def test_busy_seconds_are_all_but_idle_and_waiting_and_count_guests_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # proc(5): user, nice, system, idle, iowait, irq, softirq, steal, and guests, which are in user and nice already
-    stat = "cpu  1 20 300 4000 50000 600000 7000000 80000000 900000000 1000000000\ncpu0 9 9 9 9 9 9 9 9 9 9\n"
-    monkeypatch.setattr(machine, "_text_of", lambda path: stat)
-    assert machine._busy_seconds() == (1 + 20 + 300 + 600000 + 7000000 + 80000000) / os.sysconf("SC_CLK_TCK")
 
 
 def test_available_memory_is_some_of_what_the_machine_has() -> None:

@@ -81,7 +81,7 @@ class Session:
 
     directory: RunDirectory
     deadline: float
-    progress: Any  # see `llama.bench.run.progress`
+    progress: Any  # see `llama.progress.seconds_bar`
     calibration: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     curves: list[str] = field(default_factory=list)  # jobs beside the cells that are still to come

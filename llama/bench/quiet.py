@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from llama.bench.report.tables import pairs, summary_of
-from llama.bench.run.progress import progress_bar
 from llama.bench.schema import CellRecord, Crossover, Point, Report, Status
-from llama.machine import OtherLoad
+from llama.cores import OtherLoad
+from llama.progress import seconds_bar
 
 UNDISTURBED = "undisturbed"  # the name of the point
 
@@ -90,7 +90,7 @@ def wait_until_quiet(minutes: float, look: Callable[[], float | None] | None = N
     """
     cores, deadline, calm, load = os.cpu_count() or 1, time.monotonic() + 60 * minutes, 0, 0.0
     asked = f"less than {QUIET_SHARE * cores:.2f} of {cores} cores busy for {QUIET_LOOKS} s"
-    with progress_bar("waiting for a quiet machine") as bar:
+    with seconds_bar("waiting for a quiet machine") as bar:
         bar.total = 60 * minutes
         bar.write(f"waiting until others keep {asked}, at most {minutes:g} min", file=sys.stderr)
         while calm < QUIET_LOOKS and time.monotonic() < deadline:

@@ -32,7 +32,7 @@ def benchmark_inference(
 ) -> CellRecord:
     """Measure one cell, each repetition in a process of its own, and return its record (llama/bench/schema.py).
 
-    `model` and `ckpt_dir` as in benchmark_inference.py. `compare` also runs the other mode once and compares the
+    `model` and `ckpt_dir` as in `llama-kv bench`. `compare` also runs the other mode once and compares the
     tokens. `rest` are other fields of `llama.bench.cell.Cell`: threads, kv_cache, logits, text, seed, engine, fast,
     quantize. Raises ValueError for what cannot be measured; a process that died stands in the record's `error`.
     """

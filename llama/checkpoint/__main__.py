@@ -5,14 +5,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 from llama import cli
 from llama.checkpoint.doctor import Findings, examine
 from llama.console import shown
 from llama.costs import MB, table
 from llama.demo import demo_model_path
 from llama.files import read_text
+from llama.progress import progress_bar
 
 _LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>[^/\\\0]+)")
 _LONGEST_MANIFEST = 1 << 20
@@ -83,7 +82,7 @@ def digest_of(path: Path) -> str:
     digest = hashlib.sha256()
     with (
         path.open("rb") as file,
-        tqdm(total=path.stat().st_size, unit="B", unit_scale=True, disable=None, leave=False) as bar,
+        progress_bar("reading", total=path.stat().st_size, unit="B") as bar,
     ):
         while piece := file.read(_AT_A_TIME):
             digest.update(piece)

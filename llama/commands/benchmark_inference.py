@@ -66,10 +66,11 @@ def main(
         input_len: Tokens of each prompt, random ids of exactly this length; 256 by default.
         output_len: Tokens made for each row, 32 by default; no end-of-text ends a row early.
         kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
-        preset: table (batch 1, 8, 16 x cache on, off), sweep (how the difference grows with length and batch), caches
-            (kinds of cache beside the full one: bytes, time per token, and what they cost in quality) or chat (a
-            conversation with the cache kept, made anew and off; prompts that begin alike; a cache on disk).
-        model: demo, or the shape of a released model with random weights and Meta's tokenizer: llama-3.2-1b,
+        preset: Cells that belong together: table (batch 1, 8, 16 x cache on, off), sweep (how the difference grows with
+            length and batch), caches (kinds of cache beside the full one: bytes, time per token, and what they cost in
+            quality) or chat (a conversation with the cache kept, made anew and off; prompts that begin alike; a cache
+            on disk).
+        model: By name: demo, or the shape of a released model with random weights and Meta's tokenizer: llama-3.2-1b,
             llama-3.2-3b, llama-3.1-8b, ...; gpt2 with --engine transformers. By default demo on a CPU, and on a GPU
             llama-3.2-1b.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, or a .gguf file, instead of a model by name.
@@ -77,19 +78,22 @@ def main(
         text: A real prompt, the same in all rows, instead of random ids.
         repeats: Repetitions of a single cell, each in a process of its own.
         compare: Run a single cell in the other mode, too, and compare the tokens.
-        engine: transformers or llama.cpp, on the same weights, prompts, threads and dtype; the presets table and chat
-            take several and put them beside ours. Modes may stand behind the name, so that one table holds them all:
-            llama.cpp:int8, llama.cpp:int4, llama.cpp:stored, and of ours llama:fast, llama:int8, llama:fast:stored.
+        engine: What computes: transformers or llama.cpp, on the same weights, prompts, threads and dtype; the presets
+            table and chat take several and put them beside ours. Modes may stand behind the name, so that one table
+            holds them all: llama.cpp:int8, llama.cpp:int4, llama.cpp:stored, and of ours llama:fast, llama:int8,
+            llama:fast:stored.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, by default, concat, window:1024+4, int8, int4, paged;
             or FILE.py:NAME[:PARAMS] for one of your own. --preset caches takes several; without any, all there are.
-        logits: last, or all: compute those of every position at each step, as published code does.
+        logits: Those that are computed: last, or all, which are those of every position at each step, as published code
+            computes them.
         exact: Measure exact mode, in which the bits of the logits do not depend on the cache or the batch; with fast,
             that of native code.
         fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU; in a table, of our own cells.
-        quantize: int8 or int4 holds the matrices of our own cells in 8 or 4 bits; with --engine llama.cpp int8 is its
-            Q8_0, and int4 its Q4_0. stored takes those of a .gguf file as they are, in either engine.
-        device: auto, cpu, cuda or mps.
-        dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
+        quantize: How matrices are held: of our own cells int8 or int4, in 8 or 4 bits; with --engine llama.cpp int8 is
+            its Q8_0, and int4 its Q4_0. stored takes those of a .gguf file as they are, in either engine.
+        activations: 8 rounds what is multiplied by such matrices to 8 bits, as llama.cpp does; 16 by default.
+        device: Where it computes: auto, cpu, cuda or mps.
+        dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         threads: Threads of the CPU, for every engine; by default PyTorch's choice.
         seed: Which random ids.
         json: Write everything that is known of the run into this file.
@@ -144,7 +148,7 @@ def main(
         threads=threads,
         seed=seed,
     )
-    command = shlex.join(["python", "benchmark_inference.py", *sys.argv[1:]])
+    command = as_started()
     report: Report | None = None
     try:
         if preset == "caches":
@@ -161,6 +165,12 @@ def main(
         return run_preset(report, out=Path(out), budget=budget, resume=resume, json_path=json_path, strict=strict)
     finally:
         followers().dismiss()
+
+
+def as_started() -> str:
+    """Return the command line of this process, as it can be given again."""
+    one_command = Path(sys.argv[0]).stem in ("llama-kv", "__main__")
+    return shlex.join([*(["llama-kv"] if one_command else ["python", "benchmark_inference.py"]), *sys.argv[1:]])
 
 
 def one_engine(engine: list[str], flags: Modes) -> Modes:
@@ -295,9 +305,9 @@ def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path
     """Measure one cell and print it."""
     from llama.bench.report.files import keep_json
     from llama.bench.report.text import cell_text
-    from llama.bench.run.progress import progress_bar
+    from llama.progress import seconds_bar
 
-    with progress_bar(cell.name) as bar:
+    with seconds_bar(cell.name) as bar:
         report = measure_cell(cell, repeats=repeats, compare=compare, command=command, waiting=bar.refresh)
     try:
         if json_path is not None:
@@ -317,11 +327,11 @@ def run_preset(
     from llama.bench.report.files import keep_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
     from llama.bench.run.directory import new_run_directory, resumed_run_directory
-    from llama.bench.run.progress import progress_bar
+    from llama.progress import seconds_bar
 
     directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
     console.say(f"everything goes into {directory.folder}")
-    session = Session(directory, time.monotonic() + 60 * budget, progress_bar())
+    session = Session(directory, time.monotonic() + 60 * budget, seconds_bar())
     try:
         {"caches": run_caches, "chat": run_chat}.get(report["preset"], run_session)(session)
     except KeyboardInterrupt as stop:

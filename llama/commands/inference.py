@@ -90,8 +90,8 @@ def main(
         share_prefix: Feed the tokens that all prompts begin with once, for all of them.
         fast: Take the fastest way to compute that this machine has, native code on a CPU or CUDA graphs on a GPU, and
             say which.
-        quantize: int8 holds the weights in 8 bits, a quarter of fp32's memory, int4 most of them in 4; stored keeps
-            those of a .gguf file as it has them. Give --fast with it.
+        quantize: How weights are held: int8 in 8 bits, a quarter of fp32's memory, int4 most of them in 4; stored as a
+            .gguf file has them. Give --fast with it.
         activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does: faster, less accurate.
         repack: --repack=False leaves stored weights in the file, mapped: there at once and shared by processes, but
             slower at every step.
@@ -101,8 +101,8 @@ def main(
         chat: Take each prompt as a user's message and answer it; without prompts, hold a conversation: one message a
             line, typed or piped, with /undo, /save FILE, /load FILE, /stats and /quit.
         trace: Print what each step is fed: one token a row with the cache, the growing prefix without.
-        device: auto, cpu, cuda or mps.
-        dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
+        device: Where it computes: auto, cpu, cuda or mps.
+        dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         max_seq_len: The longest text, prompt and answer together; by default what the checkpoint was made for.
         max_batch_size: The most prompts at once; by default without limit.
         timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.

@@ -23,7 +23,6 @@ if __name__ == "__main__":
     console.quiet_imports()
 
 import torch
-from tqdm import tqdm
 
 from llama import cli
 from llama.api import load
@@ -34,6 +33,7 @@ from llama.kv_cache import KVCache, cache_kind
 from llama.machine import available_memory, environment
 from llama.model import Transformer
 from llama.parallel import world_size
+from llama.progress import progress_bar
 from llama.tokenizer import Tokenizer
 from llama.verify import certificate
 from llama.verify.passes import reference_of
@@ -64,7 +64,7 @@ def main(
 
     Args:
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
-        dtype: auto, fp32, bf16, fp16 or fp64.
+        dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64.
         batch_size: The rows of a run.
         tokens: How many tokens each row grows by, greedily; at least 2.
         prompt_len: Prompts are random ids, from 1 to this many a row.
@@ -72,10 +72,10 @@ def main(
         runs: How many runs to add to the file; 0 prints what it holds.
         exact: Measure exact mode, and allow not a bit to differ.
         fast: With exact: the exact mode of native code, where that serves the model.
-        quantize: With exact and fast: int8, int4, or stored, see inference.py.
+        quantize: With exact and fast: int8, int4, or stored, see llama-kv run.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. One that
-            keeps less than it is given is refused: benchmark_inference.py --preset caches measures those.
-        device: auto, cpu, cuda or mps.
+            keeps less than it is given is refused: llama-kv bench --preset caches measures those.
+        device: Where it computes: auto, cpu, cuda or mps.
         output: The file in which runs add up.
     """
     if world_size() > 1:
@@ -137,7 +137,7 @@ def lossless_kind(text: str) -> str:
     if not KVCache.named(kind).lossless:
         raise ValueError(
             f"kv_cache={text!r} does not keep all it is given, so it is not equal by design and cannot be certified; "
-            f"python benchmark_inference.py --preset caches --kv_cache {shlex.quote(text)} measures how far off it is"
+            f"llama-kv bench --preset caches --kv_cache {shlex.quote(text)} measures how far off it is"
         )
     return kind
 
@@ -224,11 +224,11 @@ def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], 
 
 @contextmanager
 def progress(model: Transformer, parts: int) -> Iterator[Callable[..., None]]:
-    """Show, on a terminal, which of how many parts is being made, and how many forwards the model has run for it.
+    """Show which of how many parts is being made, and how many forwards the model has run for it.
 
     What it gives is called with the name of each part when it begins.
     """
-    with tqdm(total=parts, unit="part", disable=None, leave=False) as bar:
+    with progress_bar(total=parts, unit="part") as bar:
         begun = forwards = 0
 
         def begin(part: str, *, number: str = "") -> None:

@@ -28,8 +28,9 @@ from llama.bench.run.models import find_model
 from llama.bench.schema import Report
 from llama.bench.texts import read_text
 from llama.commands import benchmark_inference as script
+from llama.cores import OtherLoad
 from llama.kv_cache import KVCache
-from llama.machine import OtherLoad, environment
+from llama.machine import environment
 from llama.perplexity import compare, with_cache_kind
 from llama.streaming import encode_prompt
 

@@ -29,7 +29,7 @@ from llama.bench.run.models import find_model
 from llama.bench.schema import Report, Way
 from llama.bench.texts import read_dialog
 from llama.commands import benchmark_inference as script
-from llama.machine import OtherLoad
+from llama.cores import OtherLoad
 from llama.tokenizer.chat import ChatFormat
 
 DIALOG = [

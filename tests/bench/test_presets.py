@@ -23,10 +23,10 @@ from llama.bench.report.text import report_markdown
 from llama.bench.run import aggregate, jobs, worker
 from llama.bench.run.directory import RunDirectory, new_run_directory, resumed_run_directory
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.run.progress import progress_bar
 from llama.bench.schema import new_record, new_report
 from llama.bench.single import benchmark_inference
 from llama.commands import benchmark_inference as script
+from llama.progress import seconds_bar
 
 REPETITIONS = 2  # as many as the claims need
 
@@ -107,7 +107,7 @@ def test_a_budget_of_a_moment_measures_the_quickest_cell_and_names_all_that_is_l
 
 def test_a_sweep_with_a_budget_of_a_moment_measures_its_quickest_cell(base: Cell, here: Here, tmp_path: Path) -> None:
     directory = new_run_directory(tmp_path, new_report("sweep", sweep_cells(base), budget_minutes=0.001))
-    run_session(Session(directory, time.monotonic() + 0.06, progress_bar()))
+    run_session(Session(directory, time.monotonic() + 0.06, seconds_bar()))
     assert sorted(len(record["samples"]) for record in directory.report["cells"]) == [0, 1]
     assert len(here.done) == 3
 
@@ -304,7 +304,7 @@ def test_a_cells_first_repetition_is_traced_and_its_process_may_raise_the_ceilin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, traced, tells = session(tmp_path, room=100, budget=3), list[bool](), [{}, {"ceilings": CEILINGS}, {}]
-    made.progress = progress_bar()
+    made.progress = seconds_bar()
     record, cell = made.report["cells"][0], made.cells[0]
     low = {**CEILINGS, "read_bytes_per_second": 1.0}
     made.report["ceilings"] = low  # type: ignore[typeddict-item]
@@ -480,7 +480,7 @@ def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, here: H
 def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presets, "CONTEXTS", [*presets.CONTEXTS, 256, 257])
     report = new_report("sweep", sweep_cells(base))
-    run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), progress_bar()))
+    run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), seconds_bar()))
     sweep = report["sweep"]
     assert sweep is not None
     assert [entry["generated"] for entry in sweep["growth"]] == [2, 5]
@@ -495,7 +495,7 @@ def test_a_sweep_measures_every_curve(base: Cell, here: Here, tmp_path: Path, mo
 
 def test_a_sweep_fits_its_steps_beside_what_the_bytes_predict(base: Cell, here: Here, tmp_path: Path) -> None:
     report = new_report("sweep", sweep_cells(base))
-    run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), progress_bar()))
+    run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), seconds_bar()))
     assert report["sweep"] is not None
     cached = report["sweep"]["fits"][0]
     position = report["sweep"]["cache"][0]["predicted"] / 128  # bytes of one
@@ -509,7 +509,7 @@ def test_a_sweep_of_too_few_contexts_says_that_nothing_was_fitted(
 ) -> None:
     monkeypatch.setattr(presets, "CONTEXTS", [4, 8])
     report = new_report("sweep", sweep_cells(base))
-    run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), progress_bar()))
+    run_session(Session(new_run_directory(tmp_path, report), time.monotonic(), seconds_bar()))
     assert report["sweep"] is not None
     assert report["sweep"]["fits"] == []
     assert "How the time grows was not fitted: a line takes 3 contexts, and there are 2." in report["reading"]
@@ -643,7 +643,7 @@ def test_the_bar_names_the_job_counts_expected_seconds_and_leaves_nothing_behind
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     report = new_report("table", table_cells(base, []))
-    session = Session(new_run_directory(tmp_path, report), time.monotonic() + 3600, progress_bar())
+    session = Session(new_run_directory(tmp_path, report), time.monotonic() + 3600, seconds_bar())
     session.expected["a job"] = 30.0
     session.do("a job", "machine", base)
     assert session.progress.n == 30.0

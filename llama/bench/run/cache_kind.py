@@ -24,7 +24,7 @@ from llama.bench.run.needle import needles
 from llama.bench.schema import CacheQuality, CacheSize, CachesPlan, NeedleRecall, Parting, StepTimes
 from llama.bench.statistics import percentiles
 from llama.bench.texts import read_text
-from llama.machine import OtherLoad
+from llama.cores import OtherLoad
 from llama.model import Transformer
 from llama.perplexity import compared, expected, log_probabilities, next_logits
 from llama.streaming import TextCodec, encode_prompt

@@ -1,0 +1,152 @@
+"""A CPU's cores: how many this process may use, with how many threads it computes, and who else is busy on them.
+
+Knows the kernel's files and what OpenMP reads. Does not import torch, so that a command can ask before that takes time.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llama.cgroups import ROOT, folders_of, own_groups, text_of
+
+_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by what computes when it is imported
+_MOST_PER_CORE = 8  # threads that anybody may want, to see what they do
+_LOOK_S = 1.0  # the kernel counts in hundredths of a second
+
+_ALL_BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal in proc(5); guests are counted in user already
+
+
+def usable_cores() -> int:
+    """Return on how many cores this process can compute: those that it is bound to, within its groups' quota."""
+    bound = bound_cores()
+    return min(bound, quota(own_groups(), ROOT) or bound)
+
+
+def bound_cores() -> int:
+    """Return on how many cores this process may be put, all of the machine's unless somebody bound it to some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quota(groups: str, root: Path) -> int | None:
+    """Return how many cores' time the tightest of the control groups gives, rounded up, or None where none limits it.
+
+    groups, root: see `llama.cgroups.folders_of`.
+    """
+    found: list[int] = []
+    for generation, folder in folders_of("cpu", groups, root):
+        if generation == 2:
+            words = (text_of(folder / "cpu.max") or "max").split()
+        else:
+            words = [text_of(folder / f"cpu.cfs_{name}_us") or "-1" for name in ("quota", "period")]
+        if words[0] != "max" and int(words[0]) > 0:
+            found.append(-(-int(words[0]) // int(words[1])))
+    return min(found, default=None)
+
+
+def threads() -> int:
+    """Return with how many threads this process computes, or will once torch is imported."""
+    count: Callable[[], int] | None = getattr(sys.modules.get("torch"), "get_num_threads", None)
+    return count() if count is not None else _number(_COUNTS[0]) or usable_cores()
+
+
+def use_threads(asked: int | None) -> None:
+    """Compute with so many threads from now on, in this process and in those that it starts.
+
+    None follows OMP_NUM_THREADS and else torch, which takes a thread for each core that it is bound to at most, but
+    does not know of a quota. Raises ValueError for a count that no machine like this one could use.
+    """
+    most = _MOST_PER_CORE * (os.cpu_count() or 1)
+    if asked is not None and not 1 <= asked <= most:
+        raise ValueError(
+            f"--threads={asked} must be from 1 to {most}, which is {_MOST_PER_CORE} for each of this machine's cores"
+        )
+    if asked is None:
+        if any(name in os.environ for name in _COUNTS) or usable_cores() == bound_cores():
+            return
+        asked = min(threads(), usable_cores())
+    os.environ.update(dict.fromkeys(_COUNTS, str(asked)))
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(asked)
+
+
+@contextmanager
+def crowding_told(say: Callable[[str], None]) -> Iterator[None]:
+    """Tell, once, that there are more threads than free cores: at once what is known, after a second what was seen.
+
+    A thread that waits for its core holds up all others, several times a layer. The ranks of a torchrun are busy side
+    by side; they are counted and not watched.
+    """
+    ranks, cores, count = _number("LOCAL_WORLD_SIZE") or 1, usable_cores(), threads()
+    crowded = count > 1 and ranks * count > cores
+    if crowded:
+        say(
+            f"{ranks * count} threads on the {cores} core{'s' * (cores > 1)} that this process may use wait for each "
+            f"other, which can take many times as long; give --threads {max(1, cores // ranks)}"
+        )
+    load = OtherLoad()
+    timer = threading.Timer(_LOOK_S, lambda: _look(load, say))
+    timer.daemon = True
+    if count > 1 and ranks == 1 and not crowded:
+        load.start()
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _look(load: "OtherLoad", say: Callable[[str], None]) -> None:
+    others, cores, count = load.stop(), os.cpu_count() or 1, threads()
+    if others is None:
+        return
+    free = max(1.0, min(usable_cores(), cores - others))
+    if count > free + 0.5:
+        say(
+            f"other work keeps {others:.1f} of {cores} cores busy, and {count} threads wait for each other, "
+            f"which can take many times as long; --threads {int(free)} may be faster"
+        )
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else None
+
+
+class OtherLoad:
+    """How many cores were busy with the work of others: `start()` before a stretch of work, `stop()` after it.
+
+    The kernel counts in hundredths of a second, so a stretch of much less than a second tells little. In a container
+    the others may be all of the host's. Our own children are others, and so is what a hypervisor ran instead of us.
+    """
+
+    def __init__(self) -> None:
+        self._started: tuple[float, float, float | None] | None = None
+
+    def start(self) -> None:
+        self._started = self._clocks()
+
+    def stop(self) -> float | None:
+        """Return the mean count of busy cores since `start()`, or None where the kernel does not tell."""
+        assert self._started is not None, "stop() without start()"
+        began, own_before, all_before = self._started
+        now, own, everyone = self._clocks()
+        if everyone is None or all_before is None:
+            return None
+        return max(0.0, (everyone - all_before - (own - own_before)) / (now - began))
+
+    def _clocks(self) -> tuple[float, float, float | None]:
+        """Return the seconds on the wall, those that our threads were busy, and those that all cores were."""
+        own = os.times()
+        return time.perf_counter(), own.user + own.system, _busy_seconds()
+
+
+def _busy_seconds() -> float | None:
+    text = text_of(Path("/proc/stat"))
+    if text is None:
+        return None
+    ticks = [int(field) for field in text.partition("\n")[0].split()[1:]]
+    return sum(ticks[i] for i in _ALL_BUSY) / os.sysconf("SC_CLK_TCK")
