@@ -51,7 +51,7 @@ def _verify() -> Callable[..., int]:
 
 
 def _costs() -> Callable[..., int]:
-    from llama.costs import main
+    from llama.costs.__main__ import main
 
     return main
 

@@ -1,11 +1,14 @@
 """Predictions from sizes alone equal constants worked out by hand, and tensors as they are."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from fakes import write_checkpoint
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +16,11 @@ from oracles import tiny_args
 
 from llama import cli, costs, packed
 from llama.args import ModelArgs
+from llama.bench.cell import Cell
+from llama.bench.run.memory_ledger import predict
+from llama.checkpoint import open_checkpoint
 from llama.costs import MB, RELEASED
+from llama.costs.__main__ import main
 from llama.model import Transformer
 from llama.quantize import quantize_layers
 from llama.request import Step
@@ -157,13 +164,13 @@ def test_what_fits_fits_and_one_more_does_not(memory: int, length: int, rows: in
 
 
 def test_the_command_prints_the_tables_without_torch() -> None:
-    code = "import sys; from llama import costs; costs.main(memory_gb=24); assert 'torch' not in sys.modules"
+    code = "import sys; from llama.costs.__main__ import main; main(memory_gb=24); assert 'torch' not in sys.modules"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "| GPT-2 Small (12, 12, 64) | 36,864 | 18.0 MB | 72.0 MB | 288.0 MB |" in printed
     assert all(name in printed for name in (*costs.CLASSICS, *RELEASED))
     assert "What fits into 24.0 GB" in printed
     with pytest.raises(ValueError, match="must be above 0"):
-        costs.main(memory_gb=0)
+        main(memory_gb=0)
 
 
 def test_what_a_rank_sends_is_worked_out_by_hand() -> None:
@@ -178,6 +185,67 @@ def test_what_a_rank_sends_is_worked_out_by_hand() -> None:
 def test_a_memory_that_cannot_be_is_refused_before_anything_is_printed(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(costs.main, [word]) == 2
+    assert cli.run(main, [word]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), word[2:].partition("=")[0] in err) == ("", 1, True)
+
+
+# ---- of a checkpoint -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_seq_len=2048)
+
+
+def cells(printed: str, title: str) -> list[list[str]]:
+    """Return the cells of a table that is printed under its title, heads first."""
+    lines = printed.partition(title)[2].split("\n\n")[1].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    return [rows[0], *rows[2:]]
+
+
+@pytest.mark.parametrize("itemsize", [4, 2])
+def test_what_is_printed_of_a_checkpoint_is_what_the_ledger_of_the_benchmark_predicts(
+    itemsize: int, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = open_checkpoint(checkpoint).args
+    dtype = {4: "fp32", 2: "bf16"}[itemsize]
+    assert cli.run(main, ["--ckpt_dir", str(checkpoint), "--itemsize", str(itemsize), "--memory_gb", "2"]) == 0
+    printed = capsys.readouterr().out
+    numbers = f"2 x {args.n_layers} x {args.n_kv_heads} x {args.head_dim} x positions x rows x {itemsize}"
+    assert f"= {numbers}\n" in printed
+
+    def predicted(rows: int, length: int) -> costs.PeakMemory:
+        cell = Cell(model=str(checkpoint), batch_size=rows, input_len=length - 1, output_len=1, dtype=dtype)
+        return predict(args, cell)
+
+    heads, *lines = cells(printed, f"KV cache in {8 * itemsize}-bit numbers")
+    assert [line[0] for line in lines] == ["256", "1,024", "2,048"]
+    for length, *sizes in lines:
+        for head, shown in zip(heads[1:], sizes, strict=True):
+            assert shown == costs.size(predicted(int(head.split()[0]), int(length.replace(",", ""))).cache)
+    of_two = predicted(1, 2)
+    assert f"= {of_two.cache // 2:,} bytes x positions x rows" in printed
+    ways = {tuple(line[:2]): line[2:] for line in cells(printed, "What fits into 2.0 GB")[1:]}
+    weights, rows, *lengths = ways[dtype, "-"]
+    assert weights == costs.size(of_two.weights)
+    row = predicted(1, 2048).cache + costs.logits_bytes(args, rows=1, positions=1)
+    assert int(rows.replace(",", "")) == (2 * 1024 * MB - of_two.weights) // row
+    assert lengths == ["2,048", "2,048"]
+
+
+def test_what_fits_is_by_default_told_of_the_memory_that_is_left(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(main, ["--ckpt_dir", str(checkpoint)]) == 0
+    assert re.search(r"What fits into [\d.,]+ [GM]B, which \S+ has left, activations apart", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"), [(["--ckpt_dir=not/there"], "not/there"), (["--tokenizer_path=x"], "both")]
+)
+def test_no_checkpoint_is_refused_in_a_line(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(main, words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), error in err) == ("", 1, True)

@@ -141,15 +141,21 @@ def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> Iterator[tuple[st
 def _memory(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, int]]:
     """Yield what each way to load it takes; of several ranks each takes its share."""
     args, positions = checkpoint.args, _positions(checkpoint)
+    for dtype, quantize, layout in ways_to_load(checkpoint):
+        weights = weights_bytes(args, itemsize=dtype.itemsize, quantize=layout)
+        cache = cache_bytes(args, rows=1, length=positions, itemsize=dtype.itemsize)
+        yield {4: "fp32", 2: "bf16"}[dtype.itemsize], quantize, weights, cache
+
+
+def ways_to_load(checkpoint: Checkpoint) -> list[tuple[torch.dtype, str, Layout]]:
+    """Return the dtype, the word for `quantize` and the layout of the weights of each way to load it."""
+    args = checkpoint.args
     ways: list[tuple[torch.dtype, str, Layout]] = [(dtype, "", None) for dtype in (torch.float32, torch.bfloat16)]
     if not (args.dim % GROUP or args.ffn_dim % GROUP or args.n_heads * args.head_dim % GROUP):
         ways += [(torch.float32, quantize, quantize) for quantize in ("int8", "int4")]
     if any(weight.stored for weight in checkpoint.tensors.values()):
         ways.append((torch.float32, "stored", stored_bytes(checkpoint, torch.float32)))
-    for dtype, quantize, layout in ways:
-        weights = weights_bytes(args, itemsize=dtype.itemsize, quantize=layout)
-        cache = cache_bytes(args, rows=1, length=positions, itemsize=dtype.itemsize)
-        yield {4: "fp32", 2: "bf16"}[dtype.itemsize], quantize, weights, cache
+    return ways
 
 
 def _positions(checkpoint: Checkpoint) -> int:

@@ -1,6 +1,6 @@
 """Bytes and FLOPs of a Llama, worked out from its sizes alone: plain arithmetic, no torch.
 
-`python -m llama.costs` prints what a KV cache takes in well-known models.
+`python -m llama.costs` prints what a KV cache takes, of a checkpoint or in well-known models.
 Units: bytes, and FLOPs where a multiplication and an addition are two. "rows" are texts in a batch, "length" is
 positions a row, `itemsize` the bytes of a number.
 """
@@ -291,15 +291,16 @@ def peak_memory(
     return max((at(forward) for forward in {0, min(1, len(fed) - 1), len(fed) - 1}), key=lambda peak: peak.total)
 
 
-def largest_batch(args: ModelArgs, *, memory: int, length: int, itemsize: int) -> int:
+def largest_batch(args: ModelArgs, *, memory: int, length: int, itemsize: int, quantize: Layout = None) -> int:
     """Return how many rows of `length` fit beside the weights in `memory` bytes: cache and last logits; 0 if none."""
     row = cache_bytes(args, rows=1, length=length, itemsize=itemsize) + logits_bytes(args, rows=1, positions=1)
-    return max(0, (memory - parameters(args) * itemsize) // row)
+    return max(0, (memory - weights_bytes(args, itemsize=itemsize, quantize=quantize)) // row)
 
 
-def largest_length(args: ModelArgs, *, memory: int, rows: int, itemsize: int) -> int:
+def largest_length(args: ModelArgs, *, memory: int, rows: int, itemsize: int, quantize: Layout = None) -> int:
     """Return how long `rows` rows may become beside the weights in `memory` bytes, up to the model's limit."""
-    free = memory - parameters(args) * itemsize - logits_bytes(args, rows=rows, positions=1)
+    weights = weights_bytes(args, itemsize=itemsize, quantize=quantize)
+    free = memory - weights - logits_bytes(args, rows=rows, positions=1)
     return max(0, min(args.max_seq_len, free // cache_bytes(args, rows=rows, length=1, itemsize=itemsize)))
 
 
@@ -313,73 +314,3 @@ def size(nbytes: int) -> str:
     """Return bytes as text: 9.0 MB, 36.0 GB, where MB is 2^20 and GB 2^30 bytes."""
     gigabytes = nbytes >= 1024 * MB
     return f"{nbytes / (1024 * MB if gigabytes else MB):,.1f} {'GB' if gigabytes else 'MB'}"
-
-
-def classic_tables(itemsize: int = 2) -> str:
-    """Return what the cache of one row takes in well-known models, in numbers of `itemsize` bytes."""
-    short, long = (512, 2048, 8192), (1024, 2048, 4096, 8192, 16384, 32768)
-    small = [name for name in CLASSICS if name != "GPT-3"]
-    llamas = {name: (args.n_layers, args.n_kv_heads, args.head_dim) for name, args in RELEASED.items()}
-
-    def rows(shapes: dict[str, tuple[int, int, int]], lengths: Sequence[int]) -> list[list[str]]:
-        return [
-            [
-                f"{name} ({', '.join(map(str, shape))})",
-                f"{kv_bytes(*shape, positions=1, itemsize=itemsize):,}",
-                *(size(kv_bytes(*shape, positions=length, itemsize=itemsize)) for length in lengths),
-            ]
-            for name, shape in shapes.items()
-        ]
-
-    def columns(lengths: Sequence[int]) -> list[str]:
-        return ["model (layers, KV heads, head size)", "bytes a token", *(f"{length} tokens" for length in lengths)]
-
-    what = f"one row, {8 * itemsize}-bit numbers"
-    return "\n".join(
-        [
-            table(f"KV cache, {what}", columns(short), rows({name: CLASSICS[name] for name in small}, short)),
-            table(f"KV cache of GPT-3, {what}", columns(long), rows({"GPT-3": CLASSICS["GPT-3"]}, long)),
-            table(f"KV cache of every Llama 3.x, {what}", columns(long), rows(llamas, long)),
-        ]
-    )
-
-
-def fitting_table(memory: int, itemsize: int = 2) -> str:
-    """Return what fits into `memory` bytes: the rows of 288 and of 8192 positions, and the length of 1, 8, 16 rows."""
-    batches, lengths = (1, 8, 16), (288, 8192)
-    rows = [
-        [
-            name,
-            size(parameters(args) * itemsize),
-            *(f"{largest_batch(args, memory=memory, length=length, itemsize=itemsize):,}" for length in lengths),
-            *(f"{largest_length(args, memory=memory, rows=batch, itemsize=itemsize):,}" for batch in batches),
-        ]
-        for name, args in RELEASED.items()
-    ]
-    heads = ["model", "weights", *(f"rows of {n}" for n in lengths), *(f"length of {n} rows" for n in batches)]
-    return table(f"What fits into {size(memory)} in {8 * itemsize}-bit numbers, activations apart", heads, rows)
-
-
-_MOST = 1e9  # of what a person may ask for
-
-
-def main(*, memory_gb: float = 24.0, itemsize: int = 2) -> int:
-    """Print what a KV cache takes in well-known models, and what fits into a given memory.
-
-    Args:
-        memory_gb: The memory to fill, in units of 2^30 bytes.
-        itemsize: The bytes of a number: 2 for fp16 and bf16, 4 for fp32.
-    """
-    if not 0 < memory_gb <= _MOST:
-        raise ValueError(f"memory_gb={memory_gb} must be above 0, and at most {_MOST:g}")
-    if not 0 < itemsize <= _MOST:
-        raise ValueError(f"itemsize={itemsize} must be above 0, and at most {_MOST:g}")
-    print(classic_tables(itemsize))
-    print(fitting_table(int(memory_gb * 1024 * MB), itemsize))
-    return 0
-
-
-if __name__ == "__main__":
-    from llama import cli
-
-    cli.main(main)
