@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from llama.request import Options, make_request
+from llama.request import Options, listing_options, make_request
 from llama.tokenizer.chat import ChatFormat, Dialog, check_dialog
 from llama.tokenizer.transcript import Transcript
 
@@ -99,6 +99,7 @@ class Chat:
             return None
         return self.session.max_seq_len - len(self.session.tokens)
 
+    @listing_options(but=("kv_caching", "kv_cache", "prefix", "echo"))
     def say(
         self,
         text: str,

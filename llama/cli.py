@@ -81,8 +81,9 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
             return 0
         values = read_values(given, types)
         use_threads(values.get("threads"))
-        # A command that takes threads itself gives them to processes of its own, and sees what disturbs them.
-        with nullcontext() if "threads" in own else crowding_told(console.say):
+        # What names no device computes little; what takes threads itself gives them to processes that it watches.
+        computes = "device" in own and "threads" not in own
+        with crowding_told(console.say) if computes else nullcontext():
             return call_through_fire(command, {key: value for key, value in values.items() if key in own})
     except KeyboardInterrupt as stop:
         console.say(console.in_words(stop))

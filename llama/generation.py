@@ -19,7 +19,7 @@ from torch import Tensor
 from llama.batch import Batch, Chosen, NonFiniteLogits, Token, padded
 from llama.ownership import Ownership
 from llama.ranks import ALONE, Ranks
-from llama.request import Limits, Options, Step, make_request
+from llama.request import Limits, Options, Step, listing_options, make_request
 from llama.rows import Rows
 from llama.runner import Runner
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
@@ -116,6 +116,7 @@ class Generation:
         """
         return iter(()) if self.runner is None else self.runner.run_ahead(self, batch)  # type: ignore[arg-type]
 
+    @listing_options()
     def generate_tokens(
         self: LanguageModel,
         prompt_tokens: Sequence[Sequence[int]],
@@ -139,6 +140,7 @@ class Generation:
                 logprobs[token.row].append(token.logprob)
         return ids, logprobs if batch.request.logprobs else None
 
+    @listing_options()
     def generate(
         self: LanguageModel,
         tokenizer: TextCodec,
@@ -148,8 +150,9 @@ class Generation:
         stop: str | Sequence[str] = (),
         **options: Unpack[Options],
     ) -> list[Completion]:
-        """Continue every prompt, a text or its ids, and return a Completion for each.
+        """Continue every prompt, a text or its ids, and return a Completion for each: its text, ids, and why it ended.
 
+        `prompts` is one, or a sequence of them, a row for each; `max_gen_len` is one number, or one for each row.
         A row ends before a stop token of the tokenizer, before any of the `stop` strings in its new text, or after
         `max_gen_len` tokens. Where a stop string cuts the text, `ids` still hold the tokens that spelled it.
         Raises ValueError on bad input, and NonFiniteLogits.
@@ -159,6 +162,7 @@ class Generation:
             stream.finish()
         return stream.results
 
+    @listing_options()
     def stream(
         self: LanguageModel,
         tokenizer: TextCodec,
@@ -170,7 +174,8 @@ class Generation:
     ) -> Stream:
         """Return an iterator over (row, piece of its text), in the order in which the pieces are made.
 
-        The pieces of a row never split a character, and together they are what `generate` returns.
+        The pieces of a row never split a character, and together they are what `generate` returns, which takes the same
+        arguments. `results` has the Completions so far.
         """
         return _stream(self, tokenizer, prompts, max_gen_len, stop, options)
 

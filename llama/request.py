@@ -6,12 +6,15 @@ Knows ids and limits; does not know models, text or how tokens are made.
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from inspect import cleandoc
 from itertools import takewhile
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
 
 from llama.sampling import Sampling, row_streams
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Limits(Protocol):
@@ -47,18 +50,22 @@ class Prefix(Limits, Protocol):
 
 
 class Options(TypedDict, total=False):
-    """What all forms of generation can be told.
+    """What all forms of generation can be told. In brackets is what holds where nothing is said.
 
-    temperature, top_p, top_k, min_p, repetition_penalty: how a token is chosen, see `llama.sampling.Sampling`.
-    seed: an int seeds row i with seed + i, a list gives every row its own, None (the default) draws afresh.
-    logprobs: also return the log-probability of each token under the model, before temperature and penalty.
-    echo: begin with the prompt.
-    kv_caching: None follows the model's setting; True or False holds for this call.
-    kv_cache: the kind of cache for this call, NAME or NAME:PARAMS; None follows the model's.
-    share_prefix: feed the tokens that all prompts begin with once, for all rows; the text is the same.
-    prefix: a session of the model, with whose text every row begins; its cache holds it, and it is not fed again.
-    device: where the model must be; nothing is moved.
-    on_step: called before each step with what it is about to be fed.
+    temperature (0.6): 0 takes the most likely token each time; higher is more varied, see `llama.sampling.Sampling`.
+    top_p (0.9): draw from the fewest most likely tokens that have this probability together; 1 keeps all.
+    top_k (None): draw from this many most likely tokens; None keeps all.
+    min_p (0.0): draw from tokens at least this much as likely as the most likely one.
+    repetition_penalty (1.0): above 1 makes tokens that are there already less likely.
+    seed (None): an int seeds row i with seed + i, a list gives every row its own, None draws afresh.
+    logprobs (False): also return the log-probability of each token under the model, before temperature and penalty.
+    echo (False): begin with the prompt.
+    kv_caching (None): None follows the model's setting; True or False holds for this call.
+    kv_cache (None): the kind of cache for this call, NAME or NAME:PARAMS; None follows the model's.
+    share_prefix (False): feed the tokens that all prompts begin with once, for all rows; the text is the same.
+    prefix (None): a session of the model, with whose text every row begins; its cache holds it: it is not fed again.
+    device (None): where the model must be; nothing is moved.
+    on_step (None): called before each step with what it is about to be fed, a `Step`.
     """
 
     temperature: float
@@ -75,6 +82,18 @@ class Options(TypedDict, total=False):
     prefix: Prefix | None
     device: torch.device | str | None
     on_step: Callable[[Step], None] | None
+
+
+def listing_options(*, but: Sequence[str] = ()) -> Callable[[Function], Function]:
+    """Let help() of a function list the Options that it takes, all of them but those that it refuses."""
+
+    def listing(function: Function) -> Function:
+        told = [line for line in cleandoc(Options.__doc__ or "").splitlines() if line.partition(" ")[0] not in but]
+        own = cleandoc(function.__doc__ or "")
+        function.__doc__ = "\n".join([own, "", "Options, each by its name:", "", *told[2:]])
+        return function
+
+    return listing
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from llama.batch import Batch, Token
 from llama.generation import LanguageModel, grow
 from llama.kv_cache import KVCache, cache_kind, check_lossless
-from llama.request import Options, common_beginning, make_request
+from llama.request import Options, common_beginning, listing_options, make_request
 from llama.session_file import Content, Model, load_session, save_session
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
@@ -172,13 +172,15 @@ class Session:
 
     # ---- going on ----------------------------------------------------------------------------------------------------
 
+    @listing_options(but=("kv_cache", "prefix"))
     def generate(
         self, max_gen_len: int = 64, *, stop: str | Sequence[str] = (), **options: Unpack[Options]
     ) -> Completion:
-        """Continue the text, and keep what was made; options as those of `Transformer.generate`, for the one row."""
+        """Continue the text, and keep what was made. `stop`: strings before which it ends. Returns a Completion."""
         with self.stream(max_gen_len, stop=stop, **options) as stream:
             return stream.finish()
 
+    @listing_options(but=("kv_cache", "prefix"))
     def stream(
         self, max_gen_len: int = 64, *, stop: str | Sequence[str] = (), **options: Unpack[Options]
     ) -> "SessionStream":

@@ -214,6 +214,7 @@ SLOW = "import time\nprint('waiting', flush=True)\ntime.sleep(60)\n"
     [
         [str(SCRIPT), "x"],
         [str(ROOT / "benchmark_inference.py")],
+        ["-m", "llama", "bench"],
         ["-m", "llama.convert", "demo", "x.gguf"],
         ["-m", "llama.verify"],
         ["-m", "llama.perplexity"],

@@ -154,6 +154,24 @@ def test_more_threads_than_cores_are_told_once(counts: None, monkeypatch: pytest
     assert line.endswith("give --threads 1")
 
 
+def computing(*, device: str = "auto") -> int:
+    """Do nothing, where that may be chosen."""
+    return 0
+
+
+@pytest.mark.parametrize(("command", "told"), [(computing, True), (nothing, False), (own_count, False)])
+def test_a_command_tells_it_that_computes_and_has_no_processes_for_it(
+    command: Callable[..., int],
+    told: bool,
+    counts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
+    assert cli.run(command, ["--threads=2"]) == 0
+    assert ("give --threads 1" in capsys.readouterr().err) == told
+
+
 def test_ranks_share_the_cores(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
