@@ -16,6 +16,7 @@ from llama.cgroups import ROOT, folders_of, own_groups, text_of
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by what computes when it is imported
 _MOST_PER_CORE = 8  # threads that anybody may want, to see what they do
 _LOOK_S = 1.0  # the kernel counts in hundredths of a second
+_GPUS = ("/dev/nvidiactl", "/dev/kfd")  # where there is one it computes, unless it is told not to
 
 _ALL_BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal in proc(5); guests are counted in user already
 
@@ -78,11 +79,11 @@ def crowding_told(say: Callable[[str], None]) -> Iterator[None]:
     """Tell, once, that there are more threads than free cores: at once what is known, after a second what was seen.
 
     A thread that waits for its core holds up all others, several times a layer. The ranks of a torchrun are busy side
-    by side; they are counted and not watched.
+    by side; they are counted, by the first of them, and not watched. Nor is a machine with a GPU.
     """
     ranks, cores, count = _number("LOCAL_WORLD_SIZE") or 1, usable_cores(), threads()
     crowded = count > 1 and ranks * count > cores
-    if crowded:
+    if crowded and not _number("LOCAL_RANK"):
         say(
             f"{ranks * count} threads on the {cores} core{'s' * (cores > 1)} that this process may use wait for each "
             f"other, which can take many times as long; give --threads {max(1, cores // ranks)}"
@@ -90,7 +91,7 @@ def crowding_told(say: Callable[[str], None]) -> Iterator[None]:
     load = OtherLoad()
     timer = threading.Timer(_LOOK_S, lambda: _look(load, say))
     timer.daemon = True
-    if count > 1 and ranks == 1 and not crowded:
+    if count > 1 and ranks == 1 and not crowded and not any(map(os.path.exists, _GPUS)):
         load.start()
         timer.start()
     try:

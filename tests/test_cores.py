@@ -179,6 +179,9 @@ def test_ranks_share_the_cores(counts: None, monkeypatch: pytest.MonkeyPatch) ->
     said: list[str] = []
     with crowding_told(said.append):
         pass
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with crowding_told(said.append):  # the first has told it
+        pass
     assert [line.partition(" ")[0] for line in said] == ["6"]
 
 
@@ -189,6 +192,7 @@ def test_other_work_on_the_cores_is_told_once_it_is_seen(
     monkeypatch.setattr(cores, "usable_cores", lambda: 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(cores, "_LOOK_S", 0.01)
+    monkeypatch.setattr(cores, "_GPUS", ())
     monkeypatch.setattr(OtherLoad, "stop", lambda self: others)
     torch.set_num_threads(2)
     said: list[str] = []
