@@ -26,6 +26,7 @@ LONG = (
         "test_exact_triton_kernels.py",
         "test_chat.py",
         "test_historic_bugs.py",
+        "test_tutorial.py",
     ),
 )
 

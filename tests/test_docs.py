@@ -1,11 +1,16 @@
-"""What the documents say is what happens: the README's Python runs, and files, links and tests that are named exist."""
+"""What the documents say is what happens: Python runs, commands are understood, figures add up, files exist."""
 
+import importlib
+import math
 import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import is_typeddict
 
 import pytest
 
+from llama import cli
 from llama.bench import schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +32,49 @@ PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROO
 def test_every_link_leads_to_a_file(page: str) -> None:
     linked = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
     assert [name for name in linked if not ((ROOT / page).parent / name).exists()] == []
+
+
+def commands_of(page: str) -> list[str]:
+    """Return what follows `python` on the lines of a page's code blocks, but for those that leave something out."""
+    lines = re.findall(r"^(?: {4}|\$ )(?:\.venv/bin/)?python (.*)", page, flags=re.MULTILINE)
+    return [line.partition(" > ")[0] for line in lines if "..." not in line]
+
+
+def main_of(name: str) -> Callable[..., int]:
+    """Return the function behind `python FILE.py`, or `python -m MODULE`."""
+    module = name.removesuffix(".py").replace("/", ".")
+    is_package = (ROOT / module.replace(".", "/")).is_dir()
+    command: Callable[..., int] = importlib.import_module(f"{module}.__main__" if is_package else module).main
+    return command
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("docs/log.md", "CHANGELOG.md")])
+def test_every_command_in_a_code_block_has_flags_and_values_that_exist(page: str) -> None:
+    for line in commands_of((ROOT / page).read_text(encoding="utf-8")):
+        words = shlex.split(line)
+        if words[0] == "-c":
+            compile(words[1], page, "exec")
+            continue
+        name, *rest = words[1:] if words[0] == "-m" else words
+        types = cli.flag_types(main_of(name))
+        cli.read_values(cli.sort_words(rest, types), types)  # raises ValueError
+
+
+FIVE_MINUTES = (ROOT / "docs" / "kv_cache_in_five_minutes.md").read_text(encoding="utf-8")
+
+
+def test_the_five_minutes_are_five_minutes_of_short_sentences() -> None:
+    prose = re.sub(r"^( {4}|\|).*", "", FIVE_MINUTES, flags=re.MULTILINE)  # what is neither code nor table
+    sentences = re.split(r"(?<=[.?!])(?:\*\*)?\s+|\n\s*\n", prose)
+    assert len(prose.split()) < 900
+    assert [sentence for sentence in sentences if len(sentence.split()) >= 20] == []
+
+
+def test_the_five_minutes_count_bytes_as_their_formula_does() -> None:
+    counted = re.findall(r"\| (2 x [\dx ]+) \| ([\d,]+)", FIVE_MINUTES)
+    assert len(counted) == 3
+    for formula, nbytes in counted:
+        assert math.prod(map(int, formula.split(" x "))) == int(nbytes.replace(",", "")), formula
 
 
 def test_the_readme_fits_on_few_screens() -> None:
