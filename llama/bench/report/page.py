@@ -3,27 +3,27 @@
 Knows nothing of how the figures were measured or drawn.
 """
 
-import base64
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from itertools import groupby
 
+from llama import palette
 from llama.bench.report.contents import report_sections
-from llama.bench.report.plots import as_svg, figures, heading
+from llama.bench.report.plots import Look, as_svg, figures, heading, small_words
 from llama.bench.report.tables import Section, Table, alarms, byline, deaths, title
 from llama.bench.schema import Report
 
 
 def page(report: Report) -> str:
     """Return the report as one HTML page, complete in itself."""
-    drawn = {name: _picture(heading(figure), as_svg(figure)) for name, figure in figures(report).items()}
+    drawn = _pictures(report)
     shown = [one for one in report_sections(report) if one.parts or drawn.keys() & set(one.pictures)]
     body = [_head(report)]
     for parent, group in groupby(shown, key=lambda one: one.parent):
         parts = [_details(section) if parent else _section(section, drawn) for section in group]
         body.append(_wrapped(parent, parts) if parent else "\n".join(parts))
-    style = resources.files(__package__).joinpath("page.css").read_text("utf-8")
+    style = palette.css() + resources.files(__package__).joinpath("page.css").read_text("utf-8")
     name = escape(": ".join([title(report), *byline(report)[:1]]))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -44,13 +44,17 @@ def _head(report: Report) -> str:
 
 
 def _section(section: Section, drawn: dict[str, str]) -> str:
-    """Return a section; tables beside pictures repeat their figures, so they are folded."""
+    """Return a section; what repeats the figures of its pictures is folded, and a caption is not said twice."""
     pictures = [drawn[name] for name in section.pictures if name in drawn]
-    tables = [
-        _details(Section(part.title, [part])) if pictures and isinstance(part, Table) else _part(part)
-        for part in section.parts
-    ]
+    tables = [_beside(part, pictures) for part in section.parts]
     return _wrapped(section.name, [*pictures, *tables])
+
+
+def _beside(part: Table | Sequence[str], pictures: Sequence[str]) -> str:
+    if isinstance(part, Table):
+        return _details(Section(part.title, [part])) if pictures else _part(part)
+    left = [line for line in part if not any(escape(line.rstrip(".")) in picture for picture in pictures)]
+    return _part(left) if left else ""
 
 
 def _wrapped(name: str, parts: Sequence[str]) -> str:
@@ -61,9 +65,20 @@ def _details(section: Section) -> str:
     return f"<details><summary>{escape(section.name)}</summary>\n{''.join(map(_part, section.parts))}\n</details>"
 
 
-def _picture(alt: str, svg: str) -> str:
-    data = base64.b64encode(svg.encode()).decode()
-    return f'<figure><img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}"></figure>'
+def _pictures(report: Report) -> dict[str, str]:
+    """Return every picture with its heading, drawn for a wide page and for a telephone; the style shows one of them."""
+    looks = {name: figures(report, Look(narrow=name == "narrow", headed=False)) for name in ("wide", "narrow")}
+    return {
+        name: _figure(heading(figure), small_words(figure),
+                      {kind: as_svg(drawn[name], salt=f"{name} {kind}") for kind, drawn in looks.items()})
+        for name, figure in looks["wide"].items()
+    }  # fmt: skip
+
+
+def _figure(finding: str, small: str, drawn: dict[str, str]) -> str:
+    named = f'role="img" aria-label="{escape(finding)}"'
+    svgs = "\n".join(svg.replace("<svg", f'<svg class="{kind}" {named}', 1) for kind, svg in drawn.items())
+    return f"<figure>\n<figcaption>{escape(finding)}<small>{escape(small)}</small></figcaption>\n{svgs}\n</figure>"
 
 
 def _part(part: Table | Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llama.bench.cell import Cell, Rounding, rounding_of
+from llama.bench.report.peak import peak_sentence, peak_words
 from llama.bench.schema import CellRecord, Comparison, Fit, Point, Report, Spread, Status, StepTimes, Summary, Sweep
 from llama.costs import MB, size
 
@@ -99,7 +100,7 @@ def sections(report: Report) -> list[Section]:
     found = [
         Section("The sweep", sweep_tables(sweep) if sweep else [], ("speedup", "cache", "context", "batch")),
         Section("The table", result_tables(report)),
-        Section("Time and memory", [], ("time", "memory", "steps")),
+        Section("Time and memory", [peak_lines(report)], ("time", "memory", "steps", "peers")),
         Section("Where the cache begins to pay", crossover_tables(report), ("crossover",)),
         *(Section(label(record), cell_parts(record), parent=cells) for record in report["cells"]),
         Section("Validity", [validity_table(report)]),
@@ -110,6 +111,25 @@ def sections(report: Report) -> list[Section]:
         Section("What the words mean", [[f"{name}: {meaning}" for name, meaning in DEFINITIONS]]),
     ]
     return [replace(one, parts=[part for part in one.parts if part]) for one in found]
+
+
+def peak_lines(report: Report) -> list[str]:
+    """Return the sentence that says what rules the memory of the measured cells, where their ledgers tell."""
+    grouped = groups(report)
+    sentence = peak_sentence([record for group in grouped for record in group], lambda one: group_name(one, grouped))
+    return [sentence] if sentence else []
+
+
+def group_name(record: CellRecord, grouped: Sequence[Sequence[CellRecord]]) -> str:
+    """Return what tells a group of cells from the others; the engine only where there is more than one."""
+    cell = record["cell"]
+    engines = {group[0]["cell"]["engine"] for group in grouped}
+    told = [cell["engine"]] if len(engines) > 1 else []
+    told += [runner(record)] if stands_apart(record) else []
+    told += [f"{cell['quantize']}"] if cell["quantize"] else []
+    told += [f"{cell['activations']}-bit act."] if cell["activations"] != 16 else []
+    told += ["all logits"] if cell["logits"] == "all" else []
+    return ", ".join([f"batch {cell['batch_size']}", *told])
 
 
 def cell_parts(record: CellRecord) -> list[Table | Sequence[str]]:
@@ -314,8 +334,8 @@ def _both_modes(on: Spread | None, off: Spread | None, *, scale: float = 1.0, di
     return [*times, _less(on, off, 2), _counts(on, off)]
 
 
-def engines_table(report: Report) -> Table:
-    """Return how many times faster each of our paths is than each of the others."""
+def peers(report: Report) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
+    """Return our paths, and of each of the others how many times faster each of them is, None where none is known."""
 
     def key(one: CellRecord) -> tuple[Any, ...]:
         return one["cell"]["kv_caching"], *(
@@ -329,11 +349,18 @@ def engines_table(report: Report) -> Table:
     rates = {(key(one), one["path"]): summary_of(one)["tokens_per_second"] for one in reversed(ours)}
     rows = []
     for one in theirs if ours else []:
-        rate = summary_of(one)["tokens_per_second"]
-        rows.append([label(one), *(_ratio(rates.get((key(one), path)), rate, 2) for path in paths)])
+        rate, own = summary_of(one)["tokens_per_second"], [rates.get((key(one), path)) for path in paths]
+        rows.append((label(one), [None if faster is None else faster / rate for faster in own]))
+    return [*paths.values()], rows
+
+
+def engines_table(report: Report) -> Table:
+    """Return how many times faster each of our paths is than each of the others."""
+    paths, found = peers(report)
+    rows = [[name, *(_ratio(factor, 1.0, 2) for factor in factors)] for name, factors in found]
     notes = ["their time over ours, same batch size and mode: above 1 ours is the faster one; weights are as named"]
     notes += _agreement_notes(report)
-    return Table("How many times faster ours is, by path", ["than", *paths.values()], rows, notes)
+    return Table("How many times faster ours is, by path", ["than", *paths], rows, notes)
 
 
 def _agreement_notes(report: Report) -> list[str]:
@@ -368,7 +395,7 @@ def ledger_table(record: CellRecord) -> Table | None:
     for name, predicted, measured, counts in figures:
         residual = None if measured is None else measured - predicted
         rows.append([name, *(megabytes(value, unit="") for value in (predicted, measured, residual)), counts])
-    notes = [f"{line['name']}: {line['note']}" for line in ledger["lines"] if line["note"]]
+    notes = [peak_words(ledger), *(f"{line['name']}: {line['note']}" for line in ledger["lines"] if line["note"])]
     notes.append(f"Measured peak: {ledger['measured_by']}")
     for words, key in (("Reserved by the allocator", "peak_reserved_bytes"), ("Taken of the device", "device_bytes")):
         notes += [f"{words}: {megabytes(one[key])}" for one in record["samples"][:1] if one[key] is not None]  # type: ignore[literal-required]
