@@ -326,7 +326,7 @@ def test_the_report_says_what_was_measured(whole: tuple[Report, list[str], Path]
     assert {"chat_time.png", "chat_bytes.png", "page.html", "results.json"} <= files
     assert json.loads((tmp_path / "results.json").read_text()) == report
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<img") == 2
+    assert page.count('<svg class="wide"') == page.count('<svg class="narrow"') == 2
     assert "What was seen in each cell" in page
 
 

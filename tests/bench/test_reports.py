@@ -8,10 +8,11 @@ import re
 import shutil
 import struct
 import subprocess
-from itertools import takewhile
+from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 from bench_reports import (
     SENTENCES,
@@ -22,12 +23,17 @@ from bench_reports import (
     sweep_report,
     table_report,
 )
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Text
 
-from llama.bench.report import plots
+from llama import palette
 from llama.bench.report.files import write_json, write_report
 from llama.bench.report.findings import findings
 from llama.bench.report.page import page
-from llama.bench.report.plots import as_png, as_svg, figures
+from llama.bench.report.plots import Look, as_png, as_svg, figures, heading
+from llama.bench.report.plots.canvas import bars, new_figure
+from llama.bench.report.stored import read_report
 from llama.bench.report.text import cell_text, report_csv, report_markdown, table_markdown
 from llama.bench.schema import CellRecord, Report
 from llama.files import check_writable
@@ -248,14 +254,14 @@ def test_each_way_of_ours_has_a_table_of_its_own_and_stands_against_every_peer()
         ("True", "int8"),
         ("False", "int8"),
     }
-    assert list(figures(report)) == TABLE_PLOTS[:2] + TABLE_PLOTS[3:]
+    assert list(figures(report)) == ["time", "memory", "peers", "crossover"]
 
 
 def test_a_table_of_many_ways_is_drawn_at_its_width_and_higher() -> None:
     ways: list[dict[str, Any]] = [{"engine": "transformers"}, {"engine": "llama.cpp"}, {"fast": True, "path": "native"}]
     cells = [cell_record(batch_size=rows, **way) for rows in (1, 8, 16) for way in [{}, *ways]]
     sizes = [width_and_height(as_png(figures(table_report(shown))["time"])) for shown in (cells[:9], cells)]
-    assert sizes[1] == (1350, sizes[0][1] + 300)  # two inches
+    assert sizes[1] == (1350, sizes[0][1] + 225)  # half an inch for each of three rows
 
 
 def test_modes_are_paired_on_one_path_and_each_path_has_its_sentences() -> None:
@@ -355,13 +361,89 @@ def test_a_sweep_is_told_in_full() -> None:
 
 
 @pytest.mark.parametrize(("report", "names"), [(table_report(), TABLE_PLOTS), (sweep_report(), SWEEP_PLOTS)])
-def test_the_page_is_complete_in_itself(report: Report, names: list[str]) -> None:
-    shown = page(report)
-    assert list(figures(report)) == names
-    assert re.findall(r"\b(?:src|href|srcset|action)=.{6}", shown) == ['src="data:'] * len(names)
-    assert not re.search(r"https?:|<script|<link|@import|url\(", shown)
+def test_the_page_is_complete_in_itself_and_has_every_picture_wide_and_narrow(report: Report, names: list[str]) -> None:
+    shown, drawn = page(report), figures(report)
+    assert list(drawn) == names
+    assert not re.search(r"\b(?:src|srcset|action)=|\bhref=(?!\"#)|https?:|<script|<link|@import|url\((?!#)", shown)
     for sentence in [*report["reading"], report["command"]]:
         assert html.escape(sentence) in shown
+    for kind in ("wide", "narrow"):
+        labels = re.findall(rf'<svg class="{kind}" role="img" aria-label="([^"]*)"', shown)
+        assert sorted(map(html.unescape, labels)) == sorted(heading(drawn[name]) for name in names)
+    assert shown.count("<figcaption>") == len(names)
+    ids = re.findall(r'\bid="([^"]*)"', shown)
+    assert len(ids) == len(set(ids))
+    assert {*re.findall(r"(?:href=\"|url\()#([^\")]*)", shown)} <= {*ids}
+
+
+def test_every_colour_of_a_page_is_a_variable_that_has_a_dark_shade() -> None:
+    style, body = page(table_report([with_violation()])).split("</style>", 1)
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6});", rules)) for rules in style.split("@media", 1))
+    assert light.keys() == dark.keys() == palette.variables().keys()
+    used = set(re.findall(r"var\(--(\w+)\)", style + body))
+    assert {"cache", "anew", "ink", "paper"} <= used <= light.keys()
+    assert not re.search(r"(?:fill|stroke|color): *#", body)
+
+
+def test_no_file_but_the_palette_has_a_colour_of_its_own() -> None:
+    package = Path(palette.__file__).parent
+    files = [file for kind in ("*.py", "*.css", "*.html") for file in package.rglob(kind) if file.name != "palette.py"]
+    named = re.compile(r"#(?:[0-9a-fA-F]{6}|[0-9a-fA-F]{3})\b|color=[\"'](?!none)\w")
+    assert len(files) > 100
+    assert [file.name for file in files if named.search(file.read_text("utf-8"))] == []
+
+
+def test_each_part_of_the_memory_and_each_mode_has_its_colour_on_every_picture() -> None:
+    report = table_report([cell_record(kv_caching=on, logits="all") for on in (True, False)])
+    (ax,) = figures(report)["memory"].axes
+    colors = {bars.get_label(): matplotlib.colors.to_hex(bars.patches[0].get_facecolor()) for bars in ax.containers}
+    assert colors["KV cache"] == palette.CACHE.light.lower()
+    assert colors["weights"] == palette.WEIGHTS.light.lower()
+    assert colors["activations"] == palette.ACTIVATIONS.light.lower()
+    for report in (table_report(), sweep_report()):
+        for figure in figures(report).values():
+            for legend in figure.legends:
+                for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
+                    means = {"with the cache": palette.CACHE, "without": palette.ANEW}.get(text.get_text())
+                    if means is not None and isinstance(handle, Patch):
+                        assert matplotlib.colors.to_hex(handle.get_facecolor()) == means.light.lower()
+
+
+def test_ratios_are_bars_from_zero_on_a_linear_axis_with_the_factor_at_each() -> None:
+    cells = [quick(cell_record(engine="llama.cpp", path="llama.cpp 0.3.36"), 40), quick(cell_record(), 10)]
+    cells.append(cell_record(kv_caching=False))
+    drawn = figures(table_report(cells))
+    panels = [drawn["time"].axes[1], drawn["peers"].axes[0], figures(sweep_report())["speedup"].axes[1]]
+    for ax in panels:
+        written = [text.get_text() for text in ax.texts if re.fullmatch(r"[\d.]+x", text.get_text())]
+        digits = len(written[0].partition(".")[2]) - 1
+        assert [f"{bar.get_width():.{digits}f}x" for bar in ax.patches] == written
+        assert {bar.get_x() for bar in ax.patches} == {0}
+        assert (ax.get_xscale(), ax.get_xlim()[0]) == ("linear", 0)
+    assert [bar.get_width() for bar in panels[1].patches] == [0.25]
+    assert len(panels[0].patches) == 1  # a peer without a run of the other mode has no ratio
+
+
+def words_of(figure: Figure) -> list[Text]:
+    """Return what is written in a picture, without what an axis keeps for values out of view."""
+    kept = set()
+    for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        kept |= {tick.label1 for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high}
+    return [one for one in figure.findobj(Text) if one.get_visible() and one.get_text().strip() and one not in kept]
+
+
+@pytest.mark.parametrize("look", [Look(), Look(narrow=True)], ids=["wide", "narrow"])
+def test_no_words_of_a_picture_lie_on_others_or_leave_it_or_are_small(look: Look) -> None:
+    ways: list[dict[str, Any]] = [{}, {"engine": "transformers"}, {"fast": True, "path": "native"}]
+    crowd = table_report([cell_record(kv_caching=on, **way) for on in (True, False) for way in ways])
+    for name, figure in (figures(crowd, look) | figures(sweep_report(), look)).items():
+        words = words_of(figure)
+        boxes = [one.get_window_extent() for one in words]
+        assert min(one.get_fontsize() for one in words) >= look.small, name
+        assert [one for one, box in zip(words, boxes, strict=True) if box.x0 < 0 or box.x1 > figure.bbox.x1 + 1] == []
+        for (one, box), (other, against) in combinations(zip(words, boxes, strict=True), 2):
+            assert not box.padded(-1).overlaps(against.padded(-1)), (name, one.get_text(), other.get_text())
 
 
 def test_texts_of_others_stay_texts() -> None:
@@ -382,9 +464,9 @@ def test_pictures_are_drawn_at_their_size_and_alike_each_time(report: Report) ->
         png = as_png(figure)
         width, height = width_and_height(png)
         assert width == 1350
-        assert 500 < height < 1400
+        assert 400 < height < 1400
         svg = as_svg(figure)
-        assert svg.startswith("<?xml")
+        assert svg.startswith("<svg viewBox=")
         assert (as_png(again[name]), as_svg(again[name])) == (png, svg)
     assert page(report) == page(report)
 
@@ -439,14 +521,15 @@ def test_a_cache_that_never_pays_is_said_over_its_picture_and_in_the_panel() -> 
 def test_bars_reach_from_p10_to_p90_and_never_past_the_median() -> None:
     one, single = {"n": 5, "median": 4.0, "p10": 3.5, "p90": 6.0}, {"n": 1, "median": 2.0, "p10": 2.0, "p90": 2.0}
     odd = {"n": 2, "median": 1.0, "p10": 1.25, "p90": 0.75}  # of figures that were rounded apart
-    assert plots._bars([one, single, odd]) == [[0.5, 0.0, 0.0], [2.0, 0.0, 0.0]]  # type: ignore[list-item]
+    assert bars([one, single, odd]) == [[0.5, 0.0, 0.0], [2.0, 0.0, 0.0]]  # type: ignore[list-item]
 
 
-def test_panels_stand_three_in_a_row_and_each_further_row_makes_a_picture_higher() -> None:
-    made = [plots._figure("a heading", "small words", panels=count) for count in (1, 3, 4, 6, 7)]
-    assert [len(axes) for _, axes in made] == [1, 3, 4, 6, 7]
-    heights = [figure.get_size_inches()[1] for figure, _ in made]
-    assert [round(height - heights[0], 2) for height in heights] == [0, 0, 2.2, 2.2, 5.3]  # 4.0, then 3.1 for each row
+def test_panels_stand_three_in_a_row_or_narrow_one_under_another() -> None:
+    for look, rises in ((Look(), [0, 0, 2, 2, 4]), (Look(narrow=True), [0, 4, 6, 10, 12])):
+        made = [new_figure(look, "a heading", "small words", heights=[2.0] * count) for count in (1, 3, 4, 6, 7)]
+        assert [len(axes) for _, axes in made] == [1, 3, 4, 6, 7]
+        heights = [figure.get_size_inches()[1] for figure, _ in made]
+        assert [round(height - heights[0], 2) for height in heights] == rises
 
 
 def test_logits_of_all_positions_are_named_where_they_make_the_peak() -> None:
@@ -502,30 +585,94 @@ def test_a_figure_that_is_no_number_is_refused_before_anything_is_written(tmp_pa
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-LOOK = """<script>
-addEventListener("load", () => { const seen = [...document.images].map(one => one.naturalWidth);
-document.body.dataset.seen = JSON.stringify([seen, document.documentElement.scrollWidth]); });
+def rows_with_parts(**parts: float) -> list[CellRecord]:
+    """Return a cell, on and off, whose peak is made of so many MB of each part."""
+    records = [cell_record(kv_caching=on) for on in (True, False)]
+    for record in records:
+        ledger = record["ledger"]
+        assert ledger is not None
+        for line in ledger["lines"]:
+            held = int(parts.get(line["name"].split()[-1], 0) * 2**20)
+            line |= {"predicted": held, "measured": held, "counts": True}
+        ledger |= {"measured_peak": int(sum(parts.values()) * 2**20)}
+    return records
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        ({"weights": 513, "cache": 12, "activations": 7}, "513 of 532 MB at the peak are weights."),
+        ({"weights": 100, "cache": 12, "logits": 700}, "700 of 812 MB at the peak are logits."),
+        ({"weights": 100, "cache": 400}, "400 of 500 MB at the peak are the KV cache."),
+        ({"weights": 3.2, "activations": 6.3}, "6.3 of 9.5 MB at the peak are activations."),
+        ({"weights": 100, "cache": 90, "logits": 80}, "100 of 270 MB at the peak are weights, its largest part."),
+        ({"weights": 10, "elsewhere": 30}, "30 of 40 MB at the peak are beyond the ledger."),
+    ],
+)
+def test_one_sentence_says_what_rules_the_peak_wherever_memory_is_shown(parts: dict[str, float], sentence: str) -> None:
+    records = rows_with_parts(**parts)
+    report = table_report(records, crossovers=[])
+    assert f"  {sentence}" in cell_text(records[0], color=False).splitlines()
+    assert f"- {sentence}" in report_markdown(report).partition("## Time and memory")[2].splitlines()[:3]
+    assert heading(figures(report)["memory"]) == sentence.rstrip(".")
+    assert f"<figcaption>{sentence.rstrip('.')}<small>" in page(report)
+
+
+def test_cells_that_different_parts_rule_are_told_apart_and_a_prediction_is_called_one() -> None:
+    small, large = rows_with_parts(weights=500, logits=20), rows_with_parts(weights=500, logits=900)
+    for record in large:
+        record["cell"]["batch_size"] = 16
+    words = "500 of 520 MB at the peak are weights (batch 1); 900 of 1,400 MB at the peak are logits (batch 16)."
+    assert f"- {words}" in report_markdown(table_report([*small, *large]))
+    assert small[0]["ledger"] is not None
+    small[0]["ledger"]["measured_peak"] = None
+    small[0]["ledger"]["predicted_peak"] = 520 * 2**20
+    assert "500 of 520 MB at the predicted peak are weights." in cell_text(small[0], color=False)
+
+
+@pytest.mark.parametrize("name", ["peers", "sweep", "table", "table-logits-all"])
+def test_the_recorded_reports_are_read_back_and_say_what_their_files_say(name: str) -> None:
+    folder = Path(__file__).parents[2] / "docs/results" / name
+    stored = json.loads((folder / "results.json").read_text("utf-8"))
+    report = read_report(folder / "results.json")
+    assert report_markdown(report) == (folder / "report.md").read_text("utf-8")
+    for record, before in zip(report["cells"], stored["cells"], strict=True):
+        assert record["cell"].items() >= before.pop("cell").items()
+        assert record.items() >= before.items()
+
+
+LOOK = """<iframe width="%s" height="900" srcdoc="%s"></iframe><script>
+addEventListener("load", () => {
+  const page = document.querySelector("iframe").contentDocument;
+  const shown = [...page.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().width > 0);
+  const sizes = shown.flatMap(one => [...one.querySelectorAll("text")].map(
+    text => parseFloat(getComputedStyle(text).fontSize) * one.getScreenCTM().a));
+  const seen = [shown.map(one => one.classList[0]), Math.min(...sizes), page.documentElement.scrollWidth];
+  document.body.dataset.seen = JSON.stringify(seen);
+});
 </script>"""
 
 
 def looked_at(folder: Path, report: Report, width: int) -> Any:
-    """Open the page in a browser and return the pictures' widths and the page's own."""
+    """Return which pictures a browser of a width shows of the page, their smallest letters, and the page's width."""
     file = folder / "page.html"
-    file.write_text(page(report) + LOOK, "utf-8")
+    file.write_text(f"<!DOCTYPE html><body>{LOOK % (width, html.escape(page(report)))}", "utf-8")
     program = "chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --virtual-time-budget=5000"
-    flags = [f"--window-size={width},900", f"--user-data-dir={folder / 'profile'}", "--dump-dom", file.as_uri()]
+    flags = ["--window-size=1700,1000", f"--user-data-dir={folder / 'profile'}", "--dump-dom", file.as_uri()]
     done = subprocess.run([*program.split(), *flags], capture_output=True, text=True, timeout=120, check=True)
     (seen,) = re.findall(r'data-seen="([^"]*)"', done.stdout)
     return json.loads(html.unescape(seen))
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-@pytest.mark.parametrize("width", [1000, 500])
-@pytest.mark.parametrize("report", [table_report([with_violation(), dead_record()]), table_report(), sweep_report()])
-def test_a_browser_shows_every_picture_and_the_page_never_grows_wider_than_it(
+@pytest.mark.parametrize(
+    ("report", "width"),
+    [(table_report([with_violation(), dead_record()]), 400), (table_report(), 800), (sweep_report(), 400)],
+)
+def test_a_browser_shows_every_picture_at_a_size_to_be_read_and_the_page_is_as_wide_as_it(
     tmp_path: Path, report: Report, width: int
 ) -> None:
-    pictures, page_width = looked_at(tmp_path, report, width)
-    assert len(pictures) == len(figures(report))
-    assert min(pictures) > 600
+    pictures, letters, page_width = looked_at(tmp_path, report, width)
+    assert pictures == ["narrow" if width < 800 else "wide"] * len(figures(report))
+    assert letters >= 11  # px
     assert page_width <= width
