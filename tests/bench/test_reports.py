@@ -511,7 +511,7 @@ def test_a_cache_that_never_pays_is_said_over_its_picture_and_in_the_panel() -> 
         "The cache does not pay at any context that was tried",
         "The cache pays from a context of 4 tokens on, not at batch 1",
     ]
-    assert [ax.get_title() for ax in drawn[1].axes] == ["batch 1", "batch 8"]
+    assert [ax.get_title(loc="left") for ax in drawn[1].axes] == ["batch 1", "batch 8"]
     shown = [[text.get_text() for text in ax.texts] for ax in drawn[1].axes]
     assert [any("no crossover" in text for text in panel) for panel in shown] == [True, False]
     assert [any("pays from" in text for text in panel) for panel in shown] == [False, True]
