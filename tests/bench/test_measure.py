@@ -36,6 +36,7 @@ from llama.bench.schema import (
     new_report,
 )
 from llama.bench.statistics import best_ceilings, bound_by, percentiles, roofline_shares, summarise
+from llama.fast import native_build
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
@@ -154,6 +155,7 @@ def test_native_code_is_compiled_when_the_model_is_built_and_never_while_the_clo
     native_sized: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLAMA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-O0"))  # compiles in a moment
     cell = CELL.but(model=native_sized, fast=True)
     engine = built(cell)
     compiled = {path: path.stat().st_mtime_ns for path in (tmp_path / "native").iterdir()}
