@@ -83,7 +83,9 @@ def test_a_second_call_compiles_nothing(source: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the bytes are those of ELF")
-@pytest.mark.parametrize("damage", ["cut", "digest", "no symbol", "machine", "text", "link", "writable", "pipe"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "grown", "digest", "no symbol", "machine", "text", "link", "writable", "pipe"]
+)
 def test_what_is_not_what_was_written_is_compiled_again_and_that_is_said(
     damage: str, source: Path, tmp_path: Path
 ) -> None:
@@ -92,6 +94,8 @@ def test_what_is_not_what_was_written_is_compiled_again_and_that_is_said(
     library, digest = files(folder)
     if damage == "cut":
         library.write_bytes(library.read_bytes()[:1000])
+    elif damage == "grown":
+        library.write_bytes(library.read_bytes() + b"x")
     elif damage == "digest":
         digest.write_bytes(b"\xff\xfe" * 32)
     elif damage == "no symbol":

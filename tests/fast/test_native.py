@@ -515,16 +515,15 @@ def test_a_damaged_library_is_compiled_again_and_that_is_said(
     monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-O0"))  # compiles in a moment
     NativeRunner(tmp_path)
     library = next(tmp_path.glob("*.so"))
-    for damaged in (library.read_bytes()[:1000], library.read_bytes() + b"x"):
-        library.unlink()  # it is in use here, and what is mapped must not change
-        library.write_bytes(damaged)
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "llama"):
-            _, fast = twins("fp32", folder=tmp_path)
-        assert [record.levelname for record in caplog.records][:2] == ["WARNING", "INFO"]
-        assert "damaged" in caplog.records[0].message
-        assert "compiling" in caplog.records[1].message
-        assert fast(some_tokens(1, 3, vocab_size=VOCAB)).isfinite().all()
+    damaged = library.read_bytes()[:1000]
+    library.unlink()  # it is in use here, and what is mapped must not change
+    library.write_bytes(damaged)
+    with caplog.at_level(logging.INFO, "llama"):
+        _, fast = twins("fp32", folder=tmp_path)
+    assert [record.levelname for record in caplog.records][:2] == ["WARNING", "INFO"]
+    assert "damaged" in caplog.records[0].message
+    assert "compiling" in caplog.records[1].message
+    assert fast(some_tokens(1, 3, vocab_size=VOCAB)).isfinite().all()
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_plain_path(
