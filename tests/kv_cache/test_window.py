@@ -25,8 +25,8 @@ def args(window: int, sinks: int) -> ModelArgs:
     return tiny_args(dim=32, head_dim=HEAD_DIM, kv_cache=f"window:{window}+{sinks}", max_seq_len=64)
 
 
-def turned(x: Tensor, place: int) -> Tensor:
-    """Rotate the pairs of x, (..., head_dim), by the angles of a place."""
+def turned(x: Tensor, place: int | Tensor) -> Tensor:
+    """Rotate the pairs of x, (..., head_dim), by the angles of a place, or of places, (..., 1)."""
     angles = place * rope_frequencies(HEAD_DIM, 10000.0).double()
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
@@ -40,8 +40,8 @@ def by_loops(xq: Tensor, xk: Tensor, xv: Tensor, window: int, sinks: int) -> Ten
         place = min(p, sinks + window - 1)
         for head in range(HEADS):
             query, own = turned(xq[p, head], place), head // (HEADS // KV_HEADS)
-            far = {k: k if k < sinks else place - (p - k) for k in seen}
-            scores = torch.stack([query @ turned(xk[k, own], far[k]) for k in seen]) / HEAD_DIM**0.5
+            places = torch.tensor([[k if k < sinks else place - (p - k)] for k in seen])
+            scores = turned(xk[seen, own], places) @ query / HEAD_DIM**0.5
             out[p, head] = scores.softmax(0) @ xv[seen, own].double()
     return out
 
@@ -59,9 +59,8 @@ def attended(cache: KVCache, xq: Tensor, xk: Tensor, xv: Tensor, start: int | Se
     keys, values = cache.update(start, xk, xv)
     places = cache.rope_positions(start)
     first = [places] * len(xq) if isinstance(places, int) else places
-    rotated = torch.stack(
-        [torch.stack([turned(xq[row, i], first[row] + i) for i in range(xq.shape[1])]) for row in range(len(xq))]
-    )
+    ahead = torch.arange(xq.shape[1])[:, None, None]
+    rotated = torch.stack([turned(row, place + ahead) for row, place in zip(xq, first, strict=True)])
     return attend(rotated, keys, values, start, cache.visible(start, xq.shape[1]))
 
 
