@@ -15,20 +15,14 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
-# The longest first, by their seconds alone on 2 cores; from some 90 of the first to 10 of the last.
+# The longest first, by the seconds that they and their processes compute: from some 130 of the first to 10 of the last.
 LONG = (
-    *("test_ranks.py", "test_demo_model.py", "test_presets.py", "test_exact.py", "test_native.py", "test_quantize.py"),
-    *("test_tokenizer.py", "test_fast_triton_kernels.py", "test_certificate_of_the_demo.py", "test_changed_models.py"),
-    *("test_reports.py", "test_gpu_report.py", "test_native_builds.py", "test_ownership.py", "test_verify.py"),
-    *(
-        "test_session_file.py",
-        "test_terminal.py",
-        "test_certificate.py",
-        "test_exact_triton_kernels.py",
-        "test_chat.py",
-        "test_historic_bugs.py",
-        "test_tutorial.py",
-    ),
+    *("test_ranks.py", "test_demo_model.py", "test_console.py", "test_presets.py", "test_caches.py", "test_exact.py"),
+    *("test_native.py", "test_fast_triton_kernels.py", "test_reports.py", "test_kinds.py", "test_quantize.py"),
+    *("test_terminal.py", "test_changed_models.py", "test_native_caches.py", "test_checkpoint_memory.py"),
+    *("test_session_file.py", "test_tokenizer.py", "test_certificate_of_the_demo.py", "test_gpu_report.py"),
+    *("test_verify.py", "test_museum.py", "test_measure.py", "test_exact_triton_kernels.py", "test_chat.py"),
+    *("test_native_builds.py", "test_tutorial.py", "test_ownership.py", "test_certificate.py"),
 )
 
 
