@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from native import ARGS, KINDS, VOCAB, check_bits, compiled_with, cpu_flags, model_of, needs_a_compiler, served, twins
+from native import (
+    ARGS,
+    FOLDER,
+    KINDS,
+    VOCAB,
+    check_bits,
+    compiled_with,
+    cpu_flags,
+    model_of,
+    needs_a_compiler,
+    served,
+    twins,
+)
 from oracles import bits, some_tokens
 
 from llama.fast import native_library
@@ -110,7 +122,7 @@ def test_code_that_is_not_what_it_should_be_is_not_offered(
     monkeypatch.setattr(native_library, "SOURCE", sources / native_library.SOURCE.name)
     model = model_of("fp32")
     with compiled_with("-O1"), caplog.at_level(logging.WARNING, "llama"):
-        make_fast(model, tmp_path / "library")
+        make_fast(model, FOLDER / fault.replace(" ", "-"))  # what a process found out, it remembers by the folder
     assert model.runner is None
     (said,) = (record.getMessage() for record in caplog.records)
     assert "the native code compiled here" in said
