@@ -34,6 +34,7 @@ class WindowCache(CountingCache, kind="window"):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
         self._seen: Tensor | None = None
+        self._positions: Tensor | None = None
 
     def configure(self, params: str) -> None:
         self.window, self.sinks = window_and_sinks(self.args, params)
@@ -45,7 +46,7 @@ class WindowCache(CountingCache, kind="window"):
 
     def free(self) -> None:
         super().free()
-        self._seen = None
+        self._seen = self._positions = None
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         taken = min(max(self._ends[:rows], default=0), self.window + self.sinks)
@@ -63,6 +64,9 @@ class WindowCache(CountingCache, kind="window"):
 
     def rope_positions(self, start_pos: int | Sequence[int]) -> int | Sequence[int]:
         return min(start_pos, self.last) if isinstance(start_pos, int) else [min(pos, self.last) for pos in start_pos]
+
+    def key_positions(self) -> Tensor | None:
+        return self._positions
 
     def visible(self, start_pos: int | Sequence[int], seqlen: int) -> Tensor | None:
         return self._seen
@@ -127,7 +131,7 @@ class WindowCache(CountingCache, kind="window"):
         positions = torch.where(slots < self.sinks, slots, newest - (newest - slots) % self.window)
         places = torch.where(slots < self.sinks, slots, positions - (newest - self.last).clamp(min=0))
         keys, values = self.keys[:bsz, : furthest + 1], self.values[:bsz, : furthest + 1]
-        self._seen = None
+        self._seen, self._positions = None, positions[0] if together else positions
         if not together:
             seen = torch.where(slots < self.sinks, slots <= newest, positions >= self.sinks)  # (bsz, slots)
             unseen = ~seen[..., None, None]  # and may hold anything, which no mask would take out
@@ -158,6 +162,7 @@ class WindowCache(CountingCache, kind="window"):
         inside = (positions[:, None] <= queries[..., None]) & (positions[:, None] > queries[..., None] - self.window)
         inside &= positions[:, None] >= self.sinks
         self._seen = torch.cat((to_sinks.flatten(2), inside), dim=-1)  # (bsz, seqlen, kv_len)
+        self._positions = torch.cat((sinks.repeat(len(copies)).expand(bsz, -1), positions), dim=1)
         rows, slots = torch.arange(bsz, device=xk.device)[:, None], self._slots(positions[:, :old_len].clamp(min=0))
         unseen = ~self._seen.any(1)[..., None, None]
         parts = []
