@@ -6,7 +6,7 @@ Knows the library by its front door. Nothing that takes long is imported before 
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,7 @@ def main(
     stream: bool = False,
     chat: bool = False,
     trace: bool = False,
+    watch: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     max_seq_len: int | None = None,
@@ -101,6 +102,8 @@ def main(
         chat: Take each prompt as a user's message and answer it; without prompts, hold a conversation: one message a
             line, typed or piped, with /undo, /save FILE, /load FILE, /stats and /quit.
         trace: Print what each step is fed: one token a row with the cache, the growing prefix without.
+        watch: Write a page of HTML here, FILE.html, on which one steps through the first prompt's text and sees what
+            the cache holds, what is computed in vain without it, and what both take. The text is made three times more.
         device: Where it computes: auto, cpu, cuda or mps.
         dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         max_seq_len: The longest text, prompt and answer together; by default what the checkpoint was made for.
@@ -111,6 +114,8 @@ def main(
     if (stream or conversation) and trace:
         asked_for = "--stream" if stream else "--chat without prompts"
         raise ValueError(f"{asked_for} and --trace would print into one another; give one of them")
+    if watch is not None:
+        check_watch(watch, conversation=conversation, fast=fast)
     if conversation:
         console.standard_input()  # a closed one is refused before a model is loaded
     texts = [] if conversation else read_prompts(prompts, prompt_file)
@@ -139,6 +144,8 @@ def main(
     from llama.api import pick_device
     from llama.exact import slowdown_words
 
+    if watch is not None and parallel.world_size() > 1:
+        raise ValueError("--watch sees one process, and each of a torchrun computes a part; run it without torchrun")
     if conversation and parallel.world_size() > 1:
         raise ValueError("--chat without prompts would be typed to one rank of the torchrun alone; give prompts")
     parallel.join(parallel.own_device(pick_device(device)), timeout=timeout)
@@ -158,7 +165,42 @@ def main(
             print(slowdown_words(model))
         size = f"batch {len(texts)}, {console.shown(cache)}, {where(model)}{shared(model)}"
         print(f"{speed(pieces, seconds)}, prompts included ({size})")
+    if watch is not None and code == 0:
+        print(watched(Path(watch), model, tokenizer, asked, longest, stop, options, name=Path(ckpt_dir).name))
     return code
+
+
+def check_watch(path: str, *, conversation: bool, fast: bool) -> None:
+    """Refuse, before a model is loaded, a page that could not be written or that would show something else."""
+    from llama.files import check_writable
+
+    if conversation:
+        raise ValueError("--watch shows one text, and --chat without prompts makes many; give a prompt")
+    if fast:
+        raise ValueError(
+            "--watch looks into the plain path, step by step, and --fast computes past it; leave out --fast"
+        )
+    check_writable(Path(path))
+
+
+def watched(
+    path: Path,
+    model: "Transformer",
+    tokenizer: "Tokenizer",
+    prompts: Sequence[str | list[int]],
+    max_gen_len: int,
+    stop: list[str],
+    options: "Options",
+    *,
+    name: str,
+) -> str:
+    """Write the page on which the first prompt's text is made again, step by step; return a line about it."""
+    from llama.watch.write import write_page
+
+    both = ("kv_caching", "share_prefix", "on_step")  # said by the recording itself
+    each: Any = {name: value for name, value in options.items() if name not in both}
+    said = write_page(path, model, tokenizer, prompts[0], max_gen_len, name=name, stop=stop, **each)
+    return said if len(prompts) == 1 else f"{said}; it shows the first of {len(prompts)} prompts"
 
 
 @contextmanager

@@ -1,0 +1,397 @@
+"use strict";
+(() => {
+  const $ = (id) => document.getElementById(id);
+  const data = JSON.parse($("recording").textContent);
+  const total = data.texts[0].length;
+  const last = data.steps.length;
+  const MOST_SHOWN = 300; // tokens of a long text
+  let step = 1;
+  let timer = null;
+
+  const element = (tag, className, text) => {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const seenBy = (moment, layer) => moment.seen[moment.seen.length === 1 ? 0 : layer];
+  const within = (ranges, position) => ranges.some(([first, end]) => first <= position && position < end);
+  const count = (ranges) => ranges.reduce((sum, [first, end]) => sum + end - first, 0);
+
+  // What a position is in this step, with the cache or without, in one layer; and in any of them.
+  function stateOn(moment, position, layer) {
+    const [start, fed] = moment.fed[0];
+    if (position >= start + fed) return position < data.layout.reserved ? "room" : "";
+    if (!within(seenBy(moment, layer), position)) return "gone";
+    return position >= start ? "written" : "cached";
+  }
+  function stateOnOfAny(moment, position) {
+    const states = moment.seen.map((_, layer) => stateOn(moment, position, layer));
+    return states.find((state) => state !== "gone") ?? "gone";
+  }
+  function stateOff(moment, position, before) {
+    const [start, fed] = moment.fed[1];
+    if (position >= start + fed) return "";
+    return position < before ? "anew" : "written";
+  }
+  const fedBefore = () => (step > 1 ? data.steps[step - 2].fed[1][0] + data.steps[step - 2].fed[1][1] : 0);
+
+  // ---- pictures ------------------------------------------------------------------------------------------------
+
+  function surface(canvas, height) {
+    const width = canvas.clientWidth || canvas.parentElement.clientWidth;
+    const ratio = window.devicePixelRatio || 1;
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    canvas.style.height = `${height}px`;
+    const pen = canvas.getContext("2d");
+    pen.scale(ratio, ratio);
+    pen.clearRect(0, 0, width, height);
+    return [pen, width];
+  }
+
+  function hatched(pen) {
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 6;
+    const brush = tile.getContext("2d");
+    brush.fillStyle = colour("anew");
+    brush.fillRect(0, 0, 6, 6);
+    brush.strokeStyle = colour("paper");
+    brush.lineWidth = 1.2;
+    brush.beginPath();
+    for (const shift of [-6, 0, 6]) {
+      brush.moveTo(shift, 6);
+      brush.lineTo(shift + 6, 0);
+    }
+    brush.stroke();
+    return pen.createPattern(tile, "repeat");
+  }
+
+  function drawGrid(canvas, stateOf, bitsOf) {
+    const rows = data.layers;
+    const height = Math.max(3, Math.min(16, (window.innerWidth < 600 ? 132 : 210) / rows));
+    const [pen, width] = surface(canvas, Math.ceil(height * rows) + 9);
+    const cell = width / total;
+    const gap = cell > 5 && height > 4 ? 1 : cell > 3 ? 0.5 : 0;
+    const paint = { cached: colour("cache"), written: colour("written"), anew: hatched(pen), room: colour("soft") };
+    const drawRun = (layer, first, end, state) => {
+      const y = layer * height;
+      for (let position = first; position < end; position = gap ? position + 1 : end) {
+        const x = position * cell;
+        const wide = Math.max((gap ? cell : (end - first) * cell) - gap, 1);
+        const tall = (height - gap) * bitsOf(position, state);
+        if (state === "gone") {
+          pen.strokeStyle = colour("line");
+          pen.strokeRect(x + 0.5, y + 0.5, Math.max(wide - 1, 0.5), height - gap - 1);
+          continue;
+        }
+        if (tall < height - gap) {
+          pen.fillStyle = paint.room;
+          pen.fillRect(x, y, wide, height - gap);
+        }
+        pen.fillStyle = paint[state];
+        pen.fillRect(x, y + height - gap - tall, wide, tall);
+        if (state === "written" && cell > 5) {
+          pen.fillStyle = colour("paper");
+          pen.fillRect(x + wide / 2 - 1, y + (height - gap) / 2 - 1, 2, 2);
+        }
+      }
+    };
+    for (let layer = 0; layer < rows; layer++) {
+      let first = 0;
+      let state = stateOf(0, layer);
+      for (let position = 1; position <= total; position++) {
+        const other = position < total ? stateOf(position, layer) : null;
+        const same = other === state && (state === null || bitsOf(position, state) === bitsOf(first, state));
+        if (same) continue;
+        if (state) drawRun(layer, first, position, state);
+        first = position;
+        state = other;
+      }
+    }
+    const below = height * rows + 2;
+    pen.fillStyle = colour("faint");
+    pen.fillRect(0, below, data.prompt * cell - gap, 2); // under the prompt
+    const middle = (data.steps[step - 1].fed[1][1] - 0.5) * cell - gap / 2; // and an arrow under the newest token
+    pen.fillStyle = paint.written;
+    pen.beginPath();
+    pen.moveTo(middle - 5, below + 6);
+    pen.lineTo(middle, below - 1);
+    pen.lineTo(middle + 5, below + 6);
+    pen.fill();
+    return [pen, cell, height * rows];
+  }
+
+  function drawBlocks(pen, cell, height, end) {
+    const { block } = data.layout;
+    pen.strokeStyle = colour("cache");
+    pen.lineWidth = 2;
+    for (let first = 0; block && first < end; first += block) {
+      pen.strokeRect(first * cell + 1, 1, Math.min(block, total - first) * cell - 2, height - 2);
+    }
+  }
+
+  function drawGrids(moment) {
+    const { bits, group } = data.layout;
+    const end = moment.fed[0][0] + moment.fed[0][1];
+    const newest = group ? Math.floor((end - 1) / group) * group : 0;
+    const share = (position, state) => (bits && state !== "room" && position < newest ? bits / data.bits : 1);
+    const [pen, cell, height] = drawGrid($("grid-on"), (p, layer) => stateOn(moment, p, layer), share);
+    drawBlocks(pen, cell, height, end);
+    const before = fedBefore();
+    drawGrid($("grid-off"), (p) => stateOff(moment, p, before), () => 1);
+    const fed = moment.fed[0][1];
+    const held = count(seenBy(moment, 0));
+    const many = `Grid of ${data.layers} layers and ${total} positions.`;
+    $("grid-on").setAttribute("aria-label",
+      `${many} In the cache: ${Math.max(held - fed, 0)} positions are read, ${fed} are computed and written, ` +
+      `${end - held} are dropped.`);
+    $("grid-off").setAttribute("aria-label",
+      `${many} Without the cache: ${before} positions are computed again, ${moment.fed[1][1] - before} for the first time.`);
+  }
+
+  // ---- the parts of the page -----------------------------------------------------------------------------------
+
+  function showText(target, texts, end, stateOf) {
+    const from = Math.max(0, end - MOST_SHOWN);
+    const parts = from ? [element("span", "", `(${from} tokens before) `)] : [];
+    for (let position = from; position < end; position++) {
+      parts.push(element("span", stateOf(position), texts[position] || "·"));
+    }
+    target.replaceChildren(...parts);
+    target.scrollTop = target.scrollHeight;
+  }
+
+  function showTexts(moment) {
+    const before = fedBefore();
+    const end = moment.fed[1][0] + moment.fed[1][1];
+    showText($("text-on"), data.texts[0], end, (position) => stateOnOfAny(moment, position));
+    showText($("text-off"), data.texts[1], end, (position) => stateOff(moment, position, before));
+  }
+
+  // Room for the whole text from the first step on, so that nothing below moves when it grows.
+  function reserveText() {
+    for (const [side, texts] of [["on", data.texts[0]], ["off", data.texts[1]]]) {
+      const target = $(`text-${side}`);
+      target.style.minHeight = "0";
+      showText(target, texts, data.steps[last - 1].fed[1][1], () => "written");
+      target.style.minHeight = `${target.offsetHeight}px`;
+    }
+  }
+
+  function tally(target, figure, words) {
+    target.replaceChildren(element("b", "", figure), document.createTextNode(` ${words}`));
+  }
+
+  function makeCounters() {
+    const made = data.counters.map((name, place) => {
+      const line = element("details");
+      line.id = `counter-${place}`;
+      const summary = element("summary");
+      const formula = element("div", "formula");
+      summary.append(element("span", "name", name));
+      for (const side of ["on", "off"]) {
+        const value = element("span", `value ${side}`);
+        const bar = element("span", "bar");
+        bar.append(element("i"));
+        value.append(element("b"), document.createTextNode(" "), element("small"), bar);
+        summary.append(value);
+        const words = element("p", side);
+        words.append(element("b", "", side === "on" ? "With: " : "Without: "), element("span"));
+        formula.append(words);
+      }
+      line.append(summary, formula);
+      return line;
+    });
+    $("counters").replaceChildren(...made);
+  }
+
+  function showCounters(moment) {
+    data.counters.forEach((name, place) => {
+      const line = $(`counter-${place}`);
+      ["on", "off"].forEach((side, which) => {
+        const [value, soFar, figure, formula] = moment.counters[which][place];
+        const shown = line.querySelector(`.value.${side}`);
+        shown.querySelector("b").textContent = value;
+        shown.querySelector("small").textContent = place === 3 ? "" : `${soFar} so far`;
+        shown.querySelector("i").style.width = `${(100 * figure) / (data.most[place] || 1)}%`;
+        line.querySelector(`.formula .${side} span`).textContent = formula;
+      });
+      line.title = `With: ${moment.counters[0][place][3]}\nWithout: ${moment.counters[1][place][3]}`;
+    });
+  }
+
+  function bars(target, rows) {
+    target.replaceChildren(...rows.map(([text, share, words, chosen]) => {
+      const line = element("li", chosen ? "chosen" : "");
+      const bar = element("span", "bar");
+      const fill = element("i");
+      fill.style.width = `${100 * share}%`;
+      bar.append(fill);
+      bar.setAttribute("aria-hidden", "true");
+      line.append(element("code", "", text), bar, element("span", "", words));
+      return line;
+    }));
+  }
+
+  const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+
+  function showLikely(moment) {
+    bars($("likely"), moment.likely.map(([text, share, chosen]) =>
+      [text || "·", share, `${chosen ? "✓ " : ""}${percent(share)}`, chosen]));
+  }
+
+  // The weights of the chosen layer and head, or the mean of its heads, and where they stand.
+  function attention(moment) {
+    if (moment.attention === null) return null;
+    const raw = Uint8Array.from(atob(moment.attention), (letter) => letter.charCodeAt(0));
+    const chosen = Number($("layer").value);
+    let offset = 0;
+    for (const layer of data.attended) {
+      const ranges = seenBy(moment, layer);
+      const size = count(ranges);
+      if (layer === chosen) {
+        const positions = ranges.flatMap(([first, end]) => Array.from({ length: end - first }, (_, i) => first + i));
+        const head = $("head").value;
+        const heads = head === "mean" ? [...Array(data.heads).keys()] : [Number(head)];
+        const weight = (i) => heads.reduce((sum, h) => sum + raw[offset + h * size + i], 0) / heads.length / 255;
+        return positions.map((position, i) => [position, weight(i)]);
+      }
+      offset += data.heads * size;
+    }
+    return null;
+  }
+
+  function showAttention(moment) {
+    const looks = attention(moment);
+    const height = 96;
+    const [pen, width] = surface($("attention"), height);
+    const cell = width / total;
+    pen.fillStyle = colour("line");
+    pen.fillRect(0, height - 1, width, 1);
+    if (looks === null) {
+      $("attention").setAttribute("aria-label", "The attention weights of this step are not kept.");
+      $("scale").textContent = "not kept for this step";
+      $("looks").replaceChildren();
+      return;
+    }
+    const most = Math.max(...looks.map(([, weight]) => weight), 0.01);
+    pen.fillStyle = colour("attention");
+    for (const [position, weight] of looks) {
+      const tall = ((height - 2) * weight) / most;
+      pen.fillRect(position * cell, height - 1 - tall, Math.max(cell - (cell > 3 ? 1 : 0), 1), tall);
+    }
+    const first = [...looks].sort((a, b) => b[1] - a[1]).slice(0, 5);
+    $("scale").textContent = `highest: ${percent(most)}`;
+    const words = first.map(([position, weight]) => `position ${position} ${data.texts[0][position]} ${percent(weight)}`);
+    $("attention").setAttribute("aria-label", `Attention over ${looks.length} positions; most of it: ${words.join(", ")}.`);
+    bars($("looks"), first.map(([position, weight]) =>
+      [`${position} ${data.texts[0][position] || "·"}`, weight, percent(weight), false]));
+  }
+
+  function show(number) {
+    step = Math.min(last, Math.max(1, Number.isFinite(number) ? Math.round(number) : 1));
+    const moment = data.steps[step - 1];
+    $("slider").value = step;
+    $("slider").setAttribute("aria-valuetext", `Step ${step} of ${last}`);
+    $("place").textContent = `${step} of ${last}`;
+    $("words").textContent = moment.words;
+    showTexts(moment);
+    drawGrids(moment);
+    const held = count(seenBy(moment, 0));
+    tally($("tally-on"), held.toLocaleString("en"), `positions held, ${moment.counters[0][3][0]}`);
+    tally($("tally-off"), moment.wasted.toLocaleString("en"), "token-forwards in vain so far");
+    showCounters(moment);
+    showLikely(moment);
+    showAttention(moment);
+    try {
+      history.replaceState(null, "", `#step=${step}`);
+    } catch {
+      // a page within a page has no address of its own
+    }
+  }
+
+  // ---- what a reader does --------------------------------------------------------------------------------------
+
+  function stop() {
+    clearInterval(timer);
+    timer = null;
+    $("play").textContent = "Play";
+    $("play").setAttribute("aria-pressed", "false");
+    $("words").setAttribute("aria-live", "polite");
+  }
+
+  function play() {
+    if (timer !== null) return stop();
+    if (step === last) show(1);
+    $("play").textContent = "Pause";
+    $("play").setAttribute("aria-pressed", "true");
+    $("words").setAttribute("aria-live", "off"); // or a screen reader would never come to an end
+    timer = setInterval(() => (step < last ? show(step + 1) : stop()), Math.max(150, Math.min(700, 30000 / last)));
+    return undefined;
+  }
+
+  const by = (steps) => {
+    stop();
+    show(step + steps);
+  };
+
+  function onKey(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey || event.target.closest("input, select")) return;
+    const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -last, End: last };
+    if (event.key in moves) {
+      event.preventDefault();
+      by(moves[event.key]);
+    }
+  }
+
+  function choices(target, rows) {
+    target.replaceChildren(...rows.map(([value, text]) => {
+      const option = element("option", "", text);
+      option.value = value;
+      return option;
+    }));
+  }
+
+  function legend() {
+    const { bits, group, block, reserved } = data.layout;
+    const drops = data.steps.some((moment) =>
+      moment.seen.some((ranges) => count(ranges) < moment.fed[1][0] + moment.fed[1][1]));
+    $("legend-room").hidden = !reserved;
+    $("legend-gone").hidden = !drops;
+    $("legend-bits").hidden = !bits;
+    $("legend-block").hidden = !block;
+    $("legend-bits").querySelector("span").textContent =
+      `in ${bits} bits, once ${group} positions are full; the others in ${data.bits}`;
+    $("legend-block").querySelector("span").textContent = `a block of ${block} positions`;
+  }
+
+  const fromAddress = () => Number(new URLSearchParams(location.hash.slice(1)).get("step") || NaN);
+  const again = () => show(step);
+
+  $("watch").hidden = false;
+  $("slider").max = last;
+  choices($("layer"), data.attended.map((layer) => [layer, layer + 1]));
+  choices($("head"), [["mean", "mean of all"], ...Array.from({ length: data.heads }, (_, h) => [h, h + 1])]);
+  $("layer").selectedIndex = Math.floor(data.attended.length / 2);
+  for (const axis of document.querySelectorAll(".layers")) axis.textContent = `↓ layers 1 to ${data.layers}`;
+  for (const axis of document.querySelectorAll(".positions")) axis.textContent = `positions 0 to ${total - 1} →`;
+  legend();
+  makeCounters();
+  $("play").addEventListener("click", play);
+  $("back").addEventListener("click", () => by(-1));
+  $("next").addEventListener("click", () => by(1));
+  $("slider").addEventListener("input", () => by(Number($("slider").value) - step));
+  $("layer").addEventListener("change", again);
+  $("head").addEventListener("change", again);
+  document.addEventListener("keydown", onKey);
+  window.addEventListener("hashchange", () => by(fromAddress() - step));
+  window.addEventListener("resize", () => {
+    reserveText();
+    again();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  reserveText();
+  show(fromAddress());
+})();

@@ -1,0 +1,265 @@
+"""A recording as one page of HTML that needs nothing else: no font, no picture, no script from outside.
+
+All words and figures are made here, escaped, and put into the page as JSON; page.js only shows them. Without JavaScript
+the last step stands there as a table. Knows nothing of models: only what was recorded.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from itertools import accumulate
+from string import Template
+from typing import Any
+
+from llama import palette
+from llama.watch.record import Moment, Recording, Work
+from llama.words import printable
+
+MOST_ATTENTION = 1_200_000  # bytes of attention weights; what is more is left out, and the page says so
+COUNTERS = ("tokens fed", "FLOPs", "bytes read", "bytes held", "time")
+COLOURS = ("CACHE", "ANEW", "WRITTEN", "ATTENTION")
+
+
+def page(recording: Recording, *, model: str = "a Llama model") -> str:
+    """Return the recording as one HTML page, complete in itself; `model` is what readers know it by."""
+    style, script = _colours() + _file("page.css"), _file("page.js")
+    prompt = printable("".join(recording.texts[: recording.prompt_len]), 60)
+    return Template(_file("page.html")).substitute(
+        policy=f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
+        style=style,
+        script=script,
+        title=escape(f"The KV cache at work: {prompt}"),
+        byline=escape(_byline(recording, prompt, model)),
+        table=_table(recording),
+        notes="".join(f"<li>{escape(note)}</li>" for note in [*recording.notes, *_left_out(recording)]),
+        data=_json(recording),
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    """Return what tells a browser that this text, and no other, may style the page or run in it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _colours() -> str:
+    shades = [(name.lower(), getattr(palette, name)) for name in COLOURS]
+    light, dark = ("; ".join(f"--{name}: {one[side]}" for name, one in shades) for side in (0, 1))
+    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+
+
+def _byline(recording: Recording, prompt: str, model: str) -> str:
+    args, layout = recording.args, recording.layout
+    return (
+        f"{printable(model, 80)}: {args.n_layers} layers, {args.n_heads} heads, {args.n_kv_heads} KV heads, "
+        f"{recording.where}. Cache: {printable(layout.kind, 80)}. {len(recording.moments)} steps after “{prompt}”"
+    )
+
+
+# ---- words and figures of a step -------------------------------------------------------------------------------------
+
+
+def sentence(number: int, moment: Moment) -> str:
+    """Return in plain words what happens in a step; they are counted from 1."""
+    on, off = moment.on, moment.off
+    if on.fed == off.fed:
+        return (
+            f"Step {number}: {_tokens(on.fed)} fed, the whole prompt. The cache is empty, so both ways compute "
+            "all of it; what the cache keeps now is not computed again."
+        )
+    read = max(map(len, moment.seen)) - on.fed
+    return (
+        f"Step {number}: {_tokens(on.fed)} fed, {read} positions read from the cache. Without it: "
+        f"{_tokens(off.fed)} computed, {off.fed - on.fed} of them in vain, for they were computed before."
+    )
+
+
+def formulas(recording: Recording, work: Work, cached: int) -> list[str]:
+    """Return how each of the COUNTERS of a step comes about, in the numbers of this model.
+
+    `cached`: how many positions the newest token found in the cache; 0 with the cache off.
+    """
+    args, layout = recording.args, recording.layout
+    heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim
+    weights = args.n_layers * args.dim * (heads + 3 * args.ffn_dim)
+    before = max(cached - work.fed, 0)
+    pairs = work.fed * before + work.fed * (work.fed + 1) // 2
+    flops = (
+        f"2 x {weights:,} weights of the layers x {_tokens(work.fed)} + 4 x {args.n_layers} layers x {args.n_heads} "
+        f"heads x {args.head_dim} numbers x {pairs:,} pairs of query and key + 2 x {args.dim} x {args.vocab_size:,} "
+        f"for the logits = {work.flops:,}"
+    )
+    from_cache = args.n_layers * cached * layout.position_bytes
+    read = f"{work.bytes_read - from_cache:,} of weights, each once"
+    if cached:
+        read += f" + {args.n_layers} layers x {cached} positions x {layout.position_bytes:,}"
+    fed = f"{_tokens(work.fed)} from position {work.start} on = {work.fed}"
+    made = [
+        fed,
+        flops,
+        f"{read} = {work.bytes_read:,}",
+        _held(recording, work, cached),
+        "measured, in a run without hooks",
+    ]
+    return [formula.replace(" x ", " \u00d7 ") for formula in made]
+
+
+def _held(recording: Recording, work: Work, cached: int) -> str:
+    """Return how the bytes come about that the caches hold, which are measured whatever the formula gives."""
+    args, room = recording.args, max(recording.layout.reserved, cached)
+    if not cached:
+        return "no cache, nothing is held = 0"
+    full = 2 * args.n_layers * args.n_kv_heads * args.head_dim * recording.itemsize * room
+    whole = (
+        f"2 x {args.n_layers} layers x {args.n_kv_heads} KV heads x {args.head_dim} numbers x {recording.itemsize} "
+        f"bytes x {room} positions = {full:,}"
+    )
+    if work.bytes_held == full:
+        return whole
+    return f"as the keys and values come, it would be {whole}; measured on these caches = {work.bytes_held:,}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'' if count == 1 else 's'}"
+
+
+def _values(work: Work) -> list[float]:
+    """Return the figures of the COUNTERS."""
+    return [work.fed, work.flops, work.bytes_read, work.bytes_held, work.ms]
+
+
+def amount(counter: int, value: float) -> str:
+    """Return a figure of one of the COUNTERS, short: "270 M", "513.1 MB" (MB is 2^20 bytes), "26.1 ms"."""
+    if counter == 0:
+        return f"{value:,.0f}"
+    if counter == 4:
+        return f"{value:,.1f} ms" if value < 1000 else f"{value / 1000:,.2f} s"
+    base, units = (1000, ("", " k", " M", " G", " T")) if counter == 1 else (1024, (" B", " kB", " MB", " GB", " TB"))
+    unit = 0
+    while value >= base and unit < len(units) - 1:
+        value, unit = value / base, unit + 1
+    return f"{value:,.0f}{units[unit]}" if unit == 0 or value >= 100 else f"{value:,.1f}{units[unit]}"
+
+
+# ---- what the script is given ----------------------------------------------------------------------------------------
+
+
+def _json(recording: Recording) -> str:
+    """Return all that page.js shows, as JSON in which nothing can end the element that it stands in."""
+    text = json.dumps(_data(recording), ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _data(recording: Recording) -> dict[str, Any]:
+    layers, first = kept_attention(recording)
+    sums = [list(accumulate(map(_values, side), _added)) for side in _sides(recording)]
+    return {
+        "layers": recording.args.n_layers,
+        "heads": recording.args.n_heads,
+        "prompt": recording.prompt_len,
+        "bits": 8 * recording.itemsize,
+        "layout": {name: getattr(recording.layout, name) for name in ("bits", "group", "block", "reserved")},
+        "texts": [[printable(text) for text in texts] for texts in (recording.texts, recording.texts_off)],
+        "attended": layers,
+        "counters": COUNTERS,
+        "steps": [
+            {
+                "words": sentence(number, moment),
+                "fed": [[moment.on.start, moment.on.fed], [moment.off.start, moment.off.fed]],
+                "seen": _ranges(moment.seen),
+                "counters": [_counters(recording, moment, side, sums[side][number - 1]) for side in (0, 1)],
+                "wasted": int(sums[1][number - 1][0] - sums[0][number - 1][0]),
+                "likely": [[printable(one.text), round(one.probability, 4), one.chosen] for one in moment.likely],
+                "attention": _packed(moment, layers) if number > first else None,
+            }
+            for number, moment in enumerate(recording.moments, 1)
+        ],
+        "most": [max(ends) for ends in zip(*(side[-1] for side in sums), strict=True)],
+    }
+
+
+def _sides(recording: Recording) -> tuple[list[Work], list[Work]]:
+    return [moment.on for moment in recording.moments], [moment.off for moment in recording.moments]
+
+
+def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Return the figures so far: sums, but for the bytes held, of which there are as many as there are now."""
+    return [b if place == 3 else a + b for place, (a, b) in enumerate(zip(one, other, strict=True))]
+
+
+def _counters(recording: Recording, moment: Moment, side: int, so_far: Sequence[float]) -> list[list[Any]]:
+    """Return for each counter the figure of this step, that so far, both as text, the latter as it is; the formula."""
+    work = (moment.on, moment.off)[side]
+    cached = 0 if side else max(map(len, moment.seen))
+    words = formulas(recording, work, cached)
+    return [
+        [amount(place, value), amount(place, total), round(total, 3), words[place]]
+        for place, (value, total) in enumerate(zip(_values(work), so_far, strict=True))
+    ]
+
+
+def _ranges(seen: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """Return positions as [first, behind the last] of each run of them, by layer; once where all layers are alike."""
+    layers = seen[:1] if len(set(seen)) == 1 else seen
+    made = []
+    for positions in layers:
+        runs: list[list[int]] = []
+        for position in positions:
+            if runs and runs[-1][1] == position:
+                runs[-1][1] = position + 1
+            else:
+                runs.append([position, position + 1])
+        made.append(runs)
+    return made
+
+
+def kept_attention(recording: Recording) -> tuple[list[int], int]:
+    """Return of which layers the attention weights fit the page, and how many of the first steps have none."""
+    moments, n_layers = recording.moments, recording.args.n_layers
+    for every in range(1, n_layers + 1):
+        layers = list(range(0, n_layers, every))
+        if sum(len(moment.attention[layer]) for moment in moments for layer in layers) <= MOST_ATTENTION:
+            return layers, 0
+    sizes = accumulate(len(moment.attention[0]) for moment in reversed(moments))
+    return [0], len(moments) - sum(1 for size in sizes if size <= MOST_ATTENTION)
+
+
+def _left_out(recording: Recording) -> list[str]:
+    """Say of which layers and steps the page has no attention weights."""
+    layers, first = kept_attention(recording)
+    if len(layers) == recording.args.n_layers:
+        return []
+    which = f"one layer in {layers[1]}" if len(layers) > 1 else "the first layer"
+    steps = f", and from step {first + 1} on," if first else ""
+    return [f"This run is too long for a page with all attention weights: those of {which}{steps} are kept."]
+
+
+def _packed(moment: Moment, layers: Sequence[int]) -> str:
+    return base64.b64encode(b"".join(moment.attention[layer] for layer in layers)).decode()
+
+
+# ---- without a script ------------------------------------------------------------------------------------------------
+
+
+def _table(recording: Recording) -> str:
+    """Return the last step, in words and as a table."""
+    number, moment = len(recording.moments), recording.moments[-1]
+    sums = [list(accumulate(map(_values, side), _added))[-1] for side in _sides(recording)]
+    on, off = (_counters(recording, moment, side, sums[side]) for side in (0, 1))
+    rows = "".join(
+        f'<tr><th scope="row">{name}</th><td>{a[0]}</td><td>{a[1]}</td><td>{b[0]}</td><td>{b[1]}</td></tr>'
+        f'<tr class="formula"><td colspan="5">On: {escape(a[3])}<br>Off: {escape(b[3])}</td></tr>'
+        for name, a, b in zip(COUNTERS, on, off, strict=True)
+    )
+    likely = ", ".join(f"“{printable(one.text, 40)}” {one.probability:.0%}" for one in moment.likely)
+    return (
+        f"<p>{escape(sentence(number, moment))}</p>\n<p>{escape(printable(''.join(recording.texts), 4000))}</p>\n"
+        f"<table><thead><tr><th></th><th>with the cache</th><th>so far</th><th>without</th><th>so far</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table>\n<p>Most likely next: {escape(likely)}</p>"
+    )

@@ -1,0 +1,382 @@
+"""A real generation, with the cache and without, as plain values: what each step was fed, read, wrote, held and took.
+
+One run has hooks, on attention, on the caches and on the model; what they saw is kept, and they are gone. Two more, one
+of each mode, have none and are timed. All go by the plain modules, for a faster step computes past the hooks. Knows
+models and caches; does not know how a recording is shown.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from llama.args import ModelArgs
+from llama.costs import forward_flops, step_bytes
+from llama.kv_cache import KVCache, PagedCache
+from llama.kv_cache.paged import BLOCK
+from llama.kv_cache.quantized import GROUP, QuantizedCache
+from llama.model import Attention, Transformer
+from llama.ops import attention_mass
+from llama.quantize import weights_of
+from llama.request import Options, Step
+from llama.streaming import TextCodec, encode_prompt
+
+LIKELY = 5  # of the most likely next tokens
+MOST_STEPS = 512  # of which one looks at each; without a cache, they take minutes
+LEVELS = 255  # an attention weight w is kept as round(LEVELS * w), in 8 bits
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one mode did in a step: `fed` tokens from position `start` on, and what that took.
+
+    bytes_held: of the caches of all layers. bytes_read: the weights, once, and what comes out of the cache.
+    """
+
+    start: int
+    fed: int
+    flops: int
+    bytes_read: int
+    bytes_held: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token that the model found likely, by its own probabilities: before temperature, top-p and the like."""
+
+    text: str
+    probability: float
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One step of a generation, in both modes.
+
+    seen: for each layer the positions that the newest token looked at, in ascending order; those that the step was not
+    fed came out of the cache. attention: for each layer the weights that it gave them, n_heads x len(seen), in 8 bits.
+    """
+
+    on: Work
+    off: Work
+    seen: tuple[tuple[int, ...], ...]
+    attention: tuple[bytes, ...]
+    likely: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the caches hold positions: in `bits` bits once a group of `group` is full, in blocks of `block`; 0: not so.
+
+    position_bytes: what a position takes in a layer, once its group is full. reserved: for how many positions there was
+    room from the first step on; 0: they grow, or hold no more than so many.
+    """
+
+    kind: str
+    lossless: bool
+    position_bytes: int
+    bits: int
+    group: int
+    block: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A generation that was watched. `texts` and `texts_off` are the tokens of the whole text in the two modes."""
+
+    args: ModelArgs
+    layout: Layout
+    where: str
+    itemsize: int
+    prompt_len: int
+    texts: tuple[str, ...]
+    texts_off: tuple[str, ...]
+    moments: tuple[Moment, ...]
+    notes: tuple[str, ...]
+
+
+def record(
+    model: Transformer,
+    tokenizer: TextCodec,
+    prompt: str | Sequence[int],
+    max_gen_len: int = 64,
+    *,
+    stop: str | Sequence[str] = (),
+    progress: Callable[[], None] = lambda: None,
+    **options: Unpack[Options],
+) -> Recording:
+    """Generate from a prompt, a text or its ids, three times alike, and return what happened.
+
+    `options` as in `model.generate`, as far as they choose tokens or the kind of cache; the seed is 1 unless another is
+    given, so that the runs draw alike. `progress` is called at every step of every run. The model is afterwards as it
+    was, after an error too. Raises ValueError as `generate` does, and where several processes share the model.
+    """
+    _check(model, options)
+    kv_cache = options.pop("kv_cache", None)
+    ids = encode_prompt(tokenizer, prompt)
+    most = min(MOST_STEPS, max(1, model.args.max_seq_len - len(ids))) if model.bound(kv_cache) else MOST_STEPS
+    length = min(max_gen_len, most)
+
+    def run(*, kv_caching: bool) -> _Run:
+        run = _Run(model, progress)
+        mode: Options = {"seed": 1, **options, "kv_caching": kv_caching, "on_step": run}
+        result = model.generate(tokenizer, [ids], length, stop=stop, **mode)[0]
+        run.began.append(time.perf_counter())
+        run.ids = [*ids, *result["ids"]]
+        return run
+
+    with _plain(model), model.switched(kv_caching=model.kv_caching, kv_cache=kv_cache):
+        with _hooked(model) as seen:
+            hooked = run(kv_caching=True)
+        on, off = run(kv_caching=True), run(kv_caching=False)
+        cache, costs = model.caches[0], _Costs.of(model)
+    notes = _differences(hooked, on, off, lossless=cache.lossless)
+    if length < max_gen_len:
+        notes.append(f"Of up to {max_gen_len} steps the first {length} are shown: more cannot be looked at on a page.")
+    steps = zip(seen, on.works(costs, seen), off.works(costs), strict=False)  # the shortest, should they differ
+    return Recording(
+        args=model.args,
+        layout=_layout(cache, costs.position_bytes, seen[0].room),
+        where=f"{str(model.dtype).removeprefix('torch.')} on {model.device}",
+        itemsize=costs.itemsize,
+        prompt_len=len(ids),
+        texts=_pieces(tokenizer, hooked.ids),
+        texts_off=_pieces(tokenizer, off.ids),
+        moments=tuple(
+            Moment(work, other, tuple(what.positions), tuple(what.attention), _likely(tokenizer, what, hooked.ids))
+            for what, work, other in steps
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _check(model: Transformer, options: Options) -> None:
+    if model.ranks.size > 1:
+        raise ValueError(f"{model.ranks.size} processes share this model, and each sees a part; watch it in one")
+    idle = options.keys() & {"echo", "logprobs", "share_prefix", "prefix", "on_step", "kv_caching"}
+    if idle:
+        raise ValueError(f"a recording is of one text, from its beginning, in both modes; leave out {min(idle)}")
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Seen:
+    """What the hooks saw in one step, layer by layer; and the likely next tokens, as ids with their probabilities."""
+
+    end: int = 0  # the position behind the newest token
+    positions: list[tuple[int, ...]] = field(default_factory=list)
+    attention: list[bytes] = field(default_factory=list)
+    likely: list[tuple[int, float]] = field(default_factory=list)
+    bytes_held: int = 0
+    room: int = 0
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What a step costs by the model's sizes; `matrices` are the bytes of each where they are quantised."""
+
+    args: ModelArgs
+    itemsize: int
+    position_bytes: int
+    matrices: Mapping[str, int] | None
+
+    @classmethod
+    def of(cls, model: Transformer) -> "_Costs":
+        itemsize, matrices = model.dtype.itemsize, None
+        if model.execution.weights is not None:
+            weights = weights_of(model).items()
+            matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
+        return cls(model.args, itemsize, model.caches[0].position_bytes(itemsize), matrices)
+
+    def work(self, start: int, fed: int, *, cached: int, bytes_held: int, ms: float) -> Work:
+        """Return what feeding these tokens costs where the newest one finds `cached` positions in the cache."""
+        read = step_bytes(self.args, rows=fed, context=0, itemsize=self.itemsize, quantize=self.matrices)
+        return Work(
+            start=start,
+            fed=fed,
+            flops=forward_flops(self.args, seqlen=fed, start_pos=max(cached - fed, 0)),
+            bytes_read=read + self.args.n_layers * cached * self.position_bytes,
+            bytes_held=bytes_held,
+            ms=ms,
+        )
+
+
+@dataclass
+class _Run:
+    """A generation as `on_step` sees it: what each step was fed, when it began, and what the caches held then."""
+
+    model: Transformer
+    progress: Callable[[], None]
+    steps: list[Step] = field(default_factory=list)
+    began: list[float] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def __call__(self, step: Step) -> None:
+        self.steps.append(step)
+        self.held.append(_bytes_held(self.model))
+        self.progress()
+        self.began.append(time.perf_counter())
+
+    def works(self, costs: _Costs, seen: Sequence[_Seen] | None = None) -> Iterator[Work]:
+        """Yield what every step did; with the cache on, `seen` says what it found there."""
+        for number, (step, held) in enumerate(zip(self.steps, self.held, strict=True)):
+            start, ms = step.prev_pos[0], (self.began[number + 1] - self.began[number]) * 1000
+            cached = 0 if seen is None else max(map(len, seen[number].positions))
+            held = held if seen is None else seen[number].bytes_held
+            yield costs.work(start, step.cur_pos[0] - start, cached=cached, bytes_held=held, ms=ms)
+
+
+@contextmanager
+def _plain(model: Transformer) -> Iterator[None]:
+    """Let the modules run all forwards."""
+    runner, model.runner = model.runner, None
+    try:
+        yield
+    finally:
+        model.runner = runner
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _hooked(model: Transformer) -> Iterator[list[_Seen]]:
+    """Note what every forward of one row sees, until the block ends, however it does."""
+    seen: list[_Seen] = []
+
+    def before(*_: object) -> None:
+        seen.append(_Seen())
+
+    def after(_: nn.Module, __: Any, logits: Tensor) -> None:
+        top = logits[0, -1].softmax(-1).topk(min(LIKELY, logits.shape[-1]))
+        seen[-1].likely = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        seen[-1].bytes_held = _bytes_held(model)
+        seen[-1].room = model.caches[0].slots or 0
+
+    with ExitStack() as undo:
+        for hook in (model.register_forward_pre_hook(before), model.register_forward_hook(after)):
+            undo.callback(hook.remove)
+        for layer in model.blocks:
+            undo.enter_context(_hooked_attention(layer.attention, seen))
+        yield seen
+
+
+@contextmanager
+def _hooked_attention(attention: Attention, seen: list[_Seen]) -> Iterator[None]:
+    """Note which positions a layer's newest query looks at, and how it weighs them."""
+    ops, cache, own = attention.ops, attention.cache, dict(vars(attention.cache))
+    update = cache.update
+    where: list[Tensor | None] = [None]
+
+    def updated(start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = update(start_pos, xk, xv)
+        where[:] = [cache.key_positions()]  # now: a kind may drop some when it has weighed them
+        return keys, values
+
+    def attend(
+        xq: Tensor, keys: Tensor, values: Tensor, start_pos: int | Sequence[int], visible: Tensor | None
+    ) -> Tensor:
+        end = xq.shape[1] + (start_pos if isinstance(start_pos, int) else start_pos[0])
+        seen[-1].end = end
+        positions, weights = look(xq[:1, -1:], keys[:1], end, visible, where[0])
+        seen[-1].positions.append(positions)
+        seen[-1].attention.append(weights)
+        return ops.attend(xq, keys, values, start_pos, visible)
+
+    try:
+        vars(cache)["update"], attention.ops = updated, ops._replace(attend=attend)
+        yield
+    finally:
+        attention.ops = ops
+        vars(cache).pop("update", None)
+        vars(cache).update({"update": own["update"]} if "update" in own else {})
+
+
+def look(
+    query: Tensor, keys: Tensor, end: int, visible: Tensor | None, positions: Tensor | None
+) -> tuple[tuple[int, ...], bytes]:
+    """Return which positions a query, (1, 1, n_heads, head_dim), looks at, and n_heads weights of each in 8 bits.
+
+    `keys` are (1, kv_len, n_kv_heads, head_dim), `visible` and `positions` what the cache says of them. The weights are
+    of an explicit softmax in float32 or wider.
+    """
+    device, kv_len = keys.device, keys.shape[1]
+    stand = torch.arange(kv_len, device=device) if positions is None else positions.reshape(-1, kv_len)[0]
+    shown = stand < end if visible is None else visible.reshape(-1, *visible.shape[-2:])[0, -1]
+    index = shown.nonzero()[:, 0]
+    index = index[stand[index].argsort()]
+    shared = keys[:, index].repeat_interleave(query.shape[2] // keys.shape[2], dim=2)  # one for each head
+    everything = torch.ones(1, len(index), dtype=torch.bool, device=device)
+    weights = attention_mass(query, shared, 0, everything, [1])[0]  # (n_heads, len(index))
+    levels = (weights * LEVELS).round().to(torch.uint8).cpu()
+    return tuple(stand[index].tolist()), bytes(levels.flatten().tolist())
+
+
+# ---- what was seen, in plain values ----------------------------------------------------------------------------------
+
+
+def _bytes_held(model: Transformer) -> int:
+    return sum(cache.nbytes for cache in model.caches)
+
+
+def _layout(cache: KVCache, position_bytes: int, room: int) -> Layout:
+    grouped = isinstance(cache, QuantizedCache)
+    return Layout(
+        kind=cache.args.kv_cache,
+        lossless=cache.lossless,
+        position_bytes=position_bytes,
+        bits=cache.bits if isinstance(cache, QuantizedCache) else 0,
+        group=GROUP if grouped else 0,
+        block=BLOCK if isinstance(cache, PagedCache) else 0,
+        reserved=room if cache.preallocates else 0,
+    )
+
+
+def _pieces(tokenizer: TextCodec, ids: Sequence[int]) -> tuple[str, ...]:
+    """Return the text that each token completes; "" for one that leaves a character half done."""
+    text = tokenizer.stream()
+    return tuple(text.feed(id) for id in ids)
+
+
+def _likely(tokenizer: TextCodec, seen: _Seen, ids: Sequence[int]) -> tuple[Candidate, ...]:
+    """Return the likely tokens of a step, of which the text has taken one, if it went on."""
+    chosen = ids[seen.end] if seen.end < len(ids) else None
+    made = []
+    for id, probability in seen.likely:
+        text = tokenizer.stream()
+        made.append(Candidate(text.feed(id) + text.flush(), probability, id == chosen))
+    return tuple(made)
+
+
+def _differences(hooked: _Run, on: _Run, off: _Run, *, lossless: bool) -> list[str]:
+    """Say where the runs did not make the same text."""
+    notes = []
+    where = _first_difference(hooked.ids, on.ids)
+    if where is not None:
+        notes.append(f"From token {where} on the run that was timed made another text than the one that is shown.")
+    where = _first_difference(hooked.ids, off.ids)
+    if where is not None:
+        why = (
+            "two tokens were nearly as likely, and rounding decided"
+            if lossless
+            else "this kind of cache does not give back all that it was given"
+        )
+        notes.append(f"From token {where} on the run without the cache makes another text: {why}.")
+    return notes
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the number of the first token, from 1 on, that the two do not share; None: they are alike."""
+    if one == other:
+        return None
+    pairs = zip(one, other, strict=False)
+    return 1 + next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

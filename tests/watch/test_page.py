@@ -1,0 +1,166 @@
+"""The page is one file: nothing that a prompt or a model says becomes markup, and nothing comes from outside."""
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from recordings import DEMO, made_up
+
+from llama import palette
+from llama.watch.page import COUNTERS, MOST_ATTENTION, amount, formulas, kept_attention, page, sentence
+from llama.words import printable
+
+NASTY = "</script ></script><script>alert(1)</script><!--<b onload='x'>\"&amp;\u2028\u2029\x00\x1b\u202e\ud800\ufeff]]>"
+
+
+class Outline(HTMLParser):
+    """What a browser would make of a page: its elements, and the text in each kind of them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.inside: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "br", "input"):
+            self.inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.inside.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.inside[-1] if self.inside else "", []).append(data)
+
+    @property
+    def tags(self) -> list[str]:
+        return [tag for tag, _ in self.elements]
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text.split('id="recording">')[1].split("</script>")[0])
+    return found
+
+
+TAGS = sorted(Outline(page(made_up())).tags)
+
+
+@given(text=st.text(st.characters(), max_size=30))
+@example(text=NASTY)
+def test_no_text_of_a_prompt_a_model_or_a_name_becomes_markup(text: str) -> None:
+    recording = made_up([text, " and"], steps=2)
+    recording = replace(recording, layout=replace(recording.layout, kind=text))
+    made = page(recording, model=text)
+    assert sorted(Outline(made.encode().decode()).tags) == TAGS
+    inside = made.split('<script type="application/json" id="recording">')[1].split("</script>\n<script>")[0]
+    assert not set("<>&") & set(inside)  # browsers end a script at "</script " too, and count "<!--<script"
+    assert data_of(made)["texts"][0] == [printable(one) for one in recording.texts]
+
+
+def test_notes_are_text_too() -> None:
+    outline = Outline(page(made_up(notes=[NASTY.replace("\ud800", "")])))
+    assert sorted(outline.tags) == sorted([*TAGS, "li"])
+
+
+def test_nothing_comes_from_outside_and_only_the_pages_own_script_may_run() -> None:
+    made = page(made_up())
+    outline = Outline(made)
+    assert not [name for _, attributes in outline.elements for name in attributes if name in ("src", "href", "style")]
+    assert not re.search(r"https?:|//\w+\.|@import|url\(|\bfetch\(|XMLHttpRequest|import\(", made)
+    assert not [name for _, attributes in outline.elements for name in attributes if name.startswith("on")]
+    policy = next(one["content"] for _, one in outline.elements if "http-equiv" in one)
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    for tag in ("style", "script"):
+        digest = hashlib.sha256(outline.texts[tag][-1].encode()).digest()
+        assert f"{tag}-src 'sha256-{base64.b64encode(digest).decode()}'" in policy
+
+
+def test_64_tokens_of_the_demo_take_less_than_2_mb_with_all_attention_weights() -> None:
+    recording = made_up(["Once", " upon", " a", " time"], steps=64, args=DEMO)
+    assert kept_attention(recording) == (list(range(30)), 0)
+    assert 500_000 < len(page(recording).encode()) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "steps", "said"),
+    [(100, 64, "one layer in 2 are kept"), (2000, 80, "the first layer, and from step 16 on, are kept")],
+)
+def test_a_run_too_long_for_the_page_says_what_is_kept(prompt: int, steps: int, said: str) -> None:
+    recording = made_up(["a"] * prompt, steps=steps, args=DEMO)
+    made = page(recording)
+    _, first = kept_attention(recording)
+    kept = [step["attention"] for step in data_of(made)["steps"]]
+    assert [one is None for one in kept] == [True] * first + [False] * (steps - first)
+    size = sum(len(base64.b64decode(one)) for one in kept if one is not None)
+    assert MOST_ATTENTION / 2 < size <= MOST_ATTENTION
+    assert len(made.encode()) < 2_000_000
+    assert any(said in text for text in Outline(made).texts["li"]), Outline(made).texts["li"]
+
+
+def test_formulas_come_to_the_figures_that_they_explain() -> None:
+    recording = made_up(steps=6)
+    for moment in recording.moments:
+        for work, cached in ((moment.on, len(moment.seen[0])), (moment.off, 0)):
+            wanted = [work.fed, work.flops, work.bytes_read, work.bytes_held]
+            told = formulas(recording, work, cached)
+            assert len(told) == len(COUNTERS)
+            for formula, figure in zip(told, wanted, strict=False):
+                assert figure_of(formula) == figure, formula
+
+
+def figure_of(formula: str) -> int:
+    """Return what stands behind the last = of a formula, once the products before it are known to give that."""
+    terms, _, figure = formula.replace(",", "").rpartition(" = ")
+    if "+" in terms or "\u00d7" in terms:
+        products = [re.findall(r"(?:^|\u00d7 )(\d+)", term.strip()) for term in terms.split("+")]
+        total = sum(eval("*".join(numbers)) for numbers in products)
+        assert total == int(figure), formula
+    return int(figure)
+
+
+def test_without_a_script_the_last_step_is_a_table() -> None:
+    recording = made_up(steps=3)
+    made = page(recording)
+    inside = Outline(made.split("<noscript>")[1].split("</noscript>")[0])
+    works = recording.moments[-1].on, recording.moments[-1].off
+    assert inside.texts["th"][-len(COUNTERS) :] == list(COUNTERS)
+    cells = [text for text in inside.texts["td"] if not text.startswith(("On", "Off"))]
+    assert cells[0] == amount(0, works[0].fed)
+    assert cells[2] == amount(0, works[1].fed)
+    assert cells[1] == amount(0, sum(moment.on.fed for moment in recording.moments))
+    assert sentence(3, recording.moments[-1]) in inside.texts["p"]
+
+
+def test_a_sentence_says_what_a_step_does() -> None:
+    first, *_, last = made_up(["a"] * 4, steps=12).moments
+    assert sentence(1, first).startswith("Step 1: 4 tokens fed, the whole prompt.")
+    assert sentence(12, last) == (
+        "Step 12: 1 token fed, 14 positions read from the cache. Without it: 15 tokens computed, 14 of them in vain, "
+        "for they were computed before."
+    )
+
+
+def test_figures_are_short() -> None:
+    told = [amount(0, 1234), amount(1, 269_927_424), amount(2, 538_705_152), amount(3, 0), amount(4, 26.13)]
+    assert told == ["1,234", "270 M", "514 MB", "0 B", "26.1 ms"]
+    assert [amount(1, 3.04e9), amount(3, 1536), amount(4, 2400)] == ["3.0 G", "1.5 kB", "2.40 s"]
+
+
+def test_colours_are_those_of_the_palette_alone() -> None:
+    style = next(iter(Outline(page(made_up())).texts["style"]))
+    used = set(re.findall(r"var\(--(\w+)\)", style))
+    for name in ("cache", "anew", "written", "attention"):
+        assert name in used
+        for shade in getattr(palette, name.upper()):
+            assert f"--{name}: {shade}" in style

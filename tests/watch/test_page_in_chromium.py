@@ -1,0 +1,257 @@
+"""In a browser the page shows each step as it was: turned by hand, by keys and by itself, on phones and in the dark.
+
+Chromium runs without a window, and nothing is fetched. Skipped where there is no Chromium, no driver or no selenium.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import Ids
+from oracles import tiny_model
+
+from llama import palette
+from llama.args import ModelArgs
+from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
+from llama.watch.page import page
+from llama.watch.record import record
+
+pytest.importorskip("selenium", reason="selenium is not installed")
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="there is no Chromium with its driver here")
+
+FLAGS = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+PROMPT, NEW = [3, 1, 4, 1, 5], 9
+KINDS = ("static", "window:6+2", "paged", "int8")
+
+
+class Page:
+    """A page in the browser."""
+
+    def __init__(self, driver: Any, folder: Path) -> None:
+        self.driver, self.folder = driver, folder
+
+    def open(self, kind: str = "static", address: str = "", *, width: int = 1000, dark: bool = False) -> None:
+        screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+        self.driver.get("about:blank")
+        self.driver.get(f"{(self.folder / kind.partition(':')[0]).as_uri()}.html{address}")
+
+    def run(self, script: str, *given: Any) -> Any:
+        return self.driver.execute_script(script, *given)
+
+    def find(self, selector: str) -> Any:
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        return str(self.find(selector).get_attribute("textContent"))
+
+    @property
+    def step(self) -> int:
+        return int(self.text("#place").split()[0])
+
+    def colour_at(self, canvas: str, layer: int, position: int) -> str:
+        """Return the colour in a cell of a grid, left of its middle, as #RRGGBB."""
+        red, green, blue = self.run(
+            "const c = document.getElementById(arguments[0]), copy = document.createElement('canvas');"
+            "copy.width = c.width; copy.height = c.height;"
+            "const pen = copy.getContext('2d', { willReadFrequently: true }); pen.drawImage(c, 0, 0);"
+            "const width = c.width / arguments[3], height = (c.height - 9) / arguments[4];"
+            "const x = Math.floor((arguments[2] + 0.25) * width), y = Math.floor((arguments[1] + 0.5) * height);"
+            "return [...pen.getImageData(x, y, 1, 1).data].slice(0, 3);",
+            *(canvas, layer, position, len(PROMPT) + NEW, 2),
+        )
+        return f"#{red:02X}{green:02X}{blue:02X}"
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory: pytest.TempPathFactory) -> ModelArgs:
+    return tiny_model().args
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    folder, model = tmp_path_factory.mktemp("pages"), tiny_model()
+    for kind in KINDS:
+        made = page(record(model, Ids(), PROMPT, NEW, temperature=0.0, kv_cache=kind))
+        (folder / f"{kind.partition(':')[0]}.html").write_bytes(made.encode())
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS.split(), f"user-data-dir={folder / 'profile'}"]:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    try:
+        yield Page(driver, folder)
+    finally:
+        driver.quit()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_complained_of(shown: Page) -> Iterator[None]:
+    yield
+    assert shown.driver.get_log("browser") == []
+
+
+def test_the_slider_and_keys_and_the_address_turn_to_a_step(shown: Page) -> None:
+    shown.open(address="#step=4")
+    assert shown.step == 4
+    slider, body = shown.find("#slider"), shown.find("body")
+    slider.send_keys(Keys.ARROW_RIGHT)
+    assert shown.step == 5
+    webdriver.ActionChains(shown.driver).move_to_element(slider).click().perform()
+    assert shown.step == (NEW + 1) // 2
+    shown.run("document.activeElement.blur()")
+    for key, step in ((Keys.END, NEW), (Keys.ARROW_LEFT, NEW - 1), (Keys.HOME, 1), (Keys.ARROW_RIGHT, 2)):
+        body.send_keys(key)
+        assert shown.step == step
+    assert shown.driver.current_url.endswith("#step=2")
+    assert slider.get_attribute("aria-valuetext") == f"Step 2 of {NEW}"
+    assert shown.text("#words").startswith("Step 2: 1 token fed, 5 positions read from the cache.")
+    for button, step in (("#next", 3), ("#back", 2)):
+        shown.find(button).click()
+        assert shown.step == step
+
+
+def test_it_plays_to_the_end_and_pauses_when_asked(shown: Page) -> None:
+    shown.open()
+    shown.find("#play").click()
+    assert shown.text("#play") == "Pause"
+    assert shown.find("#words").get_attribute("aria-live") == "off"
+    WebDriverWait(shown.driver, 20, 0.05).until(lambda _: shown.step > 1)
+    shown.find("#play").click()
+    paused = shown.step
+    assert shown.text("#play") == "Play"
+    assert shown.find("#words").get_attribute("aria-live") == "polite"
+    shown.run(f"location.hash = 'step={NEW - 1}'")
+    shown.find("#play").click()
+    WebDriverWait(shown.driver, 20, 0.05).until(lambda _: shown.text("#play") == "Play")
+    assert 1 < paused <= NEW
+    assert shown.step == NEW
+
+
+def test_counters_read_back_are_those_of_the_costs(shown: Page, args: ModelArgs) -> None:
+    wasted = 0
+    shown.open()
+    sizes: Any = {"input_len": len(PROMPT), "output_len": NEW}
+    each = zip(forwards(**sizes, kv_caching=True), forwards(**sizes, kv_caching=False), strict=True)
+    for step, ((start, fed), (_, fed_off)) in enumerate(each, 1):
+        shown.run(f"location.hash = 'step={step}'")
+        WebDriverWait(shown.driver, 20, 0.01).until(lambda _, step=step: shown.step == step)
+        held = cache_bytes(args, rows=1, length=len(PROMPT) + NEW, itemsize=8)
+        untied = args.dim * 8  # of an embedding of its own, the vectors of what is fed are read
+        read = [
+            step_bytes(args, rows=1, context=context, itemsize=8) + (tokens - 1) * untied
+            for context, tokens in ((start + fed, fed), (0, fed_off))
+        ]
+        flops = [forward_flops(args, seqlen=fed, start_pos=start), forward_flops(args, seqlen=fed_off)]
+        wanted = [[fed, fed_off], flops, read, [held, 0]]
+        assert [[figure(shown, place, side) for side in ("on", "off")] for place in range(4)] == wanted
+        wasted += fed_off - fed
+        assert shown.text("#tally-off").split()[0] == str(wasted)
+    assert wasted == token_forwards(**sizes, kv_caching=False) - token_forwards(**sizes, kv_caching=True)
+
+
+def figure(shown: Page, place: int, side: str) -> int:
+    formula = shown.text(f"#counter-{place} .formula .{side} span")
+    return int(formula.rpartition("= ")[2].replace(",", ""))
+
+
+def test_a_formula_opens_by_the_keyboard(shown: Page) -> None:
+    shown.open(address="#step=3")
+    formula = shown.find("#counter-1 .formula")
+    assert not formula.is_displayed()
+    shown.find("#counter-1 summary").send_keys(Keys.ENTER)
+    assert formula.is_displayed()
+    assert "weights of the layers" in formula.text
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_cells_have_the_colours_of_what_happened_in_them(shown: Page, dark: bool) -> None:
+    shown.open(address="#step=3", dark=dark)
+    shade = {name: getattr(palette, name)[dark] for name in ("CACHE", "WRITTEN", "ANEW")}
+    newest = len(PROMPT) + 1
+    for layer in range(2):
+        on = [shown.colour_at("grid-on", layer, position) for position in range(newest + 1)]
+        assert on == [shade["CACHE"]] * newest + [shade["WRITTEN"]]
+        off = [shown.colour_at("grid-off", layer, position) for position in range(newest + 2)]
+        assert shade["ANEW"] in off[:newest]  # the lines of its hatching lie between
+        assert not {shade["CACHE"], shade["WRITTEN"]} & set(off[:newest])
+        assert off[newest] == shade["WRITTEN"]
+        assert off[newest + 1] not in shade.values()
+    assert len(shown.driver.find_elements(By.CSS_SELECTOR, "#text-on .written")) == 1
+    assert len(shown.driver.find_elements(By.CSS_SELECTOR, "#text-off .anew")) == newest
+
+
+def test_a_window_drops_positions_before_ones_eyes(shown: Page) -> None:
+    shown.open("window:6+2", f"#step={NEW}")
+    newest = len(PROMPT) + NEW - 2
+    kept = {0, 1, *range(newest - 5, newest)}
+    cached = {p for p in range(newest) if shown.colour_at("grid-on", 0, p) == palette.CACHE.light}
+    assert cached == kept
+    assert len(shown.driver.find_elements(By.CSS_SELECTOR, "#text-on .gone")) == newest - len(kept)
+    assert "are dropped" in str(shown.find("#grid-on").get_attribute("aria-label"))
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_has_to_be_scrolled_sideways(shown: Page, kind: str, width: int) -> None:
+    shown.open(kind, f"#step={NEW}", width=width)
+    shown.run("document.querySelectorAll('details').forEach((line) => { line.open = true; })")
+    page = "document.documentElement"
+    assert shown.run(f"return [{page}.scrollWidth - {page}.clientWidth, window.innerWidth]") == [0, width]
+
+
+def test_the_dark_page_is_dark_and_readable(shown: Page) -> None:
+    colours = {}
+    for dark in (False, True):
+        shown.open(dark=dark)
+        style = "const style = getComputedStyle(document.body); return [style.backgroundColor, style.color];"
+        colours[dark] = [sum(int(part) for part in one[4:-1].split(",")) for one in shown.run(style)]
+    assert colours[True][0] < 150 < 600 < colours[True][1]
+    assert colours[False][1] < 150 < 600 < colours[False][0]
+
+
+def test_whatever_can_be_used_has_a_name_and_each_picture_words(shown: Page) -> None:
+    shown.open(address="#step=2")
+    used = shown.driver.find_elements(By.CSS_SELECTOR, "button, input, select, summary")
+    assert len(used) >= 11
+    assert [one.tag_name for one in used if not one.accessible_name.strip()] == []
+    pictures = shown.driver.find_elements(By.CSS_SELECTOR, "canvas")
+    words = [str(one.get_attribute("aria-label")) for one in pictures]
+    assert [one.get_attribute("role") for one in pictures] == ["img"] * 3
+    assert "5 positions are read, 1 are computed and written" in words[0]
+    assert "5 positions are computed again, 1 for the first time" in words[1]
+    assert words[2].startswith("Attention over 6 positions")
+
+
+def test_layers_and_heads_have_their_own_attention(shown: Page) -> None:
+    shown.open(address=f"#step={NEW}")
+    told = set()
+    for layer in ("1", "2"):
+        Select(shown.find("#layer")).select_by_visible_text(layer)
+        for head in ("mean of all", "1", "2"):
+            Select(shown.find("#head")).select_by_visible_text(head)
+            told.add(shown.find("#attention").get_attribute("aria-label"))
+    assert len(told) == 6
+
+
+def test_without_javascript_the_last_step_stands_there(shown: Page) -> None:
+    try:
+        shown.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+        shown.open()
+        assert shown.find("noscript table").is_displayed()
+        assert f"Step {NEW}:" in shown.find("noscript").text
+        assert not shown.find("#watch").is_displayed()
+    finally:
+        shown.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

@@ -1,0 +1,220 @@
+"""A recording says what really happened: positions, bytes, costs and attention are those of the generation itself."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import Ids
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import tiny_model, watched
+from torch import Tensor
+
+from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
+from llama.model import Transformer
+from llama.ops import PLAIN
+from llama.quantize import quantize_layers
+from llama.watch.record import LEVELS, MOST_STEPS, Recording, look, record
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+H2O, EVERY_SECOND = (f"{EXAMPLES / name}.py:{name}" for name in ("h2o", "every_second"))
+KINDS = ("static", "concat", "paged", "window:6+2", "int8", "int4", f"{H2O}:6", f"{EVERY_SECOND}:4")
+PROMPT, NEW = [3, 1, 4, 1, 5], 9
+ENDS = range(len(PROMPT), len(PROMPT) + NEW)  # of the text, step by step
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return tiny_model(max_seq_len=64)
+
+
+def recorded(model: Transformer, kv_cache: str = "static", **options: Any) -> Recording:
+    return record(model, Ids(), PROMPT, NEW, **{"temperature": 0.0, "kv_cache": kv_cache, **options})
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_the_text_and_the_bytes_held_are_those_of_the_same_generation_without_hooks(
+    model: Transformer, kv_cache: str
+) -> None:
+    recording = recorded(model, kv_cache, temperature=0.7, seed=5)
+    for kv_caching, texts in ((True, recording.texts), (False, recording.texts_off)):
+        with model.switched(kv_caching=True, kv_cache=kv_cache), watched(model) as watch:
+            ids, _ = model.generate_tokens([PROMPT], NEW, temperature=0.7, seed=5, kv_caching=kv_caching)
+        assert " ".join(map(str, PROMPT + ids[0])) == "".join(texts).strip()
+        works = [moment.on if kv_caching else moment.off for moment in recording.moments]
+        assert [work.bytes_held for work in works] == watch.nbytes
+        assert [work.fed for work in works] == watch.widths
+        assert [[work.start] for work in works] == watch.starts
+    alike = recording.texts == recording.texts_off
+    assert [note.startswith("From token") for note in recording.notes] == ([] if alike else [True])
+
+
+def test_counters_equal_the_costs_of_the_model(model: Transformer) -> None:
+    moments, args, itemsize = recorded(model).moments, model.args, 8
+    for kv_caching, works in ((True, [one.on for one in moments]), (False, [one.off for one in moments])):
+        sizes: Any = {"input_len": len(PROMPT), "output_len": NEW, "kv_caching": kv_caching}
+        assert sum(work.fed for work in works) == token_forwards(**sizes)
+        assert [(work.start, work.fed) for work in works] == forwards(**sizes)
+        assert [work.flops for work in works] == [
+            forward_flops(args, seqlen=seqlen, start_pos=start) for start, seqlen in forwards(**sizes)
+        ]
+        assert [work.bytes_read for work in works] == [
+            step_bytes(args, rows=1, context=end if kv_caching else 0, itemsize=itemsize)
+            + (work.fed - 1) * args.dim * itemsize  # the vectors of the other tokens, where the head is not tied
+            for work, end in zip(works, ENDS, strict=True)
+        ]
+        assert all(work.ms > 0 for work in works)
+    held = cache_bytes(args, rows=1, length=len(PROMPT) + NEW, itemsize=itemsize)
+    assert {moment.on.bytes_held for moment in moments} == {held}
+    assert {moment.off.bytes_held for moment in moments} == {0}
+
+
+def test_quantised_weights_are_read_in_their_own_bytes() -> None:
+    model = tiny_model(dtype=torch.float32, tied_head=True)
+    with torch.inference_mode():
+        quantize_layers(model, torch.float32, "int8")
+        for matrix in model.parameters():
+            matrix.zero_()
+    work = record(model, Ids(), PROMPT, 2, temperature=0.0).moments[-1].off
+    assert work.bytes_read == step_bytes(model.args, rows=1, context=0, itemsize=4, quantize="int8")
+
+
+def test_each_kind_of_cache_shows_the_positions_that_it_holds(model: Transformer) -> None:
+    def seen(kv_cache: str) -> list[tuple[tuple[int, ...], ...]]:
+        return [moment.seen for moment in recorded(model, kv_cache).moments]
+
+    for kind in ("static", "concat", "paged", "int8", "int4"):
+        assert seen(kind) == [(tuple(range(end)),) * 2 for end in ENDS]
+    window = [tuple(p for p in range(end) if p < 2 or p >= end - 6) for end in ENDS]
+    assert seen("window:6+2") == [(one,) * 2 for one in window]
+    second = [tuple(p for p in range(end) if p % 2 == 0 or p >= end - 4) for end in ENDS]
+    assert seen(f"{EVERY_SECOND}:4") == [(one,) * 2 for one in second]
+    for end, layers in zip(ENDS, seen(f"{H2O}:6"), strict=True):
+        for positions in layers:  # the newest three, and others, one of which is dropped when the step is over
+            assert len(positions) == min(end, 7)
+            assert set(positions) >= {end - 1, end - 2, end - 3}
+
+
+def test_a_prompt_longer_than_a_window_leaves_what_the_window_keeps(model: Transformer) -> None:
+    recording = record(model, Ids(), list(range(20)), 2, temperature=0.0, kv_cache="window:6+2")
+    assert recording.moments[0].seen == ((0, 1, 14, 15, 16, 17, 18, 19),) * 2
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "concat", "paged"])
+def test_attention_equals_a_float64_softmax_over_the_uncached_model(model: Transformer, kv_cache: str) -> None:
+    recording = recorded(model, kv_cache)
+    text = [int(word) for word in recording.texts]
+    asked: list[tuple[Tensor, Tensor]] = []
+
+    def spy(xq: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+        asked.append((xq[0], keys[0]))
+        return PLAIN.attend(xq, keys, *rest)
+
+    try:
+        model.use(PLAIN._replace(attend=spy))
+        with model.switched(kv_caching=False), torch.inference_mode():
+            model(torch.tensor([text]))
+    finally:
+        model.use(PLAIN)
+    for end, moment in zip(ENDS, recording.moments, strict=True):
+        for (queries, keys), weights in zip(asked, moment.attention, strict=True):
+            assert close(weights, softmax_in_loops(queries[end - 1], keys[:end]))
+
+
+def softmax_in_loops(query: Tensor, keys: Tensor) -> list[list[float]]:
+    """Return each head's weights for query (n_heads, head_dim) and keys (kv_len, n_kv_heads, head_dim)."""
+    shared = query.shape[0] // keys.shape[1]
+    made = []
+    for head in range(query.shape[0]):
+        scores = [float(query[head] @ key[head // shared]) / math.sqrt(query.shape[1]) for key in keys]
+        parts = [math.exp(score - max(scores)) for score in scores]
+        made.append([part / math.fsum(parts) for part in parts])
+    return made
+
+
+def close(weights: bytes, wanted: list[list[float]]) -> bool:
+    """Tell whether 8 bits hold these weights, and each head's sum to one as nearly as rounding allows."""
+    size = len(wanted[0])
+    rows = [weights[head * size : (head + 1) * size] for head in range(len(wanted))]
+    pairs = [pair for row, one in zip(rows, wanted, strict=True) for pair in zip(row, one, strict=True)]
+    near = all(abs(level / LEVELS - weight) <= 0.501 / LEVELS for level, weight in pairs)
+    return near and len(weights) == size * len(wanted) and all(abs(sum(row) - LEVELS) <= size / 2 for row in rows)
+
+
+@given(data=st.data())
+def test_a_look_is_at_what_may_be_seen_in_the_order_of_the_positions(data: st.DataObject) -> None:
+    kv_len = data.draw(st.integers(1, 7))
+    stand = data.draw(st.permutations(range(3, 3 + kv_len)))
+    shown = data.draw(st.lists(st.booleans(), min_size=kv_len, max_size=kv_len).filter(any))
+    generator = torch.Generator().manual_seed(kv_len)
+    query = torch.randn(1, 1, 4, 8, generator=generator, dtype=torch.float64)
+    keys = torch.randn(1, kv_len, 2, 8, generator=generator, dtype=torch.float64)
+    keys[0, ~torch.tensor(shown)] = torch.nan  # what is not seen is not read
+    positions, weights = look(query, keys, 99, torch.tensor([shown]), torch.tensor(stand))
+    places = sorted((i for i in range(kv_len) if shown[i]), key=lambda i: stand[i])
+    assert positions == tuple(stand[i] for i in places)
+    assert close(weights, softmax_in_loops(query[0, 0], keys[0, places]))
+
+
+@pytest.mark.parametrize("steps", [0, 3, NEW, NEW + 2, 2 * NEW + 1])
+def test_the_model_is_as_before_whenever_a_recording_breaks_off(model: Transformer, steps: int) -> None:
+    def state() -> Any:
+        parts = [module.ops for module in model.modules() if hasattr(module, "ops")]
+        caches = [(id(cache), sorted(vars(cache)), cache.nbytes) for cache in model.caches]
+        hooks = [len(model._forward_hooks), len(model._forward_pre_hooks)]
+        return parts, caches, hooks, model.runner, model.kv_caching, model.kv_cache, model.generating
+
+    left = steps
+
+    def progress() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+
+    before = state()
+    with pytest.raises(KeyboardInterrupt):
+        recorded(model, "window:6+2", progress=progress)
+    assert state() == before
+    recorded(model)
+    assert state() == before
+
+
+def test_a_runner_is_passed_by_and_stays(model: Transformer) -> None:
+    def runner(*_: Any, **__: Any) -> None:
+        raise AssertionError("the plain modules are what is watched")
+
+    runner.exact = False  # type: ignore[attr-defined]
+    try:
+        model.runner = runner  # type: ignore[assignment]
+        assert len(recorded(model).moments) == NEW
+        assert model.runner is runner
+    finally:
+        model.runner = None
+
+
+def test_the_likely_tokens_are_the_models_own_and_one_is_chosen(model: Transformer) -> None:
+    recording = recorded(model)
+    for end, moment in zip(ENDS, recording.moments, strict=True):
+        with torch.inference_mode(), model.switched(kv_caching=False):
+            logits = model(torch.tensor([[int(word) for word in recording.texts[:end]]]), logits="last")[0, 0]
+        top = logits.softmax(-1).topk(5)
+        assert [one.text for one in moment.likely] == [f"{id} " for id in top.indices.tolist()]
+        assert [one.probability for one in moment.likely] == pytest.approx(top.values.tolist())
+        assert [one.chosen for one in moment.likely] == [True, False, False, False, False]  # greedy
+
+
+def test_what_says_nothing_of_one_text_in_both_modes_is_refused(model: Transformer) -> None:
+    for option in ("echo", "logprobs", "share_prefix", "kv_caching"):
+        with pytest.raises(ValueError, match=f"leave out {option}"):
+            recorded(model, **{option: True})
+
+
+def test_a_text_too_long_to_be_looked_at_is_cut_and_the_recording_says_so(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = record(model, Ids(), PROMPT, 500, temperature=0.0, kv_cache="window:6+2")
+    assert len(recording.moments) == min(MOST_STEPS, 64 - len(PROMPT))
+    assert recording.notes[-1].startswith("Of up to 500 steps the first 59 are shown")

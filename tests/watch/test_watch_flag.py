@@ -1,0 +1,63 @@
+"""`--watch FILE` writes the page of the text that is printed, or says in a line, before a model is loaded, why not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import write_checkpoint
+from test_page import data_of
+
+from llama import cli
+from llama.commands.inference import main
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_page_is_of_the_text_that_is_printed(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "page.html"
+    words = ["hello the", "other", "--max_gen_len=6", "--seed=3", "--kv_cache=window:4+1", "--share_prefix"]
+    assert cli.run(main, ["--ckpt_dir", str(checkpoint), *words, "--watch", str(path)]) == 0
+    printed = capsys.readouterr().out
+    data = data_of(path.read_text("utf-8"))
+    made = "".join(data["texts"][0][data["prompt"] :])
+    assert repr(printed.partition("hello the\n> ")[2].partition("\n\n====")[0])[1:-1] == made
+    assert printed.splitlines()[-1].startswith(f"{path}: {len(data['steps'])} steps to look at")
+    assert printed.splitlines()[-1].endswith("it shows the first of 2 prompts")
+    assert "Cache: window:4+1" in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--chat"], "--watch shows one text"),
+        (["x", "--fast"], "leave out --fast"),
+        (["x", "--watch_to"], "unknown flag"),
+    ],
+)
+def test_what_no_page_can_show_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(main, [*words, "--watch", "page.html", "--ckpt_dir", "/nowhere"]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("page.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "page.html"):
+        assert cli.run(main, ["x", "--watch", str(path), "--ckpt_dir", "/nowhere"]) == 2
+        assert str(path) in (said := capsys.readouterr().err) or "file" in said
+        assert "nowhere" not in said
+
+
+def test_one_rank_of_several_is_not_watched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[Any]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.run(main, ["x", "--watch", str(tmp_path / "page.html"), "--ckpt_dir", "/nowhere"]) == 2
+    assert "run it without torchrun" in capsys.readouterr().err
