@@ -149,6 +149,7 @@ MAY_IMPORT = {
     "scripts/record_llama_cpp_ids.py": ("cli console demo", "llama_cpp"),
     "scripts/compare_quantized.py": ("api cli console costs files model progress streaming tokenizer", "torch"),
     "scripts/compare_outputs.py": ("api bench cli console files model", "torch"),
+    "scripts/make_animation.py": ("cli files", "selenium PIL"),
     "scripts/compare_ranks.py": ("args bench cli console parallel", "torch"),
 }
 
@@ -165,6 +166,8 @@ ONLY_DOOR = {
     "fire": "llama/cli.py",
     "tqdm": "llama/progress.py",
     "matplotlib": "llama/bench/report/plots/",
+    "selenium": "scripts/make_animation.py",
+    "PIL": "scripts/make_animation.py",
     "fairscale": "llama/parallel.py",
     "triton": "llama/exact/triton_kernels.py llama/fast/triton_kernels.py",
     "transformers": "llama/bench/run/peers.py",
