@@ -170,7 +170,7 @@ def sort_words(words: list[str], types: dict[str, Any]) -> list[tuple[str, str |
 
 
 def _next_value(kind: Any, queue: list[str]) -> str | None:
-    if kind is bool and not (queue and queue[0].lower() in _MEANT_AS_BOOLS):
+    if kind in (bool, bool | None) and not (queue and queue[0].lower() in _MEANT_AS_BOOLS):
         return "true"  # a bare switch is on
     return queue.pop(0) if queue else None
 

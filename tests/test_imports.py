@@ -122,7 +122,7 @@ MAY_IMPORT = {
         "torch huggingface_hub",
     ),
     "llama/bench/run/llama_cpp_engine.py": ("args bench checkpoint model request streaming", "torch"),
-    "llama/bench/run/worker.py": (f"{FLOOR} bench exact", "torch"),
+    "llama/bench/run/worker.py": (f"{FLOOR} bench exact watch", "torch"),
     "llama/bench/run/": (
         f"{FLOOR} api checkpoint demo exact fast tokenizer "
         "bench.cell bench.schema bench.statistics bench.texts bench.run",

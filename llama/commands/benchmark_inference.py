@@ -55,6 +55,7 @@ def main(
     resume: bool = False,
     wait_until_quiet: float = 0.0,
     strict: bool = False,
+    page_watch: bool | None = None,
     timeout: float = 60.0,
 ) -> int:
     """Measure time and memory of generation, with and without the KV cache.
@@ -105,6 +106,8 @@ def main(
         resume: Go on with the newest run of this very preset: finish its cells, or repeat them more often.
         wait_until_quiet: Minutes to wait, before measuring, until other work on this machine is low; 0 does not wait.
         strict: End with exit code 4 where a table was disturbed by other work; it says so in any case.
+        page_watch: Let the page of a preset have a short generation of its model, to step through; by default it has
+            one of the demo model.
         timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.
     """
     logging.getLogger("llama").setLevel(logging.WARNING)  # what a checkpoint consists of stands in the ledger
@@ -112,6 +115,8 @@ def main(
         raise ValueError("--text has a length of its own; leave out --input_len")
     check_flags(preset, batch_size, kv_caching, repeats, compare, engine, resume)
     check_own_flags(preset, kv_cache, input_len, output_len, text, logits, engine)
+    if page_watch and preset is None:
+        raise ValueError("--page_watch is of a preset's page, and a single cell has none; name one with --preset")
     check_minutes(budget=budget, wait_until_quiet=wait_until_quiet)
     json_path = None if json is None else Path(json)
     if json_path is not None:
@@ -162,7 +167,10 @@ def main(
         if report is None:
             single: dict[str, Any] = {"repeats": repeats, "compare": compare, "command": command}
             return run_cell(cell, **single, json_path=json_path, strict=strict)
-        return run_preset(report, out=Path(out), budget=budget, resume=resume, json_path=json_path, strict=strict)
+        by_default = cell.model == "demo" and cell.ranks == 1
+        watched = cell if (by_default if page_watch is None else page_watch) else None
+        kept: dict[str, Any] = {"out": Path(out), "resume": resume, "json_path": json_path}
+        return run_preset(report, budget=budget, watched=watched, strict=strict, **kept)
     finally:
         followers().dismiss()
 
@@ -318,15 +326,26 @@ def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path
 
 
 def run_preset(
-    report: "Report", *, out: Path, budget: float, resume: bool, json_path: Path | None, strict: bool
+    report: "Report",
+    *,
+    out: Path,
+    budget: float,
+    resume: bool,
+    json_path: Path | None,
+    watched: Cell | None,
+    strict: bool,
 ) -> int:
-    """Measure a preset, print its table, and write its report; what is finished stands there whatever ends the run."""
+    """Measure a preset, print its table, and write its report; what is finished stands there whatever ends the run.
+
+    Its page has a generation of the model of `watched` in it, unless that is None.
+    """
     from llama.bench.caches import run_caches
     from llama.bench.chat import run_chat
     from llama.bench.presets import Session, run_session
     from llama.bench.report.files import keep_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
     from llama.bench.run.directory import new_run_directory, resumed_run_directory
+    from llama.bench.watch import watch
     from llama.progress import seconds_bar
 
     directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
@@ -334,6 +353,8 @@ def run_preset(
     session = Session(directory, time.monotonic() + 60 * budget, seconds_bar())
     try:
         {"caches": run_caches, "chat": run_chat}.get(report["preset"], run_session)(session)
+        if watched is not None:
+            watch(session, watched)
     except KeyboardInterrupt as stop:
         console.say(f"{console.in_words(stop)}; what is finished is kept, and --resume goes on")
         return console.exit_code(stop)

@@ -1,5 +1,6 @@
 """A preset measures every cell, in turn, as often as its budget allows, and loses nothing that is finished."""
 
+import html
 import io
 import json
 import os
@@ -16,7 +17,7 @@ from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import CEILINGS, Here, session_of
 
 from llama import cli
-from llama.bench import presets, single
+from llama.bench import presets, single, watch
 from llama.bench.cell import Cell
 from llama.bench.presets import Session, plan, run_session, sweep_cells, table_cells
 from llama.bench.report.text import report_markdown
@@ -440,6 +441,41 @@ def test_a_cache_of_ones_own_is_measured_by_its_name(
     assert "VIOLATED" not in capsys.readouterr().out
 
 
+def test_the_page_has_a_generation_to_step_through_where_it_is_asked_for(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "STEPS", 3)
+    words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    for asked in ("--page_watch", "--resume", "--page_watch=False"):
+        flags = ["--resume", "--page_watch"] if asked == "--resume" else [asked]
+        out = tmp_path / ("off" if asked.endswith("False") else "on")
+        assert run(*words, "--out", str(out), "--budget", "0", "--kv_cache", "int8", *flags) == 0
+        (folder,) = out.iterdir()
+        page = (folder / "page.html").read_text("utf-8")
+        frames = re.findall(r'<iframe [^>]*sandbox="allow-scripts" srcdoc="([^"]*)"', page)
+        if out.name == "on":
+            assert [html.unescape(frame) for frame in frames] == [(folder / "watch.html").read_text("utf-8")]
+            assert "Cache: int8. 3 steps after" in html.unescape(frames[0])
+        else:
+            assert frames == []
+    assert here.done.count("watch") == 1, "what is there is not recorded again"
+
+
+def test_a_generation_that_cannot_be_recorded_is_noted_and_nothing_is_lost(
+    base: Cell, here: Here, tmp_path: Path
+) -> None:
+    def refuse(kind: str, cell: Cell) -> None:
+        if kind == "watch":
+            raise ValueError("not today")
+
+    here.fail = refuse  # type: ignore[method-assign]
+    words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    assert run(*words, "--out", str(tmp_path), "--budget", "0", "--page_watch") == 0
+    (results,) = tmp_path.glob("*/results.json")
+    assert json.loads(results.read_text())["failures"][-1] == "the page to step through: not today"
+    assert "<iframe" not in (results.parent / "page.html").read_text("utf-8")
+
+
 def test_an_interruption_ends_with_exit_code_130_and_a_report(base: Cell, here: Here, tmp_path: Path) -> None:
     def interrupt(kind: str, cell: Cell) -> None:
         if not cell.kv_caching:
@@ -691,6 +727,7 @@ def run(*words: str) -> int:
         (["--preset", "sweep", "--input_len", "8100"], "passes the model's max_seq_len=8192"),
         (["--preset", "table", "--model", "llama-3.1-405b"], "does not fit: weights"),
         (["--resume"], "name it with --preset"),
+        (["--page_watch"], "name one with --preset"),
         (["--quantize", "int3"], "quantize='int3': the engine llama has weights in int8, int4, stored"),
         (["--quantize", "stored", "--model", "llama-3.2-1b"], "takes the weights as a .gguf file has them"),
         (["--quantize", "int8", "--exact"], "computes with int8 weights by native code alone; ask for fast, too"),

@@ -12,6 +12,8 @@ from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.schema import Report
 from llama.files import keep_file, replace_file
 
+STEPS = "watch.html"
+
 
 def write_report(report: Report, folder: Path) -> list[Path]:
     """Write report.md, table.csv, results.json, page.html and plots/*.png, and return their paths.
@@ -24,10 +26,20 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     files = {
         "report.md": report_markdown(report).encode(),
         "table.csv": report_csv(report).encode(),
-        "page.html": page(report).encode(),
+        "page.html": page(report, steps_of(folder)).encode(),
     }
     files |= {f"plots/{name}.png": as_png(figure) for name, figure in figures(report).items()}
     return [results, *(replace_file(folder / name, content) for name, content in files.items())]
+
+
+def keep_steps(folder: Path, steps: str) -> None:
+    """Keep a page of HTML on which one steps through a generation; the report's page has it in it, too."""
+    replace_file(folder / STEPS, steps.encode())
+
+
+def steps_of(folder: Path) -> str | None:
+    """Return that page, if there is one."""
+    return (folder / STEPS).read_text("utf-8") if (folder / STEPS).is_file() else None
 
 
 def write_json(report: Report, path: Path) -> Path:

@@ -1,6 +1,6 @@
 """A report as one page of HTML that needs nothing else: no script, no font, no picture from outside.
 
-Knows nothing of how the figures were measured or drawn.
+A recorded generation in it has a script, in a frame. Knows nothing of how the figures were measured or drawn.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,16 @@ from llama.bench.report.tables import Section, Table, alarms, byline, deaths, ti
 from llama.bench.schema import Report
 
 
-def page(report: Report) -> str:
-    """Return the report as one HTML page, complete in itself."""
+def page(report: Report, steps: str | None = None) -> str:
+    """Return the report as one HTML page, complete in itself; `steps`: a page to step through, put into it."""
     drawn = _pictures(report)
     shown = [one for one in report_sections(report) if one.parts or drawn.keys() & set(one.pictures)]
     body = [_head(report)]
     for parent, group in groupby(shown, key=lambda one: one.parent):
         parts = [_details(section) if parent else _section(section, drawn) for section in group]
         body.append(_wrapped(parent, parts) if parent else "\n".join(parts))
+    if steps is not None:
+        body.append(_wrapped("Step by step", [_frame(steps)]))
     style = palette.css() + resources.files(__package__).joinpath("page.css").read_text("utf-8")
     name = escape(": ".join([title(report), *byline(report)[:1]]))
     return (
@@ -32,6 +34,11 @@ def page(report: Report) -> str:
         + "\n".join(body)
         + "\n</main>\n</body>\n</html>\n"
     )
+
+
+def _frame(steps: str) -> str:
+    """Return a page within the page: with a script of its own, which reaches nothing outside it."""
+    return f'<iframe title="A generation, step by step" sandbox="allow-scripts" srcdoc="{escape(steps)}"></iframe>'
 
 
 def _head(report: Report) -> str:

@@ -33,6 +33,8 @@ from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import StepTimes
 from llama.exact import slowdown_words
 from llama.machine import DTYPES, ceilings, environment
+from llama.watch.page import page
+from llama.watch.record import record
 
 
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
@@ -131,6 +133,13 @@ def margin(cell: Cell, *, row: int, ids: list[int]) -> dict[str, Any]:
     return {"margin": first - second}
 
 
+def watch(cell: Cell, *, prompt: str, steps: int) -> dict[str, Any]:
+    """Record a greedy generation in both modes, and return the page that shows it."""
+    source = find_model(cell)
+    recording = record(source.build(), source.tokenizer, prompt, steps, temperature=0.0)
+    return {"page": page(recording, model=Path(cell.model).name)}
+
+
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "machine": describe,
     "cell": run_cell,
@@ -144,6 +153,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "prompts": measure_prompts,
     "margin": margin,
     "most_likely": most_likely,
+    "watch": watch,
     "checks": run_checks,
     "kernels": time_kernels,
     "profile": profile_step,
