@@ -1,0 +1,376 @@
+"""From what was seen of a submission to its mistakes, by comparing it with what was seen of the real package.
+
+Knows facts as course/probe.py writes them, and which mistake leaves which trace in them; runs nothing and imports
+neither torch nor a submission. Of one chain of causes the first mistake is named: what stands on it is not judged.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from course.probe import HEADS, KEY_AT, KV_HEADS, LENGTH, SCALE, THETA, TILT, VOCAB, key_size
+
+Facts = dict[str, Any]
+NEAR = 1e-6  # of shares of attention in float64; RoPE's table is float32
+NEAR_ANGLES = 5e-3  # a cache in 16 bits is another mistake than a wrong angle
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake by its name, and where it showed."""
+
+    name: str
+    where: str
+
+
+def diagnose(facts: Facts, right: Facts) -> list[Finding]:
+    """Return the mistakes of a submission, the gravest first; `right` are the facts of the real package."""
+    try:
+        found = list(_findings(facts, right))
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:  # facts that our probe did not write
+        return [Finding("unknown", f"the notes of the run cannot be read ({type(error).__name__})")]
+    return list({finding.name: finding for finding in reversed(found)}.values())[::-1]
+
+
+def _findings(facts: Facts, right: Facts) -> Iterator[Finding]:
+    if todo := _todo(facts):
+        yield todo
+        return
+    uncached = _first_difference(facts["uncached"], right["uncached"], "with the cache off")
+    values = list(_values(facts, right))
+    yield from [Finding("uncached-changed", uncached.where)] if uncached else []
+    yield from values
+    loop = list(_loop(facts["loop"], right["loop"]))
+    yield from loop
+    yield from _switch(facts)
+    if not values:
+        yield from _memory(facts)
+        yield from _limits(facts["limits"])
+        if not loop and not uncached:
+            yield from _generations(facts, right)
+
+
+def _todo(facts: Facts) -> Finding | None:
+    """Tell which TODO is left: of the model, or of the loop alone."""
+    for part, name in ((facts["steps"], "todo-left"), (facts["loop"].get("on", {}), "loop-todo-left")):
+        error = part.get("error", {})
+        if error.get("type") == "NotImplementedError":
+            return Finding(name, error["words"])
+    return None
+
+
+# ---- what attention looked at ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Query:
+    """What one query of a row, at a position, looked at: {token, by its number in the texts of a layer: share}."""
+
+    layer: int
+    row: int
+    call: int
+    index: int
+    heads: Sequence[dict[int, float]]
+
+    @property
+    def seen(self) -> dict[int, float]:
+        return self.heads[0]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seen.values())
+
+
+def _queries(calls: Sequence[Any]) -> Iterator[Query]:
+    """Yield all queries, call by call, in layer 0 first: what layers above see follows from it."""
+    for call, layers in enumerate(calls):
+        for layer, rows in enumerate(layers):
+            for row, queries in enumerate(rows):
+                for index, heads in enumerate(queries):
+                    yield Query(layer, row, call, index, [_shares(head, i) for i, head in enumerate(heads)])
+
+
+def _shares(head: Sequence[Sequence[float]], index: int) -> dict[int, float]:
+    return {int(place): share / (1 + index * KV_HEADS // HEADS) for place, share in head}  # head 1's values are doubled
+
+
+def _values(facts: Facts, right: Facts) -> Iterator[Finding]:
+    """Look at which tokens were attended to: the plain case first, and what stands on it only where that is right."""
+    plain = _first_difference(facts["steps"], right["steps"], "token by token")
+    if plain:
+        yield plain
+        return
+    if facts["steps"].get("error") or not facts["steps"]["calls"]:
+        yield Finding("unknown", _error(facts["steps"], "token by token"))
+        return
+    turned = _angles(facts["turned"], right["turned"])
+    yield from [turned] if turned else []
+    for name, where, says in (
+        ("chunk", "in a chunk after a prompt", ""),
+        ("ragged", "with rows of 3 and 5 tokens", "rows-at-one-position"),
+        ("again", "in a second text", "stale-text"),
+        ("rewound", "after going back to position 4", "own-counter"),
+        ("more_rows", "with two rows after one", "rows-do-not-grow"),
+        ("longer", "past the room that was reserved", "length-does-not-grow"),
+        ("unreserved", "without reserve_cache", "length-does-not-grow"),
+    ):
+        found = _first_difference(facts[name], right[name], where, says)
+        if found:
+            yield found
+            if found.name in ("stale-text", "wrong-axis"):
+                return  # the others are but other sides of it
+
+
+def _first_difference(facts: Facts, right: Facts, where: str, says: str = "") -> Finding | None:
+    """Name the first query that looked at something else than it should; `says` is what any difference means here."""
+    ours, wanted = list(_queries(facts.get("calls", []))), list(_queries(right["calls"]))
+    for one, other in zip(ours, wanted, strict=False):
+        if _place(one) != _place(other):
+            return Finding(says or "wrong-axis", f"{where}: attention has another shape than was fed")
+        if not _same(one, other) and not _is_padding(one, other, where):
+            row0 = all(_same(a, b) for a, b in zip(ours, wanted, strict=False) if (a.row, a.call) == (0, one.call))
+            return Finding(says or _name(one, other, row0_right=row0), f"{where}, {_tell(one, other)}")
+    if "error" in facts:
+        return Finding(says or _error_name(facts["error"]), _error(facts, where))
+    return None
+
+
+def _place(query: Query) -> tuple[int, int, int, int]:
+    return query.layer, query.row, query.call, query.index
+
+
+def _is_padding(one: Query, other: Query, where: str) -> bool:
+    """Of rows of 3 and 5 tokens the queries of the padding may look at anything."""
+    return where.startswith("with rows of") and (one.call, one.row) == (0, 0) and one.index >= 3
+
+
+def _same(one: Query, other: Query) -> bool:
+    return all(_alike(a, b, NEAR) for a, b in zip(one.heads, other.heads, strict=True))
+
+
+def _alike(one: dict[int, float], other: dict[int, float], near: float) -> bool:
+    return all(abs(one.get(place, 0.0) - other.get(place, 0.0)) <= near for place in one.keys() | other.keys())
+
+
+def _name(query: Query, wanted: Query, *, row0_right: bool) -> str:
+    """Name the mistake by the tokens that a query looked at, and by their shares."""
+    seen, right = query.seen, wanted.seen
+    newest = max(right)
+    first = min(right)  # the row's own text stands from here on
+    expected = len(right)
+    rules: tuple[tuple[str, Callable[[], bool]], ...] = (
+        ("swapped", lambda: any(place >= KEY_AT for place in seen)),
+        ("shared-by-layers", lambda: any(place // VOCAB != query.layer for place in seen)),
+        ("first-row-only", lambda: query.row > 0 and row0_right),
+        ("rows-mixed", lambda: any(place // LENGTH != first // LENGTH for place in seen)),
+        ("mask-forgotten", lambda: any(place > newest for place in seen)),
+        ("heads-order", lambda: _alike(seen, right, NEAR)),
+        ("values-forgotten", lambda: not seen),
+        ("past-ignored", lambda: set(seen) == {newest} and abs(query.total - 1) < NEAR),
+        ("values-forgotten", lambda: set(seen) == {newest} and expected > 2),
+        ("newest-hidden", lambda: newest not in seen and abs(query.total - 1) < NEAR),
+        ("index-late", lambda: newest not in seen),
+        ("index-zero", lambda: first not in seen and expected > 2),
+        ("mask-at-first-key", lambda: query.index > 0 and abs(query.total - 1) < NEAR and len(seen) < expected),
+        ("index-early", lambda: newest - 1 not in seen),
+        ("unwritten-read", lambda: set(seen) == set(right) and query.total < 1),
+    )
+    return next((name for name, holds in rules if holds()), "unknown")
+
+
+def _tell(query: Query, wanted: Query) -> str:
+    """Say of a query what it should have looked at, and what it did."""
+    base = min(wanted.seen)
+    own = sorted(place - base for place in query.seen if base <= place <= base + LENGTH)
+    strange = len(query.seen) - len(own)
+    more = f" and {strange} of another text, row or layer" if strange else ""
+    return (
+        f"row {query.row}, layer {query.layer}: the token at position {max(wanted.seen) - base} should look at the "
+        f"positions 0 to {max(wanted.seen) - base}, and looks at {own or 'none'}{more}"
+    )
+
+
+def _error_name(error: dict[str, str]) -> str:
+    if error["type"] in ("RuntimeError", "IndexError", "ValueError", "AssertionError", "TypeError"):
+        return "wrong-axis"
+    return "unknown"
+
+
+def _error(facts: Facts, where: str) -> str:
+    error = facts.get("error")
+    if error is None:
+        return f"{where}: no attention was seen"
+    return f"{where}: {error['type']} at {error['where'] or 'a place outside'}: {error['words']}"
+
+
+# ---- by which angles keys draw ---------------------------------------------------------------------------------------
+
+# How a key at position j, fed in a call that began at c, and a query at p, in a call that began at s, are rotated.
+Angle = Callable[[int, int, int, int], tuple[float, float] | None]
+ANGLES: tuple[tuple[str, Angle], ...] = (
+    ("rope-start-ignored", lambda j, c, p, s: (j - c, p - s)),
+    ("rope-start-ignored", lambda j, c, p, s: (j, p - s)),
+    ("rope-start-ignored", lambda j, c, p, s: (j - c, p)),
+    ("rope-twice", lambda j, c, p, s: (2 * j, p)),
+    ("rope-twice", lambda j, c, p, s: (2 * j, 2 * p)),
+    ("rope-twice", lambda j, c, p, s: (j + p, p)),
+    ("rope-missing", lambda j, c, p, s: (0, p)),
+    ("rope-missing", lambda j, c, p, s: (p, p)),
+    ("rope-missing", lambda j, c, p, s: (j if c == s else 0, p)),
+    ("keys-forgotten", lambda j, c, p, s: None),
+    ("keys-forgotten", lambda j, c, p, s: (j, p) if c == s else None),
+)
+CUTS = (0, 5, 6)  # of the experiment
+
+
+def _angles(facts: Facts, right: Facts) -> Finding | None:
+    """Name what is wrong with the angles of a text whose values are where they belong."""
+    where = "with keys that draw by their angle"
+    if "error" in facts:
+        return Finding(_error_name(facts["error"]), _error(facts, where))
+    pairs = list(zip(_queries(facts["calls"]), _queries(right["calls"]), strict=True))
+    wrong = [(one, other) for one, other in pairs if not _alike(one.seen, other.seen, NEAR_ANGLES)]
+    if not wrong:
+        return None
+    if any(one.seen.keys() != other.seen.keys() for one, other in wrong):
+        return None  # another mask; which, the chunk tells
+    late = [one for one, _ in pairs if one.call > 0]
+    for name, angle in ANGLES:
+        if all(_alike(one.seen, _predicted(one, angle), NEAR_ANGLES) for one in late):
+            return Finding(name, _tell_angles(*wrong[0]))
+    return Finding("rope-wrong", _tell_angles(*wrong[0]))
+
+
+def _predicted(query: Query, angle: Angle) -> dict[int, float]:
+    """Return the shares of a query whose keys are rotated in this way."""
+    base = query.layer * VOCAB + query.row * LENGTH
+    start = CUTS[query.call]
+    position = start + query.index
+    scores = {}
+    for j in range(position + 1):
+        angles = angle(j, max(cut for cut in CUTS if cut <= j), position, start)
+        turn = 0.0 if angles is None else SCALE * key_size(base % VOCAB + j) * _draw(angles[1] - angles[0])
+        scores[base + j] = math.exp(turn)
+    total = sum(scores.values())
+    return {place: score / total for place, score in scores.items()}
+
+
+def _draw(apart: float) -> float:
+    """Return how a key draws a query that is rotated so many positions further."""
+    pairs = KEY_AT + 2
+    return math.cos(apart * THETA ** (-KEY_AT / pairs) - TILT)
+
+
+def _tell_angles(query: Query, wanted: Query) -> str:
+    position = CUTS[query.call] + query.index
+    return (
+        f"row {query.row}, layer {query.layer}: the token at position {position} looks at the right tokens, but gives "
+        f"position 0 the share {query.seen[min(query.seen)]:.3f}, where {wanted.seen[min(wanted.seen)]:.3f} is right"
+    )
+
+
+# ---- the loop, the switch, memory, limits ----------------------------------------------------------------------------
+
+
+def _loop(facts: Facts, right: Facts) -> Iterator[Finding]:
+    """Look at what each step of a generation was fed."""
+    for mode in ("on", "off"):
+        ours, wanted = facts[mode], right[mode]["fed"]
+        step = next((i for i, (a, b) in enumerate(zip(ours["fed"], wanted, strict=False)) if a != b), None)
+        if step is not None:
+            fed = ours["fed"][step]
+            where = f"cache {mode}, step {step}: rows were fed {fed[1]} tokens from positions {fed[0]} on"
+            yield Finding(_loop_name(mode, fed, right["off"]["fed"][step]), where)
+        elif len(ours["fed"]) != len(wanted) and "error" not in ours:
+            yield Finding("cached-fed-wrong" if mode == "on" else "uncached-changed", f"cache {mode}: steps are missing")
+
+
+def _loop_name(mode: str, fed: list[list[int]], prefix: list[list[int]]) -> str:
+    if mode == "on":
+        return "cached-fed-prefix" if fed == prefix else "cached-fed-wrong"
+    return "uncached-fed-newest" if max(fed[1]) == 1 else "uncached-changed"
+
+
+def _switch(facts: Facts) -> Iterator[Finding]:
+    switches = facts["uncached"].get("switches", [])
+    if any(switches):
+        yield Finding("switch-first-layer", f"after model.kv_caching = False the layers have {switches}")
+    left = {name: part for name, part in facts["left_behind"].items() if name != "error"}
+    thrown = [name for name, part in left.items() if not part["switch"]]
+    if thrown or facts["loop"]["off"].get("switch") is False:
+        yield Finding("switch-not-put-back", "after a generation with kv_caching=False, or one that an error ended")
+    memory = facts["memory"]
+    off = max(memory.get("off", 0), memory.get("switched_off", 0))
+    if off > 0:
+        yield Finding("written-while-off", f"{off:,} bytes are held while the cache is off")
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    left, memory = facts["left_behind"], facts["memory"]
+    if left.get("whole", {}).get("bytes", 0) > 0:
+        yield Finding("kept-after-generation", f"{left['whole']['bytes']:,} bytes are still held")
+    elif left.get("broken", {}).get("bytes", 0) > 0:
+        yield Finding("kept-after-error", f"{left['broken']['bytes']:,} bytes are still held")
+    if facts["gradients"].get("kept", 0) > 0:
+        yield Finding("gradients-kept", "after two calls outside of inference mode, without a refusal")
+    filling = memory.get("filling", [])
+    if len(filling) < 5:
+        return
+    dtypes = memory["dtypes"]
+    if dtypes != ["float64"]:
+        yield Finding("wrong-dtype", f"a model in float64 has a cache in {', '.join(dtypes) or 'nothing'}")
+    held, wanted = filling[-1] / _itemsize(dtypes), memory["right"] / 8
+    times = held / wanted
+    where = f"2 rows of {LENGTH} positions take {times:.1f} times the numbers that they need"
+    if abs(times - HEADS / KV_HEADS) < 0.05:
+        yield Finding("heads-expanded", where)
+    elif times > 2:
+        yield Finding("limits-sized", where)
+    if all(a < b for a, b in zip(filling, filling[1:], strict=False)):
+        yield Finding("grows-by-copying", "the memory grows at every step")
+    if not facts["aliased"].get("error") and facts["aliased"].get("calls"):
+        seen = [query.seen for query in _queries(facts["aliased"]["calls"])]
+        if any(len(shares) < 4 for shares in seen):
+            yield Finding("holds-what-it-was-given", "what was overwritten after the call is gone from the cache")
+
+
+def _itemsize(dtypes: Sequence[str]) -> int:
+    return max((int(dtype[-2:]) // 8 for dtype in dtypes if dtype[-2:].isdigit()), default=8)
+
+
+def _limits(facts: Facts) -> Iterator[Finding]:
+    """Look at a write past the limits; a solution that does not use the cache's own update is not judged by it."""
+    for name, limit in (("length", 32), ("rows", 4)):
+        outcome = facts.get(name)
+        if outcome is None or outcome["raised"] == "ValueError" or outcome["raised"] == "NotImplementedError":
+            continue
+        if outcome["raised"] is not None:
+            yield Finding("limits-ignored", f"{name} past {limit}: {outcome['raised']}: {outcome['words']}")
+        elif name == "length" and (outcome["shape"][1] <= limit or outcome["first"] != 1.0):
+            yield Finding("overflow-silent", f"the token at position {limit} of {limit} is nowhere, and nothing is said")
+        else:
+            yield Finding("limits-ignored", f"{name} past {limit}: accepted")
+
+
+def _generations(facts: Facts, right: Facts) -> Iterator[Finding]:
+    """Compare ids and logits with the real ones: the last word, where nothing else was found."""
+    ours, wanted = facts["generations"], right["generations"]
+    if ours.get("first") == wanted["first"] and ours.get("second") != wanted["second"]:
+        yield Finding("stale-generation", _ids_or_error(ours, "second"))
+        return
+    for part, keys in (("generations", ("first",)), ("logits", ("off", "on"))):
+        for key in keys:
+            if not _near(facts[part].get(key), right[part][key]):
+                yield Finding("unknown", f"{part}, {key}: {_ids_or_error(facts[part], key)}")
+                return
+
+
+def _ids_or_error(facts: Facts, key: str) -> str:
+    return _error(facts, "in a generation") if "error" in facts else "the numbers are others"
+
+
+def _near(ours: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return isinstance(ours, list) and len(ours) == len(wanted) and all(map(_near, ours, wanted))
+    return isinstance(ours, int | float) and abs(ours - wanted) <= NEAR

@@ -1,0 +1,153 @@
+"""What the exercise takes out of the sources: found by syntax, replaced by what a student has to fill in.
+
+Knows Python's syntax and which four places are the answer. A place that is not found exactly once is an error, so that
+an exercise is never made from sources that have moved on. Does not know where files come from or go to.
+"""
+
+import ast
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+class AnchorLost(ValueError):
+    """The sources no longer have what the exercise takes out; the message says which place, and in which file."""
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A place in a file: which lines of which function, what stands there instead, and what a student is told.
+
+    number: of the TODO; None: the lines are only left out. function: "Class.name" or "name".
+    """
+
+    file: str
+    function: str
+    find: Callable[[ast.FunctionDef], list[ast.stmt]]
+    replace: Callable[[str, ast.stmt, str], str]
+    number: int | None = None
+    words: str = ""
+
+    @property
+    def message(self) -> str:
+        """What is raised where the hole is not filled in."""
+        return f"TODO {self.number} in {self.file}, {self.function}: see TASK.md"
+
+
+def cut(file: str, text: str, holes: tuple[Hole, ...]) -> str:
+    """Return the text of a file with the holes that are in it. Raises AnchorLost."""
+    for hole in holes:
+        if hole.file == file:
+            text = _cut(text, hole)
+    return text
+
+
+def _cut(text: str, hole: Hole) -> str:
+    found = [stmt for function in _functions(ast.parse(text), hole.function) for stmt in hole.find(function)]
+    if len(found) != 1:
+        raise AnchorLost(
+            f"{hole.file}: {hole.function} has {len(found)} places for the exercise where it should have one; "
+            "bring course/holes.py up to date with the sources"
+        )
+    place, lines = found[0], text.splitlines(keepends=True)
+    assert place.end_lineno is not None
+    first = min([place.lineno, *(d.lineno for d in getattr(place, "decorator_list", []))]) - 1
+    new = textwrap.indent(hole.replace(text, place, _todo(hole)), " " * place.col_offset)
+    while not new and not lines[first - 1].strip():  # with what is left out goes the empty line above it
+        first -= 1
+    return "".join([*lines[:first], new, *lines[place.end_lineno :]])
+
+
+def _functions(node: ast.AST, name: str) -> Iterator[ast.FunctionDef]:
+    head, _, rest = name.partition(".")
+    for child in ast.iter_child_nodes(node):
+        if rest and isinstance(child, ast.ClassDef) and child.name == head:
+            yield from _functions(child, rest)
+        elif not rest and isinstance(child, ast.FunctionDef) and child.name == head:
+            yield child
+
+
+def _todo(hole: Hole) -> str:
+    lines = textwrap.wrap(f"TODO {hole.number} (TASK.md): {hole.words}", 100)
+    return "".join(f"# {line}\n" for line in lines) + f'raise NotImplementedError("{hole.message}")\n'
+
+
+# ---- which lines, and what stands there instead ----------------------------------------------------------------------
+
+
+def _branches(function: ast.FunctionDef) -> list[ast.stmt]:
+    """The `if` on the switch that has an else."""
+    found = [node for node in ast.walk(function) if isinstance(node, ast.If) and _is_switch(node.test)]
+    return [node for node in found if node.orelse]
+
+
+def _choices(function: ast.FunctionDef) -> list[ast.stmt]:
+    """The assignment of one thing with the switch on, and of another with it off."""
+    found = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+    return [node for node in found if isinstance(node.value, ast.IfExp) and _is_switch(node.value.test)]
+
+
+def _whole(function: ast.FunctionDef) -> list[ast.stmt]:
+    return [function]
+
+
+def _is_switch(test: ast.expr) -> bool:
+    return isinstance(test, ast.Attribute) and test.attr == "kv_caching"
+
+
+def _keep_off(text: str, place: ast.stmt, todo: str) -> str:
+    """Keep what is done with the switch off, and have the TODO in place of what is done with it on."""
+    if isinstance(place, ast.If):
+        test, off = place.test, "\n".join(_source(text, stmt) for stmt in place.orelse)
+    else:
+        assert isinstance(place, ast.Assign)
+        assert isinstance(place.value, ast.IfExp)
+        test, off = place.value.test, f"{_source(text, place.targets[0])} = {_source(text, place.value.orelse)}"
+    return f"if {_source(text, test)}:\n{textwrap.indent(todo, '    ')}{off}\n"
+
+
+def _keep_signature(text: str, place: ast.stmt, todo: str) -> str:
+    assert isinstance(place, ast.FunctionDef)
+    lines = textwrap.dedent(" " * place.col_offset + _source(text, place)).splitlines(keepends=True)
+    return "".join(lines[: place.body[0].lineno - place.lineno]) + textwrap.indent(todo, "    ")
+
+
+def _leave_out(text: str, place: ast.stmt, todo: str) -> str:
+    return ""
+
+
+def _source(text: str, node: ast.AST) -> str:
+    source = ast.get_source_segment(text, node)
+    assert source is not None
+    return source
+
+
+STATIC, CONTRACT = "llama/kv_cache/static.py", "llama/kv_cache/contract.py"
+HOLES = (
+    Hole(
+        "llama/model.py",
+        "Attention.forward",
+        _branches,
+        _keep_off,
+        1,
+        "the cache is on. Give it the new keys and values, and let the queries look at all that it returns.",
+    ),
+    Hole(
+        "llama/generation.py",
+        "_decode",
+        _choices,
+        _keep_off,
+        2,
+        "the cache is on. From which position on does each row have to be fed? Where does it stand (batch.cur_pos)?",
+    ),
+    Hole(
+        STATIC,
+        "StaticCache.update",
+        _whole,
+        _keep_signature,
+        3,
+        "take memory on first use, write xk and xv where they belong, and return all keys and values up to there.",
+    ),
+    *(Hole(STATIC, f"StaticCache.{name}", _whole, _leave_out) for name in ("adopt", "room", "fits", "_grow")),
+    *(Hole(CONTRACT, f"KVCache.{name}", _whole, _leave_out) for name in ("_write", "_enlarge")),
+)

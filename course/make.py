@@ -1,0 +1,101 @@
+"""Make the exercise from the sources as they are: python -m course.make OUT.
+
+OUT gets what the two scripts need of the package, with the KV cache taken out (course/holes.py), and what lies in
+course/kit/: the task, the report's template, and stand-ins for the wings that would give the answer away. Knows
+files; nothing of what is taken out is written down here, so an exercise is never older than the sources.
+"""
+
+import argparse
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from course.holes import HOLES, Hole, cut
+
+ROOT = Path(__file__).resolve().parents[1]
+KIT = ROOT / "course" / "kit"
+# What is started: by the student, and by what the student starts.
+SCRIPTS = (
+    "inference.py",
+    "benchmark_inference.py",
+    "llama/bench/run/worker.py",
+    "llama/tokenizer/template_child.py",
+)
+
+
+def make(out: Path, *, root: Path = ROOT, holes: tuple[Hole, ...] = HOLES) -> None:
+    """Make the exercise in `out`, which must be empty or not there; with no holes it is the answer.
+
+    Raises ValueError where something is in the way, and AnchorLost where the sources have moved on.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already; name a folder that is empty or new")
+    kit = {path.relative_to(KIT).as_posix(): path for path in KIT.rglob("*") if _is_source(path)}
+    texts = {file: (root / file).read_text("utf-8") for file in _needed(root, kit)}
+    made = {file: cut(file, text, holes) for file, text in texts.items()}
+    if lost := {hole.file for hole in holes} - set(made):
+        raise ValueError(f"the scripts no longer need {', '.join(sorted(lost))}; bring course/ up to date")
+    made |= {file: path.read_text("utf-8") for file, path in kit.items()}
+    made["requirements.txt"] = "".join(f"{line}\n" for line in _requirements(root))
+    for file, text in made.items():
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
+        (out / file).write_text(text, encoding="utf-8")
+
+
+def _needed(root: Path, replaced: dict[str, Path]) -> set[str]:
+    """Return the scripts and all that they import of ours, less the kit's stand-ins, and what lies beside these."""
+    seen: set[str] = set()
+    left = list(SCRIPTS)
+    while left:
+        file = left.pop()
+        if file not in seen:
+            seen.add(file)
+            left += [home for name in _imported(replaced.get(file, root / file)) for home in _homes(root, name)]
+    needed = seen - set(replaced)
+    folders = {(root / file).parent for file in needed} - {root}
+    beside = {path for folder in folders for path in folder.iterdir() if _is_source(path) and path.suffix != ".py"}
+    return needed | {path.relative_to(root).as_posix() for path in beside}
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Yield the dotted names that a file imports anywhere, and, of each name taken out of a module, that behind it."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _homes(root: Path, name: str) -> Iterator[str]:
+    """Yield the files of ours that importing a dotted name runs: of each package on the way, and of the module."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        stem = "/".join(parts[:end])
+        yield from (file for file in (f"{stem}.py", f"{stem}/__init__.py") if (root / file).is_file())
+
+
+def _is_source(path: Path) -> bool:
+    return path.is_file() and "__pycache__" not in path.parts
+
+
+def _requirements(root: Path) -> list[str]:
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    return [str(line) for line in project["dependencies"]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m course.make", description="Make the exercise on the KV cache.")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make, empty or new")
+    out = parser.parse_args(arguments).out
+    try:
+        make(out)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"{out} holds the exercise; {out / 'TASK.md'} is where a student begins")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

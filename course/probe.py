@@ -1,0 +1,478 @@
+"""Try a submission in a process of its own, and write down what was seen: facts, no verdicts.
+
+    python -P probe.py TREE FACTS LIMITS        (what the facts must be signed with comes in on standard input)
+
+Most facts come from a model whose attention spells out what it looked at: token t has the value e_t, wherever it came
+from, so a weighted sum of values names the tokens and their weights. It is read where it goes into `wo`, the one place
+that a solution of any shape has to pass. Run on our own sources it gives what is right. Knows the interface that the
+task promises; does not know mistakes (course/diagnose.py), and trusts nothing: it sets its own limits first.
+"""
+
+import gc
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llama.model import Transformer
+
+# The sizes of the model that spells: tokens of two rows of twelve, of another text, and of one that goes another way.
+VOCAB, LAYERS, HEADS, KV_HEADS = 48, 2, 6, 2
+KEY_AT = LAYERS * VOCAB  # the two numbers of a head that keys and queries use, behind those of the values
+HEAD_DIM = KEY_AT + 2
+MAX_SEQ_LEN, MAX_ROWS, LENGTH = 32, 4, 12
+FIRST, OTHER, TURN = 0, 24, 40  # where the ids of the three texts begin
+THETA, TILT, SCALE = 3.0, 0.7, 2.0  # of RoPE, of a key against a query, and of the scores
+
+Facts = dict[str, Any]
+
+
+def main(tree: str, facts: str, limits: str) -> None:
+    """Run every experiment on the package in `tree`, and write the facts, signed."""
+    signature = sys.stdin.readline().strip()
+    _limit(json.loads(limits))
+    sys.path.insert(0, tree)
+    _forget_garbage()
+    import llama.model
+
+    gc.freeze()  # what lives for good need not be looked through each time
+    home = str(Path(str(llama.__file__)).resolve().parent.parent)
+    found: Facts = {"signature": signature, "home": home}
+    for experiment in EXPERIMENTS:
+        found[experiment.__name__] = _guarded(experiment, tree)
+    partial = Path(f"{facts}.partial")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.replace(facts)
+
+
+def _limit(limits: dict[str, int]) -> None:
+    """Hold this process, and what it starts, to {name of a limit: number}; systems without `resource` have none."""
+    try:
+        import resource
+    except ImportError:
+        return
+    for name, most in limits.items():
+        kind = getattr(resource, name, None)
+        if kind is not None:
+            hard = resource.getrlimit(kind)[1]
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (most, most))
+
+
+def _forget_garbage() -> None:
+    """Let memory that was never written hold zeros, so that what is read of it is the same each time."""
+    import torch
+
+    def zeroed(make: Callable[..., "Tensor"]) -> Callable[..., "Tensor"]:
+        return lambda *given, **named: make(*given, **named).zero_()
+
+    torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
+    torch.Tensor.new_empty = zeroed(torch.Tensor.new_empty)  # type: ignore[method-assign]
+
+
+def _guarded(experiment: Callable[[Facts], None], tree: str) -> Facts:
+    """Return what an experiment noted, and the error that ended it, if any."""
+    found: Facts = {}
+    random.seed(0)
+    try:
+        experiment(found)
+    except Exception as error:
+        found["error"] = _told(error, tree)
+    return found
+
+
+def _told(error: Exception, tree: str) -> dict[str, str]:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(tree)]
+    where = f"{os.path.relpath(frames[-1].filename, tree)}:{frames[-1].lineno}" if frames else ""
+    return {"type": type(error).__name__, "words": str(error)[:300], "where": where}
+
+
+# ---- the model that spells -------------------------------------------------------------------------------------------
+
+
+def spelling_model(*, turning: bool = False) -> "Transformer":
+    """Return a model whose attention gives, for every head, how much of which token it looked at.
+
+    All keys draw alike; where `turning`, as much as the angle between key and query says.
+    """
+    import torch
+
+    from llama.model import ModelArgs, Transformer
+
+    args = ModelArgs(
+        dim=VOCAB, n_layers=LAYERS, n_heads=HEADS, n_kv_heads=KV_HEADS, head_dim=HEAD_DIM, ffn_dim=8, vocab_size=VOCAB,
+        max_seq_len=MAX_SEQ_LEN, max_batch_size=MAX_ROWS, norm_eps=1e-12, rope_theta=THETA,
+    )  # fmt: skip
+    model = Transformer(args).to(torch.float64).eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight.zero_() if weight.ndim > 1 else weight.fill_(VOCAB**-0.5)  # so the norm gives a token back as it is
+    model.tok_embeddings.weight.copy_(torch.eye(VOCAB))
+    model.output.weight.copy_(torch.eye(VOCAB))
+    strength = (SCALE * HEAD_DIM**0.5) ** 0.5
+    sizes = torch.tensor([key_size(token) for token in range(VOCAB)])
+    for index, layer in enumerate(model.blocks):
+        wk, wv = (w.weight.view(KV_HEADS, HEAD_DIM, VOCAB) for w in (layer.attention.wk, layer.attention.wv))
+        for head in range(KV_HEADS):
+            wv[head, index * VOCAB : (index + 1) * VOCAB] = torch.eye(VOCAB) * (1 + head)
+        tilt = torch.tensor([TILT])
+        wk[:, KEY_AT], wk[:, KEY_AT + 1] = strength * tilt.cos() * sizes, strength * tilt.sin() * sizes
+        layer.attention.wq.weight.view(HEADS, HEAD_DIM, VOCAB)[:, KEY_AT] = strength * turning
+    return model
+
+
+def key_size(token: int) -> float:
+    """Tokens differ in the size of their keys, so that keys that are gone differ from keys that were not rotated."""
+    return 1.0 + 0.5 * (token % 2)
+
+
+def text(begin: int, rows: int = 2, length: int = LENGTH) -> "Tensor":
+    """Return the ids of one of the texts, (rows, length): no two of them alike."""
+    import torch
+
+    return begin + torch.arange(rows * length).view(rows, length)
+
+
+@contextmanager
+def _spelled(model: "Transformer", calls: list[Any]) -> Iterator[None]:
+    """Add to `calls`, for every call, [layer][row][query][head] -> [[token, weight], ...]."""
+    seen: list[Any] = []
+
+    def note(module: object, given: tuple["Tensor", ...]) -> None:
+        looked = given[0].detach().reshape(*given[0].shape[:2], HEADS, HEAD_DIM).tolist()
+        seen.append([[[_entries(head) for head in query] for query in row] for row in looked])
+
+    def done(module: object, given: object, output: object) -> None:
+        calls.append(list(seen))
+        seen.clear()
+
+    hooks = [layer.attention.wo.register_forward_pre_hook(note) for layer in model.blocks]
+    hooks.append(model.register_forward_hook(done))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _entries(head: list[float]) -> list[list[float]]:
+    return [[place, round(share, 9)] for place, share in enumerate(head) if not abs(share) < 1e-9]  # nan, too
+
+
+def _feed(model: "Transformer", found: Facts, tokens: "Tensor", cuts: Sequence[int], begin: int = 0) -> None:
+    """Feed a text whose first column stands at `begin`, in calls that begin at `cuts` and at the end."""
+    import torch
+
+    calls = found.setdefault("calls", [])
+    ends = [*cuts[1:], begin + tokens.shape[1]]
+    with torch.inference_mode(), _spelled(model, calls):
+        for a, b in zip(cuts, ends, strict=True):
+            model(tokens[:, a - begin : b - begin], a)
+
+
+# ---- experiments: each notes what it sees in a dict of its own -------------------------------------------------------
+
+
+def uncached(found: Facts) -> None:
+    """A text at once, with the cache off."""
+    model = spelling_model()
+    model.kv_caching = False
+    _feed(model, found, text(FIRST)[:, :6], [0])
+    found["switches"] = [bool(getattr(layer.attention, "kv_caching", False)) for layer in model.blocks]
+
+
+def steps(found: Facts) -> None:
+    """A prompt, then token by token."""
+    model = spelling_model()
+    model.reserve_cache(2, LENGTH)
+    _feed(model, found, text(FIRST)[:, :8], [0, 5, 6, 7])
+
+
+def chunk(found: Facts) -> None:
+    """A prompt, several tokens at once, and one more."""
+    model = spelling_model()
+    model.reserve_cache(2, LENGTH)
+    _feed(model, found, text(FIRST)[:, :9], [0, 4, 8])
+
+
+def turned(found: Facts) -> None:
+    """A prompt, a token, several tokens: with keys that draw by their angle."""
+    model = spelling_model(turning=True)
+    model.reserve_cache(2, LENGTH)
+    _feed(model, found, text(FIRST)[:, :9], [0, 5, 6])
+
+
+def ragged(found: Facts) -> None:
+    """Rows of different lengths, padded on the right, then each at its own position."""
+    import torch
+
+    model, tokens = spelling_model(), text(FIRST)
+    model.reserve_cache(2, LENGTH)
+    calls = found.setdefault("calls", [])
+    with torch.inference_mode(), _spelled(model, calls):
+        model(tokens[:, :5], [0, 0], lengths=[3, 5])
+        for step in range(2):
+            columns = torch.tensor([[3 + step], [5 + step]])
+            model(tokens.gather(1, columns), [3 + step, 5 + step], lengths=[1, 1])
+
+
+def again(found: Facts) -> None:
+    """Another, shorter text in the same cache, from position 0 on."""
+    model = spelling_model()
+    model.reserve_cache(2, LENGTH)
+    _feed(model, found, text(FIRST)[:, :8], [0, 6, 7])
+    _feed(model, found, text(OTHER, length=6)[:, :5], [0, 3, 4])
+
+
+def rewound(found: Facts) -> None:
+    """A text that goes back to position 4 and on another way."""
+    model = spelling_model()
+    model.reserve_cache(2, LENGTH)
+    _feed(model, found, text(FIRST)[:, :7], [0, 5, 6])
+    _feed(model, found, text(TURN, length=2), [4, 5], begin=4)
+
+
+def more_rows(found: Facts) -> None:
+    """One row, then two."""
+    model = spelling_model()
+    model.reserve_cache(1, LENGTH)
+    _feed(model, found, text(FIRST)[:1, :3], [0])
+    _feed(model, found, text(OTHER, length=6)[:, :4], [0, 3])
+
+
+def longer(found: Facts) -> None:
+    """A text that gets longer than the room that was reserved."""
+    model = spelling_model()
+    model.reserve_cache(1, 4)
+    _feed(model, found, text(FIRST, rows=1, length=14), [0, *range(2, 14)])
+
+
+def unreserved(found: Facts) -> None:
+    """A text for which no room was reserved."""
+    _feed(spelling_model(), found, text(FIRST)[:, :6], [0, 2, 3, 4, 5])
+
+
+def aliased(found: Facts) -> None:
+    """What the cache was given is overwritten behind its back."""
+    import torch
+
+    model, tokens = spelling_model(), text(FIRST)
+    given: list[Tensor] = []
+    hooks = [layer.attention.wv.register_forward_hook(lambda m, i, out: given.append(out)) for layer in model.blocks]
+    with torch.inference_mode():
+        model(tokens[:, :3], 0)
+        for hook in hooks:
+            hook.remove()
+        for value in given:
+            value.zero_()
+    _feed(model, found, tokens[:, 3:4], [3], begin=3)
+
+
+def memory(found: Facts) -> None:
+    """How many bytes live while the cache is filled to the length that was reserved, and in which dtype."""
+    import torch
+
+    model, tokens = spelling_model(), text(FIRST)
+    model.kv_caching = False
+    with torch.inference_mode():
+        model(text(FIRST, rows=1, length=24))  # so that RoPE's table is there
+        before = _alive()
+        model(tokens)
+        found["off"] = _bytes(_alive()) - _bytes(before)
+        model.kv_caching = True
+        model.reserve_cache(2, LENGTH)
+        found["filling"] = []
+        for a, b in zip([0, *range(8, 12)], range(8, 13), strict=True):
+            model(tokens[:, a:b], a)
+            found["filling"].append(_bytes(_alive()) - _bytes(before))
+        old = {tensor.untyped_storage().data_ptr() for tensor in before}
+        new = {tensor.dtype for tensor in _alive() if tensor.untyped_storage().data_ptr() not in old}
+        found["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in new)
+        model.kv_caching = False
+        model(tokens)
+        found["switched_off"] = _bytes(_alive()) - _bytes(before)
+    found["right"] = LAYERS * 2 * 2 * LENGTH * KV_HEADS * HEAD_DIM * 8
+
+
+def gradients(found: Facts) -> None:
+    """Two cached calls outside of inference mode: is a graph kept? A refusal is right, too."""
+    model = spelling_model().requires_grad_(True)
+    try:
+        for a, b in ((0, 3), (3, 4)):
+            model(text(FIRST)[:, a:b], a)
+    except ValueError:
+        found["refused"] = True
+    found["kept"] = sum(1 for tensor in _alive() if tensor.grad_fn is not None)
+
+
+def limits(found: Facts) -> None:
+    """One token past max_seq_len, and a row past max_batch_size, given to the cache itself."""
+    import torch
+
+    with torch.inference_mode():
+        model = spelling_model()
+        cache = model.caches[0]
+        model.reserve_cache(1, MAX_SEQ_LEN)
+        full = torch.ones(1, MAX_SEQ_LEN, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+        cache.update(0, full, full)
+        found["length"] = _outcome(lambda: cache.update(MAX_SEQ_LEN, 7 * full[:, :1], 7 * full[:, :1]))
+        model.free_cache()
+        rows = torch.ones(MAX_ROWS + 1, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+        found["rows"] = _outcome(lambda: cache.update(0, rows, rows))
+
+
+def _outcome(write: Callable[[], tuple["Tensor", "Tensor"]]) -> Facts:
+    try:
+        keys, _ = write()
+    except Exception as error:
+        return {"raised": type(error).__name__, "words": str(error)[:200]}
+    return {"raised": None, "shape": list(keys.shape), "first": float(keys[0, 0, 0, 0]), "last": float(keys[0, -1, 0, 0])}
+
+
+PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8])
+
+
+def loop(found: Facts) -> None:
+    """What each step of a generation is fed, with the cache on and off, and how the model is left."""
+    for mode in (True, False):
+        model = random_model()
+        fed: list[Any] = []
+        part: Facts = {"fed": fed}
+        found["on" if mode else "off"] = part
+        try:
+            ids, _ = model.generate_tokens(
+                PROMPTS,
+                4,
+                temperature=0.0,
+                kv_caching=mode,
+                on_step=lambda step: fed.append([list(step.prev_pos), [len(ids) for ids in step.fed]]),
+            )
+            part["ids"] = ids
+        except Exception as error:
+            part["error"] = _told(error, sys.path[0])
+        part["switch"] = model.kv_caching
+
+
+def generations(found: Facts) -> None:
+    """Two texts, one after the other, by one model."""
+    model = random_model()
+    found["first"] = model.generate_tokens(PROMPTS, 8, temperature=0.0)[0]
+    found["second"] = model.generate_tokens([[9, 8], [7, 7]], 4, temperature=0.0)[0]
+
+
+def left_behind(found: Facts) -> None:
+    """What lives, and how the switch stands, after a generation, and after one that an error ended."""
+    import torch
+
+    for name, mode in (("whole", True), ("broken", True), ("broken_off", False)):
+        model = random_model()
+        with torch.inference_mode():
+            with model.switched(kv_caching=False):
+                model(text(0, rows=1, length=16))
+            before = _bytes(_alive())
+        try:
+            model.generate_tokens(
+                PROMPTS, 4, temperature=0.0, kv_caching=mode, on_step=None if name == "whole" else _Fails()
+            )
+        except _Stop:
+            pass
+        found[name] = {"bytes": _bytes(_alive()) - before, "switch": model.kv_caching}
+
+
+class _Stop(Exception):
+    pass
+
+
+class _Fails:
+    """Raises at the third step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, step: object) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            raise _Stop
+
+
+def logits(found: Facts) -> None:
+    """The logits of a model with random weights: at once without the cache, and in calls with it."""
+    import torch
+
+    model = random_model()
+    tokens = torch.randint(29, (2, 10), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        with model.switched(kv_caching=False):
+            found["off"] = _rounded(model(tokens))
+        model.reserve_cache(2, 10)
+        parts = [model(tokens[:, a:b], a) for a, b in ((0, 4), (4, 5), (5, 8), (8, 9), (9, 10))]
+        found["on"] = _rounded(torch.cat(parts, dim=1))
+
+
+def random_model() -> "Transformer":
+    """Return a small model whose weights are large enough for every one of them to show in the logits."""
+    import torch
+
+    from llama.model import ModelArgs, Transformer
+
+    args = ModelArgs(
+        dim=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=20, vocab_size=29, max_seq_len=32,
+        rope_theta=100.0,
+    )  # fmt: skip
+    model, stream = Transformer(args), torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            weight.data.uniform_(0.5, 1.5, generator=stream)
+        else:
+            weight.data.normal_(0, 1.5 / weight.shape[1] ** 0.5, generator=stream)
+    return model.to(torch.float64).eval().requires_grad_(False)
+
+
+def _rounded(logits: "Tensor") -> list[float]:
+    return [round(value, 9) for value in logits.flatten().tolist()]
+
+
+def _alive() -> list["Tensor"]:
+    """Return all tensors of floats that live now."""
+    import torch
+
+    gc.collect()
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and found.is_floating_point()]
+
+
+def _bytes(tensors: list["Tensor"]) -> int:
+    """Return how many bytes they hold, those that share memory once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+EXPERIMENTS: tuple[Callable[[Facts], None], ...] = (
+    uncached,
+    steps,
+    chunk,
+    turned,
+    ragged,
+    again,
+    rewound,
+    more_rows,
+    longer,
+    unreserved,
+    aliased,
+    memory,
+    gradients,
+    limits,
+    loop,
+    generations,
+    left_behind,
+    logits,
+)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
