@@ -39,16 +39,15 @@ def _findings(facts: Facts, right: Facts) -> Iterator[Finding]:
         return
     uncached = _first_difference(facts["uncached"], right["uncached"], "with the cache off")
     values = list(_values(facts, right))
-    yield from [Finding("uncached-changed", uncached.where)] if uncached else []
-    yield from values
-    loop = list(_loop(facts["loop"], right["loop"]))
-    yield from loop
-    yield from _switch(facts)
+    found = [Finding("uncached-changed", uncached.where)] if uncached else []
+    found += [*values, *_loop(facts["loop"], right["loop"]), *_switch(facts)]
     if not values:
-        yield from _memory(facts)
-        yield from _limits(facts["limits"])
-        if not loop and not uncached:
-            yield from _generations(facts, right)
+        found += [*_memory(facts), *_limits(facts["limits"])]
+    yield from found
+    if not found:
+        yield from _generations(facts, right)
+    if not values:
+        yield from _notes(facts)
 
 
 def _todo(facts: Facts) -> Finding | None:
@@ -129,10 +128,9 @@ def _first_difference(facts: Facts, right: Facts, where: str, says: str = "") ->
         if _place(one) != _place(other):
             return Finding(says or "wrong-axis", f"{where}: attention has another shape than was fed")
         if not _same(one, other) and not _is_padding(one, other, where):
-            row0 = all(_same(a, b) for a, b in zip(ours, wanted, strict=False) if (a.row, a.call) == (0, one.call))
-            return Finding(says or _name(one, other, row0_right=row0), f"{where}, {_tell(one, other)}")
+            return Finding(says or _name(one, other, ours, wanted), f"{where}, {_tell(one, other)}")
     if "error" in facts:
-        return Finding(says or _error_name(facts["error"]), _error(facts, where))
+        return Finding(_error_name(facts["error"], says), _error(facts, where))
     return None
 
 
@@ -153,12 +151,15 @@ def _alike(one: dict[int, float], other: dict[int, float], near: float) -> bool:
     return all(abs(one.get(place, 0.0) - other.get(place, 0.0)) <= near for place in one.keys() | other.keys())
 
 
-def _name(query: Query, wanted: Query, *, row0_right: bool) -> str:
-    """Name the mistake by the tokens that a query looked at, and by their shares."""
+def _name(query: Query, wanted: Query, ours: Sequence[Query], all_wanted: Sequence[Query]) -> str:
+    """Name the mistake by the tokens that a query looked at, and by their shares; `ours` are all that were seen."""
     seen, right = query.seen, wanted.seen
-    newest = max(right)
-    first = min(right)  # the row's own text stands from here on
-    expected = len(right)
+    first, newest = min(right), max(right)  # the row's own text stands from `first` on
+    expected, whole = len(right), abs(query.total - 1) < NEAR
+    same_call = [(a, b) for a, b in zip(ours, all_wanted, strict=False) if a.call == query.call]
+    row0_right = all(_same(a, b) for a, b in same_call if a.row == 0)
+    nothing = not any(a.seen for a, _ in same_call if (a.row, a.layer) == (query.row, query.layer))
+    past = query.call > 0
     rules: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("swapped", lambda: any(place >= KEY_AT for place in seen)),
         ("shared-by-layers", lambda: any(place // VOCAB != query.layer for place in seen)),
@@ -166,14 +167,14 @@ def _name(query: Query, wanted: Query, *, row0_right: bool) -> str:
         ("rows-mixed", lambda: any(place // LENGTH != first // LENGTH for place in seen)),
         ("mask-forgotten", lambda: any(place > newest for place in seen)),
         ("heads-order", lambda: _alike(seen, right, NEAR)),
-        ("values-forgotten", lambda: not seen),
-        ("past-ignored", lambda: set(seen) == {newest} and abs(query.total - 1) < NEAR),
+        ("values-forgotten", lambda: nothing),
+        ("past-ignored", lambda: set(seen) == {newest} and whole),
         ("values-forgotten", lambda: set(seen) == {newest} and expected > 2),
-        ("newest-hidden", lambda: newest not in seen and abs(query.total - 1) < NEAR),
+        ("mask-at-first-key", lambda: past and whole and set(seen) == set(range(first, first + query.index + 1))),
+        ("newest-hidden", lambda: newest not in seen and whole),
         ("index-late", lambda: newest not in seen),
         ("index-zero", lambda: first not in seen and expected > 2),
-        ("mask-at-first-key", lambda: query.index > 0 and abs(query.total - 1) < NEAR and len(seen) < expected),
-        ("index-early", lambda: newest - 1 not in seen),
+        ("index-early", lambda: newest - 1 in right and newest - 1 not in seen),
         ("unwritten-read", lambda: set(seen) == set(right) and query.total < 1),
     )
     return next((name for name, holds in rules if holds()), "unknown")
@@ -191,7 +192,11 @@ def _tell(query: Query, wanted: Query) -> str:
     )
 
 
-def _error_name(error: dict[str, str]) -> str:
+def _error_name(error: dict[str, str], says: str = "") -> str:
+    if "dtype" in error["words"]:
+        return "wrong-dtype"
+    if says:
+        return says
     if error["type"] in ("RuntimeError", "IndexError", "ValueError", "AssertionError", "TypeError"):
         return "wrong-axis"
     return "unknown"
@@ -209,12 +214,12 @@ def _error(facts: Facts, where: str) -> str:
 # How a key at position j, fed in a call that began at c, and a query at p, in a call that began at s, are rotated.
 Angle = Callable[[int, int, int, int], tuple[float, float] | None]
 ANGLES: tuple[tuple[str, Angle], ...] = (
-    ("rope-start-ignored", lambda j, c, p, s: (j - c, p - s)),
-    ("rope-start-ignored", lambda j, c, p, s: (j, p - s)),
-    ("rope-start-ignored", lambda j, c, p, s: (j - c, p)),
     ("rope-twice", lambda j, c, p, s: (2 * j, p)),
     ("rope-twice", lambda j, c, p, s: (2 * j, 2 * p)),
     ("rope-twice", lambda j, c, p, s: (j + p, p)),
+    ("rope-start-ignored", lambda j, c, p, s: (j - c, p - s)),
+    ("rope-start-ignored", lambda j, c, p, s: (j, p - s)),
+    ("rope-start-ignored", lambda j, c, p, s: (j - c, p)),
     ("rope-missing", lambda j, c, p, s: (0, p)),
     ("rope-missing", lambda j, c, p, s: (p, p)),
     ("rope-missing", lambda j, c, p, s: (j if c == s else 0, p)),
@@ -235,10 +240,11 @@ def _angles(facts: Facts, right: Facts) -> Finding | None:
         return None
     if any(one.seen.keys() != other.seen.keys() for one, other in wrong):
         return None  # another mask; which, the chunk tells
-    late = [one for one, _ in pairs if one.call > 0]
-    for name, angle in ANGLES:
-        if all(_alike(one.seen, _predicted(one, angle), NEAR_ANGLES) for one in late):
-            return Finding(name, _tell_angles(*wrong[0]))
+    steps = [one for one, _ in pairs if one.call > 0]
+    for queries in (steps, [one for one, _ in wrong if one.call > 0]):  # a mistake may need a token that is fed alone
+        for name, angle in ANGLES:
+            if all(_alike(one.seen, _predicted(one, angle), NEAR_ANGLES) for one in queries):
+                return Finding(name, _tell_angles(*wrong[0]))
     return Finding("rope-wrong", _tell_angles(*wrong[0]))
 
 
@@ -327,7 +333,12 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("heads-expanded", where)
     elif times > 2:
         yield Finding("limits-sized", where)
-    if all(a < b for a, b in zip(filling, filling[1:], strict=False)):
+
+
+def _notes(facts: Facts) -> Iterator[Finding]:
+    """Remark on what is right and has a price."""
+    filling = facts["memory"].get("filling", [])
+    if len(filling) == 5 and all(a < b for a, b in zip(filling, filling[1:], strict=False)):
         yield Finding("grows-by-copying", "the memory grows at every step")
     if not facts["aliased"].get("error") and facts["aliased"].get("calls"):
         seen = [query.seen for query in _queries(facts["aliased"]["calls"])]
@@ -357,7 +368,7 @@ def _generations(facts: Facts, right: Facts) -> Iterator[Finding]:
     """Compare ids and logits with the real ones: the last word, where nothing else was found."""
     ours, wanted = facts["generations"], right["generations"]
     if ours.get("first") == wanted["first"] and ours.get("second") != wanted["second"]:
-        yield Finding("stale-generation", _ids_or_error(ours, "second"))
+        yield Finding("stale-text", f"in a second generation: {_ids_or_error(ours, 'second')}")
         return
     for part, keys in (("generations", ("first",)), ("logits", ("off", "on"))):
         for key in keys:
@@ -367,7 +378,7 @@ def _generations(facts: Facts, right: Facts) -> Iterator[Finding]:
 
 
 def _ids_or_error(facts: Facts, key: str) -> str:
-    return _error(facts, "in a generation") if "error" in facts else "the numbers are others"
+    return _error(facts, key) if "error" in facts else "the numbers are others"
 
 
 def _near(ours: Any, wanted: Any) -> bool:

@@ -166,14 +166,8 @@ MISTAKES = {
         Mistake(
             "stale-text",
             15,
-            "A new text from position 0 on still finds the text before it in the cache",
+            "A new text, from position 0 on, still finds the one before it in the cache",
             "Position is an argument: which keys may be used after a call with start_pos=0?",
-        ),
-        Mistake(
-            "stale-generation",
-            15,
-            "A second generation is disturbed by the first one's cache",
-            "generate calls reserve_cache and free_cache. Does what you keep follow them?",
         ),
         Mistake(
             "own-counter",

@@ -1,0 +1,138 @@
+"""Grade submissions of the exercise: python -m course.grade DIR... [--json FILE] [--csv FILE] [--report].
+
+Each is run in a copy, in a process of its own (course/sandbox.py), and what was seen of it is compared with what is
+seen of the real package (course/diagnose.py). A submission that cannot be run gets 0 points and the reason, and the
+next one is graded. No line of a submission runs in this process.
+"""
+
+import argparse
+import csv
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from course.diagnose import Finding, diagnose
+from course.make import ROOT, make
+from course.mistakes import MISTAKES
+from course.report_check import check_report
+from course.sandbox import Limits, Outcome, digests, run
+
+FULL = 100
+
+
+@dataclass(frozen=True)
+class Grade:
+    """Points of a submission, its mistakes and notes; `reason` where it could not be run at all."""
+
+    submission: str
+    points: int
+    findings: tuple[Finding, ...] = ()
+    reason: str = ""
+    printed: str = ""
+
+    @property
+    def mistakes(self) -> list[Finding]:
+        return [finding for finding in self.findings if MISTAKES[finding.name].points]
+
+    @property
+    def notes(self) -> list[Finding]:
+        return [finding for finding in self.findings if not MISTAKES[finding.name].points]
+
+    def as_json(self) -> dict[str, Any]:
+        listed = [asdict(MISTAKES[finding.name]) | {"where": finding.where} for finding in self.findings]
+        return {"submission": self.submission, "points": self.points, "reason": self.reason, "mistakes": listed}
+
+
+def grade(submission: Path, outcome: Outcome, right: dict[str, Any], *, report: bool = False) -> Grade:
+    """Return the grade of what was seen of a submission; `right` are the facts of the real package."""
+    if outcome.facts is None:
+        return Grade(str(submission), 0, reason=outcome.reason, printed=outcome.printed)
+    findings = [*diagnose(outcome.facts, right), *check_report(submission / "report.md", wanted=report)]
+    lost = sum(MISTAKES[finding.name].points for finding in findings)
+    return Grade(str(submission), max(FULL - lost, 0), tuple(findings), printed=outcome.printed)
+
+
+def real_facts(limits: Limits) -> dict[str, Any]:
+    """Return what is seen of the answer, which is the real package. Raises RuntimeError where it cannot be run."""
+    with tempfile.TemporaryDirectory(prefix="course-") as folder:
+        make(Path(folder), holes=())
+        outcome = run(Path(folder), limits)
+    if outcome.facts is None:
+        raise RuntimeError(f"the real package cannot be tried here: {outcome.reason}\n{outcome.printed}")
+    return outcome.facts
+
+
+def as_text(grade: Grade) -> str:
+    """Return the grade for a terminal."""
+    lines = [f"{grade.submission}: {grade.points} of {FULL} points"]
+    if grade.reason:
+        lines.append(f"  could not be graded: {grade.reason}")
+        lines += [f"    | {line}" for line in grade.printed.strip().splitlines()[-5:]]
+    for finding in grade.findings:
+        mistake = MISTAKES[finding.name]
+        lines.append(f"  {f'-{mistake.points}' if mistake.points else 'note'}  {mistake.title} [{mistake.name}]")
+        lines += [f"       seen: {finding.where}", f"       hint: {mistake.hint}"]
+    if not grade.reason and not grade.mistakes:
+        lines.append("  every experiment gave what the real package gives")
+    return "\n".join("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line) for line in lines)
+
+
+def table(grades: Sequence[Grade]) -> str:
+    """Return a line for each submission."""
+    width = max(len(one.submission) for one in grades)
+    return "\n".join(f"{one.submission:<{width}}  {one.points:>3}  {_summary(one)}" for one in grades)
+
+
+def _summary(grade: Grade) -> str:
+    return grade.reason or ", ".join(finding.name for finding in grade.findings) or "right"
+
+
+def write_csv(grades: Sequence[Grade], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["submission", "points", "mistakes", "reason"])
+        for one in grades:
+            rows.writerow([one.submission, one.points, " ".join(f.name for f in one.findings), one.reason])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m course.grade", description="Grade submissions of the exercise.")
+    parser.add_argument("submissions", nargs="+", type=Path, metavar="DIR")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything into this file")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table into this file")
+    parser.add_argument("--report", action="store_true", help="a report.md with its table filled in is wanted, too")
+    parser.add_argument("--seconds", type=float, default=Limits.seconds, help="that one may take (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    limits = Limits(seconds=options.seconds)
+    ours = _own_digests()
+    try:
+        right = real_facts(limits)
+    except RuntimeError as error:
+        parser.error(str(error))
+    grades = []
+    for submission in options.submissions:
+        outcome = run(submission, limits)
+        if _own_digests() != ours:
+            print(f"{submission} changed the grader's own files; nothing after it can be trusted", file=sys.stderr)
+            return 2
+        grades.append(grade(submission, outcome, right, report=options.report))
+        print(as_text(grades[-1]), end="\n\n", flush=True)
+    if len(grades) > 1:
+        print(table(grades))
+    if options.json is not None:
+        options.json.write_text(json.dumps([one.as_json() for one in grades], indent=2) + "\n", encoding="utf-8")
+    if options.csv is not None:
+        write_csv(grades, options.csv)
+    return 0
+
+
+def _own_digests() -> list[dict[str, str]]:
+    return [digests(ROOT / folder) for folder in ("course", "llama")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Run a submission's probe in a copy, in a process session of its own, with limits, and end all of it afterwards.
+
+This stops accidents: loops, forks, floods of output, deleted files. It does not stop malice: the submission runs as the
+user who grades, with the network and the user's files in reach (docs/course.md has a container line). Knows files and
+processes; does not know what the probe asks, or what its facts mean.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROBE = Path(__file__).with_name("probe.py")
+LEFT_OUT = (".venv", "venv", ".git", "results", "__pycache__", ".ipynb_checkpoints")
+POLL_S = 0.1
+FACTS_LIMIT = 16_000_000  # bytes; ours are half a million
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, of Linux's prctl.h
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one submission may take. Memory is address space, of which PyTorch reserves more than it uses."""
+
+    seconds: float = 60.0
+    memory_bytes: int = 8 * 2**30
+    file_bytes: int = 64 * 2**20
+    printed_bytes: int = 2**20
+    processes: int = 64
+    tree_bytes: int = 100 * 2**20
+    tree_files: int = 2000
+
+    def of_the_process(self) -> dict[str, int]:
+        """Those that the kernel holds, by their names in `resource`."""
+        return {
+            "RLIMIT_CPU": int(self.seconds) + 1,
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_CORE": 0,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run: facts, or the reason why there are none; and the end of what was printed."""
+
+    facts: dict[str, Any] | None = None
+    reason: str = ""
+    printed: str = ""
+
+
+def run(submission: Path, limits: Limits) -> Outcome:
+    """Run the probe on a copy of a submission."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as scratch:
+            return _run(submission, Path(scratch).resolve(), limits)
+    except OSError as error:
+        return Outcome(reason=f"the submission cannot be copied: {error}")
+
+
+def _run(submission: Path, scratch: Path, limits: Limits) -> Outcome:
+    tree, home, facts = scratch / "tree", scratch / "home", scratch / "private" / "facts.json"
+    if refusal := _copy(submission, tree, limits):
+        return Outcome(reason=refusal)
+    for folder in (home, facts.parent):
+        folder.mkdir()
+    before, signature = digests(tree), secrets.token_hex(16)
+    with _everything_ended_afterwards():
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(PROBE), str(tree), str(facts), json.dumps(limits.of_the_process())],
+            cwd=tree,
+            env=_environment(home),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            reason, printed = _watch(process, signature, limits)
+        finally:
+            _end_session(process)
+    reason = reason or _changes(before, tree) or _changes(before, submission, what="the originals of its files")
+    if reason:
+        return Outcome(reason=reason, printed=printed)
+    return read_facts(facts, tree, signature, process.returncode, printed)
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """Return what the submission finds: our PATH and languages, and folders of its own for whatever else."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "SYSTEMROOT") if name in os.environ}
+    own = dict.fromkeys(("HOME", "TMPDIR", "TMP", "TEMP", "XDG_CACHE_HOME"), str(home))
+    quiet = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return kept | own | quiet
+
+
+def _copy(submission: Path, tree: Path, limits: Limits) -> str:
+    """Copy what is a regular file, up to the limits; return why that cannot be, or nothing."""
+    if not (submission / "llama").is_dir():
+        return "there is no folder llama in it: hand in the folder that course.make made"
+    files = size = 0
+    for folder, names, leaves in os.walk(submission):
+        names[:] = [name for name in names if name not in LEFT_OUT and not Path(folder, name).is_symlink()]
+        for leaf in leaves:
+            path = Path(folder, leaf)
+            if path.is_symlink() or not path.is_file():
+                continue
+            files, size = files + 1, size + path.stat().st_size
+            if files > limits.tree_files or size > limits.tree_bytes:
+                return f"it has more than {limits.tree_files:,} files or {limits.tree_bytes // 2**20} MB"
+            target = tree / path.relative_to(submission)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    return ""
+
+
+def digests(tree: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file of a tree by its name; what Python compiled is left out."""
+    paths = (path for path in sorted(tree.rglob("*")) if "__pycache__" not in path.parts and path.is_file())
+    return {path.relative_to(tree).as_posix(): _digest(path) for path in paths}
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _changes(before: dict[str, str], tree: Path, what: str = "its own files") -> str:
+    changed = sorted(file for file, digest in before.items() if digest != _digest(tree / file))
+    return f"it deleted or changed {len(changed)} of {what}, {changed[0]} first" if changed else ""
+
+
+def _watch(process: subprocess.Popen[bytes], signature: str, limits: Limits) -> tuple[str, str]:
+    """Wait for the end; return why it was cut short, if it was, and the end of what was printed."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(f"{signature}\n".encode())
+        process.stdin.close()
+    printed, end = bytearray(), time.monotonic() + limits.seconds
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while process.poll() is None:
+            if selector.select(POLL_S):
+                read = os.read(process.stdout.fileno(), 65536)
+                printed += read
+                if not read:  # it has closed its output
+                    time.sleep(POLL_S)
+            tail = printed[-2000:].decode("utf-8", errors="replace")
+            if len(printed) > limits.printed_bytes:
+                return f"it printed more than {limits.printed_bytes / 2**20:.0f} MB", tail
+            if time.monotonic() > end:
+                return f"it was not done after {limits.seconds:.0f} s: does something loop?", tail
+            if len(_session(process.pid)) > limits.processes:
+                return f"it started more than {limits.processes} processes", tail
+        if selector.select(0):
+            printed += os.read(process.stdout.fileno(), 65536)
+    return "", printed[-2000:].decode("utf-8", errors="replace")
+
+
+def read_facts(facts: Path, tree: Path, signature: str, code: int, printed: str) -> Outcome:
+    """Return the facts, if they are those that our probe wrote about this tree."""
+    try:
+        with facts.open("rb") as file:
+            found = json.loads(file.read(FACTS_LIMIT + 1)[:FACTS_LIMIT])
+    except FileNotFoundError:
+        return Outcome(reason=_why(code, printed), printed=printed)
+    except (OSError, ValueError, RecursionError):
+        return Outcome(reason="its results cannot be read", printed=printed)
+    if not isinstance(found, dict) or found.get("signature") != signature:
+        return Outcome(reason="its results are not those of the grader's probe", printed=printed)
+    if found.get("home") != str(tree):
+        return Outcome(reason="its folder llama has no package to import", printed=printed)
+    return Outcome(facts=found, printed=printed)
+
+
+def _why(code: int, printed: str) -> str:
+    """Say in words why there are no results."""
+    if code == -getattr(signal, "SIGXCPU", 0):
+        return "it took more CPU time than it may"
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    last = printed.strip().splitlines()[-1:] or ["nothing was said"]
+    return f"it ended with exit code {code} before it was tried: {last[0][:200]}"
+
+
+# ---- ending it whole -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _everything_ended_afterwards() -> Iterator[None]:
+    """End whatever was started meanwhile by this process's children, wherever it has gone; on Linux alone.
+
+    A child of a process that has ended comes to us, who are its subreaper meanwhile.
+    """
+    before = _descendants()
+    _adopt_orphans(True)
+    try:
+        yield
+    finally:
+        for _ in range(100):
+            strays = _descendants() - before
+            for pid in strays:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in strays:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            if not strays:
+                break
+            time.sleep(0.01)
+        _adopt_orphans(False)
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def _adopt_orphans(on: bool) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SUBREAPER, int(on), 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Who runs now: parent and session by process id. Empty where there is no /proc."""
+
+    parents: dict[int, int] = field(default_factory=dict)
+    sessions: dict[int, int] = field(default_factory=dict)
+
+
+def _table() -> _Table:
+    table = _Table()
+    with suppress(FileNotFoundError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()  # a name may hold anything
+                table.parents[int(name)], table.sessions[int(name)] = int(fields[1]), int(fields[3])
+    return table
+
+
+def _descendants() -> set[int]:
+    parents = _table().parents
+    found, new = set[int](), {os.getpid()}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def _session(leader: int) -> set[int]:
+    return {pid for pid, session in _table().sessions.items() if session == leader}

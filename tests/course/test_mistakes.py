@@ -1,0 +1,74 @@
+"""The grader names what is wrong: every mistake of its list, planted in the answer, and nothing in what is right."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from course.diagnose import Finding, diagnose
+from course.grade import grade
+from course.make import make
+from course.mistakes import MISTAKES as KNOWN
+from course.sandbox import read_facts, Outcome
+from planted import MISTAKES, RIGHT, Plant
+
+WARM = Path(__file__).with_name("warm.py")
+Probe = Callable[[Plant], Outcome]
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
+    """Give a function that puts a plant into the answer and returns what is seen of it."""
+    answer, scratch = tmp_path_factory.mktemp("answer"), tmp_path_factory.mktemp("trees")
+    make(answer, holes=())
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    server = subprocess.Popen(
+        [sys.executable, "-P", str(WARM)],
+        env=kept | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+
+    def run(plant: Plant) -> Outcome:
+        tree = scratch / re.sub(r"\W", "-", plant.name)
+        shutil.copytree(answer / "llama", tree / "llama")
+        plant.put_into(tree)
+        facts = tree / "facts.json"
+        print(json.dumps([str(tree), str(facts), "signed"]), file=server.stdin, flush=True)
+        server.stdout.readline()
+        return read_facts(facts, tree, "signed", 0, "")
+
+    yield run
+    server.communicate()
+
+
+@pytest.fixture(scope="module")
+def right(probe: Probe) -> dict[str, Any]:
+    facts = probe(Plant("the real package", (), ())).facts
+    assert facts is not None
+    return facts
+
+
+@pytest.mark.parametrize("plant", MISTAKES, ids=lambda plant: plant.name)
+def test_a_planted_mistake_is_named_right(plant: Plant, probe: Probe, right: dict[str, Any]) -> None:
+    outcome = probe(plant)
+    assert outcome.facts is not None, outcome.reason
+    found = diagnose(outcome.facts, right)
+    noted = {finding.name for finding in found if not KNOWN[finding.name].points}
+    assert {finding.name for finding in found} - noted == set(plant.found), found
+
+
+@pytest.mark.parametrize("plant", RIGHT, ids=lambda plant: plant.name)
+def test_a_right_solution_of_any_shape_gets_all_points(plant: Plant, probe: Probe, right: dict[str, Any]) -> None:
+    graded = grade(Path(), probe(plant), right)
+    assert graded.points == 100, graded.findings
+    assert {finding.name for finding in graded.findings} == set(plant.found)

@@ -1,0 +1,126 @@
+"""A submission that loops, forks, floods, deletes or imports nothing gets 0 points and the reason, and grading goes on."""
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from course import grade
+from course.sandbox import Limits, run
+
+TIGHT = Limits(seconds=3.0, memory_bytes=2**30, file_bytes=2**20, printed_bytes=2**16, processes=8)
+HOSTILE = {
+    "loops": ("while True: pass", "not done after 3 s|more CPU time"),
+    "sleeps": ("import time; time.sleep(100)", "not done after 3 s"),
+    "forks": ("import os\nwhile True: os.fork()", "more than 8 processes"),
+    "prints": ("while True: print('x' * 1000)", "printed more than"),
+    "prints without an end of line": ("import os\nwhile True: os.write(1, b'x' * 1000)", "printed more than"),
+    "closes its output": ("import os, time\nos.close(1), os.close(2)\ntime.sleep(100)", "not done after 3 s"),
+    "takes memory": ("x = bytearray(2**31)", "MemoryError"),
+    "writes a large file": ("open('large', 'wb').write(b'x' * 2**22)", "File too large|SIGXFSZ"),
+    "deletes its files": (
+        "import os, shutil\nshutil.rmtree(os.getcwd())\nraise SystemExit",
+        "deleted or changed .* of its own files",
+    ),
+    "changes itself": ("open(__file__, 'a').write('# more')", "deleted or changed 1 of its own files, llama/__init__.py"),
+    "leaves at once": ("import os; os._exit(0)", "exit code 0 before it was tried"),
+    "does not parse": ("def (:", "SyntaxError"),
+    "kills itself": ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+    "ends its session": ("import os; os.killpg(0, 15)", "ended by SIGTERM"),
+    "prints a verdict": ("print('{\"points\": 100}'); raise SystemExit(0)", "exit code 0 before it was tried"),
+    "has no package": (None, "no folder llama"),
+    "has an empty package": ("", "ModuleNotFoundError"),
+    "writes results of its own": (
+        "import sys; open(sys.argv[2], 'w').write('{\"signature\": \"mine\", \"steps\": {}}'); raise SystemExit",
+        "not those of the grader",
+    ),
+    "writes results that are no JSON": ("import sys; open(sys.argv[2], 'w').write('{'); raise SystemExit", "cannot be read"),
+}
+
+
+def submission(folder: Path, code: str | None) -> Path:
+    folder.mkdir()
+    if code is not None:
+        (folder / "llama").mkdir()
+        (folder / "llama" / "__init__.py").write_text(code)
+    return folder
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_run_gets_the_reason(name: str, tmp_path: Path) -> None:
+    code, reason = HOSTILE[name]
+    outcome = run(submission(tmp_path / "it", code), TIGHT)
+    graded = grade.grade(tmp_path / "it", outcome, {})
+    assert graded.points == 0
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(graded.reason)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="who has left the session is found in /proc alone")
+def test_a_child_that_left_the_session_is_ended(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = f"""
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open({str(note)!r}, "w").write(str(os.getpid()))
+        time.sleep(100)
+    os._exit(0)
+while not os.path.exists({str(note)!r}): time.sleep(0.01)
+raise SystemExit
+"""
+    run(submission(tmp_path / "it", code), TIGHT)
+    pid = int(note.read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_what_it_finds_are_folders_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "of the teacher")
+    code = "import os; print(sorted(os.environ), os.environ['HOME'], os.getcwd()); raise SystemExit(1)"
+    outcome = run(submission(tmp_path / "it", code), TIGHT)
+    assert "A_SECRET" not in outcome.printed
+    assert str(Path.home()) not in outcome.printed.split()
+    assert str(tmp_path) not in outcome.printed
+
+
+def test_links_are_not_followed_and_large_folders_refused(tmp_path: Path) -> None:
+    it = submission(tmp_path / "it", "import os; print(os.listdir('.')); raise SystemExit(1)")
+    (it / "link").symlink_to("/etc/passwd")
+    os.mkfifo(it / "pipe")
+    outcome = run(it, TIGHT)
+    assert "link" not in outcome.printed
+    assert "pipe" not in outcome.printed
+    assert "more than 0 files" in run(it, Limits(tree_files=0)).reason
+
+
+def test_originals_that_a_submission_changes_are_noticed(tmp_path: Path) -> None:
+    it = tmp_path / "it"
+    submission(it, f"open({str(it / 'llama' / '__init__.py')!r}, 'a').write('#'); raise SystemExit")
+    assert "the originals of its files" in run(it, TIGHT).reason
+
+
+def test_grading_goes_on_and_ends_in_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(grade, "real_facts", lambda limits: {})  # no submission here gets as far as being compared
+    paths = [submission(tmp_path / name, HOSTILE[name][0]) for name in ("leaves at once", "prints", "has no package")]
+    written = tmp_path / "grades.json", tmp_path / "grades.csv"
+    code = grade.main([*map(str, paths), "--seconds", "20", "--json", str(written[0]), "--csv", str(written[1])])
+    assert code == 0
+    assert [one["points"] for one in json.loads(written[0].read_text())] == [0, 0, 0]
+    assert len(written[1].read_text().splitlines()) == 4
+    table = capsys.readouterr().out.rstrip().splitlines()[-3:]
+    assert [line.split()[-1] for line in table] != []
+    assert all("  0  " in line for line in table)
+
+
+def test_changed_files_of_the_grader_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter([["as it was"], ["changed"]])
+    monkeypatch.setattr(grade, "real_facts", lambda limits: {})
+    monkeypatch.setattr(grade, "_own_digests", lambda: next(states))
+    assert grade.main([str(submission(tmp_path / "it", None))]) == 2
