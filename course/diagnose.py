@@ -4,6 +4,7 @@ Knows facts as course/probe.py writes them, and which mistake leaves which trace
 neither torch nor a submission. Of one chain of causes the first mistake is named: what stands on it is not judged.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -289,7 +290,9 @@ def _loop(facts: Facts, right: Facts) -> Iterator[Finding]:
             where = f"cache {mode}, step {step}: rows were fed {fed[1]} tokens from positions {fed[0]} on"
             yield Finding(_loop_name(mode, fed, right["off"]["fed"][step]), where)
         elif len(ours["fed"]) != len(wanted) and "error" not in ours:
-            yield Finding("cached-fed-wrong" if mode == "on" else "uncached-changed", f"cache {mode}: steps are missing")
+            yield Finding(
+                "cached-fed-wrong" if mode == "on" else "uncached-changed", f"cache {mode}: steps are missing"
+            )
 
 
 def _loop_name(mode: str, fed: list[list[int]], prefix: list[list[int]]) -> str:
@@ -338,7 +341,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 def _notes(facts: Facts) -> Iterator[Finding]:
     """Remark on what is right and has a price."""
     filling = facts["memory"].get("filling", [])
-    if len(filling) == 5 and all(a < b for a, b in zip(filling, filling[1:], strict=False)):
+    if len(filling) == 5 and all(a < b for a, b in itertools.pairwise(filling)):
         yield Finding("grows-by-copying", "the memory grows at every step")
     if not facts["aliased"].get("error") and facts["aliased"].get("calls"):
         seen = [query.seen for query in _queries(facts["aliased"]["calls"])]
@@ -359,7 +362,9 @@ def _limits(facts: Facts) -> Iterator[Finding]:
         if outcome["raised"] is not None:
             yield Finding("limits-ignored", f"{name} past {limit}: {outcome['raised']}: {outcome['words']}")
         elif name == "length" and (outcome["shape"][1] <= limit or outcome["first"] != 1.0):
-            yield Finding("overflow-silent", f"the token at position {limit} of {limit} is nowhere, and nothing is said")
+            yield Finding(
+                "overflow-silent", f"the token at position {limit} of {limit} is nowhere, and nothing is said"
+            )
         else:
             yield Finding("limits-ignored", f"{name} past {limit}: accepted")
 

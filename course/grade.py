@@ -105,7 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything into this file")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table into this file")
     parser.add_argument("--report", action="store_true", help="a report.md with its table filled in is wanted, too")
-    parser.add_argument("--seconds", type=float, default=Limits.seconds, help="that one may take (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=Limits.seconds, help="that one may take (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     limits = Limits(seconds=options.seconds)
     ours = _own_digests()

@@ -142,13 +142,13 @@ MISTAKES = {
             "rope-twice",
             30,
             "Keys are rotated twice",
-            "A key is rotated once in its life. Is what you store rotated already, and what do you do when you read it?",
+            "A key is rotated once in its life. Is what you store rotated already? What is done when it is read?",
         ),
         Mistake(
             "rope-missing",
             30,
             "Keys come out of the cache without their own rotation",
-            "Compare the cached and the uncached keys of one layer, number by number. Which of xk and rotated is which?",
+            "Compare the cached and the uncached keys of one layer, number by number.",
         ),
         Mistake(
             "rope-wrong",

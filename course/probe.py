@@ -15,7 +15,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llama.model import Transformer
+    from llama.request import Step
 
 # The sizes of the model that spells: tokens of two rows of twelve, of another text, and of one that goes another way.
 VOCAB, LAYERS, HEADS, KV_HEADS = 48, 2, 6, 2
@@ -41,7 +42,9 @@ def main(tree: str, facts: str, limits: str) -> None:
     signature = sys.stdin.readline().strip()
     _limit(json.loads(limits))
     # Where our package is installed to be edited, a finder of its own would fill in what the submission lacks.
-    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is PathFinder or not finder.find_spec("llama", None)]
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if finder is PathFinder or not finder.find_spec("llama", None)
+    ]
     sys.path.insert(0, tree)
     import llama.model
 
@@ -336,7 +339,12 @@ def _outcome(write: Callable[[], tuple["Tensor", "Tensor"]]) -> Facts:
         keys, _ = write()
     except Exception as error:
         return {"raised": type(error).__name__, "words": str(error)[:200]}
-    return {"raised": None, "shape": list(keys.shape), "first": float(keys[0, 0, 0, 0]), "last": float(keys[0, -1, 0, 0])}
+    return {
+        "raised": None,
+        "shape": list(keys.shape),
+        "first": float(keys[0, 0, 0, 0]),
+        "last": float(keys[0, -1, 0, 0]),
+    }
 
 
 PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8])
@@ -345,22 +353,22 @@ PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8])
 def loop(found: Facts) -> None:
     """What each step of a generation is fed, with the cache on and off, and how the model is left."""
     for mode in (True, False):
-        model = random_model()
-        fed: list[Any] = []
-        part: Facts = {"fed": fed}
-        found["on" if mode else "off"] = part
-        try:
-            ids, _ = model.generate_tokens(
-                PROMPTS,
-                4,
-                temperature=0.0,
-                kv_caching=mode,
-                on_step=lambda step: fed.append([list(step.prev_pos), [len(ids) for ids in step.fed]]),
-            )
-            part["ids"] = ids
-        except Exception as error:
-            part["error"] = _told(error, sys.path[0])
-        part["switch"] = model.kv_caching
+        found["on" if mode else "off"] = _fed(mode)
+
+
+def _fed(mode: bool) -> Facts:
+    model = random_model()
+    found: Facts = {"fed": []}
+
+    def note(step: "Step") -> None:
+        found["fed"].append([list(step.prev_pos), [len(ids) for ids in step.fed]])
+
+    try:
+        found["ids"] = model.generate_tokens(PROMPTS, 4, temperature=0.0, kv_caching=mode, on_step=note)[0]
+    except Exception as error:
+        found["error"] = _told(error, sys.path[0])
+    found["switch"] = model.kv_caching
+    return found
 
 
 def generations(found: Facts) -> None:
@@ -380,12 +388,9 @@ def left_behind(found: Facts) -> None:
             with model.switched(kv_caching=False):
                 model(text(0, rows=1, length=16))
             before = _bytes(_alive())
-        try:
-            model.generate_tokens(
-                PROMPTS, 4, temperature=0.0, kv_caching=mode, on_step=None if name == "whole" else _Fails()
-            )
-        except _Stop:
-            pass
+        on_step = None if name == "whole" else _Fails()
+        with suppress(_Stop):
+            model.generate_tokens(PROMPTS, 4, temperature=0.0, kv_caching=mode, on_step=on_step)
         found[name] = {"bytes": _bytes(_alive()) - before, "switch": model.kv_caching}
 
 

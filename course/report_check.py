@@ -3,6 +3,7 @@
 Knows the table that course/kit/report.md asks for; runs nothing.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,11 +56,13 @@ def _findings(rows: list[Measured]) -> Iterator[Finding]:
     biggest = max(rows, key=lambda row: row.batch).batch
     by_mode = {mode: [row for row in rows if row.kv_caching is mode] for mode in (True, False)}
     # Runs of one process can only raise its peak: the same number again, to the last digit, was not measured anew.
-    same = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.peak == b.peak]
-    falls = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.peak > b.peak]
+    same = [(a, b) for a, b in itertools.pairwise(rows) if a.peak == b.peak]
+    falls = [(a, b) for a, b in itertools.pairwise(rows) if a.peak > b.peak]
     if len(same) >= 2 and not falls:
         first, second = same[0]
-        yield Finding("report-peaks-not-reset", f"{_cell(first)} and {_cell(second)} both have a peak of {first.peak:g}")
+        yield Finding(
+            "report-peaks-not-reset", f"{_cell(first)} and {_cell(second)} both have a peak of {first.peak:g}"
+        )
     first = rows[0]
     larger = [row for row in by_mode[first.kv_caching] if row.batch > first.batch and row.seconds < first.seconds]
     if larger:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from course.diagnose import Finding, diagnose
+from planted import Plant, plants
+
+from course.diagnose import diagnose
 from course.grade import grade
 from course.make import make
-from course.mistakes import MISTAKES as KNOWN
-from course.sandbox import read_facts, Outcome
-from planted import MISTAKES, RIGHT, Plant
+from course.mistakes import MISTAKES
+from course.sandbox import Outcome, read_facts
 
 WARM = Path(__file__).with_name("warm.py")
 Probe = Callable[[Plant], Outcome]
@@ -53,22 +54,31 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
 
 @pytest.fixture(scope="module")
 def right(probe: Probe) -> dict[str, Any]:
-    facts = probe(Plant("the real package", (), ())).facts
+    facts = probe(Plant("the real package")).facts
     assert facts is not None
     return facts
 
 
-@pytest.mark.parametrize("plant", MISTAKES, ids=lambda plant: plant.name)
+@pytest.mark.parametrize("plant", plants("mistakes.txt"), ids=lambda plant: plant.name)
 def test_a_planted_mistake_is_named_right(plant: Plant, probe: Probe, right: dict[str, Any]) -> None:
     outcome = probe(plant)
     assert outcome.facts is not None, outcome.reason
     found = diagnose(outcome.facts, right)
-    noted = {finding.name for finding in found if not KNOWN[finding.name].points}
-    assert {finding.name for finding in found} - noted == set(plant.found), found
+    noted = {finding.name for finding in found if not MISTAKES[finding.name].points}
+    assert {finding.name for finding in found} - noted == plant.found, found
 
 
-@pytest.mark.parametrize("plant", RIGHT, ids=lambda plant: plant.name)
+@pytest.mark.parametrize("plant", plants("right.txt"), ids=lambda plant: plant.name)
 def test_a_right_solution_of_any_shape_gets_all_points(plant: Plant, probe: Probe, right: dict[str, Any]) -> None:
     graded = grade(Path(), probe(plant), right)
     assert graded.points == 100, graded.findings
-    assert {finding.name for finding in graded.findings} == set(plant.found)
+    assert {finding.name for finding in graded.findings} == plant.found
+
+
+def test_every_known_mistake_is_planted_and_stands_in_the_docs() -> None:
+    planted = {name for file in ("mistakes.txt", "right.txt") for plant in plants(file) for name in plant.found}
+    of_the_report = {name for name in MISTAKES if name.startswith("report-")}  # tests/course/test_report_check.py
+    assert planted | of_the_report == set(MISTAKES)
+    page = (Path(__file__).parents[2] / "docs" / "course.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| (.+) \|$", page, flags=re.MULTILINE)
+    assert rows == [(mistake.name, str(mistake.points), mistake.title) for mistake in MISTAKES.values()]

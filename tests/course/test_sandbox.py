@@ -1,31 +1,34 @@
-"""A submission that loops, forks, floods, deletes or imports nothing gets 0 points and the reason, and grading goes on."""
+"""A submission that loops, forks, floods or deletes gets 0 points and the reason, and grading goes on."""
 
 import json
 import os
-import signal
-import time
-from contextlib import suppress
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from course import grade
 from course.sandbox import Limits, run
 
-TIGHT = Limits(seconds=3.0, memory_bytes=2**30, file_bytes=2**20, printed_bytes=2**16, processes=8)
+TIGHT = Limits(seconds=20.0, memory_bytes=2**30, file_bytes=2**20, printed_bytes=2**16, processes=8)
 HOSTILE = {
-    "loops": ("while True: pass", "not done after 3 s|more CPU time"),
-    "sleeps": ("import time; time.sleep(100)", "not done after 3 s"),
+    "loops": ("while True: pass", "not done after 1 s|more CPU time"),
+    "sleeps": ("import time; time.sleep(100)", "not done after 1 s"),
     "forks": ("import os\nwhile True: os.fork()", "more than 8 processes"),
     "prints": ("while True: print('x' * 1000)", "printed more than"),
     "prints without an end of line": ("import os\nwhile True: os.write(1, b'x' * 1000)", "printed more than"),
-    "closes its output": ("import os, time\nos.close(1), os.close(2)\ntime.sleep(100)", "not done after 3 s"),
+    "closes its output": ("import os, time\nos.close(1), os.close(2)\ntime.sleep(100)", "not done after 1 s"),
     "takes memory": ("x = bytearray(2**31)", "MemoryError"),
     "writes a large file": ("open('large', 'wb').write(b'x' * 2**22)", "File too large|SIGXFSZ"),
     "deletes its files": (
         "import os, shutil\nshutil.rmtree(os.getcwd())\nraise SystemExit",
         "deleted or changed .* of its own files",
     ),
-    "changes itself": ("open(__file__, 'a').write('# more')", "deleted or changed 1 of its own files, llama/__init__.py"),
+    "changes itself": (
+        "open(__file__, 'a').write('# more')",
+        "deleted or changed 1 of its own files, llama/__init__.py",
+    ),
     "leaves at once": ("import os; os._exit(0)", "exit code 0 before it was tried"),
     "does not parse": ("def (:", "SyntaxError"),
     "kills itself": ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
@@ -34,10 +37,13 @@ HOSTILE = {
     "has no package": (None, "no folder llama"),
     "has an empty package": ("", "ModuleNotFoundError"),
     "writes results of its own": (
-        "import sys; open(sys.argv[2], 'w').write('{\"signature\": \"mine\", \"steps\": {}}'); raise SystemExit",
+        'import sys; open(sys.argv[2], \'w\').write(\'{"signature": "mine", "steps": {}}\'); raise SystemExit',
         "not those of the grader",
     ),
-    "writes results that are no JSON": ("import sys; open(sys.argv[2], 'w').write('{'); raise SystemExit", "cannot be read"),
+    "writes results that are no JSON": (
+        "import sys; open(sys.argv[2], 'w').write('{'); raise SystemExit",
+        "cannot be read",
+    ),
 }
 
 
@@ -52,11 +58,11 @@ def submission(folder: Path, code: str | None) -> Path:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_cannot_be_run_gets_the_reason(name: str, tmp_path: Path) -> None:
     code, reason = HOSTILE[name]
-    outcome = run(submission(tmp_path / "it", code), TIGHT)
+    limits = replace(TIGHT, seconds=1.0) if "not done" in reason else TIGHT
+    outcome = run(submission(tmp_path / "it", code), limits)
     graded = grade.grade(tmp_path / "it", outcome, {})
     assert graded.points == 0
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(graded.reason)
+    assert re.search(reason, graded.reason), graded.reason
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="who has left the session is found in /proc alone")
@@ -115,7 +121,6 @@ def test_grading_goes_on_and_ends_in_a_table(
     assert [one["points"] for one in json.loads(written[0].read_text())] == [0, 0, 0]
     assert len(written[1].read_text().splitlines()) == 4
     table = capsys.readouterr().out.rstrip().splitlines()[-3:]
-    assert [line.split()[-1] for line in table] != []
     assert all("  0  " in line for line in table)
 
 

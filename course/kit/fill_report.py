@@ -1,0 +1,59 @@
+"""Write what the benchmark measured into report.md: python fill_report.py [results/.../results.json].
+
+Without a file, the newest one under results/ is taken. Only what stands between the two comments of the table changes.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+REPORT = Path("report.md")
+TABLE = re.compile(r"(<!-- table[^>]*-->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
+
+
+def main(words: list[str]) -> int:
+    try:
+        source = Path(words[0]) if words else newest(Path("results"))
+        fill(REPORT, json.loads(source.read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{REPORT} has the table of {source}")
+    return 0
+
+
+def newest(folder: Path) -> Path:
+    """Return the results of the newest run. Raises ValueError where there is none."""
+    found = sorted(folder.glob("*/results.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ValueError("there are no results yet; run python benchmark_inference.py --preset table first")
+    return found[-1]
+
+
+def fill(report: Path, results: dict[str, Any]) -> None:
+    """Put a row for each cell that was measured into the table of a report. Raises ValueError where it has none."""
+    text = report.read_text("utf-8")
+    rows = ["| batch | cache | seconds | peak MB | tokens/s | cache MB |", "|---|---|---|---|---|---|"]
+    rows += [row(record) for record in results["cells"] if record["summary"] is not None]
+    filled, count = TABLE.subn(lambda found: "\n".join([found[1], *rows, "", found[2]]), text)
+    if count != 1:
+        raise ValueError(f"{report} has lost the comments around its table; take them from the folder as you got it")
+    report.write_text(filled, encoding="utf-8")
+
+
+def row(record: dict[str, Any]) -> str:
+    cell, summary = record["cell"], record["summary"]
+    peak = summary["peak_bytes"] or summary["resident_bytes"]
+    numbers = [
+        f"{summary['seconds']['median']:.2f}",
+        "" if peak is None else f"{peak['median'] / 2**20:.1f}",
+        f"{summary['tokens_per_second']:.1f}",
+        "" if record["cache_bytes"] is None else f"{record['cache_bytes'] / 2**20:.1f}",
+    ]
+    return f"| {cell['batch_size']} | {'on' if cell['kv_caching'] else 'off'} | {' | '.join(numbers)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The exercise is made from the sources as they are: it runs, and lacks the answer and nothing else."""
+
+import ast
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from course.holes import HOLES, AnchorLost, cut
+from course.make import KIT, ROOT, make
+from course.make import main as make_main
+
+TRY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from llama.model import ModelArgs, Transformer
+model = Transformer(ModelArgs(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=29, max_seq_len=16))
+print(len(model.generate_tokens([[1, 2], [3]], 4, kv_caching=False)[0]))
+try:
+    model.generate_tokens([[1, 2]], 4)
+except NotImplementedError as missing:
+    print(missing)
+import llama.api, llama.bench.caches, llama.bench.chat, llama.bench.run.worker, llama.commands.benchmark_inference
+print(sorted({name.split(".")[1] for name in sys.modules if name.startswith("llama.") and name.count(".") == 1}))
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made")
+    make(out)
+    return out
+
+
+def test_the_exercise_runs_without_the_cache_and_says_what_is_missing_with_it(made: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", TRY, str(made)], capture_output=True, text=True, check=False, cwd=made
+    )
+    assert done.stdout.splitlines()[:2] == ["2", "TODO 1 in llama/model.py, Attention.forward: see TASK.md"], (
+        done.stderr
+    )
+    modules = ast.literal_eval(done.stdout.splitlines()[2])
+    assert "model" in modules
+    assert {"verify", "testing"}.isdisjoint(modules)
+
+
+def test_only_the_holes_differ_from_the_sources(made: Path) -> None:
+    kit = {path.relative_to(KIT).as_posix() for path in KIT.rglob("*") if path.is_file()}
+    ours = {path.relative_to(made).as_posix(): path.read_text() for path in made.rglob("*") if path.is_file()}
+    changed = {file for file, text in ours.items() if file not in kit and _source(file) != text}
+    assert changed == {hole.file for hole in HOLES} | {"requirements.txt"}
+    for file in changed - {"requirements.txt"}:
+        lines = ours[file].splitlines()
+        added = [line.strip() for line in lines if line not in _source(file).splitlines()]
+        assert all(
+            re.match(r"#|raise NotImplementedError|if |prev_pos = \[0\]|keys, values, visible", line) for line in added
+        )
+
+
+def _source(file: str) -> str:
+    return (ROOT / file).read_text() if (ROOT / file).is_file() else ""
+
+
+def test_the_answer_is_not_left_anywhere_in_the_exercise(made: Path) -> None:
+    texts = {path: path.read_text() for path in (made / "llama").rglob("*.py")}
+    for answer in (
+        ".cache.update(",
+        "def _write(",
+        "def _enlarge(",
+        "pos - 1 for pos in batch.cur_pos] if",
+        "torch.cat((self.keys",
+        "Int8Cache",
+    ):
+        assert [path for path, text in texts.items() if answer in text] == [], answer
+    todos = sorted(todo for text in texts.values() for todo in re.findall(r"# TODO (\d)", text))
+    assert todos == ["1", "2", "3"]
+
+
+def test_the_task_names_files_and_functions_that_exist(made: Path) -> None:
+    task = (made / "TASK.md").read_text()
+    for file in re.findall(r"`((?:llama/[\w/]+|\w+)\.(?:py|md))`", task):
+        assert (made / file).is_file(), file
+    contract = (made / "llama/kv_cache/contract.py").read_text()
+    for name in ("check", "reserve", "free", "nbytes", "_allocate"):
+        assert f"def {name}(" in contract
+    for hole in HOLES:
+        assert hole.number is None or f"TODO {hole.number}, `{hole.file}`" in task
+
+
+@pytest.mark.parametrize("hole", HOLES, ids=lambda hole: f"{hole.file}:{hole.function}")
+def test_sources_that_have_moved_on_are_refused(hole: Any) -> None:
+    text = (ROOT / hole.file).read_text()
+    name = hole.function.rpartition(".")[2]
+    with pytest.raises(AnchorLost, match="has 0 places for the exercise"):
+        cut(hole.file, text.replace(f"def {name}(", "def moved_on("), (hole,))
+    twice = replace(hole, find=lambda function: [*hole.find(function), *hole.find(function)])
+    with pytest.raises(AnchorLost, match="has 2 places"):
+        cut(hole.file, text, (twice,))
+
+
+def test_a_switch_that_looks_otherwise_is_refused() -> None:
+    text = "class Attention:\n    def forward(self):\n        return self.a if self.kv_caching else self.b\n"
+    with pytest.raises(AnchorLost, match=r"Attention\.forward has 0 places"):
+        cut(HOLES[0].file, text, HOLES)
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(SystemExit):
+        make_main([str(tmp_path)])
+    assert "is there already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_benchmark_fills_the_reports_table(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(made / "report.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    fill = runpy.run_path(str(made / "fill_report.py"))
+    assert fill["main"]([]) == 2  # no results yet
+    (tmp_path / "results" / "run").mkdir(parents=True)
+    results = json.loads((ROOT / "docs/results/table/results.json").read_text())
+    (tmp_path / "results" / "run" / "results.json").write_text(json.dumps(results))
+    assert fill["main"]([]) == 0
+    filled = (tmp_path / "report.md").read_text()
+    assert len(re.findall(r"^\| (?:1|8|16) \| (?:on|off) \| [\d.]+ \| [\d.]+ \|", filled, flags=re.MULTILINE)) == 6
+    assert fill["main"]([]) == 0
+    assert (tmp_path / "report.md").read_text() == filled
