@@ -29,7 +29,13 @@ def diagnose(facts: Facts, right: Facts) -> list[Finding]:
     """Return the mistakes of a submission, the gravest first; `right` are the facts of the real package."""
     try:
         found = list(_findings(facts, right))
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:  # facts that our probe did not write
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        ArithmeticError,
+    ) as error:  # facts that our probe did not write
         return [Finding("unknown", f"the notes of the run cannot be read ({type(error).__name__})")]
     return list({finding.name: finding for finding in reversed(found)}.values())[::-1]
 
@@ -41,7 +47,7 @@ def _findings(facts: Facts, right: Facts) -> Iterator[Finding]:
     uncached = _first_difference(facts["uncached"], right["uncached"], "with the cache off")
     values = list(_values(facts, right))
     found = [Finding("uncached-changed", uncached.where)] if uncached else []
-    found += [*values, *_loop(facts["loop"], right["loop"]), *_switch(facts)]
+    found += [*values, *_loop(facts["loop"], right["loop"], judged=not found and not values), *_switch(facts)]
     if not values:
         found += [*_memory(facts), *_limits(facts["limits"])]
     yield from found
@@ -101,9 +107,6 @@ def _values(facts: Facts, right: Facts) -> Iterator[Finding]:
     if plain:
         yield plain
         return
-    if facts["steps"].get("error") or not facts["steps"]["calls"]:
-        yield Finding("unknown", _error(facts["steps"], "token by token"))
-        return
     turned = _angles(facts["turned"], right["turned"])
     yield from [turned] if turned else []
     for name, where, says in (
@@ -132,6 +135,10 @@ def _first_difference(facts: Facts, right: Facts, where: str, says: str = "") ->
             return Finding(says or _name(one, other, ours, wanted), f"{where}, {_tell(one, other)}")
     if "error" in facts:
         return Finding(_error_name(facts["error"], says), _error(facts, where))
+    if len(ours) != len(wanted):
+        return Finding(
+            says or "unknown", f"{where}: {len(ours)} of {len(wanted)} queries go through wo, where they are seen"
+        )
     return None
 
 
@@ -184,12 +191,13 @@ def _name(query: Query, wanted: Query, ours: Sequence[Query], all_wanted: Sequen
 def _tell(query: Query, wanted: Query) -> str:
     """Say of a query what it should have looked at, and what it did."""
     base = min(wanted.seen)
-    own = sorted(place - base for place in query.seen if base <= place <= base + LENGTH)
+    own = sorted(place - base for place in query.seen if base <= place < base + LENGTH)
     strange = len(query.seen) - len(own)
-    more = f" and {strange} of another text, row or layer" if strange else ""
+    more = f", and at {strange} of another text, row or layer" if strange else ""
+    shares = ", with other shares than it should" if query.seen.keys() == wanted.seen.keys() else ""
     return (
         f"row {query.row}, layer {query.layer}: the token at position {max(wanted.seen) - base} should look at the "
-        f"positions 0 to {max(wanted.seen) - base}, and looks at {own or 'none'}{more}"
+        f"positions 0 to {max(wanted.seen) - base}, and looks at {own or 'none of them'}{more}{shares}"
     )
 
 
@@ -206,7 +214,7 @@ def _error_name(error: dict[str, str], says: str = "") -> str:
 def _error(facts: Facts, where: str) -> str:
     error = facts.get("error")
     if error is None:
-        return f"{where}: no attention was seen"
+        return f"{where}: it ended"
     return f"{where}: {error['type']} at {error['where'] or 'a place outside'}: {error['words']}"
 
 
@@ -235,7 +243,7 @@ def _angles(facts: Facts, right: Facts) -> Finding | None:
     where = "with keys that draw by their angle"
     if "error" in facts:
         return Finding(_error_name(facts["error"]), _error(facts, where))
-    pairs = list(zip(_queries(facts["calls"]), _queries(right["calls"]), strict=True))
+    pairs = list(zip(_queries(facts["calls"]), _queries(right["calls"]), strict=False))
     wrong = [(one, other) for one, other in pairs if not _alike(one.seen, other.seen, NEAR_ANGLES)]
     if not wrong:
         return None
@@ -280,8 +288,8 @@ def _tell_angles(query: Query, wanted: Query) -> str:
 # ---- the loop, the switch, memory, limits ----------------------------------------------------------------------------
 
 
-def _loop(facts: Facts, right: Facts) -> Iterator[Finding]:
-    """Look at what each step of a generation was fed."""
+def _loop(facts: Facts, right: Facts, *, judged: bool) -> Iterator[Finding]:
+    """Look at what each step of a generation was fed; an error is the loop's own where single calls are right."""
     for mode in ("on", "off"):
         ours, wanted = facts[mode], right[mode]["fed"]
         step = next((i for i, (a, b) in enumerate(zip(ours["fed"], wanted, strict=False)) if a != b), None)

@@ -20,6 +20,7 @@ from course.make import ROOT, make
 from course.mistakes import MISTAKES
 from course.report_check import check_report
 from course.sandbox import Limits, Outcome, digests, run
+from llama.words import printable
 
 FULL = 100
 
@@ -78,7 +79,7 @@ def as_text(grade: Grade) -> str:
         lines += [f"       seen: {finding.where}", f"       hint: {mistake.hint}"]
     if not grade.reason and not grade.mistakes:
         lines.append("  every experiment gave what the real package gives")
-    return "\n".join("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line) for line in lines)
+    return "\n".join(map(printable, lines))
 
 
 def table(grades: Sequence[Grade]) -> str:

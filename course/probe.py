@@ -70,7 +70,8 @@ def _limit(limits: dict[str, int]) -> None:
         if kind is not None:
             hard = resource.getrlimit(kind)[1]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(kind, (most, most))
+            with suppress(ValueError, OSError):  # a system may know the name and not the limit
+                resource.setrlimit(kind, (most, most))
 
 
 def _forget_garbage() -> None:

@@ -10,21 +10,22 @@ import hashlib
 import json
 import os
 import secrets
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PROBE = Path(__file__).with_name("probe.py")
 LEFT_OUT = (".venv", "venv", ".git", "results", "__pycache__", ".ipynb_checkpoints")
+KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")  # of our environment
 POLL_S = 0.1
 FACTS_LIMIT = 16_000_000  # bytes; ours are half a million
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, of Linux's prctl.h
@@ -91,6 +92,8 @@ def _run(submission: Path, scratch: Path, limits: Limits) -> Outcome:
             reason, printed = _watch(process, signature, limits)
         finally:
             _end_session(process)
+            assert process.stdout is not None
+            process.stdout.close()
     reason = reason or _changes(before, tree) or _changes(before, submission, what="the originals of its files")
     if reason:
         return Outcome(reason=reason, printed=printed)
@@ -99,7 +102,11 @@ def _run(submission: Path, scratch: Path, limits: Limits) -> Outcome:
 
 def _environment(home: Path) -> dict[str, str]:
     """Return what the submission finds: our PATH and languages, and folders of its own for whatever else."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "SYSTEMROOT") if name in os.environ}
+    kept = {
+        name: os.environ[name]
+        for name in ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")
+        if name in os.environ
+    }
     own = dict.fromkeys(("HOME", "TMPDIR", "TMP", "TEMP", "XDG_CACHE_HOME"), str(home))
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return kept | own | quiet
@@ -151,24 +158,36 @@ def _watch(process: subprocess.Popen[bytes], signature: str, limits: Limits) -> 
         process.stdin.write(f"{signature}\n".encode())
         process.stdin.close()
     printed, end = bytearray(), time.monotonic() + limits.seconds
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while process.poll() is None:
-            if selector.select(POLL_S):
-                read = os.read(process.stdout.fileno(), 65536)
-                printed += read
-                if not read:  # it has closed its output
-                    time.sleep(POLL_S)
-            tail = printed[-2000:].decode("utf-8", errors="replace")
-            if len(printed) > limits.printed_bytes:
-                return f"it printed more than {limits.printed_bytes / 2**20:.0f} MB", tail
-            if time.monotonic() > end:
-                return f"it was not done after {limits.seconds:.0f} s: does something loop?", tail
-            if len(_session(process.pid)) > limits.processes:
-                return f"it started more than {limits.processes} processes", tail
-        if selector.select(0):
-            printed += os.read(process.stdout.fileno(), 65536)
-    return "", printed[-2000:].decode("utf-8", errors="replace")
+    reader = threading.Thread(target=_collect, args=(process.stdout, printed, limits.printed_bytes), daemon=True)
+    reader.start()
+    reason = ""
+    while not reason:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)
+            break
+        reason = _too_much(process.pid, len(printed), end, limits)
+    _end_session(process)
+    reader.join(1.0)  # a child that has left the session may still hold the other end
+    if len(printed) > limits.printed_bytes:
+        reason = f"it printed more than {limits.printed_bytes / 2**20:g} MB"
+    return reason, bytes(printed[-2000:]).decode("utf-8", errors="replace")
+
+
+def _too_much(pid: int, printed: int, end: float, limits: Limits) -> str:
+    if printed > limits.printed_bytes:
+        return "it printed too much"
+    if time.monotonic() > end:
+        return f"it was not done after {limits.seconds:g} s: does something loop?"
+    if len(_session(pid)) > limits.processes:
+        return f"it started more than {limits.processes} processes"
+    return ""
+
+
+def _collect(stream: IO[bytes], printed: bytearray, limit: int) -> None:
+    """Keep what is printed, until it is too much."""
+    with suppress(OSError, ValueError):  # it was closed
+        while len(printed) <= limit and (read := os.read(stream.fileno(), 65536)):
+            printed += read
 
 
 def read_facts(facts: Path, tree: Path, signature: str, code: int, printed: str) -> Outcome:
@@ -231,8 +250,6 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
 
 
 def _adopt_orphans(on: bool) -> None:

@@ -124,6 +124,14 @@ def test_grading_goes_on_and_ends_in_a_table(
     assert all("  0  " in line for line in table)
 
 
+def test_what_is_printed_of_a_submission_acts_on_no_terminal(tmp_path: Path) -> None:
+    outcome = run(submission(tmp_path / "it", "print('\\x1b[2J'); raise SystemExit(1)"), TIGHT)
+    assert "\x1b" in outcome.printed
+    text = grade.as_text(grade.grade(tmp_path / "it", outcome, {}))
+    assert "\x1b" not in text
+    assert "[2J" in text
+
+
 def test_changed_files_of_the_grader_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = iter([["as it was"], ["changed"]])
     monkeypatch.setattr(grade, "real_facts", lambda limits: {})
