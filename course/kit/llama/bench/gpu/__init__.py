@@ -1,0 +1,1 @@
+"""Stands in for the checks of kernels for GPUs, which the exercise does without."""
