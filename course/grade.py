@@ -7,6 +7,7 @@ next one is graded. No line of a submission runs in this process.
 
 import argparse
 import csv
+import io
 import json
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from course.make import ROOT, make
 from course.mistakes import MISTAKES
 from course.report_check import check_report
 from course.sandbox import Limits, Outcome, digests, run
+from llama.files import check_writable, replace_file
 from llama.words import printable
 
 FULL = 100
@@ -92,12 +94,13 @@ def _summary(grade: Grade) -> str:
     return grade.reason or ", ".join(finding.name for finding in grade.findings) or "right"
 
 
-def write_csv(grades: Sequence[Grade], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["submission", "points", "mistakes", "reason"])
-        for one in grades:
-            rows.writerow([one.submission, one.points, " ".join(f.name for f in one.findings), one.reason])
+def as_csv(grades: Sequence[Grade]) -> str:
+    file = io.StringIO()
+    rows = csv.writer(file)
+    rows.writerow(["submission", "points", "mistakes", "reason"])
+    for one in grades:
+        rows.writerow([one.submission, one.points, " ".join(finding.name for finding in one.findings), one.reason])
+    return file.getvalue()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,8 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limits = Limits(seconds=options.seconds)
     ours = _own_digests()
     try:
+        for path in filter(None, (options.json, options.csv)):
+            check_writable(path)  # before an hour of grading
         right = real_facts(limits)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, OSError) as error:
         parser.error(str(error))
     grades = []
     for submission in options.submissions:
@@ -127,9 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(grades) > 1:
         print(table(grades))
     if options.json is not None:
-        options.json.write_text(json.dumps([one.as_json() for one in grades], indent=2) + "\n", encoding="utf-8")
+        replace_file(options.json, (json.dumps([one.as_json() for one in grades], indent=2) + "\n").encode())
     if options.csv is not None:
-        write_csv(grades, options.csv)
+        replace_file(options.csv, as_csv(grades).encode())
     return 0
 
 

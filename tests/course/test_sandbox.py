@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from course import grade
+from course.make import make
 from course.sandbox import Limits, run
 
 TIGHT = Limits(seconds=20.0, memory_bytes=2**30, file_bytes=2**20, printed_bytes=2**16, processes=8)
@@ -122,6 +123,24 @@ def test_grading_goes_on_and_ends_in_a_table(
     assert len(written[1].read_text().splitlines()) == 4
     table = capsys.readouterr().out.rstrip().splitlines()[-3:]
     assert all("  0  " in line for line in table)
+
+
+def test_a_file_of_grades_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        grade.main([str(tmp_path), "--json", str(tmp_path)])
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_the_exercise_as_it_is_set_is_graded_from_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "exercise")
+    assert grade.main([str(tmp_path / "exercise")]) == 0
+    printed = capsys.readouterr().out
+    assert "0 of 100 points" in printed
+    assert "TODO 1 in llama/model.py, Attention.forward" in printed
 
 
 def test_what_is_printed_of_a_submission_acts_on_no_terminal(tmp_path: Path) -> None:
