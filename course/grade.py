@@ -87,7 +87,7 @@ def as_text(grade: Grade) -> str:
 def table(grades: Sequence[Grade]) -> str:
     """Return a line for each submission."""
     width = max(len(one.submission) for one in grades)
-    return "\n".join(f"{one.submission:<{width}}  {one.points:>3}  {_summary(one)}" for one in grades)
+    return "\n".join(printable(f"{one.submission:<{width}}  {one.points:>3}  {_summary(one)}") for one in grades)
 
 
 def _summary(grade: Grade) -> str:
@@ -104,29 +104,23 @@ def as_csv(grades: Sequence[Grade]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m course.grade", description="Grade submissions of the exercise.")
-    parser.add_argument("submissions", nargs="+", type=Path, metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything into this file")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table into this file")
-    parser.add_argument("--report", action="store_true", help="a report.md with its table filled in is wanted, too")
-    parser.add_argument(
-        "--seconds", type=float, default=Limits.seconds, help="that one may take (default: %(default)s)"
-    )
+    parser = _parser()
     options = parser.parse_args(arguments)
-    limits = Limits(seconds=options.seconds)
-    ours = _own_digests()
     try:
+        limits = Limits(seconds=options.seconds)
         for path in filter(None, (options.json, options.csv)):
             check_writable(path)  # before an hour of grading
-        right = real_facts(limits)
+        ours, right = _own_digests(), real_facts(limits)
     except (RuntimeError, ValueError, OSError) as error:
         parser.error(str(error))
-    grades = []
+    grades: list[Grade] = []
+    code = 0
     for submission in options.submissions:
         outcome = run(submission, limits)
         if _own_digests() != ours:
-            print(f"{submission} changed the grader's own files; nothing after it can be trusted", file=sys.stderr)
-            return 2
+            print(f"{submission} changed the grader's own files: restore them; it and the rest are not graded")
+            code = 2
+            break
         grades.append(grade(submission, outcome, right, report=options.report))
         print(as_text(grades[-1]), end="\n\n", flush=True)
     if len(grades) > 1:
@@ -134,8 +128,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         replace_file(options.json, (json.dumps([one.as_json() for one in grades], indent=2) + "\n").encode())
     if options.csv is not None:
-        replace_file(options.csv, as_csv(grades).encode())
-    return 0
+        replace_file(options.csv, as_csv(grades).encode(errors="replace"))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m course.grade", description="Grade submissions of the exercise.")
+    parser.add_argument("submissions", nargs="+", type=Path, metavar="DIR")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything into this file")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table into this file")
+    parser.add_argument("--report", action="store_true", help="a report.md with its table filled in is wanted, too")
+    parser.add_argument("--seconds", type=float, default=Limits.seconds, help="for each (default: %(default)s)")
+    return parser
 
 
 def _own_digests() -> list[dict[str, str]]:

@@ -43,6 +43,10 @@ class Limits:
     tree_bytes: int = 100 * 2**20
     tree_files: int = 2000
 
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds < 1e6:
+            raise ValueError(f"seconds={self.seconds} must be above 0, and less than a million")
+
     def of_the_process(self) -> dict[str, int]:
         """Those that the kernel holds, by their names in `resource`."""
         return {

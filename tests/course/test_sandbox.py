@@ -125,12 +125,10 @@ def test_grading_goes_on_and_ends_in_a_table(
     assert all("  0  " in line for line in table)
 
 
-def test_a_file_of_grades_that_cannot_be_written_is_refused_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("words", [["--json", "."], ["--csv", "."], ["--seconds", "nan"], ["--seconds", "-1"]])
+def test_what_cannot_be_done_is_refused_before_anything_runs(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        grade.main([str(tmp_path), "--json", str(tmp_path)])
-    assert str(tmp_path) in capsys.readouterr().err
+        grade.main([str(tmp_path), *words])
 
 
 def test_the_exercise_as_it_is_set_is_graded_from_end_to_end(
