@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from course.probe import HEADS, KEY_AT, KV_HEADS, LENGTH, SCALE, THETA, TILT, VOCAB, key_size
+from course.probe import HEADS, KEY_AT, KV_HEADS, LENGTH, MAX_ROWS, MAX_SEQ_LEN, SCALE, THETA, TILT, VOCAB, key_size
 
 Facts = dict[str, Any]
 NEAR = 1e-6  # of shares of attention in float64; RoPE's table is float32
@@ -363,16 +363,14 @@ def _itemsize(dtypes: Sequence[str]) -> int:
 
 def _limits(facts: Facts) -> Iterator[Finding]:
     """Look at a write past the limits; a solution that does not use the cache's own update is not judged by it."""
-    for name, limit in (("length", 32), ("rows", 4)):
+    for name, limit in (("length", MAX_SEQ_LEN), ("rows", MAX_ROWS)):
         outcome = facts.get(name)
         if outcome is None or outcome["raised"] == "ValueError" or outcome["raised"] == "NotImplementedError":
             continue
         if outcome["raised"] is not None:
             yield Finding("limits-ignored", f"{name} past {limit}: {outcome['raised']}: {outcome['words']}")
         elif name == "length" and (outcome["shape"][1] <= limit or outcome["first"] != 1.0):
-            yield Finding(
-                "overflow-silent", f"the token at position {limit} of {limit} is nowhere, and nothing is said"
-            )
+            yield Finding("overflow-silent", f"token {limit + 1} of {limit} is nowhere, and nothing is said")
         else:
             yield Finding("limits-ignored", f"{name} past {limit}: accepted")
 

@@ -5,7 +5,8 @@
 Most facts come from a model whose attention spells out what it looked at: token t has the value e_t, wherever it came
 from, so a weighted sum of values names the tokens and their weights. It is read where it goes into `wo`, the one place
 that a solution of any shape has to pass. Run on our own sources it gives what is right. Knows the interface that the
-task promises; does not know mistakes (course/diagnose.py), and trusts nothing: it sets its own limits first.
+task promises; does not know mistakes (course/diagnose.py), and trusts nothing: it sets its own limits first. Torch and
+the submission are imported by what uses them, for the diagnosis reads the sizes below in a process that has neither.
 """
 
 import gc
