@@ -5,11 +5,9 @@ seen of the real package (course/diagnose.py). A submission that cannot be run g
 next one is graded. No line of a submission runs in this process.
 """
 
-import argparse
-import csv
+import csv as csv_file
 import io
-import json
-import sys
+import json as json_file
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -96,50 +94,54 @@ def _summary(grade: Grade) -> str:
 
 def as_csv(grades: Sequence[Grade]) -> str:
     file = io.StringIO()
-    rows = csv.writer(file)
+    rows = csv_file.writer(file)
     rows.writerow(["submission", "points", "mistakes", "reason"])
     for one in grades:
         rows.writerow([one.submission, one.points, " ".join(finding.name for finding in one.findings), one.reason])
     return file.getvalue()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        limits = Limits(seconds=options.seconds)
-        for path in filter(None, (options.json, options.csv)):
-            check_writable(path)  # before an hour of grading
-        ours, right = _own_digests(), real_facts(limits)
-    except (RuntimeError, ValueError, OSError) as error:
-        parser.error(str(error))
+def main(
+    *submissions: str,
+    csv: str | None = None,
+    json: str | None = None,
+    report: bool = False,
+    seconds: float = Limits.seconds,
+) -> int:
+    """Grade submissions of the exercise, each a folder, and print what is wrong with each, and a hint.
+
+    The exit code is 2 where a submission changed the grader's own files.
+
+    Args:
+        submissions: The folders to grade, one after another.
+        csv: Write a table into this file, a line for each submission.
+        json: Write everything into this file.
+        report: A report.md with its table filled in is wanted, too.
+        seconds: How long each may run.
+    """
+    if not submissions:
+        raise ValueError("no submission was given; name their folders: python -m course.grade submissions/*")
+    limits = Limits(seconds=seconds)
+    for path in filter(None, (json, csv)):
+        check_writable(Path(path))  # before an hour of grading
+    ours, right = _own_digests(), real_facts(limits)
     grades: list[Grade] = []
     code = 0
-    for submission in options.submissions:
+    for submission in map(Path, submissions):
         outcome = run(submission, limits)
         if _own_digests() != ours:
             print(f"{submission} changed the grader's own files: restore them; it and the rest are not graded")
             code = 2
             break
-        grades.append(grade(submission, outcome, right, report=options.report))
+        grades.append(grade(submission, outcome, right, report=report))
         print(as_text(grades[-1]), end="\n\n", flush=True)
     if len(grades) > 1:
         print(table(grades))
-    if options.json is not None:
-        replace_file(options.json, (json.dumps([one.as_json() for one in grades], indent=2) + "\n").encode())
-    if options.csv is not None:
-        replace_file(options.csv, as_csv(grades).encode(errors="replace"))
+    if json is not None:
+        replace_file(Path(json), (json_file.dumps([one.as_json() for one in grades], indent=2) + "\n").encode())
+    if csv is not None:
+        replace_file(Path(csv), as_csv(grades).encode(errors="replace"))
     return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m course.grade", description="Grade submissions of the exercise.")
-    parser.add_argument("submissions", nargs="+", type=Path, metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything into this file")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table into this file")
-    parser.add_argument("--report", action="store_true", help="a report.md with its table filled in is wanted, too")
-    parser.add_argument("--seconds", type=float, default=Limits.seconds, help="for each (default: %(default)s)")
-    return parser
 
 
 def _own_digests() -> list[dict[str, str]]:
@@ -147,4 +149,6 @@ def _own_digests() -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from llama import cli
+
+    cli.main(main)

@@ -5,9 +5,7 @@ course/kit/: the task, the report's template, and stand-ins for the wings that w
 files; nothing of what is taken out is written down here, so an exercise is never older than the sources.
 """
 
-import argparse
 import ast
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,17 +86,20 @@ def _requirements(root: Path) -> list[str]:
     return [str(line) for line in project["dependencies"]]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m course.make", description="Make the exercise on the KV cache.")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make, empty or new")
-    out = parser.parse_args(arguments).out
-    try:
-        make(out)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(f"{out} holds the exercise; {out / 'TASK.md'} is where a student begins")
+def main(*out: str) -> int:
+    """Make the exercise on the KV cache.
+
+    Args:
+        out: The folder to make, empty or new.
+    """
+    if len(out) != 1:
+        raise ValueError("give the one folder to make: python -m course.make OUT")
+    make(Path(out[0]))
+    print(f"{out[0]} holds the exercise; {Path(out[0]) / 'TASK.md'} is where a student begins")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from llama import cli
+
+    cli.main(main)

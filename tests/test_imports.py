@@ -148,7 +148,8 @@ MAY_IMPORT = {
     # the course kit: what runs a submission imports nothing of ours, and what tries one is given the submission's own
     "course/probe.py": ("model", "torch"),
     "course/kit/": ("kv_cache", ""),
-    "course/grade.py": ("files words", "course"),
+    "course/make.py": ("cli", "course"),
+    "course/grade.py": ("cli files words", "course"),
     "course/": ("", "course"),
     "scripts/gpu_report.py": ("bench cli console costs files", "torch"),
     "scripts/record_llama_cpp_ids.py": ("cli console demo", "llama_cpp"),

@@ -20,12 +20,11 @@ from llama.words import printable
 
 MOST_ATTENTION = 1_200_000  # bytes of attention weights; what is more is left out, and the page says so
 COUNTERS = ("tokens fed", "FLOPs", "bytes read", "bytes held", "time")
-COLOURS = ("CACHE", "ANEW", "WRITTEN", "ATTENTION")
 
 
 def page(recording: Recording, *, model: str = "a Llama model") -> str:
     """Return the recording as one HTML page, complete in itself; `model` is what readers know it by."""
-    style, script = _colours() + _file("page.css"), _file("page.js")
+    style, script = palette.css() + _file("page.css"), _file("page.js")
     prompt = printable("".join(recording.texts[: recording.prompt_len]), 60)
     return Template(_file("page.html")).substitute(
         policy=f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
@@ -46,12 +45,6 @@ def _file(name: str) -> str:
 def _digest(text: str) -> str:
     """Return what tells a browser that this text, and no other, may style the page or run in it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _colours() -> str:
-    shades = [(name.lower(), getattr(palette, name)) for name in COLOURS]
-    light, dark = ("; ".join(f"--{name}: {one[side]}" for name, one in shades) for side in (0, 1))
-    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 
 def _byline(recording: Recording, prompt: str, model: str) -> str:

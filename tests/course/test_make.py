@@ -16,6 +16,7 @@ import pytest
 from course.holes import HOLES, AnchorLost, cut
 from course.make import KIT, ROOT, make
 from course.make import main as make_main
+from llama import cli
 
 TRY = """
 import sys
@@ -116,8 +117,7 @@ def test_a_switch_that_looks_otherwise_is_refused() -> None:
 
 def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(SystemExit):
-        make_main([str(tmp_path)])
+    assert cli.run(make_main, [str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 

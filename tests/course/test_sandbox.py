@@ -11,6 +11,7 @@ import pytest
 from course import grade
 from course.make import make
 from course.sandbox import Limits, run
+from llama import cli
 
 TIGHT = Limits(seconds=20.0, memory_bytes=2**30, file_bytes=2**20, printed_bytes=2**16, processes=8)
 HOSTILE = {
@@ -117,7 +118,9 @@ def test_grading_goes_on_and_ends_in_a_table(
     monkeypatch.setattr(grade, "real_facts", lambda limits: {})  # no submission here gets as far as being compared
     paths = [submission(tmp_path / name, HOSTILE[name][0]) for name in ("leaves at once", "prints", "has no package")]
     written = tmp_path / "grades.json", tmp_path / "grades.csv"
-    code = grade.main([*map(str, paths), "--seconds", "20", "--json", str(written[0]), "--csv", str(written[1])])
+    code = cli.run(
+        grade.main, [*map(str, paths), "--seconds", "20", "--json", str(written[0]), "--csv", str(written[1])]
+    )
     assert code == 0
     assert [one["points"] for one in json.loads(written[0].read_text())] == [0, 0, 0]
     assert len(written[1].read_text().splitlines()) == 4
@@ -127,15 +130,14 @@ def test_grading_goes_on_and_ends_in_a_table(
 
 @pytest.mark.parametrize("words", [["--json", "."], ["--csv", "."], ["--seconds", "nan"], ["--seconds", "-1"]])
 def test_what_cannot_be_done_is_refused_before_anything_runs(words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        grade.main([str(tmp_path), *words])
+    assert cli.run(grade.main, [str(tmp_path), *words]) == 2
 
 
 def test_the_exercise_as_it_is_set_is_graded_from_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "exercise")
-    assert grade.main([str(tmp_path / "exercise")]) == 0
+    assert cli.run(grade.main, [str(tmp_path / "exercise")]) == 0
     printed = capsys.readouterr().out
     assert "0 of 100 points" in printed
     assert "TODO 1 in llama/model.py, Attention.forward" in printed
@@ -153,4 +155,4 @@ def test_changed_files_of_the_grader_end_it(tmp_path: Path, monkeypatch: pytest.
     states = iter([["as it was"], ["changed"]])
     monkeypatch.setattr(grade, "real_facts", lambda limits: {})
     monkeypatch.setattr(grade, "_own_digests", lambda: next(states))
-    assert grade.main([str(submission(tmp_path / "it", None))]) == 2
+    assert cli.run(grade.main, [str(submission(tmp_path / "it", None))]) == 2

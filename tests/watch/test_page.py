@@ -163,4 +163,4 @@ def test_colours_are_those_of_the_palette_alone() -> None:
     for name in ("cache", "anew", "written", "attention"):
         assert name in used
         for shade in getattr(palette, name.upper()):
-            assert f"--{name}: {shade}" in style
+            assert f"--{name}: {shade.lower()}" in style

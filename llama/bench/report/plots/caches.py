@@ -1,7 +1,8 @@
 """Pictures of kinds of cache: what each saves in bytes, beside what it costs in quality and in time."""
 
+import textwrap
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -74,7 +75,10 @@ def _kinds_figure(look: Look, heading: str, context: int, points: Sequence[_Kind
     ax.set_xlabel(f"bytes held at {context:,} tokens, MB (2^20 bytes)")
     for names, x, y in _together(points):
         right = x < (0.5 if look.narrow else 0.7) * ax.get_xlim()[1]
-        ax.annotate(names, (x, y), (9 if right else -9, 5), textcoords="offset points", ha="left" if right else "right")
+        words = "\n".join(textwrap.wrap(names, 24 if look.narrow else 48))
+        side: dict[str, Any] = {"xytext": (9 if right else -9, 5), "ha": "left" if right else "right"}
+        name = ax.annotate(words, (x, y), textcoords="offset points", **side)
+        name.set_in_layout(False)  # a long one must not take the room of the points
     return figure, ax
 
 
