@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.costs import forward_flops, step_bytes
-from llama.kv_cache import KVCache, PagedCache
-from llama.kv_cache.paged import BLOCK
+from llama.kv_cache import KVCache
+from llama.kv_cache.paged import BLOCK, PagedCache
 from llama.kv_cache.quantized import GROUP, QuantizedCache
 from llama.model import Attention, Transformer
 from llama.ops import attention_mass
