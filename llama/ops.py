@@ -7,13 +7,16 @@ Shapes: bsz rows, seqlen queries, kv_len keys; n_heads is a multiple of n_kv_hea
 https://arxiv.org/abs/2305.13245).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 
 from llama.ranks import Ranks
 
@@ -86,18 +89,57 @@ def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, vi
     else:  # what lies past the end is never read: a mask would multiply it by zero, and 0 * nan is nan
         keys, values = keys[:, :end], values[:, :end]
         if seqlen > 1 and start_pos > 0:  # is_causal would align the first query with the first key
+            if xq.is_cuda:
+                return _attend_behind_past(xq, keys, values)
             mask = _mask(start_pos, seqlen, xq.device)
         elif seqlen > 1:
             causal = True
-    output = F.scaled_dot_product_attention(
-        xq.transpose(1, 2),  # (bsz, n_heads, seqlen, head_dim)
-        keys.transpose(1, 2),  # (bsz, n_kv_heads, kv_len, head_dim)
-        values.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        enable_gqa=xq.shape[2] != keys.shape[2],
-    )
+    with without_cudnn(xq.device):
+        output = F.scaled_dot_product_attention(
+            xq.transpose(1, 2),  # (bsz, n_heads, seqlen, head_dim)
+            keys.transpose(1, 2),  # (bsz, n_kv_heads, kv_len, head_dim)
+            values.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=causal,
+            enable_gqa=xq.shape[2] != keys.shape[2],
+        )
     return output.transpose(1, 2)
+
+
+def _attend_behind_past(xq: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attend where the last query stands at the last key, and take no memory for scores where a kernel can do without.
+
+    Flash attention takes no mask, but knows this shape of one; so does the kernel for float32 and old GPUs, which
+    does not know heads that share keys.
+    """
+    q, k, v = (each.transpose(1, 2) for each in (xq, keys, values))  # (bsz, n_heads or n_kv_heads, ..., head_dim)
+    shared = q.shape[1] // k.shape[1]
+    if shared > 1 and not can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
+        k, v = (each.repeat_interleave(shared, dim=1) for each in (k, v))
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    with without_cudnn(xq.device):
+        output = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+    return output.transpose(1, 2)
+
+
+def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
+    """Keep attention on CUDA from cuDNN, which makes a plan for every new length; what is compiled, is so around this.
+
+    23 to 37 ms a plan have been seen (https://github.com/huggingface/transformers/issues/48163), which a text meets
+    at each of its tokens.
+    """
+    return _cudnn_off() if device.type == "cuda" and not torch.compiler.is_compiling() else nullcontext()
+
+
+@contextmanager
+def _cudnn_off() -> Iterator[None]:
+    # The flag alone: `sdpa_kernel` reads and writes all five, 14 times the time at every attention (docs/log.md).
+    enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def _mask(start_pos: int, seqlen: int, device: torch.device) -> Tensor:
@@ -138,9 +180,9 @@ def attention_mass(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale every vector of x, (..., dim), to a root mean square of one, then each number by its weight, (dim,)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # 16-bit squares overflow or vanish
-    norm = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return norm.type_as(x) * weight
+    # Normed in float32 or wider, for 16-bit squares overflow or vanish, and rounded before it is weighed. Were the
+    # weight given, too, 16-bit results would be rounded once, unlike those that models were trained with.
+    return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
 
 
 def last_real(h: Tensor, lengths: Sequence[int] | None) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs, RopeScaling
 from llama.model import RMSNorm, Transformer
+from llama.ops import rms_norm
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -370,6 +371,18 @@ def test_16_bit_logits_come_out_as_float32(dtype: torch.dtype) -> None:
     model = tiny_model(dtype=dtype, kv_caching=False)
     assert model(some_tokens(1, 3)).dtype == torch.float32
     assert model.double()(some_tokens(1, 3)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [1, 7, 64, 576, 4097])
+def test_norm_has_the_bits_of_its_definition(dim: int, dtype: torch.dtype) -> None:
+    """On a CPU; a GPU's one kernel may sum in another order."""
+    weight = torch.randn(dim).to(dtype)
+    for size in (1e-4, 1.0, 1e4):
+        x = (size * torch.randn(2, 5, dim, dtype=torch.float64)).to(dtype)
+        wide = x.to(torch.promote_types(dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        assert torch.equal(rms_norm(x, weight, 1e-5), normed.to(dtype) * weight)
 
 
 def test_norm_squares_16_bit_numbers_in_float32() -> None:

@@ -1,6 +1,8 @@
 """Attention is what two loops over positions say it is, for every way in which a query can stand among keys."""
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from oracles import attend_by_loops
 from torch import Tensor
 
+from llama import ops
 from llama.ops import attend
 
 FP64_TOLERANCE = 1e-13  # averages of numbers of about 1, a few dozen roundings of 1e-16 each
@@ -114,3 +117,50 @@ def test_row_gives_the_same_bits_beside_rows_at_other_positions() -> None:
 def test_gradients_flow(start_pos: int | list[int]) -> None:
     tensors = [tensor.requires_grad_() for tensor in qkv((2, 3, 2, 2, 4), 3, torch.float64)]
     assert torch.autograd.gradcheck(lambda *qkv: attend(*qkv, start_pos), tensors)
+
+
+# ---- what is for GPUs, as far as a CPU can tell ----------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(shapes(), st.integers(1, 6), dtypes)
+def test_a_gpus_way_to_attend_behind_a_past_is_the_masks(
+    shape: tuple[int, int, int, int, int], start_pos: int, dtype: torch.dtype
+) -> None:
+    xq, keys, values = qkv(shape, start_pos + shape[1], dtype)
+    assert_attends(ops._attend_behind_past(xq, keys, values), attend(xq, keys, values, start_pos).double())
+
+
+@pytest.mark.parametrize(("seqlen", "start_pos"), [(1, 3), (3, 0), (3, 2)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_cudnn_is_out_of_reach_while_attention_runs_and_as_it_was_behind_it(
+    seqlen: int, start_pos: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xq, keys, values = qkv((1, seqlen, 2, 2, 4), start_pos + seqlen, torch.float32)
+    visible = torch.ones(seqlen, start_pos + seqlen, dtype=torch.bool) if masked else None
+    seen, attention = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*given: Any, **named: Any) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*given, **named)
+
+    monkeypatch.setattr(ops, "F", SimpleNamespace(scaled_dot_product_attention=watched))
+    monkeypatch.setattr(ops, "without_cudnn", lambda device: ops._cudnn_off())  # as on CUDA
+    for before in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        attend(xq, keys, values, start_pos, visible)
+        ops._attend_behind_past(xq, keys, values)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert not any(seen)
+    assert len(seen) >= 4
+
+
+def test_a_cpu_leaves_the_flag_of_cudnn_alone() -> None:
+    with ops.without_cudnn(torch.device("cpu")):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    with ops.without_cudnn(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.raises(RuntimeError, match="broken"), ops.without_cudnn(torch.device("cuda")):
+        raise RuntimeError("broken")
+    assert torch.backends.cuda.cudnn_sdp_enabled()

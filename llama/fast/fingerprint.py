@@ -51,7 +51,7 @@ _TORCH = (
     (nn.Module, ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")),
     (nn.Embedding, ("forward",)),
     (nn.Identity, ("forward",)),
-    (F, ("linear", "embedding", "scaled_dot_product_attention")),
+    (F, ("linear", "embedding", "rms_norm", "scaled_dot_product_attention")),
 )
 
 

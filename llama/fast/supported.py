@@ -22,7 +22,8 @@ _KNOWN = {
 # What the plain path runs of our files: functions, methods, and the names under which it reaches PyTorch.
 PATH = {
     *("forward", "_plain", "last_real", "rms_norm", "sum_linear", "linear", "_onednn_serves"),
-    *("attend", "_attend_in_step", "_mask", "apply_rotary_emb", "rotate", "_rotate", "_cos_sin", "at", "up_to"),
+    *("attend", "_attend_in_step", "_attend_behind_past", "without_cudnn", "_mask"),
+    *("apply_rotary_emb", "rotate", "_rotate", "_cos_sin", "at", "up_to"),
     *("update", "check", "visible", "rope_positions", "key_positions", "rows"),
     *("room", "fits", "_grow", "_enlarge", "_allocate", "_write", "sizes", "_refusal", "_note_ends"),
     *("quantize", "dequantize", "_packed", "_unpacked", "_run", "_newest", "value_parts", "_whole", "_keep", "_take"),
