@@ -7,12 +7,15 @@ not depend on the rows beside it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Sorting a vocabulary takes a CPU longer than a small model takes for a token, so it looks among these many first.
+# Sorting a vocabulary takes longer than a small model takes for a token, so these many are looked at first.
 _CANDIDATES = 1024
+
+Number = float | Tensor
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,26 @@ class Sampling:
         whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
         if self.top_k is not None and not (whole and self.top_k >= 1):
             raise ValueError(f"top_k={self.top_k!r} must be a whole number of at least 1, or None to keep all")
+
+    @property
+    def settings(self) -> "Settings":
+        return Settings(
+            temperature=self.temperature if self.temperature > 0 else None,
+            top_p=self.top_p if self.top_p < 1 else None,
+            top_k=self.top_k,
+            min_p=self.min_p if self.min_p > 0 else None,
+            penalty=self.repetition_penalty if self.repetition_penalty != 1 else None,
+        )
+
+
+class Settings(NamedTuple):
+    """The numbers of a Sampling, None for a step that it leaves out; tensors of one number where a device has them."""
+
+    temperature: Number | None  # None: greedy
+    top_p: Number | None
+    top_k: Number | None
+    min_p: Number | None
+    penalty: Number | None
 
 
 class Sampler:
@@ -94,7 +117,7 @@ class Sampler:
 def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, draws: Tensor | None) -> Tensor:
     """Choose the next token of every row: (bsz, vocab) logits -> (bsz,) int64; and mark it in `seen`, (bsz, vocab).
 
-    `draws` are what `Sampler.draw` returns. On a GPU nothing here waits for the host.
+    `draws` are what `Sampler.draw` returns.
     """
     if seen is not None:
         logits = penalize(logits, seen, sampling.repetition_penalty)
@@ -102,6 +125,30 @@ def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, draws: Tenso
     if seen is not None:
         seen.scatter_(1, chosen[:, None], True)
     return chosen
+
+
+def choose_ahead(
+    logits: Tensor, settings: Settings, seen: Tensor, draws: Tensor, *, whole: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Choose as `choose` does, for a device that the host does not wait for; see `must_sort` for `whole`.
+
+    Returns the ids, and of which rows they are sure, (bsz,) bool, or None for all: what the others chose is to be
+    taken back, and chosen again from the `whole` vocabulary.
+    """
+    if settings.penalty is not None:
+        logits = penalize(logits, seen, settings.penalty)
+    sure = None
+    if settings.temperature is None:
+        chosen = logits.argmax(-1)
+    else:
+        probs, ids = _probabilities(logits, settings.temperature), None
+        if settings.top_k is not None or settings.top_p is not None:
+            look = _all_sorted if whole else _candidates
+            probs, ids, sure = look(probs, settings.top_k, settings.top_p)
+        chosen = _drawn(probs, ids, settings.min_p, draws)
+    if settings.penalty is not None:
+        seen.scatter_(1, chosen[:, None], True)
+    return chosen, sure
 
 
 def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Generator]:
@@ -120,7 +167,7 @@ def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Gener
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalize(logits: Tensor, seen: Tensor, penalty: Number) -> Tensor:
     """Make the tokens marked in `seen`, (bsz, vocab) bool, less likely."""
     penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalized.nan_to_num(), logits)  # a penalty past the range of float32 makes 0 * inf
@@ -128,15 +175,23 @@ def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 def sample(logits: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
     """Choose by one uniform draw in [0, 1) per row: (bsz, vocab) logits and (bsz,) draws -> (bsz,) int64."""
+    probs, ids, settings = _probabilities(logits, sampling.temperature), None, sampling.settings
+    if settings.top_k is not None or settings.top_p is not None:
+        probs, ids = most_likely(probs, sampling.top_k, sampling.top_p)
+    return _drawn(probs, ids, settings.min_p, draws)
+
+
+def _probabilities(logits: Tensor, temperature: Number) -> Tensor:
     wide = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
     logits = logits.to(wide)
     logits = logits - logits.amax(-1, keepdim=True)  # first, so that a tiny temperature cannot overflow
-    probs = (logits / sampling.temperature).softmax(-1)
-    ids = None
-    if sampling.top_k is not None or sampling.top_p < 1:
-        probs, ids = most_likely(probs, sampling.top_k, sampling.top_p)
-    if sampling.min_p > 0:
-        probs = torch.where(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0, probs)
+    return (logits / temperature).softmax(-1)
+
+
+def _drawn(probs: Tensor, ids: Tensor | None, min_p: Number | None, draws: Tensor) -> Tensor:
+    """Drop what min_p does not keep, and draw; `ids` of the probabilities, where these are sorted."""
+    if min_p is not None:
+        probs = torch.where(probs < min_p * probs.amax(-1, keepdim=True), 0, probs)
     chosen = _draw(probs, draws.to(probs, non_blocking=True))
     return chosen if ids is None else ids.gather(-1, chosen[:, None])[:, 0]
 
@@ -146,28 +201,42 @@ def most_likely(probs: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor,
 
     Both are (bsz, n), from the most likely token on, equal ones by id.
     """
-    vocab = probs.shape[-1]
-    few = vocab > 2 * _CANDIDATES and (top_k is None or top_k < _CANDIDATES)
-    if few and probs.device.type == "cpu":  # elsewhere the look at the outcome would be a host sync
-        top, ids = probs.topk(_CANDIDATES, sorted=False)
-        ids, by_id = ids.sort(-1)
-        top, by_probability = top.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-        kept = _keep(top, top_k, top_p, probs)
-        least = kept.where(kept > 0, 2).amin(-1)
-        if bool((least > top[:, -1]).all()):  # the cut falls above the last candidate and what may tie with it
-            return kept, ids.gather(-1, by_probability)
+    share = top_p if top_p < 1 else None
+    if not must_sort(probs.shape[-1], top_k):
+        kept, ids, sure = _candidates(probs, top_k, share)
+        if bool(sure.all()):  # on a GPU a wait, right before that for the ids
+            return kept, ids
+    return _all_sorted(probs, top_k, share)[:2]
+
+
+def must_sort(vocab: int, top_k: int | None) -> bool:
+    """Tell whether candidates can never do, or are hardly fewer."""
+    return vocab <= 2 * _CANDIDATES or (top_k is not None and top_k >= _CANDIDATES)
+
+
+def _candidates(probs: Tensor, top_k: Number | None, top_p: Number | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `most_likely` does, of few tokens alone, and of which rows that is sure to be all, (bsz,) bool."""
+    top, ids = probs.topk(_CANDIDATES, sorted=False)
+    ids, by_id = ids.sort(-1)
+    top, by_probability = top.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    kept = _keep(top, top_k, top_p, probs)
+    least = kept.where(kept > 0, 2).amin(-1)
+    sure = least > top[:, -1]  # the cut falls above the last candidate and what may tie with it
+    return kept, ids.gather(-1, by_probability), sure
+
+
+def _all_sorted(probs: Tensor, top_k: Number | None, top_p: Number | None) -> tuple[Tensor, Tensor, None]:
     top, ids = probs.sort(dim=-1, descending=True, stable=True)
-    return _keep(top, top_k, top_p, probs), ids
+    return _keep(top, top_k, top_p, probs), ids, None
 
 
-def _keep(top: Tensor, top_k: int | None, top_p: float, probs: Tensor) -> Tensor:
+def _keep(top: Tensor, top_k: Number | None, top_p: Number | None, probs: Tensor) -> Tensor:
     """Zero what top_k and then top_p drop of `top`, sorted from the most likely token on."""
     total = probs.sum(-1, keepdim=True)
-    if top_k is not None and top_k < top.shape[-1]:
-        top = top.clone()
-        top[:, top_k:] = 0
+    if top_k is not None:
+        top = torch.where(torch.arange(top.shape[-1], device=top.device) < top_k, top, 0)
         total = top.sum(-1, keepdim=True)
-    if top_p < 1:
+    if top_p is not None:
         before = top.cumsum(-1) - top
         keep = before < top_p * total
         keep[:, 0] = True  # top_p=0 is greedy

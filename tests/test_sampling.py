@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from llama.sampling import Sampler, Sampling, most_likely, penalize, row_streams, sample
+import llama.sampling
+from llama.sampling import Sampler, Sampling, Settings, choose, choose_ahead, most_likely, penalize, row_streams, sample
 
 META_VOCAB = 128_256
 CPU = torch.device("cpu")
@@ -236,6 +237,52 @@ def test_a_look_at_1024_candidates_gives_what_a_full_sort_gives(name: str, vocab
 def test_where_few_tokens_are_kept_only_the_candidates_are_sorted() -> None:
     assert most_likely(shaped("peaked", 5000).softmax(-1), None, 0.9)[0].shape == (1, 1024)
     assert most_likely(shaped("flat", 5000).softmax(-1), None, 0.9)[0].shape == (1, 5000)
+
+
+rows_of_logits = st.tuples(
+    st.sampled_from(["flat", "normal", "peaked", "tied", "all equal", "tied at the top", "one certain"]),
+    st.integers(1, 40),  # how many are possible at all
+    st.integers(0, 2**31),
+)
+
+
+@few
+@given(
+    st.lists(rows_of_logits, min_size=1, max_size=3),
+    st.sampled_from([0.2, 0.7, 1.0, 3.0]),
+    shares,
+    st.none() | st.integers(1, 8),
+    st.sampled_from([0.0, 0.05]),
+    st.sampled_from([1.0, 1.3]),
+    st.integers(0, 2**31),
+)
+def test_a_choice_ahead_is_the_sorted_one_wherever_it_is_sure_and_says_where_not(
+    rows: list[tuple[str, int, int]], temperature: float, top_p: float, top_k: int | None, min_p: float,
+    penalty: float, seed: int,
+) -> None:  # fmt: skip
+    """By numbers that only the device knows, among eight candidates of forty tokens, some of them impossible."""
+    sampling = Sampling(temperature, top_p, top_k, min_p, penalty)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.cat([shaped(name, 40) for name, _, _ in rows])
+    for row, (_, possible, order) in enumerate(rows):
+        logits[row, torch.randperm(40, generator=torch.Generator().manual_seed(order))[possible:]] = -torch.inf
+    seen = torch.rand(logits.shape, generator=generator) < 0.2
+    draws = torch.rand(len(rows), generator=generator, dtype=torch.float64)
+    expected = choose(logits, sampling, seen.clone() if penalty != 1 else None, draws)
+    settings = Settings(*(None if x is None else torch.tensor(x, dtype=torch.float64) for x in sampling.settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama.sampling, "_CANDIDATES", 8)
+        few_ids, sure = choose_ahead(logits, settings, seen.clone(), draws, whole=False)
+        plain = choose(logits, sampling, seen.clone() if penalty != 1 else None, draws)
+    all_ids, none_unsure = choose_ahead(logits, settings, seen.clone(), draws, whole=True)
+    assert none_unsure is None
+    assert all_ids.tolist() == plain.tolist() == expected.tolist()
+    filtered = top_k is not None or top_p < 1
+    assert (sure is not None) == filtered
+    for row in range(len(rows)):
+        assert few_ids[row] == expected[row] or (sure is not None and not sure[row])
+        if top_k is not None and top_k < 8 and sure is not None and rows[row][0] in ("normal", "peaked"):
+            assert sure[row]  # which is no rare thing to be
 
 
 def test_rows_that_need_the_full_sort_do_not_change_the_others() -> None:
