@@ -1,22 +1,21 @@
-"""The first day with a GPU, in one call: are its fast paths right, how fast are its kernels, and how fast is the whole.
+"""The first day with a GPU, in one call: are its fast paths right, and how fast are they? Six experiments, 8 minutes.
 
-    python scripts/gpu_report.py [--model llama-3.2-1b] [--budget 15] [--skip kernels]
+    python scripts/gpu_report.py [--model llama-3.2-1b] [--skip tiles]
     python scripts/gpu_report.py --device cpu      # a rehearsal without a GPU; its figures say nothing of one
 
-Checks and kernel times go into a folder of their own, written anew after every part; then the ordinary benchmark
-measures its table, of the plain path, the fast one and transformers, into another folder beside it. Each part runs in
-a process of its own, so that one that fails loses no other.
+The cheapest come first, each in a process of its own with a limit of time, so that one that crashes or hangs leaves the
+others. After each, the report in a new folder says what is known so far; at its top, what passed, what failed, and what
+to do next. The rule that decides about the fused kernels stands in docs/log.md.
 """
 
 import json
 import logging
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, whether or not it is installed
@@ -27,30 +26,35 @@ if __name__ == "__main__":
 import torch
 
 from llama import cli
-from llama.bench import presets
 from llama.bench.cell import Cell
-from llama.bench.report.tables import NOT_MEASURED, Table, environment_table, in_words
+from llama.bench.gpu.experiments import OUTCOMES, RULE, Found
+from llama.bench.report.tables import Table, environment_table
 from llama.bench.report.text import markdown
 from llama.bench.run.directory import make_folder
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.models import make_cell
 from llama.bench.schema import Report, new_report
-from llama.costs import MB
 from llama.files import replace_file
 
 logger = logging.getLogger("llama.gpu_report")
 
-BENCHMARK = Path(__file__).resolve().parents[1] / "benchmark_inference.py"
-PARTS = ("checks", "kernels", "profile", "cells")
-OUTCOMES = {True: "passed", False: "**FAILED**", None: "not run"}
 
+class Experiment(NamedTuple):
+    """One of `llama.bench.gpu.experiments`: its name here, what it asks, and after how many seconds it is ended."""
 
-class Job(NamedTuple):
-    """A job of `llama.bench.run.worker`: the part that it belongs to, its name in the report, and its cell."""
-
-    part: str
     name: str
-    cell: Cell
+    asks: str
+    limit: float
+
+
+EXPERIMENTS = (
+    Experiment("checks", "Do all paths and kernels give what the plain path gives?", 130),
+    Experiment("early launch", "Do 2,000 steps have the same bits with early launch and without?", 60),
+    Experiment("kernels", "How long does each kernel of a step take?", 60),
+    Experiment("tiles", "Do other tiles, or more splits, serve better?", 60),
+    Experiment("ways", "How long is a step of plain, of compiled, and of fused kernels?", 120),
+    Experiment("lengths", "Does the plain path stall at lengths that it has not met?", 50),
+)
 
 
 def main(
@@ -61,11 +65,10 @@ def main(
     device: str = "cuda",
     input_len: int = 256,
     output_len: int = 32,
-    budget: float = 15.0,
     out: str = "results",
     skip: list[str] = [],  # noqa: B006  (read only)
 ) -> int:
-    """Check and time what a GPU makes of this library; exit code 1 where a check or a part failed, 2 without a GPU.
+    """Try what a GPU makes of this library; exit code 1 where an experiment failed or did not end, 2 without a GPU.
 
     Args:
         model: As in benchmark_inference.py: llama-3.2-1b by default, with random weights; the demo on a CPU.
@@ -74,132 +77,101 @@ def main(
         device: Where it runs: cuda, or cpu for a rehearsal.
         input_len: Tokens of each prompt.
         output_len: Tokens made for each row.
-        budget: Minutes for the benchmark's table; checks and kernels take some more.
-        out: The folder in which both folders of results are made.
-        skip: A part that is left out: checks, kernels, profile or cells; may be repeated.
+        out: The folder in which the folder of results is made.
+        skip: An experiment that is left out, by its name in the report; may be repeated.
     """
-    if unknown := [name for name in skip if name not in PARTS]:
-        raise ValueError(f"--skip={unknown[0]} is no part; there are {', '.join(PARTS)}")
+    known = [experiment.name for experiment in EXPERIMENTS]
+    if unknown := [name for name in skip if name not in known]:
+        raise ValueError(f"--skip={unknown[0]} is no experiment; there are {', '.join(known)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("PyTorch finds no CUDA GPU here; --device cpu rehearses the report without one")
     asked = {"model": model, "ckpt_dir": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device}
-    sizes = {"input_len": input_len, "output_len": output_len}
-    cell = make_cell(**asked, **sizes)  # type: ignore[arg-type]
+    cell = make_cell(**asked, input_len=input_len, output_len=output_len)  # type: ignore[arg-type]
     folder = make_folder(Path(out), "gpu-report")
     facts = new_report("gpu", [cell], command=shlex.join(["python", *sys.argv]))
     machine = run_job("machine", cell)
     facts["environment"], facts["ceilings"] = machine["environment"], machine["ceilings"]
-    found: dict[str, Any] = {"checks": [], "steps": [], "profile": None, "cells": None}
-    found["failures"] = dict.fromkeys(skip, "skipped by --skip")
-    for job in jobs_for(cell):
-        if job.part not in skip:
-            logger.info("%s", job.name)
-            run_part(found, job)
+    found: dict[str, Found] = {}
+    for experiment in EXPERIMENTS:
+        if experiment.name not in skip:
+            one = found[experiment.name] = tried(experiment, cell)
             write(facts, found, folder)
-    if "cells" not in skip:
-        given = {**asked, **sizes, "budget": budget, "out": out}
-        found["cells"] = measure_cells([f"--{name}={value}" for name, value in given.items() if value is not None])
+            print(f"{experiment.name}: {OUTCOMES[one['passed']]}, {one['words']}", flush=True)
     write(facts, found, folder)
     print((folder / "report.md").read_text(encoding="utf-8"))
-    print(f"checks and kernel times are in {folder}, the report of the cells in a folder beside it")
-    return exit_code(found, skip)
+    print(f"the report is in {folder}")
+    return int(any(one["passed"] is False for one in found.values()))
 
 
-def jobs_for(cell: Cell) -> Iterator[Job]:
-    for dtype in dict.fromkeys(("fp32", "bf16" if cell.dtype == "fp32" else cell.dtype)):
-        yield Job("checks", f"checks in {dtype}", cell.but(dtype=dtype))
-    for batch in presets.BATCHES:
-        yield Job("kernels", f"steps at batch {batch}", cell.but(batch_size=batch))
-    yield Job("profile", "profile of a step", cell)
+def tried(experiment: Experiment, cell: Cell) -> Found:
+    """Return what an experiment found, or how it ended without."""
+    end = time.monotonic() + experiment.limit
 
+    def waiting() -> None:
+        if time.monotonic() > end:
+            raise TimeoutError
 
-def run_part(found: dict[str, Any], job: Job) -> None:
-    """Add what comes of a job to what was found, or why nothing did."""
+    words = f"ended after its limit of {experiment.limit:g} s"
     try:
-        done = run_job(job.part, job.cell)
+        return cast(Found, run_job(f"gpu {experiment.name}", cell, waiting=waiting))
+    except TimeoutError:
+        pass
     except (ValueError, JobDied) as why:
-        found["failures"][job.name] = str(why)
-        return
-    for name, part in done.items():
-        found[name] = found[name] + part if isinstance(part, list) else part
+        words = str(why)
+    return {"passed": False, "words": words, "heads": [], "rows": [], "figures": {}}
 
 
-def measure_cells(words: Sequence[str]) -> dict[str, Any]:
-    """Let the ordinary benchmark measure its table; return its command line and its exit code."""
-    ways = ["llama:fast", *(["transformers"] if find_spec("transformers") else [])]
-    command = [sys.executable, str(BENCHMARK), "--preset=table", *words, *(f"--engine={way}" for way in ways)]
-    return {"command": shlex.join(command), "exit_code": run_benchmark(command)}
+# ---- the report ------------------------------------------------------------------------------------------------------
 
 
-def run_benchmark(command: Sequence[str]) -> int:
-    return subprocess.run(command, check=False).returncode
-
-
-def exit_code(found: dict[str, Any], skip: Sequence[str]) -> int:
-    """Return 1 where a check failed, a part has no figures, or the benchmark ended with an error of its own."""
-    failed = any(check["passed"] is False for check in found["checks"])
-    missing = found["failures"].keys() - set(skip)
-    return int(failed or bool(missing) or (found["cells"] or {"exit_code": 0})["exit_code"] != 0)
-
-
-# ---- the report of checks and kernel times ---------------------------------------------------------------------------
-
-
-def write(facts: Report, found: dict[str, Any], folder: Path) -> None:
+def write(facts: Report, found: dict[str, Found], folder: Path) -> None:
     known = {key: facts[key] for key in ("command", "started", "environment", "ceilings")}  # type: ignore[literal-required]
-    content = {**known, "cell": facts["cells"][0]["cell"], **found}
+    content = {**known, "cell": facts["cells"][0]["cell"], "experiments": found}
     replace_file(folder / "report.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     on_gpu = content["cell"]["device"].startswith("cuda")
     title = "GPU report" if on_gpu else "GPU report, rehearsed on a CPU: no figure here says anything of a GPU"
-    parts = [f"# {title}\n", *map(markdown, tables(facts, found))]
+    parts = [f"# {title}\n", *(f"{line}\n" for line in next_steps(found)), *map(markdown, tables(facts, found))]
     replace_file(folder / "report.md", "\n".join(parts).encode())
 
 
-def tables(facts: Report, found: dict[str, Any]) -> Iterator[Table]:
-    """Return the tables of the report. Floors are bytes that must be read, over the best read bandwidth seen."""
-    assert facts["ceilings"] is not None
-    rate = facts["ceilings"]["read_bytes_per_second"]
-    checks = [[check["name"], OUTCOMES[check["passed"]], check["detail"]] for check in found["checks"]]
-    yield Table("Checks against the plain path", ["check", "outcome", "detail"], checks or [[NOT_MEASURED, "", ""]])
-    cell = Cell(**facts["cells"][0]["cell"])
-    rows = []
-    for row in found["steps"]:
-        floor = row["bytes"] / rate
-        figures = [in_words(row["seconds"], scale=1e3, digits=3), str(row["seconds"]["n"]), f"{1e3 * floor:.3f}"]
-        share = [f"{floor / row['seconds']['median']:.0%}", f"{row['record_seconds']:.1f}"]
-        rows.append([row["kernels"], str(row["batch_size"]), *figures, *share])
-    heads = ["kernels", "batch size", "time, ms", "n", "floor, ms", "floor / time", "to compile and record, s"]
-    lengths = f"contexts of {cell.input_len} to {cell.total_len - 1} tokens, the floor at {cell.input_len}"
-    yield Table("The cached step alone, replayed", heads, rows or [[NOT_MEASURED, *[""] * 6]], [lengths])
-    yield profile_table(found["profile"], rate)
-    left_out = [list(pair) for pair in found["failures"].items()]
-    yield Table("Not run, or not to the end", ["part", "why"], left_out or [["none", ""]])
-    cells = found["cells"]
-    yield Table(
-        "Time, memory and other engines: the benchmark's own report",
-        ["command", "exit code"],
-        [[NOT_MEASURED, ""] if cells is None else [cells["command"], str(cells["exit_code"])]],
-    )
-    yield environment_table(facts)
-
-
-def profile_table(profile: dict[str, Any] | None, rate: float) -> Table:
-    heads = ["kernel", "calls", "us", "must read, MB", "of the read bandwidth"]
-    title = "One step at batch 1, profiled"
-    if profile is None:
-        return Table(title, heads, [[NOT_MEASURED, *[""] * 4]])
-    rows = []
-    for row in profile["kernels"]:
-        known = row["bytes"] is not None and row["microseconds"] > 0
-        sizes = (
-            [f"{row['bytes'] / MB:.2f}", f"{row['bytes'] / row['microseconds'] * 1e6 / rate:.0%}"]
-            if known
-            else ["", ""]
+def next_steps(found: dict[str, Found]) -> Iterator[str]:
+    """Say what is to be done now, by what is known so far."""
+    for name, one in found.items():
+        if one["passed"] is False:
+            yield f"**Next: mend what {name} found:** {one['words']}"
+    yield f"**Fused kernels:** {verdict(found)}"
+    if len(found) == len(EXPERIMENTS) and all(one["passed"] is not False for one in found.values()):
+        yield (
+            "**Next: whole generations, memory and peers:** `python benchmark_inference.py --preset table "
+            "--engine llama --engine llama:fast --engine transformers`; then write all figures into docs/log.md"
         )
-        rows.append([row["name"][:80], str(row["count"]), f"{row['microseconds']:.1f}", *sizes])
-    gaps = f"gaps between kernels: {profile['gap_sum']:.1f} us in all, each {in_words(profile['gaps'])} us"
-    waiting = "a kernel that begins before the last one has ended counts the time that it waits"
-    return Table(title, heads, rows, [gaps, waiting])
+
+
+def verdict(found: dict[str, Found]) -> str:
+    """Apply the rule of docs/log.md."""
+    early, ways = found.get("early launch"), found.get("ways")
+    figures = {} if ways is None else ways["figures"]
+    fused, compiled = figures.get("fused at batch 1"), figures.get("compiled at batch 1")
+    if early is None or early["passed"] is None or fused is None or compiled is None:
+        return "not decided: the rule of docs/log.md asks for early launch and ways, on an H100 or H200"
+    ratio = f"{compiled / fused:.2f} times as fast as the compiled step at batch 1, of {RULE} that the rule asks for"
+    if early["passed"] and compiled >= RULE * fused:
+        return f"keep them, for one row only: {ratio}, and the same bits with early launch and without"
+    return f"delete them: {ratio}; early launch: {early['words']}"
+
+
+def tables(facts: Report, found: dict[str, Found]) -> Iterator[Table]:
+    """Return the tables of the report, that of all experiments first."""
+    rows = []
+    for experiment in EXPERIMENTS:
+        one = found.get(experiment.name)
+        outcome = ["not run", ""] if one is None else [OUTCOMES[one["passed"]], one["words"]]
+        rows.append([experiment.name, experiment.asks, *outcome])
+    yield Table("What was asked, and what came of it", ["experiment", "question", "outcome", "seen"], rows)
+    for name, one in found.items():
+        if one["rows"]:
+            yield Table(f"Experiment: {name}", one["heads"], one["rows"])
+    yield environment_table(facts)
 
 
 if __name__ == "__main__":

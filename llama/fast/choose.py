@@ -6,9 +6,13 @@ plain path has to serve.
 
 import logging
 from pathlib import Path
+from typing import Any, Literal
 
-from llama.fast.graph_ops import PYTORCH
-from llama.fast.graph_runner import GraphRunner, find_ops
+import torch
+
+from llama.fast.graph_ops import FUNCTIONS, PYTORCH, Compiled, GraphOps, compiled
+from llama.fast.graph_runner import GraphRunner, RunLayer, run_layer
+from llama.fast.graph_trial import quickest, try_prompts, try_steps
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_check import check_blocks, check_library
 from llama.fast.native_runner import NativeRunner
@@ -20,11 +24,20 @@ from llama.quantize import quantized_weights
 logger = logging.getLogger(__name__)
 
 
-def make_fast(model: Transformer, folder: Path) -> None:
-    """Let the best step that this machine has run the model, and say which; compiled code is kept in `folder`."""
+Fast = bool | Literal["fused"]  # whether speed was asked for; "fused": by our own kernels, where a GPU runs the model
+
+COMPILER = "inductor"
+MEASURED: frozenset[tuple[int, int]] = frozenset()  # compute capabilities of which docs/log.md has the fused kernels
+
+
+def make_fast(model: Transformer, folder: Path, *, fused: bool = False) -> None:
+    """Let the best step that this machine has run the model, and say which; compiled code is kept in `folder`.
+
+    fused: on a GPU, by the kernels of `llama.fast.triton_kernels`.
+    """
     try:
         if model.device.type == "cuda":
-            _use_graphs(model)
+            _use_graphs(model, fused=fused)
         else:
             _use_native_code(model, folder)
     except (NoNativeCode, Unsupported) as why:
@@ -43,15 +56,40 @@ def _use_native_code(model: Transformer, folder: Path) -> None:
     logger.info("fast: native code for %s", step.instructions)
 
 
-def _use_graphs(model: Transformer) -> None:
-    step = GraphRunner(find_ops(model), backend="inductor")
+def _use_graphs(model: Transformer, *, fused: bool) -> None:
+    """Try the ways that there are on this very device, and take the quickest of those that are right."""
+    logger.info("fast: compiling and trying steps and prompts; the first time takes some tens of seconds")
+    GraphRunner().describe(model)
+    own = find_fused(model) if fused else None
+    plain = ("PyTorch's own kernels", PYTORCH)
+    ways = [plain, ("compiled kernels", compiled(COMPILER))] if own is None else [("fused kernels", own)]
     try:
-        step.check(model)
-    except Exception as why:  # whatever Triton, the compilers that it calls, or a driver may raise
-        if step.ops == PYTORCH:
-            raise
-        logger.warning("fast: %s; PyTorch's own kernels run instead", why)
-        step = GraphRunner(backend="inductor")
-        step.check(model)
-    model.runner = step
-    logger.info("fast: %s", step.name)
+        ops = quickest(ways, lambda ops: try_steps(model, GraphRunner(ops)))
+    except Exception:  # `quickest` said it
+        if own is None:
+            raise Unsupported("no step of this GPU is right") from None
+        ops = quickest([plain], lambda ops: try_steps(model, GraphRunner(ops)))
+    layers: list[tuple[str, RunLayer]] = [("prompts by plain layers", run_layer)]
+    layers.append(("prompts by compiled layers", Compiled(run_layer, COMPILER)))
+    layer = quickest(layers, lambda layer: try_prompts(model, layer))
+    model.runner = GraphRunner(ops, layer)
+    logger.info("fast: %s", model.runner.name)
+
+
+def find_fused(model: Transformer) -> GraphOps | None:
+    """Return the fused kernels where they serve this model's device and dtype; say what speaks against them."""
+    try:
+        from llama.fast import triton_kernels
+    except ModuleNotFoundError as missing:
+        logger.warning("fast: %s is not installed, so PyTorch's own kernels run: pip install triton", missing.name)
+        return None
+    dtype, device = model.dtype, model.device
+    refusal = triton_kernels.refusal(1, dtype, device)
+    if refusal is not None:
+        logger.warning("fast: %s; PyTorch's own kernels run instead", refusal)
+        return None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) not in MEASURED:
+        logger.warning("fast: the fused kernels are not measured on an %s", torch.cuda.get_device_name(device))
+    several = triton_kernels.refusal(triton_kernels.MAX_ROWS, dtype, device) is None
+    functions: dict[str, Any] = {name: getattr(triton_kernels, name) for name in FUNCTIONS}
+    return GraphOps("fused", **functions, most_rows=triton_kernels.MAX_ROWS if several else 1)

@@ -2,12 +2,13 @@
 
 A CUDA graph repeats what was recorded, so nothing here may depend on a number that the host reads: positions are a
 tensor, and keys past a row's own are masked, not cut off. `PYTORCH` does it with PyTorch on any device, in any dtype;
-`triton_kernels` has the same functions in Triton, for what its `refusal` allows.
-Plain twins, which are the definitions: the modules of model.py. Knows tensors; knows no modules, graphs or sampling.
+`compiled` makes fewer kernels of them; `triton_kernels` has the same in Triton, for what its `refusal` allows.
+Plain twins, which are the definitions: the modules of model.py. Knows tensors, not modules, graphs or sampling.
 Shapes: h is (rows, dim); positions (rows,) int64; keys and values (at least rows, slots, n_kv_heads, head_dim).
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -145,4 +146,31 @@ def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> N
     tokens.scatter_(1, positions[:, None], ids.clamp(min=0)[:, None])
 
 
+FUNCTIONS = ("qkv", "attend_project", "gate", "project", "head", "advance")
 PYTORCH = GraphOps("plain", qkv, attend_project, gate, project, head, advance)
+
+
+class Compiled:
+    """A function as torch.compile makes it: for the sizes that it meets first, then for all that differ as those did.
+
+    So one that was shown two lengths is not compiled for a third.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: str | Callable[..., Any]) -> None:
+        self._made_of = function, backend
+        # With it a product of one row becomes a kernel of its own, which keeps memory busier than a library's
+        # (https://github.com/meta-pytorch/gpt-fast).
+        options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if backend == "inductor" else None
+        self._call = torch.compile(function, backend=backend, fullgraph=True, options=options)
+
+    def __call__(self, *given: Any) -> Any:
+        return self._call(*given)
+
+    def __reduce__(self) -> tuple[type["Compiled"], tuple[Any, ...]]:
+        return Compiled, self._made_of
+
+
+def compiled(backend: str | Callable[..., Any]) -> GraphOps:
+    """Return PyTorch's own kernels, fused by torch.compile within each function."""
+    functions: dict[str, Any] = {name: Compiled(getattr(PYTORCH, name), backend) for name in FUNCTIONS}
+    return GraphOps("compiled", **functions)

@@ -1,29 +1,31 @@
 """The fast step of a GPU: whole steps, choosing included, recorded once as a CUDA graph and repeated without the host.
 
 The host lets the device run some steps ahead, and looks at what they chose while the next ones run. With the cache, a
-step is the few fused kernels of `llama.fast.triton_kernels`, or PyTorch's own (`llama.fast.graph_ops`); without it, the
-plain modules over the whole prefix, whose length is rounded up so that few graphs serve all. Prompts are left to the
-plain path. On a CPU the same steps run unrecorded, which is how they are tested without a GPU.
+step is made of a set of kernels (`llama.fast.graph_ops`); without it, of layers over the whole prefix, whose length is
+rounded up so that few graphs serve all. Prompts go through the same layers where these are compiled, else they are left
+to the plain path. Which kernels and layers serve is decided by `llama.fast.graph_trial`. On a CPU the same steps run
+unrecorded, which is how they are tested without a GPU.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described
-from llama.fast.graph_ops import PYTORCH, GraphOps, step_on
+from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.kv_cache import StaticCache
 from llama.model import Transformer, TransformerBlock
+from llama.ops import attend, last_real, without_cudnn
 from llama.quantize import quantized_weights
-from llama.request import Request
-from llama.sampling import Sampler, Sampling, choose
+from llama.rope import apply_rotary_emb
+from llama.sampling import Settings, choose_ahead, must_sort
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +35,22 @@ SYNC_INTERVAL = (
 LENGTH_STEP = 32  # the length of buffers is a multiple of it, so that texts of nearly one length share them
 MAX_GRAPHS = 16  # for one set of buffers
 
-# How far fused kernels may be from the modules, of the largest logit: float32 adds up in another order, 16-bit numbers
-# are rounded at other places.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+UNSURE = -2  # stands for a token that candidates do not decide, as -1 does for logits that are not finite
 
 Replay = Callable[[], object]
 
 
 class GraphKey(NamedTuple):
-    """What a recorded step does."""
+    """What a recorded step does; by which numbers it chooses, it reads anew each time."""
 
-    sampling: Sampling
+    chooses: tuple[bool, ...]  # which of the Settings there are
+    whole: bool  # whether the whole vocabulary is sorted
     logprobs: bool
     prefix: int | None  # how many positions are fed; None: the newest alone, over the cache
+
+
+class Unsure(Exception):
+    """Candidates did not decide a step, see `llama.sampling.choose_ahead`."""
 
 
 @dataclass
@@ -53,10 +58,10 @@ class DecodeBuffers:
     """The rows of a generation as the device has them, at addresses that graphs rely on.
 
     tokens: (rows, slots), the texts. positions: (rows,), where each row's newest token stands. chosen, logprobs:
-    (rows,), of the last step. draws: (rows,), numbers that sampling uses up. seen: (rows, vocab), the tokens that each
-    row has, where they are penalized. cos_sin: as RopeTable has them; the model may make a longer table and drop this
-    one. cache: keys and values of every layer. The last slot belongs to no text. last: what the device was given last.
-    pool: where graphs have their memory, all the same, for they run one at a time.
+    (rows,), of the last step. draws: (rows,), numbers that sampling uses up. numbers: those of the Settings. seen:
+    (rows, vocab), the tokens that each row has, where they are penalized. cos_sin: the first of what RopeTable has; the
+    model may make a longer table and drop this one. record: makes graphs. cache: keys and values of every layer. The
+    last slot belongs to no text. last: what the device was given last.
     """
 
     tokens: Tensor
@@ -64,12 +69,13 @@ class DecodeBuffers:
     chosen: Tensor
     logprobs: Tensor
     draws: Tensor
+    numbers: Tensor
     seen: Tensor
     cos_sin: tuple[Tensor, Tensor]
+    record: "Recorder"
     cache: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     graphs: dict[GraphKey, Replay] = field(default_factory=dict)
     last: torch.cuda.Event | None = None
-    pool: Any = None
 
     @property
     def rows(self) -> int:
@@ -79,6 +85,17 @@ class DecodeBuffers:
     def slots(self) -> int:
         return self.tokens.shape[1]
 
+    def place(self, batch: Batch, made: Sequence[Sequence[int]]) -> None:
+        """Stand where the batch stands behind the steps that were `made`; tokens of such steps are there already."""
+        if not made:
+            self.tokens[:, : batch.tokens.shape[1]] = batch.tokens
+        self.positions.copy_((torch.tensor(batch.cur_pos) - 1 + len(made)).clamp(max=self.slots - 1))
+        self.numbers.copy_(torch.tensor([x or 0.0 for x in batch.request.sampling.settings], dtype=torch.float64))
+        if batch.sampler.seen is not None:
+            self.seen.copy_(batch.sampler.seen)
+            if made:
+                self.seen.scatter_(1, torch.tensor(made, device=self.seen.device).T.clamp(min=0), True)
+
     def state(self) -> list[Tensor]:
         """What a step changes, but for the cache."""
         return [self.tokens, self.positions, self.chosen, self.logprobs, self.seen]
@@ -87,29 +104,26 @@ class DecodeBuffers:
 class GraphRunner:
     """Runs a generation's steps ahead of the loop. `forwards` counts them."""
 
-    takes_prompts = False
     exact: bool | None = None
 
-    def __init__(self, ops: GraphOps = PYTORCH, backend: str | Callable[..., Any] | None = None) -> None:
-        self.ops, self.name = ops, f"CUDA graphs of {ops.name} kernels"
-        self.code = self.name
-        self._backend = backend
-        self._layer = run_layer if backend is None else compiled(backend)
+    def __init__(
+        self, ops: GraphOps = PYTORCH, layer: "RunLayer | None" = None, recorder: "type[Recorder] | None" = None
+    ) -> None:
+        self.ops, self.layer = ops, layer or run_layer
+        self.takes_prompts = isinstance(self.layer, Compiled)
+        self._recorder = recorder or Recorder
+        self.name = self.code = self._named(1, None)
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self._buffers: DecodeBuffers | None = None
         self._described = Described(_describe)
         self._of: object = None  # the model, as it was described when the buffers were made
+        self._unlent: Unsupported | None = None  # why the running generation's caches are not the buffers'
+        self._retired = False
         self._warn = WarnOnce(logger)
 
     def __reduce__(self) -> tuple[type["GraphRunner"], tuple[Any, ...]]:
-        return GraphRunner, (self.ops, self._backend)  # the copy of a model has weights, and so graphs, of its own
-
-    def check(self, model: Transformer) -> None:
-        """Raise Unsupported where steps would ignore what the model is, or where the kernels do not give its logits."""
-        self._described.of(model)
-        if self.ops != PYTORCH and (difference := self._difference(model)):
-            raise Unsupported(difference)
+        return GraphRunner, (self.ops, self.layer, self._recorder)  # a copy has weights, and so graphs, of its own
 
     def __call__(
         self,
@@ -120,43 +134,86 @@ class GraphRunner:
         logits: Literal["all", "last"],
         lengths: Sequence[int] | None,
     ) -> Tensor | None:
-        """Leave single forwards to the plain path; but lend a generation's caches the buffers that graphs know."""
-        if model.kv_caching and model.first_attention.cache.nbytes == 0:
-            with suppress(Unsupported):  # `run_ahead` says it, where there is one
-                self._lend(model)
+        """Lend a generation's caches the buffers that graphs know, and run its prompt; leave others to the modules."""
+        if self._retired or model.first_attention.cache.nbytes:
+            return None
+        try:
+            self._unlent, cache = None, None
+            if model.kv_caching:
+                buffers = self.lend(model)
+                if buffers is None or len(tokens) > buffers.rows or tokens.shape[1] >= buffers.slots:
+                    return None  # no generation reserved so much
+                cache = buffers.cache
+            if not (self.takes_prompts and logits == "last" and model.generating and torch.is_inference_mode_enabled()):
+                return None
+            self._described.of(model)
+            scores = self.prompt(model, tokens, lengths, cache)
+            self.forwards += 1
+            return scores
+        except Unsupported as why:  # said by `run_ahead`, where there is one
+            self._unlent = why
+        except Exception as error:  # whatever a compiler or a driver may raise
+            self._unlent = self._give_up(error, len(tokens), tokens.shape[1])
         return None
+
+    def describe(self, model: Transformer) -> None:
+        """Raise Unsupported where steps would ignore what the model is."""
+        self._described.of(model)
 
     def run_ahead(self, model: Transformer, batch: Batch) -> Iterator[Chosen]:
         """Return what all further steps choose; see Generation.run_ahead."""
-        if batch.request.on_step is not None or batch.lasting or self._watched(model):
+        if self._retired or batch.request.on_step is not None or batch.lasting or self._watched(model):
             return iter(())  # who wants to see every step, or its logits, has the loop take it
         try:
-            buffers = self._buffers_of(model, *batch.tokens.shape)
+            buffers = self.buffers_of(model, *batch.tokens.shape)
         except Unsupported as why:
             self._warn(why)
             return iter(())
-        buffers.tokens[:, : batch.tokens.shape[1]] = batch.tokens
-        buffers.positions.copy_(torch.tensor(batch.cur_pos) - 1)
-        if batch.sampler.seen is not None:
-            buffers.seen.copy_(batch.sampler.seen)
-        return self._run(model, buffers, batch.request, batch.sampler, end=max(batch.cur_pos), left=batch.left)
+        return self._run(model, buffers, batch)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, model: Transformer, buffers: DecodeBuffers, request: Request, sampler: Sampler, *, end: int, left: int
+    def _run(self, model: Transformer, buffers: DecodeBuffers, batch: Batch) -> Iterator[Chosen]:
+        """Yield what all steps choose; from the first that candidates do not decide on, by the whole vocabulary."""
+        made: list[list[int]] = []
+        left = batch.left
+        try:
+            whole = must_sort(model.args.vocab_size, batch.request.sampling.top_k)
+            yield from self._steps(model, buffers, batch, made, left, whole=whole)
+        except Unsure:
+            yield from self._steps(model, buffers, batch, made, left, whole=True)
+
+    def _steps(
+        self,
+        model: Transformer,
+        buffers: DecodeBuffers,
+        batch: Batch,
+        made: list[list[int]],
+        left: int,
+        *,
+        whole: bool,
     ) -> Iterator[Chosen]:
-        """Yield what `left` steps choose, each block once the next one is on its way."""
+        """Yield what the steps behind those `made` choose, each block once the next one is on its way."""
+        buffers.place(batch, made)
         waiting: StepBlock | None = None
-        while left > 0 or waiting is not None:
-            count = min(left, SYNC_INTERVAL)
-            launched = self._launch(model, buffers, request, sampler, end=end, count=count) if count else None
-            for step, chosen in enumerate([] if waiting is None else waiting.read(), start=1):
+        begun = len(made)
+        while begun < left or waiting is not None:
+            launched = None
+            if begun < left:
+                launched = self._launch(model, buffers, batch, begun, min(left - begun, SYNC_INTERVAL), whole=whole)
+                begun = left if launched is None else begun + launched.count  # without it, the loop goes on
+            unused = [] if launched is None else launched.draws
+            for step, chosen in enumerate([] if waiting is None else waiting.read()):
+                assert waiting is not None
+                if UNSURE in chosen.ids:
+                    batch.sampler.put_back([*waiting.draws[step:], *unused])
+                    raise Unsure
+                made.append(chosen.ids)
                 yield chosen
-                if waiting is not None and not self._is_still(model):  # whoever took it may have changed the model
-                    sampler.put_back([*waiting.draws[step:], *([] if launched is None else launched.draws)])
+                if not self._is_still(model):  # whoever took it may have changed the model
+                    batch.sampler.put_back([*waiting.draws[step + 1 :], *unused])
                     return
-            waiting, left, end = launched, left - count, end + count
+            waiting = launched
 
     def _watched(self, model: Transformer) -> bool:
         return bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
@@ -172,82 +229,80 @@ class GraphRunner:
         return True
 
     def _launch(
-        self, model: Transformer, buffers: DecodeBuffers, request: Request, sampler: Sampler, *, end: int, count: int
-    ) -> "StepBlock":
-        """Let the device run `count` steps, of which the first feeds the rows up to `end` at most."""
+        self, model: Transformer, buffers: DecodeBuffers, batch: Batch, begun: int, count: int, *, whole: bool
+    ) -> "StepBlock | None":
+        """Let the device run `count` steps behind those `begun`; None, and that is said, where it cannot."""
+        request = batch.request
         block = StepBlock(count, buffers, logprobs=request.logprobs)
-        for step in range(count):
-            draws = sampler.draw()
-            if draws is not None:
-                buffers.draws.copy_(draws, non_blocking=True)
-                block.draws.append(draws)
-            longest = min(end + step, request.longest)
-            prefix = None if model.kv_caching else rounded_up(longest)
-            replay = self._recorded(model, buffers, GraphKey(request.sampling, request.logprobs, prefix))
-            if self.watch is not None:
-                self.watch(buffers.rows, 1 if prefix is None else longest)
-            replay()
-            block.note(step)
-            self.forwards += 1
+        chooses = tuple(number is not None for number in request.sampling.settings)
+        try:
+            for step in range(count):
+                draws = batch.sampler.draw()
+                if draws is not None:
+                    block.draws.append(draws)
+                    buffers.draws.copy_(draws, non_blocking=True)
+                longest = min(max(batch.cur_pos) + begun + step, request.longest)
+                prefix = None if model.kv_caching else rounded_up(longest)
+                replay = self.recorded(model, buffers, GraphKey(chooses, whole, request.logprobs, prefix))
+                if self.watch is not None:
+                    self.watch(buffers.rows, 1 if prefix is None else longest)
+                replay()
+                block.note(step)
+        except Exception as error:  # whatever a compiler, a capture or a driver may raise
+            batch.sampler.put_back(block.draws)
+            self._give_up(error, buffers.rows, buffers.slots)
+            return None
+        self.forwards += count
         self.name = self._named(buffers.rows, prefix)
         block.send()
         buffers.last = block.event
         return block
 
-    def _recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
+    def _give_up(self, error: Exception, rows: int, length: int) -> Unsupported:
+        """Leave all to the plain path: this time, where memory was short; else from now on. Say why, and return it."""
+        self._buffers = None
+        if isinstance(error, torch.OutOfMemoryError):
+            words = f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory"
+        else:
+            self._retired = True
+            words = f"a step failed ({in_one_line(error)})"
+        self._warn(words)
+        return Unsupported(words)
+
+    def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return the step as a graph, recorded the first time it is asked for."""
         if key not in buffers.graphs:
             if len(buffers.graphs) == MAX_GRAPHS:
                 del buffers.graphs[next(iter(buffers.graphs))]
+            if not buffers.graphs:
+                buffers.record = self._recorder(model.device)  # a pool without graphs is not to be used again
             step = self._step(model, buffers, key)
             before = [tensor.clone() for tensor in buffers.state()]
             buffers.positions.fill_((key.prefix or buffers.slots) - 1)  # with a cache: where no row's keys stand
-            if not buffers.graphs and model.device.type == "cuda":
-                buffers.pool = torch.cuda.graph_pool_handle()  # one that has no graphs any more is not to be used again
-            with self._explained(buffers.rows, buffers.slots):
-                buffers.graphs[key] = self._record(step, model.device, buffers.pool)
+            with without_cudnn(model.device):
+                buffers.graphs[key] = buffers.record(step)
             for tensor, was in zip(buffers.state(), before, strict=True):
                 tensor.copy_(was)
         return buffers.graphs[key]
 
-    @contextmanager
-    def _explained(self, rows: int, slots: int) -> Iterator[None]:
-        """Say what did not fit into memory, and hold nothing of it."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            self._buffers = None
-            raise MemoryError(
-                f"the fast step of {rows} rows of {slots} positions does not fit into the GPU's memory; "
-                "take fewer or shorter rows, or load the model without fast"
-            ) from error
-
-    def _record(self, step: Replay, device: torch.device, pool: object) -> Replay:
-        try:
-            return record(step, device, pool)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            logger.warning("fast: torch.compile failed (%s); layers run as they are", str(error).splitlines()[0])
-            self._backend, self._layer = None, run_layer
-            return record(step, device, pool)
-
     def _step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return a function of no arguments that takes one step, on the buffers alone."""
         ops = self._ops_for(buffers.rows)
-        sampling = key.sampling
-        greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1 and not key.logprobs
-        penalized = sampling.repetition_penalty != 1
+        numbers = zip(buffers.numbers.unbind(), key.chooses, strict=True)
+        settings = Settings(*(number if there else None for number, there in numbers))
+        greedy = settings.temperature is None and settings.penalty is None and not key.logprobs
 
         def step() -> None:
             fed = key.prefix
-            h = cached(model, buffers, ops) if fed is None else uncached(model, buffers, fed, self._layer)
+            h = cached(model, buffers, ops) if fed is None else uncached(model, buffers, fed, self.layer)
             if greedy:
                 take_likeliest(model, buffers, ops, h)
                 return
             logits, best, _ = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
-            draws = None if sampling.temperature == 0 else buffers.draws
-            ids = choose(logits, sampling, buffers.seen if penalized else None, draws)
+            ids, sure = choose_ahead(logits, settings, buffers.seen, buffers.draws, whole=key.whole)
             if key.logprobs:
                 buffers.logprobs.copy_(logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
+            ids = ids if sure is None else ids.where(sure, UNSURE)
             step_on(ids.where(~best.isnan().any(-1), -1), buffers.tokens, buffers.positions, buffers.chosen)
 
         return step
@@ -262,28 +317,55 @@ class GraphRunner:
         """Return the name of what runs these rows."""
         if prefix is None:
             return f"CUDA graphs of {self._ops_for(rows).name} kernels"
-        return f"CUDA graphs of {'plain' if self._backend is None else 'compiled'} layers"
+        return f"CUDA graphs of {'compiled' if isinstance(self.layer, Compiled) else 'plain'} layers"
+
+    # ---- prompts ----------------------------------------------------------------------------------------------------
+
+    def prompt(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        lengths: Sequence[int] | None,
+        cache: Sequence[tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:
+        """Feed prompts, (bsz, seqlen), to an empty cache, or none; return the logits behind each, (bsz, 1, vocab).
+
+        Lengths are rounded up as those of buffers are; what is fed beyond a row's end is overwritten before it is read.
+        """
+        bsz, seqlen = tokens.shape
+        h = model.tok_embeddings(F.pad(tokens, (0, rounded_up(seqlen) - seqlen)))
+        freqs_cis = first_angles(model.rope.up_to(h.shape[1], h.device), h.shape[1])
+        with without_cudnn(h.device):
+            for layer, block in enumerate(model.blocks):
+                h, *made = self.layer(block, h, freqs_cis)
+                for buffer, fed in zip(cache[layer], made, strict=True) if cache is not None else ():
+                    buffer[:bsz, : fed.shape[1]] = fed
+        scores: Tensor = model.output(model.norm(last_real(h, lengths or [seqlen] * bsz)))
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     # ---- buffers ----------------------------------------------------------------------------------------------------
 
-    def _lend(self, model: Transformer) -> None:
-        """Give a generation's empty caches the runner's buffers, so that its prompt is written where graphs read."""
+    def lend(self, model: Transformer) -> DecodeBuffers | None:
+        """Give a generation's empty caches the runner's buffers, so that its prompt is written where graphs read.
+
+        Returns these, or None where no generation reserved its caches. Raises Unsupported.
+        """
         caches = [cache for cache in model.caches if type(cache) is StaticCache]
         rows, length = caches[0].reserved if caches else (0, 0)
         if length == 0 or len(caches) < len(model.caches):
-            return
+            return None
         buffers = self._fitting(model, rows, length)
         if not buffers.cache:
-            with self._explained(rows, buffers.slots):
-                buffers.cache = [cache.room(rows, buffers.slots, like=model.norm.weight) for cache in caches]
+            buffers.cache = [cache.room(rows, buffers.slots, like=model.norm.weight) for cache in caches]
         for cache, held in zip(caches, buffers.cache, strict=True):
             cache.adopt(*held)
+        return buffers
 
-    def _buffers_of(self, model: Transformer, rows: int, length: int) -> DecodeBuffers:
+    def buffers_of(self, model: Transformer, rows: int, length: int) -> DecodeBuffers:
         """Return the buffers of the running generation. Raises Unsupported where other code filled its cache."""
         buffers = self._fitting(model, rows, length)
         if model.kv_caching and (not buffers.cache or buffers.cache[0][0] is not model.first_attention.cache.keys):
-            raise Unsupported("the cache was filled by other code")
+            raise self._unlent or Unsupported("the cache was filled by other code")
         return buffers
 
     def free_cache(self) -> None:
@@ -304,40 +386,22 @@ class GraphRunner:
             or self._of is not described
         ):
             buffers = self._buffers = None  # before another takes memory
-            with self._explained(rows, slots):
-                buffers = new_buffers(model, rows, slots)
+            buffers = new_buffers(model, rows, slots, self._recorder(model.device))
         if buffers.last is not None:  # what an abandoned stream left under way, perhaps on another stream of the device
             torch.cuda.current_stream(model.device).wait_event(buffers.last)
         self._buffers, self._of = buffers, described
         return buffers
 
-    def _difference(self, model: Transformer) -> str | None:
-        """Say how the kernels' logits differ from the modules' where they differ too far; else None."""
-        length = min(6, model.args.max_seq_len)
-        ids = torch.arange(2 * length, device=model.device).view(2, length) % model.args.vocab_size
-        most = min(limit for limit in (2, model.args.max_batch_size, self.ops.most_rows) if limit is not None)
-        for rows in range(1, most + 1):  # one row and several are computed in two ways
-            with torch.inference_mode(), model.switched(kv_caching=True):
-                model.reserve_cache(rows, length)
-                self._lend(model)
-                model(ids[:rows, :-1], 0, logits="last")
-                plain = model(ids[:rows, -1:], length - 1, logits="last")[:, 0]
-                buffers = self._buffers_of(model, rows, length)
-                buffers.tokens[:, :length] = ids[:rows]
-                buffers.positions.fill_(length - 1)
-                h = cached(model, buffers, self.ops)
-                logits, _, _ = self.ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
-                self._buffers = None
-            off = ((logits - plain).abs().max() / plain.abs().max()).item()
-            if not off <= _TOLERANCE[model.norm.weight.dtype]:
-                return f"the {self.ops.name} kernels' logits are off by {off:.2g} of the largest here"
-        return None
+    def drop(self) -> None:
+        """Hold no buffers and no graphs."""
+        self._buffers = None
 
 
 class StepBlock:
     """What some steps choose: noted on the device, sent to the host, read there."""
 
     def __init__(self, count: int, buffers: DecodeBuffers, *, logprobs: bool) -> None:
+        self.count = count
         self._sources = [buffers.chosen, buffers.logprobs] if logprobs else [buffers.chosen]
         self._noted = [source.new_empty((count, buffers.rows)) for source in self._sources]
         self._sent: list[Tensor] = []
@@ -396,13 +460,18 @@ def uncached(model: Transformer, buffers: DecodeBuffers, prefix: int, layer: "Ru
     What stands past it in the text is fed along, and no query sees it.
     """
     h = model.tok_embeddings(buffers.tokens[:, :prefix])
-    cos, sin = buffers.cos_sin
-    freqs_cis = cos[None, :prefix], sin[None, :prefix]
+    freqs_cis = first_angles(buffers.cos_sin, prefix)
     for block in model.blocks:
-        h = layer(block, h, freqs_cis)
+        h, _, _ = layer(block, h, freqs_cis)
     positions = buffers.positions.clamp(max=prefix - 1)  # rows that have ended may stand anywhere
     newest: Tensor = h[torch.arange(buffers.rows, device=h.device), positions]
     return newest
+
+
+def first_angles(cos_sin: tuple[Tensor, Tensor], length: int) -> tuple[Tensor, Tensor]:
+    """Return those of the first positions, as layers take them, out of a RopeTable's."""
+    cos, sin = cos_sin
+    return cos[None, :length], sin[None, :length]
 
 
 def take_likeliest(model: Transformer, buffers: DecodeBuffers, ops: GraphOps, h: Tensor) -> None:
@@ -411,46 +480,52 @@ def take_likeliest(model: Transformer, buffers: DecodeBuffers, ops: GraphOps, h:
     ops.advance(best, at, buffers.tokens, buffers.positions, buffers.chosen)
 
 
-RunLayer = Callable[[TransformerBlock, Tensor, tuple[Tensor, Tensor]], Tensor]
+RunLayer = Callable[[TransformerBlock, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]
 
 
-def run_layer(block: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
-    """Run a layer over a whole prefix."""
-    out: Tensor = block(h, 0, freqs_cis)
-    return out
+def run_layer(block: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a layer over whole prefixes; return what comes out of it, and the keys and values that a cache would hold."""
+    attention = block.attention
+    normed = block.attention_norm(h)
+    products = (attention.wq(normed), attention.wk(normed), attention.wv(normed))
+    xq, xk, xv = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)
+    xq, xk = apply_rotary_emb(xq, xk, freqs_cis)
+    h = h + attention.wo(attend(xq, xk, xv, 0).flatten(-2))
+    return h + block.feed_forward(block.ffn_norm(h)), xk, xv
 
 
-def compiled(backend: str | Callable[..., Any]) -> RunLayer:
-    """Return `run_layer` compiled, once for all layers and lengths: what it fuses are norms, rotations and SiLU."""
-    made: RunLayer = torch.compile(run_layer, backend=backend, dynamic=True, fullgraph=True)
-    return made
+class Recorder:
+    """Makes graphs of steps, all on one stream and out of one pool of memory: for they run one at a time.
 
-
-def record(step: Replay, device: torch.device, pool: Any = None) -> Replay:
-    """Return the step as a CUDA graph's replay; on a CPU, which has none, the step itself. It is run some times first.
-
-    Whatever has to be compiled, chosen or allocated happens in those runs, which a graph could not record. What the
-    graph needs in between comes out of `pool`, or out of one of its own.
+    On a CPU, which has no graphs, the step itself is what is replayed.
     """
-    if device.type != "cuda":
-        step()
-        return step
-    with torch.cuda.device(device):
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(aside)
-        # cuBLAS keeps a workspace for every stream. That of the runs is given back; the graph takes its own from its
-        # pool, where it may stay, but no other code may go on to use it.
-        _clear_workspaces()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread, with another model, may allocate meanwhile
-        with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Replay) -> Replay:
+        """Return the step's replay. It is run some times first: for what has to be compiled, chosen or allocated."""
+        if self.device.type != "cuda":
             step()
-        _clear_workspaces()
-    return graph.replay
+            return step
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                for _ in range(2):
+                    step()
+            torch.cuda.current_stream().wait_stream(self.stream)
+            # cuBLAS keeps a workspace for every stream. That of the runs is given back; the graph takes its own from
+            # its pool, where it may stay, but no other code may go on to use it.
+            _clear_workspaces()
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: another thread, with another model, may allocate meanwhile
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                step()
+            _clear_workspaces()
+        return graph.replay
 
 
 def _clear_workspaces() -> None:
@@ -461,8 +536,9 @@ def rounded_up(length: int) -> int:
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
-def new_buffers(model: Transformer, rows: int, slots: int) -> DecodeBuffers:
+def new_buffers(model: Transformer, rows: int, slots: int, record: Recorder) -> DecodeBuffers:
     device = model.device
+    cos, sin = model.rope.up_to(slots, device)
     with torch.inference_mode(False):  # or it could not be written outside of inference mode
         return DecodeBuffers(
             tokens=torch.zeros((rows, slots), dtype=torch.int64, device=device),
@@ -470,30 +546,13 @@ def new_buffers(model: Transformer, rows: int, slots: int) -> DecodeBuffers:
             chosen=torch.zeros(rows, dtype=torch.int64, device=device),
             logprobs=torch.zeros(rows, dtype=torch.float64, device=device),
             draws=torch.zeros(rows, dtype=torch.float64, device=device),
+            numbers=torch.zeros(len(Settings._fields), dtype=torch.float64, device=device),
             seen=torch.zeros((rows, model.args.vocab_size), dtype=torch.bool, device=device),
-            cos_sin=model.rope.up_to(slots, device),
+            cos_sin=(cos[:slots], sin[:slots]),
+            record=record,
         )
 
 
-def find_ops(model: Transformer) -> GraphOps:
-    """Return the fused kernels where they serve this model's device and dtype, else PyTorch's own, which is said."""
-    try:
-        from llama.fast import triton_kernels
-    except ModuleNotFoundError as missing:
-        logger.warning("fast: %s is not installed, so PyTorch's own kernels run: pip install triton", missing.name)
-        return PYTORCH
-    refusal = triton_kernels.refusal(1, model.norm.weight.dtype, model.device)
-    if refusal is not None:
-        logger.warning("fast: %s; PyTorch's own kernels run instead", refusal)
-        return PYTORCH
-    several = triton_kernels.refusal(triton_kernels.MAX_ROWS, model.norm.weight.dtype, model.device) is None
-    return GraphOps(
-        "fused",
-        triton_kernels.qkv,
-        triton_kernels.attend_project,
-        triton_kernels.gate,
-        triton_kernels.project,
-        triton_kernels.head,
-        triton_kernels.advance,
-        most_rows=triton_kernels.MAX_ROWS if several else 1,
-    )
+def in_one_line(error: Exception) -> str:
+    """Return what an error says, short: compilers and drivers write pages."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

@@ -23,11 +23,13 @@ from hypothesis import strategies as st
 from oracles import tiny_args, tiny_model
 from torch import Tensor
 
-from llama import fast
+from llama import fast, sampling
 from llama.args import ModelArgs
 from llama.fast import choose, graph_ops, graph_runner
-from llama.fast.choose import make_fast
-from llama.fast.graph_runner import LENGTH_STEP, MAX_GRAPHS, SYNC_INTERVAL, GraphRunner, find_ops
+from llama.fast.choose import find_fused
+from llama.fast.graph_ops import Compiled
+from llama.fast.graph_runner import LENGTH_STEP, SYNC_INTERVAL, GraphRunner, Recorder, Replay, run_layer
+from llama.fast.graph_trial import quickest, try_prompts, try_steps
 from llama.fast.supported import Unsupported
 from llama.generation import NonFiniteLogits
 from llama.kv_cache import ConcatCache
@@ -57,12 +59,12 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return a list that grows by one with each step that is recorded."""
     made: list[object] = []
 
-    def record(step: Callable[[], None], device: torch.device, pool: object) -> Callable[[], object]:
-        made.append(step)
-        step()
-        return step
+    class Counting(Recorder):
+        def __call__(self, step: Replay) -> Replay:
+            made.append(step)
+            return super().__call__(step)
 
-    monkeypatch.setattr(graph_runner, "record", record)
+    monkeypatch.setattr(graph_runner, "Recorder", Counting)
     return made
 
 
@@ -122,15 +124,54 @@ def test_without_a_cache_the_prefix_is_rounded_up_so_that_few_graphs_serve(recor
     assert len(recordings) == 3  # of 1, 2 and 3 times LENGTH_STEP tokens
 
 
-def test_a_lane_keeps_few_graphs(recordings: list[object]) -> None:
+def test_another_setting_records_nothing_anew(recordings: list[object]) -> None:
     plain, fast = twins()
-    for n in range(MAX_GRAPHS + 3):
-        options: Options = {"temperature": 1 + n / 10, "seed": 3}
-        assert fast.generate_tokens(PROMPTS, 5, **options) == plain.generate_tokens(PROMPTS, 5, **options)
-    assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._buffers is not None
-    assert len(fast.runner._buffers.graphs) == MAX_GRAPHS
-    assert len(recordings) == MAX_GRAPHS + 3
+    for n in range(5):
+        options: Options = {
+            "temperature": 0.7 + n / 10,
+            "top_p": 0.5 + n / 10,
+            "top_k": 20 + n,
+            "min_p": n / 100 + 0.01,
+        }
+        options |= {"repetition_penalty": 1.1 + n / 10, "seed": 3}
+        assert fast.generate_tokens(PROMPTS, 9, **options) == plain.generate_tokens(PROMPTS, 9, **options)
+    assert len(recordings) == 1
+    fast.generate_tokens(PROMPTS, 9, temperature=0.8, top_p=0.9)  # but another way to choose does
+    assert len(recordings) == 2
+
+
+def test_buffers_keep_few_graphs(recordings: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_runner, "MAX_GRAPHS", 2)
+    _, fast = twins()
+    for way in [*WAYS] * 2:
+        fast.generate_tokens(PROMPTS, 9, **WAYS[way])
+        assert isinstance(fast.runner, GraphRunner)
+        assert fast.runner._buffers is not None
+        assert len(fast.runner._buffers.graphs) <= 2
+    assert len(recordings) == 2 * len(WAYS)
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("way", ["sampled", "sampled in every way"])
+def test_steps_that_candidates_do_not_decide_are_taken_anew(
+    way: str, kv_caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 61 tokens two or six are looked at first: that does for all steps, for some, or for none."""
+    plain, fast = twins()
+    options: Options = {**WAYS[way], "top_k": None, "logprobs": False, "echo": False}
+    sorted_wholly: list[bool] = []
+    for candidates in (2, 6, 30):
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "_CANDIDATES", candidates)
+            for temperature in (0.05, 0.4, 1.3):
+                options["temperature"] = temperature
+                ours = fast.generate_tokens(PROMPTS, 3 * SYNC_INTERVAL, kv_caching=kv_caching, **options)
+                assert ours == plain.generate_tokens(PROMPTS, 3 * SYNC_INTERVAL, kv_caching=kv_caching, **options)
+                assert isinstance(fast.runner, GraphRunner)
+                assert fast.runner._buffers is not None
+                sorted_wholly.append(any(key.whole for key in fast.runner._buffers.graphs))
+                fast.runner.drop()
+    assert set(sorted_wholly) == {True, False}
 
 
 def test_what_a_cache_held_before_does_not_show() -> None:
@@ -145,33 +186,70 @@ def test_what_a_cache_held_before_does_not_show() -> None:
     assert fast.generate_tokens(PROMPTS, 20, **GREEDY) == plain.generate_tokens(PROMPTS, 20, **GREEDY)
 
 
-def test_a_layer_is_compiled_once_for_all_layers_and_lengths() -> None:
-    made: list[torch.fx.GraphModule] = []
+Backend = Callable[..., Callable[..., Any]]
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+
+@pytest.fixture
+def backend() -> tuple[Backend, list[torch.fx.GraphModule]]:
+    """Return a compiler that changes nothing, and a list that grows by one with each graph that it compiles."""
+    made: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+
+    def compile_nothing(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         made.append(graph)
         return graph.forward
 
+    return compile_nothing, made
+
+
+def test_what_is_compiled_is_compiled_when_it_is_tried_and_never_in_a_text(
+    backend: tuple[Backend, list[torch.fx.GraphModule]],
+) -> None:
     plain, fast = twins()
-    fast.runner = GraphRunner(backend=backend)
-    for prompts in (PROMPTS, PROMPTS[:2]):
-        ours = fast.generate_tokens(prompts, 2 * LENGTH_STEP, kv_caching=False, **GREEDY)
-        assert ours == plain.generate_tokens(prompts, 2 * LENGTH_STEP, kv_caching=False, **GREEDY)
-    assert ran(fast) == 2 * (2 * LENGTH_STEP - 1)
-    assert len(made) == 1
+    ops, layer = graph_ops.compiled(backend[0]), Compiled(run_layer, backend[0])
+    assert try_steps(fast, GraphRunner(ops)) > 0
+    assert try_prompts(fast, layer) > 0
+    fast.runner = GraphRunner(ops, layer)
+    compiled = len(backend[1])
+    assert compiled > 0
+    for prompts, room in ((PROMPTS, 9), (PROMPTS[:1], 2 * LENGTH_STEP), (PROMPTS * 3, LENGTH_STEP)):
+        for kv_caching in (True, False):
+            ours = fast.generate_tokens(prompts, room, kv_caching=kv_caching, **GREEDY)
+            assert ours == plain.generate_tokens(prompts, room, kv_caching=kv_caching, **GREEDY)
+    assert len(backend[1]) == compiled
+    assert ran(fast) == 2 * (9 + 3 * LENGTH_STEP)  # prompts, too
 
 
-def test_a_layer_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        raise RuntimeError("no such instruction")
+def test_what_cannot_be_compiled_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a GPU that is too old for Triton."""
 
-    plain, fast = twins()
-    fast.runner = GraphRunner(backend=backend)
+    def too_old(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        raise RuntimeError("this GPU is too old for Triton")
+
+    plain, fast = twins(dtype=torch.float32)
+    monkeypatch.setattr(choose, "COMPILER", too_old)
+    torch._dynamo.reset()
     with caplog.at_level(logging.WARNING, "llama"):
-        ours = fast.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
-    assert ours == plain.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
-    assert ran(fast) == 8
-    assert [words for words in caplog.messages if "torch.compile failed" in words] == caplog.messages
+        choose._use_graphs(fast, fused=False)
+    assert fast.execution.runner == "CUDA graphs of plain kernels"
+    assert [words.split(" are not used: ")[0] for words in caplog.messages] == [
+        "fast: compiled kernels", "fast: prompts by compiled layers"
+    ]  # fmt: skip
+    assert all("too old for Triton" in words for words in caplog.messages)
+    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+
+
+def test_the_quickest_of_the_ways_that_are_right_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    def trial(seconds: float) -> float:
+        if seconds < 2:
+            raise Unsupported(f"{seconds} is too little")
+        return seconds
+
+    with caplog.at_level(logging.WARNING, "llama"):
+        assert quickest([("first", 3.0), ("second", 1.0), ("third", 2.0)], trial) == 2.0
+    assert caplog.messages == ["fast: second are not used: 1.0 is too little"]
+    with pytest.raises(Unsupported, match=r"0\.5 is too little"):
+        quickest([("first", 1.0), ("second", 0.5)], trial)
 
 
 def test_off_holds_no_cache() -> None:
@@ -199,11 +277,12 @@ def test_a_lane_is_no_longer_than_about_what_a_generation_needs() -> None:
 def test_what_a_graph_reads_outlives_the_function_that_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph holds no tensor, only its address: the table of rotations, say, which gives way to a longer one."""
 
-    def record(step: Callable[[], None], device: torch.device, pool: object) -> Callable[[], object]:
-        step()
-        return lambda: None
+    class Freezing(Recorder):
+        def __call__(self, step: Replay) -> Replay:
+            super().__call__(step)
+            return lambda: None
 
-    monkeypatch.setattr(graph_runner, "record", record)
+    monkeypatch.setattr(graph_runner, "Recorder", Freezing)
     _, fast = twins()
     fast.generate_tokens(PROMPTS, 9, kv_caching=True, **GREEDY)
     fast.generate_tokens(PROMPTS, 9, kv_caching=False, **GREEDY)
@@ -346,24 +425,77 @@ def test_a_watcher_is_told_of_every_step() -> None:
 # ---- memory, copies, choice of kernels -------------------------------------------------------------------------------
 
 
-def test_a_graph_that_does_not_fit_is_an_error_in_words_and_the_model_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+class Failing(Recorder):
+    """Records nothing, or nothing but the first graphs, or what fails when it is replayed."""
+
+    error: Exception = RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
+    records = 0
+    when_replayed = False
+
+    def __call__(self, step: Replay) -> Replay:
+        if self.records > 0:
+            type(self).records -= 1
+            return super().__call__(step)
+        if self.when_replayed:
+            return self.fail
+        raise self.error
+
+    def fail(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("when_replayed", [True, False])
+@pytest.mark.parametrize("way", ["greedy", "sampled in every way"])
+def test_a_step_that_fails_leaves_the_text_to_the_plain_path_and_that_is_said_once(
+    way: str, when_replayed: bool, kv_caching: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, fast = twins()
+    recorder = type("Now", (Failing,), {"when_replayed": when_replayed})
+    fast.runner = GraphRunner(recorder=recorder)
+    with caplog.at_level(logging.WARNING, "llama"):
+        for _ in range(2):
+            ours = fast.generate_tokens(PROMPTS, 20, kv_caching=kv_caching, **WAYS[way])
+            assert_same(ours, plain.generate_tokens(PROMPTS, 20, kv_caching=kv_caching, **WAYS[way]))
+    assert ran(fast) == 0
+    assert caplog.messages == [
+        "fast: a step failed (RuntimeError: operation not permitted when stream is capturing "
+        "Compile with TORCH_USE_CUDA_DSA); the plain path runs instead"
+    ]
 
-    def full(step: object, device: torch.device, pool: object) -> Callable[[], object]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(graph_runner, "record", full)
-        with pytest.raises(MemoryError, match=r"3 rows of 32 positions does not fit .* fewer or shorter rows"):
-            fast.generate_tokens(PROMPTS, 9, **GREEDY)
+def test_a_later_recording_that_fails_keeps_what_was_made_and_the_draws(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a cache, a longer prefix is another graph."""
+    plain, fast = twins()
+    fast.runner = GraphRunner(recorder=type("Later", (Failing,), {"records": 2}))
+    for _ in range(2):
+        ours = fast.generate_tokens(PROMPTS, 4 * LENGTH_STEP, kv_caching=False, **WAYS["sampled"])
+        assert ours == plain.generate_tokens(PROMPTS, 4 * LENGTH_STEP, kv_caching=False, **WAYS["sampled"])
+    assert 0 < ran(fast) <= 2 * LENGTH_STEP
+    assert len(caplog.messages) == 1
     assert not fast.generating
-    assert all(cache.nbytes == 0 for cache in fast.caches)
-    assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._buffers is None
-    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
 
-def test_a_cache_that_does_not_fit_is_an_error_in_words_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_does_not_fit_is_said_in_words_and_the_next_ones_are_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, fast = twins()
+    full = type("Full", (Failing,), {"error": torch.OutOfMemoryError("CUDA out of memory")})
+    fast.runner = GraphRunner(recorder=full)
+    for _ in range(2):
+        assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert caplog.messages == [
+        "fast: graphs for 3 rows of 32 positions do not fit into the GPU's memory; the plain path runs instead"
+    ]
+    assert ran(fast) == 0
+    full.records = 1
+    assert fast.generate_tokens([[1]], 9, **GREEDY) == plain.generate_tokens([[1]], 9, **GREEDY)
+    assert ran(fast) == 8
+
+
+def test_a_cache_that_does_not_fit_twice_is_the_plain_paths_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, fast = twins()
     empty, calls = torch.empty, []
 
@@ -375,8 +507,9 @@ def test_a_cache_that_does_not_fit_is_an_error_in_words_and_leaves_nothing(monke
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", full)
-        with pytest.raises(MemoryError, match="3 rows of 32 positions"):
-            fast.generate_tokens(PROMPTS, 9, **GREEDY)
+        assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert len(caplog.messages) == 1
+    assert "do not fit into the GPU's memory" in caplog.messages[0]
     assert all(cache.nbytes == 0 for cache in fast.caches)
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
@@ -425,10 +558,42 @@ def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
 
 def test_kernels_whose_logits_are_not_the_modules_are_refused() -> None:
     plain, _ = twins(dtype=torch.float32)
-    GraphRunner(graph_ops.PYTORCH._replace(name="right")).check(plain)
+    assert try_steps(plain, GraphRunner(graph_ops.PYTORCH._replace(name="right"))) > 0
     with pytest.raises(Unsupported, match="the wrong kernels' logits are off by"):
-        GraphRunner(graph_ops.PYTORCH._replace(name="wrong", project=wrong_project)).check(plain)
+        try_steps(plain, GraphRunner(graph_ops.PYTORCH._replace(name="wrong", project=wrong_project)))
     assert all(cache.nbytes == 0 for cache in plain.caches)
+
+
+class Forgetful(Recorder):
+    """Repeats a step whose positions are those at which it was recorded."""
+
+    def __call__(self, step: Replay) -> Replay:
+        super().__call__(step)
+        return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("recorder", "words"), [(Failing, "operation not permitted"), (Forgetful, "does not repeat what was recorded")]
+)
+def test_a_step_that_cannot_be_recorded_or_repeated_is_found_out_when_it_is_tried(
+    recorder: type[Recorder], words: str
+) -> None:
+    plain, _ = twins()
+    with pytest.raises((Unsupported, RuntimeError), match=words):
+        try_steps(plain, GraphRunner(recorder=recorder))
+    assert all(cache.nbytes == 0 for cache in plain.caches)
+    assert not plain.generating
+
+
+def test_prompts_that_leave_another_cache_are_found_out() -> None:
+    def misplaced(*given: Any) -> Any:
+        h, keys, values = run_layer(*given)
+        return h, keys, values.roll(1, dims=1)
+
+    plain, _ = twins()
+    assert try_prompts(plain, run_layer) > 0
+    with pytest.raises(Unsupported, match="logits behind a prompt are off by"):
+        try_prompts(plain, misplaced)
 
 
 def test_without_triton_pytorchs_own_kernels_run_and_that_is_said(
@@ -438,7 +603,7 @@ def test_without_triton_pytorchs_own_kernels_run_and_that_is_said(
     monkeypatch.delattr(fast, "triton_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.WARNING, "llama"):
-        assert find_ops(twins()[0]) == graph_ops.PYTORCH
+        assert find_fused(twins()[0]) is None
     assert caplog.messages == ["fast: triton is not installed, so PyTorch's own kernels run: pip install triton"]
 
 
@@ -448,7 +613,7 @@ def test_what_the_kernels_do_not_cover_runs_by_pytorchs_own_and_that_is_said(
 ) -> None:
     pytest.importorskip("triton")
     with caplog.at_level(logging.WARNING, "llama"):
-        assert find_ops(twins(dtype=dtype)[0]) == graph_ops.PYTORCH
+        assert find_fused(twins(dtype=dtype)[0]) is None
     assert len(caplog.messages) == 1
     assert words in caplog.messages[0]
 
@@ -462,25 +627,26 @@ def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -
         return graph_ops.project(x, weight, h)
 
     model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
-    GraphRunner(graph_ops.PYTORCH._replace(name="own", project=project)).check(model)
+    try_steps(model, GraphRunner(graph_ops.PYTORCH._replace(name="own", project=project)))
     assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2})
     calls.clear()
-    GraphRunner(graph_ops.PYTORCH._replace(name="own", project=project, most_rows=1)).check(model)
+    try_steps(model, GraphRunner(graph_ops.PYTORCH._replace(name="own", project=project, most_rows=1)))
     assert set(calls) == {1}
 
 
-def test_kernels_that_fail_give_way_to_pytorchs_own(
+def test_fused_kernels_that_fail_give_way_to_pytorchs_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> Any:
         raise RuntimeError("no C compiler")
 
     plain, _ = twins(dtype=torch.float32)
+    monkeypatch.setattr(choose, "COMPILER", "eager")
     for project, words in ((broken, "no C compiler"), (wrong_project, "the own kernels' logits are off by")):
         caplog.clear()
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "llama"):
-            patch.setattr(choose, "find_ops", lambda _, p=project: graph_ops.PYTORCH._replace(name="own", project=p))
-            choose._use_graphs(plain)
+            patch.setattr(choose, "find_fused", lambda _, p=project: graph_ops.PYTORCH._replace(name="own", project=p))
+            choose._use_graphs(plain, fused=True)
         assert plain.execution.runner == "CUDA graphs of plain kernels"
         assert len(caplog.messages) == 1
         assert words in caplog.messages[0]
@@ -488,21 +654,21 @@ def test_kernels_that_fail_give_way_to_pytorchs_own(
         plain.runner = None
 
 
+def test_fused_kernels_run_where_they_were_asked_for_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = twins(dtype=torch.float32)
+    monkeypatch.setattr(choose, "COMPILER", "eager")
+    monkeypatch.setattr(choose, "find_fused", lambda _: graph_ops.PYTORCH._replace(name="fused"))
+    choose._use_graphs(plain, fused=True)
+    assert plain.execution.runner == "CUDA graphs of fused kernels"
+    choose._use_graphs(plain, fused=False)
+    assert plain.execution.runner in ("CUDA graphs of plain kernels", "CUDA graphs of compiled kernels")
+
+
 def test_int8_is_left_to_the_loop() -> None:
     plain, _ = twins(tiny_args(vocab_size=64), dtype=torch.float32)
     quantize_layers(plain, torch.float32)
     with pytest.raises(Unsupported, match="int8 weights are for a CPU so far"):
-        GraphRunner().check(plain)
-
-
-def test_a_gpu_gets_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    plain, _ = twins(dtype=torch.float32)
-    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda")))
-    monkeypatch.setattr(choose, "find_ops", lambda model: graph_ops.PYTORCH)
-    with caplog.at_level(logging.INFO, "llama"):
-        make_fast(plain, None)  # type: ignore[arg-type]  # no code is compiled for it
-    assert isinstance(plain.runner, GraphRunner)
-    assert caplog.messages == ["fast: CUDA graphs of plain kernels"]
+        choose._use_graphs(plain, fused=False)
 
 
 @pytest.fixture

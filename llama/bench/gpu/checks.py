@@ -11,9 +11,10 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
-from llama.bench.gpu.kernels import filled_buffers, model_for, one_step, uneven_model
-from llama.fast.graph_ops import PYTORCH, GraphOps
-from llama.fast.graph_runner import GraphRunner, find_ops
+from llama.bench.gpu.kernels import filled_buffers, layer_for, model_for, one_step, uneven_model, ways_of
+from llama.fast.graph_ops import FUNCTIONS, PYTORCH, GraphOps
+from llama.fast.graph_runner import GraphRunner
+from llama.fast.graph_trial import try_prompts, try_steps
 from llama.model import Transformer
 
 logger = logging.getLogger(__name__)
@@ -41,23 +42,26 @@ class Check(TypedDict):
     detail: str
 
 
-def run_checks(cell: Cell) -> dict[str, Any]:
-    """Check whole paths on small models, if the cell is in fp32, and all that its own model runs on, in its dtype.
+def run_checks(cell: Cell) -> list[Check]:
+    """Check whole paths on small models in fp32, and all that the cell's own model runs on, in fp32 and in its dtype.
 
     A check that raises has failed, and those after it are still run.
     """
-    device = torch.device(cell.device)
-    checks = check_ids(device) if cell.dtype == "fp32" else []
-    return {"checks": checks + check_model(cell, model_for(cell))}
+    checks = check_ids(torch.device(cell.device))
+    for dtype in dict.fromkeys(("fp32", "bf16" if cell.dtype == "fp32" else cell.dtype)):
+        checks += check_model(cell.but(dtype=dtype), model_for(cell.but(dtype=dtype)))
+    return checks
 
 
 def check_ids(device: torch.device) -> list[Check]:
     """Check that every way to generate gives the ids of the plain path without the cache, also of ragged rows."""
     odd, checks = uneven_model(ODD, torch.float32, device), []
+    steps = {name: GraphRunner(ops, layer_for(device)) for name, ops in ways_of(odd).items()}
+    ways = [("plain path", None, True), *((f"{name} kernels", step, True) for name, step in steps.items())]
+    ways.append(("compiled layers", steps["compiled"], False))
     for rows in ROWS:
         without = greedy(odd, None, rows, kv_caching=False)
-        for way, kv_caching in (("plain", True), ("fast", True), ("fast", False)):
-            step = fast_step(find_ops(odd), device) if way == "fast" else None
+        for way, step, kv_caching in ways:
             name = f"greedy ids in fp32, batch {rows}, ragged: {way}, {cache_words(kv_caching)}"
             checks.append(tried(name, partial(same_ids, odd, step, rows, kv_caching, without)))
     return checks
@@ -65,20 +69,16 @@ def check_ids(device: torch.device) -> list[Check]:
 
 def check_model(cell: Cell, model: Transformer) -> list[Check]:
     """Check the kernels, the fast step and exact mode at the sizes of a model."""
-    where, ops = f"{cell.model} in {cell.dtype}", find_ops(model)
-    claims: dict[str, Callable[[], Outcome]] = {
-        "each kernel": partial(each_kernel, model, ops, cell.input_len),
-        "fused logits": partial(fused_logits, model, ops),
-        "log-probabilities by graphs": partial(logprobs_agree, model, ops, cell),
-        "exact mode": partial(exact_mode, model),
-    }
-    why = "no fused kernels here: PyTorch's own run instead"
-    return [
-        Check(name=f"{what}, {where}", passed=None, detail=why)
-        if ops == PYTORCH and what in ("each kernel", "fused logits")
-        else tried(f"{what}, {where}", claim)
-        for what, claim in claims.items()
-    ]
+    ways, layer = ways_of(model), layer_for(model.device)
+    claims: dict[str, Callable[[], Outcome]] = {}
+    for name, ops in ways.items():
+        if ops != PYTORCH:
+            claims[f"each of the {name} kernels"] = partial(each_kernel, model, ops, cell.input_len)
+        claims[f"steps of {name} kernels, recorded and repeated"] = partial(repeats, model, ops)
+    claims["prompts by compiled layers"] = partial(prompts_agree, model)
+    claims["log-probabilities by graphs"] = partial(logprobs_agree, model, GraphRunner(ways["compiled"], layer), cell)
+    claims["exact mode"] = partial(exact_mode, model)
+    return [tried(f"{what}, {cell.model} in {cell.dtype}", claim) for what, claim in claims.items()]
 
 
 def tried(name: str, claim: Callable[[], Outcome]) -> Check:
@@ -88,11 +88,6 @@ def tried(name: str, claim: Callable[[], Outcome]) -> Check:
         logger.warning("%s", name, exc_info=True)
         passed, detail = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return Check(name=name, passed=passed, detail=detail)
-
-
-def fast_step(ops: GraphOps, device: torch.device) -> GraphRunner:
-    """Return the step that `llama.fast.choose` gives a model on a GPU; on a CPU the same steps, unrecorded."""
-    return GraphRunner(ops, backend="inductor" if device.type == "cuda" else None)
 
 
 @contextmanager
@@ -146,7 +141,7 @@ def beside_twins(ops: GraphOps, worst: dict[str, float]) -> GraphOps:
 
         return call
 
-    return ops._replace(**{name: noting(name) for name in ops._fields if callable(getattr(ops, name))})  # type: ignore[arg-type]
+    return ops._replace(**{name: noting(name) for name in FUNCTIONS})  # type: ignore[arg-type]
 
 
 def widened(given: Any) -> Any:
@@ -164,17 +159,22 @@ def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
     return float((ours - theirs).norm() / (theirs - before).norm().clamp(min=1e-30))
 
 
-def fused_logits(model: Transformer, ops: GraphOps) -> Outcome:
-    GraphRunner(ops).check(model)  # raises Unsupported
-    return True, "as near to the modules' as the fast step asks for"
+def repeats(model: Transformer, ops: GraphOps) -> Outcome:
+    seconds = try_steps(model, GraphRunner(ops))  # raises Unsupported
+    return True, f"as near to the modules as the fast step asks for; {1e3 * seconds:.3f} ms at batch 1"
 
 
-def logprobs_agree(model: Transformer, ops: GraphOps, cell: Cell) -> Outcome:
+def prompts_agree(model: Transformer) -> Outcome:
+    seconds = try_prompts(model, layer_for(model.device))
+    return True, f"as near to the modules as the fast step asks for; {1e3 * seconds:.3f} ms at batch 1"
+
+
+def logprobs_agree(model: Transformer, fast: GraphRunner, cell: Cell) -> Outcome:
     """Compare log-probabilities of greedy generations up to where their ids part; in float32 they may not part."""
     words, right = [], True
     for kv_caching in (True, False):
         made = []
-        for step in (None, fast_step(ops, model.device)):
+        for step in (None, fast):
             with stepping(model, step):
                 prompts = prompts_of(model.args, [cell.input_len])
                 ids, logprobs = model.generate_tokens(

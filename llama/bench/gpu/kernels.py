@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -20,19 +20,22 @@ from llama.bench.run.models import find_model, random_model
 from llama.bench.schema import Spread
 from llama.bench.statistics import percentiles
 from llama.costs import cache_bytes, step_bytes
-from llama.fast.graph_ops import PYTORCH, GraphOps
+from llama.fast.choose import COMPILER, find_fused
+from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, compiled
 from llama.fast.graph_runner import (
     DecodeBuffers,
+    Recorder,
     Replay,
+    RunLayer,
     cached,
-    find_ops,
     new_buffers,
-    record,
     rounded_up,
+    run_layer,
     take_likeliest,
 )
 from llama.machine import wait_for
 from llama.model import Transformer
+from llama.ops import without_cudnn
 
 SECONDS = 1.5  # that the replays of one row of the table are repeated for
 PROFILED = 3  # replays under the profiler, of which the last is read
@@ -82,13 +85,28 @@ def uneven_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> T
     return model
 
 
+def ways_of(model: Transformer) -> dict[str, GraphOps]:
+    """Return the sets of kernels that a step may be made of here."""
+    fused = find_fused(model)
+    ways = {"plain": PYTORCH, "compiled": compiled(_compiler(model.device))}
+    return ways if fused is None else {**ways, "fused": fused}
+
+
+def layer_for(device: torch.device) -> RunLayer:
+    return Compiled(run_layer, _compiler(device))
+
+
+def _compiler(device: torch.device) -> str:
+    return COMPILER if device.type == "cuda" else "eager"  # a rehearsal need not wait for a C++ compiler
+
+
 # ---- the step by itself ----------------------------------------------------------------------------------------------
 
 
 def filled_buffers(model: Transformer, rows: int, length: int, room: int = 0) -> DecodeBuffers:
     """Return rows whose newest token stands at length - 1, over random keys and values."""
     stream = torch.Generator(model.device).manual_seed(1)
-    buffers = new_buffers(model, rows, rounded_up(length + room + 1))
+    buffers = new_buffers(model, rows, rounded_up(length + room + 1), Recorder(model.device))
     size = (2, rows, buffers.slots, model.args.n_kv_heads, model.args.head_dim)
     for _ in model.blocks:
         drawn = torch.randn(size, generator=stream, device=model.device).to(model.norm.weight.dtype)
@@ -106,21 +124,13 @@ def one_step(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> None:
 def recorded(model: Transformer, cell: Cell, ops: GraphOps) -> tuple[DecodeBuffers, Replay]:
     """Return rows like the cell's after its prompt, and a replay of their next step."""
     buffers = filled_buffers(model, cell.batch_size, cell.input_len, cell.output_len)
-    return buffers, record(partial(one_step, model, buffers, ops), model.device)
+    with without_cudnn(model.device):
+        return buffers, buffers.record(partial(one_step, model, buffers, ops))
 
 
 @torch.inference_mode()
-def time_kernels(cell: Cell) -> dict[str, Any]:
-    """Time replays of the cell's cached step, one after another over the contexts of its generation.
-
-    Once with the fused kernels, where they take so many rows, and once with PyTorch's own.
-    """
-    model = model_for(cell)
-    ways = dict.fromkeys((find_ops(model), PYTORCH))
-    return {"steps": [step_row(model, cell, ops) for ops in ways if cell.batch_size <= (ops.most_rows or 2**31)]}
-
-
-def step_row(model: Transformer, cell: Cell, ops: GraphOps) -> StepRow:
+def step_row(model: Transformer, cell: Cell, name: str, ops: GraphOps) -> StepRow:
+    """Time replays of the cell's cached step, one after another over the contexts of its generation."""
     count = max(1, cell.output_len - 1)
     began = time.perf_counter()
     buffers, replay = recorded(model, cell, ops)
@@ -135,7 +145,7 @@ def step_row(model: Transformer, cell: Cell, ops: GraphOps) -> StepRow:
     timer = Timer("replays()", globals={"replays": replays}, num_threads=torch.get_num_threads())
     taken = timer.blocked_autorange(min_run_time=SECONDS).times
     return {
-        "kernels": ops.name,
+        "kernels": name,
         "batch_size": cell.batch_size,
         "seconds": percentiles([seconds / count for seconds in taken]),
         "record_seconds": record_seconds,
@@ -147,13 +157,12 @@ def step_row(model: Transformer, cell: Cell, ops: GraphOps) -> StepRow:
 
 
 @torch.inference_mode()
-def profile_step(cell: Cell) -> dict[str, Any]:
-    """Read the kernels of one replay of the fast step, and the gaps between them. Raises ValueError without any.
+def profile_step(model: Transformer, cell: Cell, ops: GraphOps) -> tuple[list[KernelRow], Spread | None]:
+    """Return the kernels of one replay of a step, and the gaps between them. Raises ValueError without any.
 
     A gap is the microseconds from a kernel's end to the next one's start, 0 where they overlap.
     """
-    model = model_for(cell)
-    buffers, replay = recorded(model, cell, find_ops(model))
+    buffers, replay = recorded(model, cell, ops)
     buffers.positions.fill_(cell.input_len - 1)
     cuda = model.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as prof:
@@ -170,8 +179,7 @@ def profile_step(cell: Cell) -> dict[str, Any]:
     spans = sorted(spans, key=lambda span: span.start)[-(len(spans) // PROFILED) :]
     nbytes = kernel_bytes(model.args, rows=cell.batch_size, context=cell.input_len, itemsize=cell.itemsize)
     gaps = [max(0.0, later.start - earlier.end) for earlier, later in pairwise(spans)]
-    found = {"kernels": kernel_rows(spans, nbytes), "gaps": percentiles(gaps) if gaps else None, "gap_sum": sum(gaps)}
-    return {"profile": found}
+    return kernel_rows(spans, nbytes), percentiles(gaps) if gaps else None
 
 
 def kernel_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int) -> dict[str, int]:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from llama.bench.cell import Cell
-from llama.bench.gpu.checks import run_checks
-from llama.bench.gpu.kernels import profile_step, time_kernels
+from llama.bench.gpu.experiments import EXPERIMENTS
 from llama.bench.run.agreement import most_likely
 from llama.bench.run.cache_kind import cache_costs, cache_quality, cache_reference
 from llama.bench.run.conversation import measure_conversation, measure_prompts
@@ -154,9 +153,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "margin": margin,
     "most_likely": most_likely,
     "watch": watch,
-    "checks": run_checks,
-    "kernels": time_kernels,
-    "profile": profile_step,
+    **EXPERIMENTS,  # type: ignore[dict-item]
 }
 
 
