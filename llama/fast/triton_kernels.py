@@ -48,14 +48,15 @@ class Tile(NamedTuple):
 
 MAX_ROWS = 16  # a tensor core multiplies 16 rows at once, and fewer for the same price
 # To keep its memory busy, a GPU of 132 processors and 3 to 5 TB/s needs about 30 KiB under way on each. A program has
-# two steps' weights under way, in registers: of 8 KiB each in 16 bits, four programs to a processor, or of 16 KiB and
-# more, one or two.
-# One row: multiplied and summed by the ordinary cores. Threads lie along the sum, so that a warp loads 512 bytes in a
-# row. 2048 outputs make 512 programs.
-NARROW = Tile(rows=1, columns=4, slices=1, depth=1024, warps=4)
+# two steps' weights under way, in registers: of 16 KiB and more each in 16 bits, one program or two to a processor.
+# One row: multiplied and summed by the ordinary cores. Threads lie along the sum, eight 16-bit weights of a column to a
+# thread: so no weight crosses shared memory, and the sum is met once, at the end. What ptxas makes of them is tested:
+# no spills, weights loaded before the wait, and of two steps all before the first product.
+NARROW = Tile(rows=1, columns=4, slices=1, depth=2048, warps=8)
+LONG = Tile(rows=1, columns=4, slices=1, depth=4096, warps=16)  # for w2
 # Fewer programs: for the vocabulary, whose tiles `advance` reads, for two weights at once, and for wo, where each
 # program reads all partial sums of the attention once more.
-WIDE = Tile(rows=1, columns=16, slices=1, depth=512, warps=8)
+WIDE = Tile(rows=1, columns=8, slices=1, depth=2048, warps=8)
 # Several rows: tensor cores. Each warp sums a slice of its own, or it would wait for its last product most of the time.
 # 2048 outputs make 128 programs; those of wq, wk and wv are more than processors, so two must fit on one.
 NARROW_ROWS = Tile(rows=MAX_ROWS, columns=16, slices=8, depth=64, warps=8, registers=128)
@@ -69,6 +70,7 @@ MAX_SPLITS = 8
 MIN_SLOTS = 256
 KEY_BYTES = 16384  # of a chunk of keys; three such, with their values, fit twice into the memory of a processor
 CHUNK = tl.constexpr(2048)  # tiles of logits that `advance` looks at in one step
+EARLY = True  # whether kernels may begin before the one before has ended, where the hardware can
 
 
 def refusal(rows: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -395,7 +397,7 @@ def project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
     if weight.shape != (h.shape[-1], depth) or h.shape != (rows, len(weight)):
         _refuse_sizes("x, weight and h", x, weight, h)
     out = torch.empty_like(h)
-    tile = NARROW if rows == 1 else LONG_ROWS
+    tile = LONG if rows == 1 else LONG_ROWS
     with torch.cuda.device(x.get_device()):
         _project[(triton.cdiv(len(weight), tile.columns),)](
             *(x, weight, h, out, rows, len(weight), depth), **tile.constants, **tile.options, **_launch(x)
@@ -641,7 +643,8 @@ def _splits(rows: int, n_kv_heads: int, slots: int) -> int:
 
 def _launch(x: Tensor) -> dict[str, Any]:
     """Return whether a kernel may begin before the last one ended: from Hopper on."""
-    early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    cuda = EARLY and x.is_cuda and torch.version.hip is None
+    early = cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
