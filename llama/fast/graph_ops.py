@@ -8,6 +8,8 @@ Shapes: h is (rows, dim); positions (rows,) int64; keys and values (at least row
 """
 
 from collections.abc import Callable
+from itertools import count
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -150,18 +152,24 @@ FUNCTIONS = ("qkv", "attend_project", "gate", "project", "head", "advance")
 PYTORCH = GraphOps("plain", qkv, attend_project, gate, project, head, advance)
 
 
+_COUNT = count()
+
+
 class Compiled:
     """A function as torch.compile makes it: for the sizes that it meets first, then for all that differ as those did.
 
     So one that was shown two lengths is not compiled for a third.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: str | Callable[..., Any]) -> None:
+    def __init__(self, function: Any, backend: str | Callable[..., Any]) -> None:
         self._made_of = function, backend
-        # With it a product of one row becomes a kernel of its own, which keeps memory busier than a library's
+        # PyTorch notes by a code's name and place which sizes vary, and models have nothing in common.
+        name = f"{function.__name__}_{next(_COUNT)}"
+        own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+        # With this a product of one row becomes a kernel of its own, which keeps memory busier than a library's
         # (https://github.com/meta-pytorch/gpt-fast).
         options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if backend == "inductor" else None
-        self._call = torch.compile(function, backend=backend, fullgraph=True, options=options)
+        self._call = torch.compile(own, backend=backend, fullgraph=True, options=options)
 
     def __call__(self, *given: Any) -> Any:
         return self._call(*given)

@@ -4,8 +4,9 @@ Its figures mean nothing there. What CUDA alone has, streams and graphs, is left
 """
 
 import json
+import multiprocessing
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,17 +23,18 @@ from oracles import tiny_args
 from torch import Tensor
 
 from llama import cli
-from llama.bench import presets
 from llama.bench.cell import Cell
-from llama.bench.gpu import checks, kernels
+from llama.bench.gpu import experiments, kernels
 from llama.bench.gpu.checks import Check, each_kernel, run_checks
-from llama.bench.gpu.kernels import Span, kernel_bytes, kernel_rows, profile_step, time_kernels, uneven_model
-from llama.bench.run import aggregate, worker
+from llama.bench.gpu.experiments import Found
+from llama.bench.gpu.kernels import Span, kernel_bytes, kernel_rows, profile_step, step_row, uneven_model
+from llama.bench.run import worker
 from llama.bench.run.jobs import JobDied
 from llama.commands import benchmark_inference
 from llama.costs import RELEASED, step_bytes, weights_bytes
 from llama.fast import graph_ops
 from llama.fast.graph_ops import PYTORCH, GraphOps
+from llama.fast.graph_runner import Recorder
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
 CPU = torch.device("cpu")
@@ -66,16 +68,14 @@ def job_here(kind: str, cell: Cell, **job: Any) -> dict[str, Any]:
 @pytest.fixture
 def rehearse(script: ModuleType, tiny: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearse:
     """Return a function that runs the script, and all that it starts, here: its exit code, its JSON, its Markdown."""
-    for module in (script, presets, aggregate):
-        monkeypatch.setattr(module, "run_job", job_here)
+    monkeypatch.setattr(script, "run_job", job_here)
     ceilings = {"read_bytes_per_second": 1e9, "read_by": "sum", "flops_per_second": 1e9, "flops_by": "linear"}
     monkeypatch.setattr(worker, "ceilings", lambda *_, **__: {**ceilings, "dtype": "fp32"})
-    monkeypatch.setattr(presets, "BATCHES", (1, 2))
+    monkeypatch.setattr(experiments, "BATCHES", (1, 2))
     monkeypatch.setattr(kernels, "SECONDS", 0.01)
-    monkeypatch.setattr(script, "run_benchmark", lambda command: cli.run(benchmark_inference.main, command[2:]))
 
     def call(*words: str) -> tuple[int, dict[str, Any], str]:
-        asked = [f"--ckpt_dir={tiny.model}", "--device=cpu", "--input_len=9", "--output_len=3", "--budget=0"]
+        asked = [f"--ckpt_dir={tiny.model}", "--device=cpu", "--input_len=9", "--output_len=3"]
         status = cli.run(script.main, [*asked, f"--out={tmp_path}", *words])
         (folder,) = tmp_path.glob("*-gpu-report")
         return status, json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
@@ -83,26 +83,33 @@ def rehearse(script: ModuleType, tiny: Cell, tmp_path: Path, monkeypatch: pytest
     return call
 
 
-def only(*parts: str) -> list[str]:
-    return [f"--skip={part}" for part in ("checks", "kernels", "profile", "cells") if part not in parts]
+NAMES = ("checks", "early launch", "kernels", "tiles", "ways", "lengths")
 
 
-def test_a_rehearsal_checks_and_times_and_starts_the_ordinary_benchmark(rehearse: Rehearse, tmp_path: Path) -> None:
-    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
-        pytest.skip("needs a C++ compiler, for the fast path of a CPU")
+def only(*names: str) -> list[str]:
+    return [f"--skip={name}" for name in NAMES if name not in names]
+
+
+def test_a_rehearsal_runs_all_experiments_and_says_what_is_next(rehearse: Rehearse) -> None:
     status, report, page = rehearse()
-    assert (status, report["failures"]) == (0, {})
-    assert {check["passed"] for check in report["checks"]} == {True, None}
-    assert [(row["kernels"], row["batch_size"]) for row in report["steps"]] == [("plain", 1), ("plain", 2)]
-    assert report["profile"]["kernels"]
-    assert report["cells"]["exit_code"] == 0
+    found = report["experiments"]
+    assert status == 0
+    assert tuple(found) == NAMES
+    assert [found[name]["passed"] for name in NAMES] == [True, None, True, None, True, True]
+    assert [row[:2] for row in found["ways"]["rows"]] == [
+        *(["plain", "1"], ["compiled", "1"]),
+        *(["plain", "2"], ["compiled", "2"]),
+    ]
+    assert {row[0] for row in found["kernels"]["rows"]} == {"plain", "compiled"}
     assert "rehearsed on a CPU: no figure here says anything of a GPU" in page
-    (beside,) = tmp_path.glob("*-tiny-table/results.json")
-    cells = [record["cell"] for record in json.loads(beside.read_text())["cells"]]
-    assert {(cell["engine"], cell["fast"]) for cell in cells} == {
-        *(("llama", False), ("llama", True), ("transformers", False))
-    }
-    assert {(cell["input_len"], cell["output_len"], cell["device"]) for cell in cells} == {(9, 3, "cpu")}
+    head = page[: page.index("What was asked")]
+    assert "**Next: whole generations, memory and peers:**" in head
+    assert "**Fused kernels:** not decided" in head
+
+
+def test_the_limits_of_all_experiments_make_eight_minutes(script: ModuleType) -> None:
+    assert sum(experiment.limit for experiment in script.EXPERIMENTS) <= 8 * 60
+    assert {f"gpu {experiment.name}" for experiment in script.EXPERIMENTS} == experiments.EXPERIMENTS.keys()
 
 
 def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
@@ -117,50 +124,43 @@ def broken_gate(*given: object) -> Any:
     raise RuntimeError("an illegal memory access | was encountered")
 
 
+WithOps = Callable[[GraphOps], None]
+
+
 @pytest.fixture
-def with_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[[GraphOps], None]:
+def with_ops(monkeypatch: pytest.MonkeyPatch) -> WithOps:
+    """Return a function that puts these kernels into the place of the fused ones."""
+
     def use(ops: GraphOps) -> None:
-        for module in (checks, kernels):
-            monkeypatch.setattr(module, "find_ops", lambda model: ops)
+        monkeypatch.setattr(kernels, "find_fused", lambda model: ops._replace(name="fused"))
 
     return use
-
-
-WithOps = Callable[[GraphOps], None]
 
 
 def outcomes(found: list[Check], start: str) -> list[bool | None]:
     return [check["passed"] for check in found if check["name"].startswith(start)]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_kernels_that_are_right_pass_every_check(tiny: Cell, with_ops: WithOps, dtype: str) -> None:
-    with_ops(PYTORCH._replace(name="right"))
-    found = run_checks(tiny.but(dtype=dtype))["checks"]
-    assert {check["passed"] for check in found} == {True}
-    assert len(found) == (13 if dtype == "fp32" else 4)
+def test_kernels_that_are_right_pass_every_check(tiny: Cell, with_ops: WithOps) -> None:
+    with_ops(PYTORCH)
+    assert {check["passed"] for check in run_checks(tiny)} == {True}
 
 
-def test_a_kernel_that_computes_wrongly_is_a_failed_check_and_exit_code_1(
-    rehearse: Rehearse, with_ops: WithOps
-) -> None:
-    with_ops(PYTORCH._replace(name="wrong", project=wrong_project))
-    status, report, page = rehearse(*only("checks", "profile"))
-    assert status == 1
-    assert "**FAILED**" in page
-    assert outcomes(report["checks"], "each kernel") == [False, False]
-    assert outcomes(report["checks"], "fused logits") == [False, False]
-    assert outcomes(report["checks"], "greedy ids in fp32, batch 3, ragged: plain") == [True]
-    assert False in outcomes(report["checks"], "greedy ids in fp32, batch 3, ragged: fast")
-    assert report["profile"] is not None  # the parts behind it were run
-    assert "skipped by --skip" in page
+def test_a_kernel_that_computes_wrongly_is_a_failed_check(tiny: Cell, with_ops: WithOps) -> None:
+    with_ops(PYTORCH._replace(project=wrong_project))
+    found = run_checks(tiny)
+    assert outcomes(found, "each of the fused kernels") == [False, False]
+    assert outcomes(found, "each of the compiled kernels") == [True, True]
+    assert outcomes(found, "steps of fused kernels") == [False, False]
+    assert outcomes(found, "greedy ids in fp32, batch 3, ragged: plain path") == [True]
+    assert False in outcomes(found, "greedy ids in fp32, batch 3, ragged: fused kernels")
 
 
 def test_a_kernel_that_raises_is_a_failed_check_and_the_others_are_run(tiny: Cell, with_ops: WithOps) -> None:
-    with_ops(PYTORCH._replace(name="broken", gate=broken_gate))
-    found = run_checks(tiny)["checks"]
-    assert outcomes(found, "each kernel") == [False]
-    assert outcomes(found, "exact mode") == [True]
+    with_ops(PYTORCH._replace(gate=broken_gate))
+    found = run_checks(tiny)
+    assert outcomes(found, "each of the fused kernels") == [False, False]
+    assert outcomes(found, "exact mode") == [True, True]
     assert any("RuntimeError: an illegal memory access" in check["detail"] for check in found)
 
 
@@ -184,31 +184,90 @@ def test_a_kernel_that_leaves_a_norm_out_is_found_out() -> None:
     assert not each_kernel(model, PYTORCH._replace(name="wrong", gate=without_norm), 40)[0]
 
 
-def test_a_part_that_dies_is_named_and_the_next_ones_are_run(
-    rehearse: Rehearse, script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(kind: str, cell: Cell) -> dict[str, Any]:
-        if kind == "kernels" and cell.batch_size == 1:
-            raise JobDied("its process was ended by SIGSEGV")
-        return job_here(kind, cell)
+def crash(cell: Cell) -> Found:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    raise AssertionError
 
-    monkeypatch.setattr(script, "run_job", die)
-    status, report, page = rehearse(*only("kernels", "profile"))
+
+def hang(cell: Cell) -> Found:
+    time.sleep(600)
+    raise AssertionError
+
+
+def fine(cell: Cell) -> Found:
+    return {"passed": True, "words": "seen", "heads": [], "rows": [], "figures": {}}
+
+
+def test_an_experiment_that_crashes_or_hangs_leaves_the_others(
+    rehearse: Rehearse, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In processes of their own, forked here: what a process does, and how long, is up to the system."""
+
+    def forked(kind: str, cell: Cell, *, waiting: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        if kind == "machine":
+            return job_here(kind, cell)
+        act = {"gpu checks": crash, "gpu kernels": hang}.get(kind, fine)
+        process = multiprocessing.get_context("fork").Process(target=act, args=(cell,))
+        process.start()
+        try:
+            while process.is_alive():
+                waiting()
+                process.join(0.05)
+        finally:
+            process.kill()
+            process.join()
+        if process.exitcode:
+            raise JobDied(f"its process was ended by {signal.Signals(-process.exitcode).name}")
+        return dict(fine(cell))
+
+    monkeypatch.setattr(script, "run_job", forked)
+    monkeypatch.setattr(script, "EXPERIMENTS", [one._replace(limit=0.5) for one in script.EXPERIMENTS])
+    status, report, page = rehearse()
     assert status == 1
-    assert report["failures"]["steps at batch 1"] == "its process was ended by SIGSEGV"
-    assert [row["batch_size"] for row in report["steps"]] == [2]
-    assert report["profile"]["kernels"]
-    assert "| steps at batch 1 | its process was ended by SIGSEGV |" in page
+    found = report["experiments"]
+    assert [found[name]["passed"] for name in NAMES] == [False, True, False, True, True, True]
+    assert found["checks"]["words"] == "its process was ended by SIGSEGV"
+    assert found["kernels"]["words"] == "ended after its limit of 0.5 s"
+    head = page[: page.index("What was asked")]
+    assert "**Next: mend what checks found:** its process was ended by SIGSEGV" in head
+    assert "Next: whole generations" not in head
+    said = capsys.readouterr().out.splitlines()  # as each ended
+    assert said[0] == "checks: **FAILED**, its process was ended by SIGSEGV"
+    assert said[1] == "early launch: passed, seen"
 
 
-def test_cells_that_fail_are_told_by_the_exit_code_of_the_benchmark(
-    rehearse: Rehearse, script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "run_benchmark", lambda command: 3)
-    status, report, page = rehearse(*only("cells"))
-    assert (status, report["cells"]["exit_code"]) == (1, 3)
-    assert report["cells"]["command"] in page
-    assert page.count("not measured") >= 3  # checks, steps and the profile
+def decided(script: ModuleType, fused: float, *, passed: bool) -> str:
+    early: Found = {**fine(Cell()), "passed": passed, "words": f"{0 if passed else 9} of 2000 steps differ"}
+    figures = {"fused at batch 1": fused, "compiled at batch 1": 0.90, "plain at batch 1": 1.2}
+    words: str = script.verdict({"early launch": early, "ways": {**fine(Cell()), "figures": figures}})
+    return words
+
+
+def test_the_rule_of_the_log_decides_about_the_fused_kernels(script: ModuleType) -> None:
+    assert decided(script, 0.70, passed=True).startswith("keep them, for one row only: 1.29 times as fast as the comp")
+    assert decided(script, 0.80, passed=True).startswith("delete them: 1.1")
+    assert decided(script, 0.70, passed=False).startswith("delete them: 1.29")
+    assert "9 of 2000 steps differ" in decided(script, 0.70, passed=False)
+    assert script.verdict({}).startswith("not decided")
+
+
+def test_steps_that_differ_in_a_bit_are_told_by_their_number(tiny: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "REPLAYS", 6)
+    model = uneven_model(tiny_args(max_seq_len=64), torch.float32, CPU)
+
+    def nudged(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+        steps.append(1)
+        out = graph_ops.project(x, weight, h)
+        return out + (1e-6 if len(steps) > 4 * len(model.blocks) else 0)
+
+    steps: list[int] = []
+    with torch.inference_mode():
+        ours, theirs = (experiments._noting(model, tiny, PYTORCH) for _ in range(2))
+        assert experiments.same_bits(ours, theirs)["passed"]
+        other = experiments._noting(model, tiny, PYTORCH._replace(project=nudged))
+        found = experiments.same_bits(experiments._noting(model, tiny, PYTORCH), other)
+    assert found["passed"] is False
+    assert found["words"].startswith("3 of 6 steps differ, the first is step 3")
 
 
 def test_the_page_tells_command_commit_and_hardware(rehearse: Rehearse) -> None:
@@ -231,7 +290,7 @@ def test_without_a_gpu_it_says_so_and_what_can_be_tried(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--skip=jobs"], "--skip=jobs is no part"),
+        (["--skip=jobs"], "--skip=jobs is no experiment"),
         (["--output_len=0"], "output_len=0"),
         (["--model=llama-9"], "model=llama-9 is not known"),
         (["--input_len=8190"], "passes the model's max_seq_len=8192"),
@@ -247,34 +306,42 @@ def test_what_means_nothing_is_refused_in_one_line(
 
 def test_the_script_shows_its_help_in_a_process_of_its_own() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True)
-    assert "--budget" in done.stdout
+    assert "--skip" in done.stdout
 
 
 def test_a_step_is_timed_by_itself_with_what_compiling_it_took(tiny: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     replayed: list[int] = []
 
-    def record(step: Any, device: torch.device) -> Callable[[], None]:
-        time.sleep(0.05)
-        return lambda: (replayed.append(1), time.sleep(0.002))[0]
+    class Slow(Recorder):
+        def __call__(self, step: Any) -> Callable[[], None]:
+            time.sleep(0.05)
+            return lambda: (replayed.append(1), time.sleep(0.002))[0]
 
-    monkeypatch.setattr(kernels, "record", record)
+    monkeypatch.setattr(kernels, "Recorder", Slow)
     monkeypatch.setattr(kernels, "SECONDS", 0.05)
-    (row,) = time_kernels(tiny.but(output_len=5))["steps"]
+    row = step_row(kernels.model_for(tiny), tiny.but(output_len=5), "plain", PYTORCH)
     assert 0.002 <= row["seconds"]["median"] < 0.008
     assert row["record_seconds"] >= 0.05
     assert len(replayed) % 4 == 0  # whole generations of four steps
 
 
-def test_fused_kernels_are_left_out_where_a_batch_is_too_large_for_them(tiny: Cell, with_ops: WithOps) -> None:
-    with_ops(PYTORCH._replace(name="fused", most_rows=2))
-    steps = [time_kernels(tiny.but(batch_size=rows))["steps"] for rows in (2, 3)]
-    assert [[row["kernels"] for row in rows] for rows in steps] == [["fused", "plain"], ["plain"]]
+def test_fused_kernels_are_left_out_where_a_batch_is_too_large_for_them(
+    tiny: Cell, with_ops: WithOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments, "BATCHES", (2, 3))
+    monkeypatch.setattr(kernels, "SECONDS", 0.01)
+    with_ops(PYTORCH._replace(most_rows=2))
+    assert [row[:2] for row in experiments.ways(tiny)["rows"]] == [
+        *(["plain", "2"], ["compiled", "2"], ["fused", "2"]),
+        *(["plain", "3"], ["compiled", "3"]),
+    ]
 
 
 def test_the_profile_is_of_one_step(tiny: Cell) -> None:
-    found = profile_step(tiny)["profile"]
-    assert {row["name"]: row["count"] for row in found["kernels"]}["aten::argmax"] == 1
-    assert found["gaps"]["n"] == sum(row["count"] for row in found["kernels"]) - 1
+    rows, gaps = profile_step(kernels.model_for(tiny), tiny, PYTORCH)
+    assert {row["name"]: row["count"] for row in rows}["aten::argmax"] == 1
+    assert gaps is not None
+    assert gaps["n"] == sum(row["count"] for row in rows) - 1
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b"])

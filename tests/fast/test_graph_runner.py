@@ -220,6 +220,15 @@ def test_what_is_compiled_is_compiled_when_it_is_tried_and_never_in_a_text(
     assert ran(fast) == 2 * (9 + 3 * LENGTH_STEP)  # prompts, too
 
 
+def test_models_of_other_sizes_do_not_share_what_is_compiled(
+    backend: tuple[Backend, list[torch.fx.GraphModule]],
+) -> None:
+    """Numbers of heads that vary would be taken for numbers that only the device knows."""
+    for args in (ARGS, replace(ARGS, n_heads=3, n_kv_heads=3, head_dim=8)):
+        model = tiny_model(args, dtype=torch.float64).requires_grad_(False)
+        assert try_steps(model, GraphRunner(graph_ops.compiled(backend[0]))) > 0
+
+
 def test_what_cannot_be_compiled_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """As on a GPU that is too old for Triton."""
 
