@@ -89,7 +89,8 @@ def find_fused(model: Transformer) -> GraphOps | None:
         logger.warning("fast: %s; PyTorch's own kernels run instead", refusal)
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) not in MEASURED:
-        logger.warning("fast: the fused kernels are not measured on an %s", torch.cuda.get_device_name(device))
+        name = torch.cuda.get_device_name(device)
+        logger.warning("fast: the fused kernels are not measured on this GPU (%s); docs/log.md will tell", name)
     several = triton_kernels.refusal(triton_kernels.MAX_ROWS, dtype, device) is None
     functions: dict[str, Any] = {name: getattr(triton_kernels, name) for name in FUNCTIONS}
     return GraphOps("fused", **functions, most_rows=triton_kernels.MAX_ROWS if several else 1)

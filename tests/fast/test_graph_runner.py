@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from oracles import tiny_args, tiny_model
 from torch import Tensor
 
-from llama import fast, sampling
+from llama import cli, fast, load, sampling
 from llama.args import ModelArgs
+from llama.commands import inference
 from llama.fast import choose, graph_ops, graph_runner
 from llama.fast.choose import find_fused
 from llama.fast.graph_ops import Compiled
@@ -671,6 +672,35 @@ def test_fused_kernels_run_where_they_were_asked_for_and_nowhere_else(monkeypatc
     assert plain.execution.runner == "CUDA graphs of fused kernels"
     choose._use_graphs(plain, fused=False)
     assert plain.execution.runner in ("CUDA graphs of plain kernels", "CUDA graphs of compiled kernels")
+
+
+def test_fused_kernels_are_refused_where_there_is_no_gpu_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        ValueError, match="the fused kernels are for a CUDA GPU, not for cpu; ask for fast without them"
+    ):
+        load("demo", device="cpu", fast="fused")
+    with pytest.raises(ValueError, match=r"fast='quick' is not known; choose True, False or fused"):
+        load("demo", device="cpu", fast="quick")  # type: ignore[arg-type]
+    for words in (["--fast_kernels=fused"], ["--fast", "--fast_kernels=quick"]):
+        assert cli.run(inference.main, words) == 2
+        assert "there is fused, which goes with --fast" in capsys.readouterr().err
+
+
+def test_fused_kernels_that_nobody_measured_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda:1")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    model, _ = twins(dtype=torch.float32)
+    for measured in (frozenset(), frozenset({(9, 0)})):
+        caplog.clear()
+        monkeypatch.setattr(choose, "MEASURED", measured)
+        with caplog.at_level(logging.WARNING, "llama"):
+            assert find_fused(model) is not None
+        said = "fast: the fused kernels are not measured on this GPU (NVIDIA H200); docs/log.md will tell"
+        assert caplog.messages == ([] if measured else [said])
 
 
 def test_int8_is_left_to_the_loop() -> None:

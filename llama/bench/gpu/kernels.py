@@ -86,18 +86,14 @@ def uneven_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> T
 
 
 def ways_of(model: Transformer) -> dict[str, GraphOps]:
-    """Return the sets of kernels that a step may be made of here."""
-    fused = find_fused(model)
-    ways = {"plain": PYTORCH, "compiled": compiled(_compiler(model.device))}
+    """Return the sets of kernels that a step may be made of here; a rehearsal on a CPU compiles nothing."""
+    cuda, fused = model.device.type == "cuda", find_fused(model)
+    ways = {"plain": PYTORCH, "compiled": compiled(COMPILER) if cuda else PYTORCH._replace(name="compiled")}
     return ways if fused is None else {**ways, "fused": fused}
 
 
 def layer_for(device: torch.device) -> RunLayer:
-    return Compiled(run_layer, _compiler(device))
-
-
-def _compiler(device: torch.device) -> str:
-    return COMPILER if device.type == "cuda" else "eager"  # a rehearsal need not wait for a C++ compiler
+    return Compiled(run_layer, COMPILER) if device.type == "cuda" else run_layer
 
 
 # ---- the step by itself ----------------------------------------------------------------------------------------------
