@@ -182,6 +182,12 @@ def pick_device(device: torch.device | str) -> torch.device:
             f"device={device!r}: this PyTorch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA GPUs; "
             "choose cpu, or install a CUDA build of PyTorch"
         )
+    if wanted.type == "cuda":
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as why:  # a driver older than the build, for one
+            reason = str(why).split(". ")[0]
+            raise ValueError(f"device={device!r}: PyTorch cannot use this GPU ({reason}); choose cpu") from None
     if wanted.type == "mps" and not _has_mps():
         raise ValueError(f"device={device!r}: this machine or this PyTorch has no Metal GPU; choose cpu")
     return wanted

@@ -415,3 +415,20 @@ def test_a_program_for_meta_s_llama3_runs_unchanged_and_without_a_process_group(
     assert outputs[0] == outputs[1]  # the seed is 1 unless told otherwise
     assert outputs[0].count(answer) == outputs[0].count("==========") == 2
     assert not torch.distributed.is_initialized()
+
+
+def test_a_driver_older_than_the_build_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_old() -> None:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by "
+            "downloading and installing a new version.\nAlternatively, install another PyTorch."
+        )
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ValueError, match=r"system is too old \(found version 11040\)\); choose cpu") as refusal:
+            pick_device(device)
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(ValueError, match="sees 2 CUDA GPUs"):
+        pick_device("cuda:2")
