@@ -52,12 +52,15 @@ class Sampling:
 
     @property
     def settings(self) -> "Settings":
+        penalty = self.repetition_penalty if self.repetition_penalty != 1 else None
+        if self.temperature == 0:
+            return Settings(None, None, None, None, penalty)
         return Settings(
-            temperature=self.temperature if self.temperature > 0 else None,
+            temperature=self.temperature,
             top_p=self.top_p if self.top_p < 1 else None,
             top_k=self.top_k,
             min_p=self.min_p if self.min_p > 0 else None,
-            penalty=self.repetition_penalty if self.repetition_penalty != 1 else None,
+            penalty=penalty,
         )
 
 

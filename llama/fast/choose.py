@@ -5,6 +5,7 @@ plain path has to serve.
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,17 +63,20 @@ def _use_graphs(model: Transformer, *, fused: bool) -> None:
     GraphRunner().describe(model)
     own = find_fused(model) if fused else None
     plain = ("PyTorch's own kernels", PYTORCH)
-    ways = [plain, ("compiled kernels", compiled(COMPILER))] if own is None else [("fused kernels", own)]
-    try:
-        ops = quickest(ways, lambda ops: try_steps(model, GraphRunner(ops)))
-    except Exception:  # `quickest` said it
-        if own is None:
-            raise Unsupported("no step of this GPU is right") from None
-        ops = quickest([plain], lambda ops: try_steps(model, GraphRunner(ops)))
+
+    def trial(ops: GraphOps) -> float:
+        return try_steps(model, GraphRunner(ops))
+
+    ops = quickest(
+        [plain, ("compiled kernels", compiled(COMPILER))] if own is None else [("fused kernels", own)], trial
+    )
+    if ops is None and own is not None:
+        ops = quickest([plain], trial)
+    if ops is None:
+        raise Unsupported("no step works on this GPU")
     layers: list[tuple[str, RunLayer]] = [("prompts by plain layers", run_layer)]
     layers.append(("prompts by compiled layers", Compiled(run_layer, COMPILER)))
-    layer = quickest(layers, lambda layer: try_prompts(model, layer))
-    model.runner = GraphRunner(ops, layer)
+    model.runner = GraphRunner(ops, quickest(layers, partial(try_prompts, model)))
     logger.info("fast: %s", model.runner.name)
 
 

@@ -261,7 +261,7 @@ class GraphRunner:
     def _give_up(self, error: Exception, rows: int, length: int) -> Unsupported:
         """Leave all to the plain path: this time, where memory was short; else from now on. Say why, and return it."""
         self._buffers = None
-        if isinstance(error, torch.OutOfMemoryError):
+        if short_of_memory(error):
             words = f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory"
         else:
             self._retired = True
@@ -551,6 +551,11 @@ def new_buffers(model: Transformer, rows: int, slots: int, record: Recorder) -> 
             cos_sin=(cos[:slots], sin[:slots]),
             record=record,
         )
+
+
+def short_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error began with memory: where it ends a capture, the capture's own end raises another one."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or short_of_memory(error.__context__))
 
 
 def in_one_line(error: Exception) -> str:

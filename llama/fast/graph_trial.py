@@ -44,23 +44,19 @@ TRIES, STEPS = 3, 20  # the best of so many tries is taken, of so many steps eac
 GREEDY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False, prefix=None)
 
 
-def quickest(ways: Iterable[tuple[str, Way]], trial: Callable[[Way], float]) -> Way:
-    """Return the way whose trial took the least time. Raises what the last one raised, where all of them failed."""
+def quickest(ways: Iterable[tuple[str, Way]], trial: Callable[[Way], float]) -> Way | None:
+    """Return the way whose trial took the least time, or None where all of them failed; say of each how it went."""
     best: tuple[float, Way] | None = None
-    failure: Exception = Unsupported("there is no way to try")
     for name, way in ways:
         try:
             seconds = trial(way)
         except Exception as why:  # whatever Triton, the compilers that it calls, a capture or a driver may raise
-            failure = why
             logger.warning("fast: %s are not used: %s", name, why if isinstance(why, Unsupported) else in_one_line(why))
             continue
         logger.info("fast: %s take %.3f ms", name, 1e3 * seconds)
         if best is None or seconds < best[0]:
             best = seconds, way
-    if best is None:
-        raise failure
-    return best[1]
+    return None if best is None else best[1]
 
 
 def try_steps(model: Transformer, runner: GraphRunner) -> float:
