@@ -125,6 +125,24 @@ def test_without_a_cache_the_prefix_is_rounded_up_so_that_few_graphs_serve(recor
     assert len(recordings) == 3  # of 1, 2 and 3 times LENGTH_STEP tokens
 
 
+def test_all_graphs_of_a_set_of_buffers_share_a_stream_and_a_pool() -> None:
+    """Which a recorder has one of; what graphs need in between is taken from one place, for they run one at a time."""
+    recorders: list[Recorder] = []
+
+    class Noting(Recorder):
+        def __call__(self, step: Replay) -> Replay:
+            recorders.append(self)
+            return super().__call__(step)
+
+    _, fast = twins()
+    fast.runner = GraphRunner(recorder=Noting)
+    fast.generate_tokens([[1, 2, 3]], 2 * LENGTH_STEP, kv_caching=False, **GREEDY)
+    assert len(recorders) == 3
+    assert len(set(map(id, recorders))) == 1
+    fast.generate_tokens([[1], [2]], 3, kv_caching=False, **GREEDY)  # other buffers
+    assert recorders[3] is not recorders[0]
+
+
 def test_another_setting_records_nothing_anew(recordings: list[object]) -> None:
     plain, fast = twins()
     for n in range(5):
