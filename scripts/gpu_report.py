@@ -78,7 +78,7 @@ def main(
         input_len: Tokens of each prompt.
         output_len: Tokens made for each row.
         out: The folder in which the folder of results is made.
-        skip: An experiment that is left out, by its name in the report; may be repeated.
+        skip: An experiment that is left out: checks, early launch, kernels, tiles, ways or lengths; may be repeated.
     """
     known = [experiment.name for experiment in EXPERIMENTS]
     if unknown := [name for name in skip if name not in known]:

@@ -92,8 +92,8 @@ def main(
         share_prefix: Feed the tokens that all prompts begin with once, for all of them.
         fast: Take the fastest way to compute that this machine has, native code on a CPU or CUDA graphs on a GPU, and
             say which.
-        fast_kernels: Of what steps on a CUDA GPU are made: fused, our own kernels, which nobody has measured. Give --fast
-            with it.
+        fast_kernels: What steps on a CUDA GPU are made of: fused are our own kernels, which nobody has measured. Give
+            --fast with it.
         quantize: How weights are held: int8 in 8 bits, a quarter of fp32's memory, int4 most of them in 4; stored as a
             .gguf file has them. Give --fast with it.
         activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does: faster, less accurate.
