@@ -4,11 +4,13 @@ A file `fuzz_*.py` beside this one brings parsers along:
 
     PARSERS = {"name": run}         run(data: bytes) returns, or raises what is a finding
     STRATEGIES = {"name": strategy} a hypothesis strategy of bytes that are nearly right
-    def seeds(name): ...            files to begin with; may be missing, as may STRATEGIES
+    MUTATORS = {"name": change}     change(data, seed) returns the bytes with another value here or there
+    def seeds(name): ...            files to begin with; may be missing, as may STRATEGIES and MUTATORS
 
 Where atheris is installed (`pip install --no-deps atheris`), it mutates what is kept in build/fuzz/NAME and keeps what
 reaches new branches of the modules in INSTRUMENTED. Elsewhere random mutations of the seeds and the strategies take
-turns. Every execution is watched, see watch.py. A finding is written to build/fuzz/NAME.finding.
+turns. Where a parser has a mutator, it makes three mutations in four, and one changes bytes anywhere. Every execution
+is watched, see watch.py. A finding is written to build/fuzz/NAME.finding.
 """
 
 import argparse
@@ -56,23 +58,33 @@ def watched(run: Callable[[bytes], object]) -> Callable[[bytes], None]:
     return one
 
 
-def mutations(seeds: list[bytes], dice: random.Random) -> Iterator[bytes]:
-    """Yield damaged seeds for ever: bytes changed, cut out, doubled, taken from another."""
+def mutator_of(module: ModuleType, name: str) -> Callable[[bytes, int], bytes] | None:
+    mutators: dict[str, Callable[[bytes, int], bytes]] = getattr(module, "MUTATORS", {})
+    return mutators.get(name)
+
+
+def mutations(
+    seeds: list[bytes], dice: random.Random, change: Callable[[bytes, int], bytes] | None = None
+) -> Iterator[bytes]:
+    """Yield damaged seeds for ever: bytes changed, cut out, doubled, taken from another; or what `change` makes."""
     longest = _longest(seeds)
     while True:
+        if change is not None and dice.randrange(4):
+            yield change(dice.choice(seeds), dice.getrandbits(32))
+            continue
         data = bytearray(dice.choice(seeds))
         for _ in range(dice.randint(1, 4)):
             begin, end = sorted(dice.randint(0, len(data)) for _ in range(2))
             other = dice.choice(seeds)
             at = dice.randint(0, len(other))
-            change = [
+            damages = [
                 dice.randbytes(min(end - begin, 8)),
                 b"",
                 bytes(data[begin:end]) * 2,
                 other[at : at + 32],
                 dice.choice([b"\0" * 8, b"\xff" * 8, b"\x1b[", b'"', b"{", b"9" * 70]),
             ]
-            data[begin : min(end, begin + 32)] = dice.choice(change)
+            data[begin : min(end, begin + 32)] = dice.choice(damages)
         yield bytes(data[:longest])
 
 
@@ -81,7 +93,7 @@ def run_plainly(name: str, *, executions: int, seconds: float = float("inf"), se
     module = homes()[name]
     one = watched(module.PARSERS[name])
     strategy = getattr(module, "STRATEGIES", {}).get(name)
-    damaged = mutations(seeds_of(module, name), random.Random(seed))
+    damaged = mutations(seeds_of(module, name), random.Random(seed), mutator_of(module, name))
     end, done, turn = time.monotonic() + seconds, 0, 0
     while done < executions and time.monotonic() < end:
         for _ in range(min(_AT_ONCE, executions - done)):
@@ -148,9 +160,15 @@ def guided(name: str, words: list[str]) -> None:
     import atheris
 
     with atheris.instrument_imports(include=INSTRUMENTED):
-        run = homes()[name].PARSERS[name]
-    one = watched(run)
-    atheris.Setup([sys.argv[0], *words], one)
+        module = homes()[name]
+    change = mutator_of(module, name)
+
+    def mutate(data: bytes, longest: int, seed: int) -> bytes:
+        if change is None or seed % 4 == 0:
+            return bytes(atheris.Mutate(data, longest))
+        return change(data, seed)[:longest]
+
+    atheris.Setup([sys.argv[0], *words], watched(module.PARSERS[name]), custom_mutator=mutate)
     atheris.Fuzz()
 
 

@@ -10,7 +10,8 @@ from fuzz.watch import watching
 
 @pytest.mark.parametrize("name", homes())
 def test_parsers_hold_on_mutated_and_drawn_inputs(name: str) -> None:
-    assert run_plainly(name, executions=800) == 800
+    executions = 200 if name in ("tokenizer.json", "tokenizer.model") else 800  # their libraries take milliseconds
+    assert run_plainly(name, executions=executions) == executions
 
 
 def test_the_watch_sees_files_elsewhere_and_sockets_even_where_the_error_is_caught(tmp_path: Path) -> None:
