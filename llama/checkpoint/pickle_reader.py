@@ -20,6 +20,9 @@ REMEDY: Final = "save a dict of tensors with torch.save, or convert the model to
 # that are read, and low enough that whatever goes up to it takes a fraction of a second and less than 64 MiB.
 MAX_OPERATIONS = 1 << 18
 MAX_TEXT = 255
+# One of the tensors, one of each of them, one of each of a module's modules. Python's garbage collector walks through
+# all that there are, again and again while they become more.
+MAX_DICTS = 1 << 15
 _MAX_DIMS = 4
 _MAX_INT_BYTES = 8
 _MAX_MARKS = 8
@@ -166,6 +169,7 @@ class _Machine:
         self.below: list[list[Any]] = []  # the stacks beneath the marks
         self.memo: list[Any] = []
         self.storages: dict[str, Storage] = {}
+        self.n_dicts = 0
 
     def run(self) -> object:
         if self.byte() != _PROTO or self.byte() not in _PROTOCOLS:
@@ -295,6 +299,12 @@ class _Machine:
 
     # ---- dicts
 
+    def push_dict(self, made: dict[str, Any]) -> None:
+        self.n_dicts += 1
+        if self.n_dicts > MAX_DICTS:
+            raise self.refusal(f"makes more than {MAX_DICTS} dicts")
+        self.stack.append(made)
+
     def set_items(self, items: list[Any]) -> None:
         target = self.pop()
         if not isinstance(target, dict) or len(items) % 2:
@@ -352,7 +362,10 @@ class _Machine:
         if value is None:
             name = function.name if type(function) is _Function else _kind(function)
             raise self.refusal(f"calls {name} with something else than torch.save does")
-        self.stack.append(value)
+        if isinstance(value, _OrderedDict):
+            self.push_dict(value)
+        else:
+            self.stack.append(value)
 
 
 def _described(code: int) -> str:
@@ -380,7 +393,7 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     0x86: lambda machine: machine.push_tuple(2),
     0x87: lambda machine: machine.push_tuple(3),
     ord("t"): _Machine.push_marked_tuple,
-    ord("}"): lambda machine: machine.stack.append({}),
+    ord("}"): lambda machine: machine.push_dict({}),
     ord("s"): _Machine.set_item,
     ord("u"): lambda machine: machine.set_items(machine.pop_to_mark()),
     ord("q"): lambda machine: machine.put(machine.byte()),

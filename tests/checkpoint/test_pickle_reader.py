@@ -30,7 +30,7 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
     mapped = MappedFile(path)
     return {
         name: mapped.weight(place.start, place.shape, place.dtype).rows(0, place.shape[0])
-        for name, place in read_header(path).items()
+        for name, place in read_header(mapped).items()
     }
 
 
@@ -414,10 +414,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a chain of TUPLE3": (P + b")))" + b"\x87))" * MANY + END, "makes a tuple of 3"),
     "a million marks": (P + b"(" * MANY, "begins more than 8 values inside each other"),
     "a million MEMOIZE": (P + b"N" + b"\x94" * MANY + END, "has more than 262144 operations"),
-    "a million dicts": (P + b"}" * MANY, "has more than 262144 operations"),
-    "a million OrderedDicts": (P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * (MANY // 4), "has more than 262144"),
-    "65000 dicts in each other": (
-        P + b"}" + (text("a") + b"}") * 65000 + b"s" * 65000 + END,
+    "a million dicts": (P + b"}" * MANY, "makes more than 32768 dicts"),
+    "a million OrderedDicts": (P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * (MANY // 4), "more than 32768 dicts"),
+    "32000 dicts in each other": (
+        P + b"}" + (text("a") + b"}") * 32000 + b"s" * 32000 + END,
         "'a' is a dict and must be a tensor",
     ),
     "20000 OrderedDicts in each other": (

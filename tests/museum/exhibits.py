@@ -652,6 +652,10 @@ PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     ),
     "whose pickle doubles a tuple 60 times": ("case 1", lambda path: _archive(path, _DOUBLED)),
     "whose pickle makes 2 GB of bytes": ("case 2", lambda path: _archive(path, _BYTEARRAY)),
+    "whose pickle makes 130,000 dicts in tuples": (
+        RESOURCES,
+        lambda path: _archive(path, b"\x80\x02" + b"}\x85" * 130_000 + b"."),
+    ),
     "with a tensor that has attributes": ("case 3", lambda path: torch.save({"norm.weight": _with_a_note()}, path)),
     "with a tensor in no record": (
         "case 4",
