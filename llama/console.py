@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from llama.words import without_middle
+
 LEFT = 128 + 13  # the exit code where nobody reads any more: SIGPIPE's, which Windows does not have
 LONGEST_LINE = 1000  # characters of a message; what a library says may be longer than anyone reads
 
@@ -113,10 +115,8 @@ def shown(text: str, stream: TextIO | None = None) -> str:
 
 def say(text: str) -> None:
     """Print a message on standard error, if anyone is there to read it."""
-    if len(text) > LONGEST_LINE:
-        text = f"{text[: LONGEST_LINE - 4]} ..."
     with suppress(OSError, ValueError):  # full, left or closed
-        print(shown(text, sys.stderr), file=sys.stderr, flush=True)
+        print(shown(without_middle(text, LONGEST_LINE), sys.stderr), file=sys.stderr, flush=True)
 
 
 def unwritten() -> int:

@@ -18,15 +18,15 @@ def printable(text: str, limit: int = _MOST_CHARACTERS) -> str:
     of writing, halves of characters. The end stays, because messages end with the remedy. Applied twice it changes
     nothing more.
     """
-    cut = _without_middle(text, limit)  # before escaping, too: a text may be long
+    cut = without_middle(text, limit)  # before escaping, too: a text may be long
     if not cut.isprintable():
         cut = "".join(letter if letter.isprintable() else _escaped(letter) for letter in cut)
-    return _without_middle(cut, limit)
+    return without_middle(cut, limit)
 
 
 def some_of(names: Collection[str], most: int = _MOST_NAMES) -> str:
     """Return the first names in their order, each cut, and how many more there are: "a, b and 4,312 more"."""
-    first = ", ".join(_without_middle(name, _MOST_OF_A_NAME) for name in nsmallest(most, names))
+    first = ", ".join(without_middle(name, _MOST_OF_A_NAME) for name in nsmallest(most, names))
     return f"{first} and {len(names) - most:,} more" if len(names) > most else first
 
 
@@ -34,7 +34,8 @@ def _escaped(letter: str) -> str:
     return letter.encode("unicode_escape").decode("ascii")
 
 
-def _without_middle(text: str, limit: int) -> str:
+def without_middle(text: str, limit: int) -> str:
+    """Return the text with no more than `limit` characters: what begins it and, half as long, what ends it."""
     if len(text) <= limit:
         return text
     mark = " ... "

@@ -75,6 +75,7 @@ MAY_IMPORT = {
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/template_child.py": ("", "jinja2"),
     "llama/tokenizer/template.py": ("words", ""),
+    "llama/tokenizer/vocabulary.py": ("files", ""),
     "llama/tokenizer/tiktoken_file.py": ("tokenizer", "tiktoken"),
     "llama/tokenizer/bpe.py": ("tokenizer", "tokenizers"),
     "llama/tokenizer/sentencepiece_file.py": ("tokenizer", "sentencepiece"),
@@ -131,7 +132,7 @@ MAY_IMPORT = {
     "llama/bench/gpu/": (f"{FLOOR} bench exact fast", "torch"),
     "llama/bench/": ("bench", ""),
     # the front door
-    "llama/console.py": ("", ""),
+    "llama/console.py": ("words", ""),
     "llama/progress.py": ("console", "tqdm"),
     "llama/cli.py": ("console cores", "fire"),
     "llama/__main__.py": ("checkpoint cli commands console convert costs perplexity verify", ""),
