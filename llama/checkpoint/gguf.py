@@ -28,7 +28,7 @@ from llama.checkpoint.base import (
     refusing,
 )
 from llama.checkpoint.families import GGUF_FAMILIES, Family, gguf_names
-from llama.checkpoint.gguf_header import TensorInfo, read_header
+from llama.checkpoint.gguf_header import TensorInfo, header_of
 from llama.checkpoint.gguf_types import KINDS
 from llama.checkpoint.half_split import in_our_order
 from llama.checkpoint.mapped import MappedFile
@@ -60,34 +60,14 @@ _SIZES_MUST_BE: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_beta_slow": (1, None),
 }
 
-# What is read of a vocabulary, each of exactly this type: a number is no flag, and a word no number. Other arrays stay
-# unread.
-_ARRAYS: dict[str, type] = {
-    "tokenizer.ggml.tokens": str,
-    "tokenizer.ggml.scores": float,
-    "tokenizer.ggml.token_type": int,
-    "tokenizer.ggml.merges": str,
-}
-_TYPES: dict[str, type] = {
-    "tokenizer.ggml.model": str,
-    "tokenizer.ggml.pre": str,
-    "tokenizer.chat_template": str,
-    **{
-        f"tokenizer.ggml.{name}_token_id": int
-        for name in ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "cls", "mask")  # spelled so there
-    },
-    **{
-        f"tokenizer.ggml.{name}": bool
-        for name in ("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces")
-    },
-}
-_CALLED = {str: "text", int: "a whole number from 0 on", float: "a float", bool: "true or false"}
+# What is read of a vocabulary. Other arrays stay unread.
+_ARRAYS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges"))
 
 
 def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     """Open a .gguf file of a Llama model. `tokenizer_path`: a tokenizer to take instead of the file's own."""
-    header = read_header(path, arrays=_ARRAYS)
-    _check_types(path, header.metadata)
+    mapped = MappedFile(path)
+    header = header_of(mapped, arrays=_ARRAYS)
     refuse_others(path, header.metadata, _MUST_BE)
     family = GGUF_FAMILIES[header.metadata["general.architecture"]]
     sizes = _Sizes(path, header.metadata, family.name)
@@ -95,7 +75,6 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     names = gguf_names(args)
     refuse_strangers(path, known=names.values(), found=header.tensors)
     tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else _tokenizer(path, header.metadata)
-    mapped = MappedFile(path)
     with refusing(path, "cannot be mapped"):
         tensors = {name: _weight(mapped, info) for name, info in header.tensors.items()}
     divisors = tensors.pop(ROPE_DIVISORS, None)
@@ -115,18 +94,6 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
         window=sizes.window(),
         family=family.name,
     )
-
-
-def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Refuse what a tokenizer would read as something else: ids are whole numbers from 0 on, flags true or false."""
-    for key, kind in _TYPES.items():
-        value = metadata.get(key)
-        if value is not None and (type(value) is not kind or (isinstance(value, int) and value < 0)):
-            raise CheckpointError(path, f"{key}={value!r:.80} must be {_CALLED[kind]}")
-    for key, kind in _ARRAYS.items():
-        value = metadata.get(key)
-        if value is not None and (type(value) is not list or set(map(type, value)) - {kind}):
-            raise CheckpointError(path, f"{key} must be an array, of which each value is {_CALLED[kind]}")
 
 
 class _Sizes:

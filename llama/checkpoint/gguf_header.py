@@ -16,8 +16,8 @@ from typing import Any
 
 from llama.checkpoint.base import refusing
 from llama.checkpoint.gguf_types import KINDS
+from llama.checkpoint.mapped import MappedFile
 from llama.costs import FILE_BLOCKS
-from llama.files import open_regular
 from llama.words import printable
 
 # Far above every real file, and low enough that refusing a hostile one takes little time and memory.
@@ -66,12 +66,13 @@ def read_header(path: Path, *, arrays: Collection[str] | None = None) -> Header:
 
     `arrays`: the keys whose arrays are wanted, others are left `Unread`; None: all are. Raises CheckpointError.
     """
-    with (
-        refusing(path, "is not a .gguf file that can be used"),
-        open_regular(path) as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-        return parse_header(data, arrays=arrays)
+    return header_of(MappedFile(path), arrays=arrays)
+
+
+def header_of(mapped: MappedFile, *, arrays: Collection[str] | None = None) -> Header:
+    """Do as `read_header` with a file that is mapped already."""
+    with refusing(mapped.path, "is not a .gguf file that can be used"):
+        return parse_header(mapped.data, arrays=arrays)
 
 
 def parse_header(data: mmap.mmap | bytes, *, arrays: Collection[str] | None = None) -> Header:

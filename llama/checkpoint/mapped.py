@@ -4,6 +4,7 @@ Knows no format.
 """
 
 import mmap
+import os
 from pathlib import Path
 
 import torch
@@ -16,11 +17,14 @@ from llama.files import open_regular
 class MappedFile:
     """A private mapping of a whole file, of which what is only read stays shared with every process that maps it.
 
-    data: all its bytes, for who reads its header.
+    data: all its bytes, for who reads its header: what was checked there is what is used, whatever the path leads to.
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         with refusing(path, "cannot be mapped"), open_regular(path) as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise ValueError("it is empty")
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def bytes(self, start: int, nbytes: int) -> Tensor:

@@ -46,12 +46,12 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpo
     params = read_json(params_path)
     tokenizer = read_tokenizer(tokenizer_path or need_file(directory, "tokenizer.model", "the vocabulary"))
     args = _args(params_path, params, tokenizer)
-    shards = {path.name: read_header(path) for path in _shard_paths(directory)}
+    mapped = {path.name: MappedFile(path) for path in _shard_paths(directory)}
+    shards = {name: read_header(file) for name, file in mapped.items()}
     _check_shards(directory, args, shards)
     names = {name: name for name in needed_shapes(args)}
     first = next(iter(shards.values()))
     refuse_strangers(directory, known=names, found=first)
-    mapped = {name: MappedFile(directory / name) for name in shards}
     tensors = {
         name: _merge(directory, name, [_weight(mapped[file], shard[name]) for file, shard in shards.items()], args)
         for name in first

@@ -8,14 +8,13 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from llama.checkpoint.base import refusing
+from llama.checkpoint.mapped import MappedFile
 from llama.checkpoint.pickle_reader import REMEDY, PickledTensor, read_pickle, shown
 from llama.checkpoint.zip_reader import Record, read_records
-from llama.files import open_regular
 
 _MAX_PICKLE = 4 << 20
 _MAY_BE_ONE = {"tok_embeddings.weight", "output.weight"}
@@ -36,17 +35,14 @@ class TensorPlace:
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_header(path: Path) -> dict[str, TensorPlace]:
+def read_header(mapped: MappedFile) -> dict[str, TensorPlace]:
     """Read and check all but the weights: every tensor is known to lie in a record, apart from every other.
 
     Only a tied head may be the same bytes as the embedding. Raises CheckpointError for everything that is not a dict
     of float32, float16 and bfloat16 tensors as torch.save writes it.
     """
-    with refusing(path, "is not a .pth file that can be used"), open_regular(path) as file:
-        if not path.stat().st_size:
-            raise ValueError("not a zip archive: it is empty")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(data)
+    with refusing(mapped.path, "is not a .pth file that can be used"):
+        return _read(mapped.data)
 
 
 def _read(data: mmap.mmap) -> dict[str, TensorPlace]:

@@ -16,6 +16,7 @@ from llama.tokenizer.sentencepiece_file import SentencePieceCodec, pieces_of
 from llama.tokenizer.vocabulary import Codec, Vocabulary, apart, check_template, check_text
 
 _PREFIX = "tokenizer.ggml."
+_CALLED = {str: "text", int: "a whole number from 0 on", float: "a float", bool: "true or false"}
 _END_OF_MESSAGE = "<|eom_id|>"
 _ENDS = ("eos", "eot", "eom")
 
@@ -32,7 +33,8 @@ class _Words:
 
 def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """Return the vocabulary of `tokenizer.*` keys, given as plain values. Raises ValueError."""
-    facts = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+    stated = {key: value for key, value in metadata.items() if value is not None}
+    facts = {key.removeprefix(_PREFIX): value for key, value in stated.items() if key.startswith(_PREFIX)}
     model = facts.get("model")
     if model not in ("gpt2", "llama"):
         raise ValueError(
@@ -40,9 +42,14 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
             "SentencePiece"
         )
     is_pieces = model == "llama"
-    for key in ("add_eos_token", "remove_extra_whitespaces", *(() if is_pieces else ("add_space_prefix",))):
+    if _flag(facts, "add_eos_token", False):
+        raise ValueError(
+            "tokenizer.ggml.add_eos_token=true is not supported: nothing goes on behind the end of a text, and "
+            "llama.cpp's completion stops at it, too; if the model is one that writes, set it to false in the file"
+        )
+    for key in ("remove_extra_whitespaces", *(() if is_pieces else ("add_space_prefix",))):
         if _flag(facts, key, False):
-            raise ValueError(f"tokenizer.ggml.{key}=true is not supported")
+            raise ValueError(f"tokenizer.ggml.{key}=true is not supported: it changes the text")
     # llama.cpp has ids of its own for SentencePiece's ends where a file does not say.
     bos_id = _id(facts, "bos", 1 if is_pieces else None)
     ends = [_id(facts, name, 2 if is_pieces and name == "eos" else None) for name in _ENDS]
@@ -139,31 +146,25 @@ def _pre(facts: Mapping[str, Any]) -> str:
 
 def _array(facts: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     values = facts.get(key)
-    if not isinstance(values, list) or not set(map(type, values)) <= {kind}:
-        stated = "missing" if values is None else "not that"
-        raise ValueError(
-            f"no tokenizer as expected: tokenizer.ggml.{key} must be an array of {kind.__name__}, and is {stated}"
-        )
+    if type(values) is not list or set(map(type, values)) - {kind}:
+        missing = ", and is missing" if values is None else ""
+        raise ValueError(f"tokenizer.ggml.{key} must be an array, of which each value is {_CALLED[kind]}{missing}")
     if kind is float and not all(map(math.isfinite, values)):
         raise ValueError(f"tokenizer.ggml.{key} has a number that is not finite")
     return values
 
 
 def _flag(facts: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = facts.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise ValueError(f"tokenizer.ggml.{key}={value!r:.80} must be true or false")
+    value = facts.get(key, default)
+    if type(value) is not bool:
+        raise ValueError(f"tokenizer.ggml.{key}={value!r:.80} must be {_CALLED[bool]}")
     return value
 
 
 def _id(facts: Mapping[str, Any], name: str, default: int | None) -> int | None:
-    value = facts.get(f"{name}_token_id")
-    if value is None:
-        return default
-    if type(value) is not int:
-        raise ValueError(f"tokenizer.ggml.{name}_token_id={value!r:.80} is no whole number")
+    value = facts.get(f"{name}_token_id", default)
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError(f"tokenizer.ggml.{name}_token_id={value!r:.80} must be {_CALLED[int]}")
     return value
 
 

@@ -29,7 +29,7 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
     mapped = MappedFile(path)
     return {
         name: mapped.weight(place.start, place.shape, place.dtype).rows(0, place.shape[0])
-        for name, place in read_header(path).items()
+        for name, place in read_header(mapped).items()
     }
 
 
@@ -37,7 +37,7 @@ def refusal(data: bytes, tmp_path: Path) -> str:
     path = tmp_path / "hostile.pth"
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
-        read_header(path)
+        read_header(MappedFile(path))
     assert caught.value.path == path
     assert type(caught.value.__cause__) is ValueError
     assert caught.value.reason.startswith("is not a .pth file that can be used: ")
@@ -72,7 +72,7 @@ def rewritten(archive: bytes, folder: str = "archive", *, lacking: tuple[str, ..
 def test_an_archive_of_another_writer_is_read_to_the_bit(tmp_path: Path, folder: str, big: bool) -> None:
     path = tmp_path / "rewritten.pth"
     path.write_bytes(rewritten(ARCHIVE, folder, big=big))
-    assert any(place.start % place.dtype.itemsize for place in read_header(path).values())
+    assert any(place.start % place.dtype.itemsize for place in read_header(MappedFile(path)).values())
     assert all(same_bits(tensor, CONTENT[name]) for name, tensor in loaded(path).items())
 
 
@@ -99,7 +99,7 @@ def test_records_of_more_than_4_gigabytes_are_found(tmp_path: Path) -> None:
     with torch.serialization.skip_data():
         torch.save({"a": large, "b": torch.ones(3)}, path)
     assert path.stat().st_size > 5 << 30
-    places = read_header(path)
+    places = read_header(MappedFile(path))
     with zipfile.ZipFile(path) as archive:
         first, second = (archive.getinfo(f"large/data/{key}").header_offset for key in "01")
     assert places["a"].end - places["a"].start == 5 << 30
@@ -110,7 +110,7 @@ def test_records_of_more_than_4_gigabytes_are_found(tmp_path: Path) -> None:
 def test_rows_of_a_large_mapping_are_dropped_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "dropped.pth"
     torch.save({"a": torch.arange(100_000.0).view(1000, 100)}, path)
-    (place,) = read_header(path).values()
+    (place,) = read_header(MappedFile(path)).values()
     weight = MappedFile(path).weight(place.start, place.shape, place.dtype)
     for _ in range(2):
         assert torch.equal(weight.rows(10, 990).flatten(), torch.arange(1000.0, 99_000))
@@ -141,7 +141,6 @@ def said_64_alone(field: int, layout: str, value: int) -> Callable[[bytes], byte
 
 
 DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "nothing": (lambda a: b"", "it is empty"),
     "no zip": (lambda a: b"x" * 100, "not a zip archive"),
     "a pickle": (lambda a: b"\x80\x02}.", "not a zip archive"),
     "something behind": (lambda a: a + b"x", "not a zip archive"),
@@ -307,29 +306,32 @@ def test_a_bomb_of_zeros_is_refused_unpacked(tmp_path: Path) -> None:
             record.write(bytes(1 << 20))
     assert path.stat().st_size < 1 << 20
     with pytest.raises(CheckpointError, match=r"'bomb/data.pkl' is compressed or encrypted"):
-        read_header(path)
+        read_header(MappedFile(path))
 
 
 def test_tensors_may_not_overlap_unless_they_are_a_tied_head(tmp_path: Path) -> None:
     path = tmp_path / "shared.pth"
     flat = torch.arange(12.0)
     torch.save({"tok_embeddings.weight": flat, "output.weight": flat}, path)
-    assert len(read_header(path)) == 2
+    assert len(read_header(MappedFile(path))) == 2
     torch.save({"tok_embeddings.weight": flat, "norm.weight": flat}, path)
     with pytest.raises(CheckpointError, match=r"tok_embeddings\.weight overlap"):
-        read_header(path)
+        read_header(MappedFile(path))
     torch.save({"tok_embeddings.weight": flat, "output.weight": flat[:6]}, path)
     with pytest.raises(CheckpointError, match="overlap"):
-        read_header(path)
+        read_header(MappedFile(path))
     torch.save({"a": flat[:4], "b": flat[4:7], "c": flat[9:]}, path)
-    assert [place.shape for place in read_header(path).values()] == [(4,), (3,), (3,)]
+    assert [place.shape for place in read_header(MappedFile(path)).values()] == [(4,), (3,), (3,)]
 
 
-def test_what_is_no_file_is_refused() -> None:
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(CheckpointError, match="it is empty"):
+        MappedFile(tmp_path / "empty")
     with tempfile.TemporaryDirectory() as folder, pytest.raises(CheckpointError, match="not a regular file"):
-        read_header(Path(folder))
+        read_header(MappedFile(Path(folder)))
     with pytest.raises(CheckpointError, match="No such file"):
-        read_header(Path(folder))
+        read_header(MappedFile(Path(folder)))
 
 
 @settings(max_examples=300, deadline=None)

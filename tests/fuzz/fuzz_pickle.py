@@ -42,11 +42,11 @@ def run_archive(data: bytes) -> None:
     path = Path(tempfile.gettempdir()) / f"fuzzed-{os.getpid()}.pth"
     path.write_bytes(data)
     try:
-        places = read_header(path)
+        mapped = MappedFile(path)
+        places = read_header(mapped)
     except CheckpointError as error:
         _check_refusal(error.__cause__)
         return
-    mapped = MappedFile(path)
     theirs = _loaded_by_torch(path)
     if theirs is None:
         return
