@@ -151,8 +151,8 @@ class BpeCodec:
         library.add_tokens(tokens)
         for token in added:
             number = library.token_to_id(token.text)
-            if number is None or number > len(ids):
-                raise ValueError(f"the added token {token.text!r:.80} is not taken")
+            assert number is not None
+            assert number <= len(ids), f"{token.text!r:.80} is number {number} of {len(ids)}"
             if number == len(ids):
                 ids.append(token.id)
         return library, ids

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama.json_files import read_json
+from llama.json_files import parse_object
 from llama.tokenizer.bpe import Added, BpeCodec, ByteLevel, Spaces
 from llama.tokenizer.patterns import CUTTINGS, steps
 from llama.tokenizer.vocabulary import (
@@ -20,13 +20,12 @@ from llama.tokenizer.vocabulary import (
     UNSPELLED,
     Vocabulary,
     apart,
-    check_file,
     check_template,
     check_text,
+    read_file,
 )
 
 _MAX_CONFIG_BYTES = 8 << 20  # tokenizer_config.json repeats the added tokens; config.json is far smaller
-_MAX_ADDED = 1 << 17
 
 _SPEC_KEYS = {
     *("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder"),
@@ -128,8 +127,6 @@ def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _added_tokens(spec: Mapping[str, Any]) -> list[Added]:
     entries = _typed(spec, "added_tokens", list) if spec.get("added_tokens") is not None else []
-    if len(entries) > _MAX_ADDED:
-        raise ValueError(f"{len(entries)} added tokens are more than the limit of {_MAX_ADDED}")
     added: list[Added] = []
     for entry in entries:
         if not isinstance(entry, dict):
@@ -270,9 +267,9 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def _read(path: Path, *, limit: int) -> dict[str, Any]:
-    check_file(path)
+    data = read_file(path, limit=limit)
     try:
-        return read_json(path, limit=limit)
+        return parse_object(data)
     except ValueError as error:
         raise ValueError(f"{path} is not readable as JSON: {error}") from error
 
@@ -303,9 +300,7 @@ def _named_ids(
 def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     beside = directory / "chat_template.jinja"
     if beside.exists():
-        if check_file(beside).stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError(f"{beside} is larger than {_MAX_CONFIG_BYTES} bytes")
-        return check_template(beside.read_bytes().decode())
+        return check_template(read_file(beside, limit=_MAX_CONFIG_BYTES).decode())
     template = settings.get("chat_template")
     if isinstance(template, list):
         if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama.files import read_regular
+
 # Far above every released vocabulary (262,144 tokens, 33 MB), and low enough that a hostile one costs little.
 MAX_FILE_BYTES = 64 << 20
 MAX_WORDS = 1 << 20
@@ -104,7 +106,7 @@ def check_template(template: object) -> str | None:
     if template is None:
         return None
     if not isinstance(template, str):
-        raise ValueError(f"the chat template is a {type(template).__name__} and must be a text")
+        raise ValueError(f"the chat template is {template!r:.80} and must be a text")
     check_text(template, "the chat template")
     return template
 
@@ -176,17 +178,14 @@ class WholeTokens:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def check_file(path: Path) -> Path:
-    """Return the path of a regular file of a bearable size. Raises FileNotFoundError, ValueError."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory, not a tokenizer's file")
-    if not path.exists():
-        raise FileNotFoundError(f"there is no tokenizer file {path}")
-    if not path.is_file():
-        raise ValueError(f"{path} is no regular file")
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; a tokenizer's file has at most {MAX_FILE_BYTES}")
-    return path
+def read_file(path: Path, *, limit: int = MAX_FILE_BYTES) -> bytes:
+    """Return what a regular file of at most `limit` bytes holds. Raises FileNotFoundError, ValueError."""
+    try:
+        return read_regular(path, limit=limit)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no tokenizer file {path}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no file of a tokenizer: {error}") from error
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------

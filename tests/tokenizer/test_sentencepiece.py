@@ -200,7 +200,7 @@ def test_arrays_of_pieces_that_do_not_fit_are_refused_by_name(key: str) -> None:
         ({"add_space_prefix": "false"}, "add_space_prefix='false' must be true or false"),
         ({"precompiled_charsmap": [1, 2]}, "precompiled_charsmap is not supported"),
         ({"bos_token_id": 2000}, "id 2000 is not in the vocabulary of 2000 tokens"),
-        ({"bos_token_id": 1.0}, "is no whole number"),
+        ({"bos_token_id": 1.0}, "must be a whole number from 0 on"),
     ],
 )
 def test_what_gguf_metadata_of_pieces_must_not_say_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
