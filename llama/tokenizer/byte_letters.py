@@ -9,8 +9,3 @@ def byte_letters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def spell(data: bytes) -> str:
-    """Return the letters of some bytes."""
-    return data.decode("latin-1").translate(dict(enumerate(byte_letters())))

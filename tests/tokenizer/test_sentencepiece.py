@@ -176,6 +176,7 @@ IDENTITY = message(3, b"\x20\x00")
         (GOOD + b"\x08\x01" + BPE + IDENTITY, "number 1 stands where a text or message must be"),
         (GOOD + message(2, message(3, b"ab")) + IDENTITY, "stands where a number must be"),
         (b"\n\x00" + BPE + IDENTITY, "has 0 characters"),
+        (b"\n\x00" * ((1 << 20) + 1), "more than 1048576 tokens"),
         (b"\n", "in the middle of a number"),
     ],
 )
@@ -199,6 +200,8 @@ def test_arrays_of_pieces_that_do_not_fit_are_refused_by_name(key: str) -> None:
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces=true is not supported"),
         ({"add_space_prefix": "false"}, "add_space_prefix='false' must be true or false"),
         ({"precompiled_charsmap": [1, 2]}, "precompiled_charsmap is not supported"),
+        ({"tokens": [], "token_type": [], "scores": []}, "0 tokens; there must be 1 to 1048576"),
+        ({"tokens": ["x" * 1025], "token_type": [1], "scores": [0.0]}, "has 1025 characters; it must have 1 to 1024"),
         ({"bos_token_id": 2000}, "id 2000 is not in the vocabulary of 2000 tokens"),
         ({"bos_token_id": 1.0}, "must be a whole number from 0 on"),
     ],
@@ -216,6 +219,37 @@ def test_flags_of_gguf_are_followed_and_have_llama_cpps_defaults() -> None:
     assert ours.decode(plain(ours, "the other")) == "the other"
     assert ours.decode(plain(ours, " the other")) == " the other"
     assert plain(ours, "the") == plain(missing, "the", begins=False)
+
+
+def test_pieces_without_one_for_what_is_unknown_are_written_and_read_again() -> None:
+    facts = gguf_of_pieces(pieces())
+    facts["tokenizer.ggml.tokens"] = ["<nothing>", *facts["tokenizer.ggml.tokens"][1:]]
+    ours = Tokenizer.from_gguf(facts)
+    again = Tokenizer.from_gguf(ours.to_gguf(ours.n_words))
+    assert again.fingerprint() == ours.fingerprint()
+    assert plain(again, "the <unk>") == plain(ours, "the <unk>")
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "normalizer .*Lowercase.* is not supported; what works is"),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}}, "is not supported before a pre_tokenizer"),
+        (
+            {"normalizer": None, "pre_tokenizer": {"type": "Whitespace"}},
+            "pre_tokenizer .*Whitespace.* is not supported",
+        ),
+        (
+            {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "some"}},
+            "prepend_scheme must be one of always, first, never",
+        ),
+    ],
+)
+def test_steps_that_change_a_text_are_refused_by_name(steps: dict[str, Any], words: str, tmp_path: Path) -> None:
+    spec = json.loads(huggingface_of_pieces(pieces()).to_str()) | steps
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ValueError, match=words):
+        Tokenizer.from_huggingface(tmp_path)
 
 
 def test_merges_that_scores_cannot_say_are_not_written_into_a_gguf_file(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from vocabularies import PATTERNS, byte_level, saved
 from llama.checkpoint.gguf_header import read_header
 from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
-from llama.tokenizer.vocabulary import calling
+from llama.tokenizer.bpe import BpeCodec, ByteLevel
+from llama.tokenizer.vocabulary import MAX_MERGES, MAX_WORDS, calling, check_tokens
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "tokenizer_llama_cpp.json").read_text())
 PIECES = (
@@ -376,6 +377,11 @@ def test_decoding_an_unknown_id_is_refused(tokenizer: Tokenizer, token_id: int) 
         tokenizer.decode([token_id])
 
 
+def test_an_interruption_of_a_library_stays_one() -> None:
+    with pytest.raises(KeyboardInterrupt), calling("tiktoken", "encode a text"):
+        raise KeyboardInterrupt
+
+
 def test_a_panic_of_a_library_reaches_the_user_as_a_value_error() -> None:
     lacking = tiktoken.Encoding("a alone", pat_str=META_PATTERN, mergeable_ranks={b"a": 0}, special_tokens={})
     with pytest.raises(ValueError, match="tiktoken cannot encode a text"), calling("tiktoken", "encode a text"):
@@ -515,6 +521,7 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
             "x",
         ),
         ("post_processor", {"type": "TemplateProcessing", "single": 5}, "not laid out"),
+        ("post_processor", {"type": "TemplateProcessing", "single": []}, "adds tokens other than one before"),
         ("added_tokens/0/lstrip", "true", "lstrip='true' must be true or false"),
         ("added_tokens/0/special", 1, "special=1 must be true or false"),
         ("added_tokens/0/id", 50, "is an ordinary token's too"),
@@ -572,9 +579,53 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> 
         Tokenizer.from_huggingface(tmp_path)
 
 
-def test_a_tokenizer_config_that_names_an_unknown_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere"):
-        Tokenizer.from_huggingface(saved(tmp_path, trained("gpt2"), eos_token="<|nowhere|>"))
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        (
+            "tokenizer_config.json",
+            {"eos_token": "<|nowhere|>"},
+            "eos_token '<|nowhere|>' is not a token of tokenizer.json",
+        ),
+        ("tokenizer_config.json", {"bos_token": 5}, "bos_token 5 is no text"),
+        ("tokenizer_config.json", {"chat_template": 5}, "the chat template is 5 and must be a text"),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, "a list of something else than named templates"),
+        ("generation_config.json", {"eos_token_id": [0, 1.5]}, "eos_token_id 1.5 is no whole number"),
+        ("generation_config.json", {"eos_token_id": True}, "eos_token_id True is no whole number"),
+    ],
+)
+def test_what_stands_beside_tokenizer_json_is_held_to_its_types(
+    small_json: Any, tmp_path: Path, file: str, content: Any, words: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(small_json))
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words.replace("|", r"\|")):
+        Tokenizer.from_huggingface(tmp_path)
+
+
+def test_a_giant_chat_template_is_not_read(small_json: Any, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(small_json))
+    with (tmp_path / "chat_template.jinja").open("wb") as file:
+        file.truncate((8 << 20) + 1)
+    with pytest.raises(ValueError, match=r"chat_template\.jinja .* longer than 8,388,608 bytes"):
+        Tokenizer.from_huggingface(tmp_path)
+
+
+def test_more_tokens_and_merges_than_the_limits_are_refused_before_any_is_looked_at() -> None:
+    with pytest.raises(ValueError, match="1048577 tokens are more than the limit"):
+        check_tokens(dict.fromkeys(range(MAX_WORDS + 1)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2097153 merges are more than the limit"):
+        BpeCodec({"a": 0}, [("no", "merge")] * (MAX_MERGES + 1), [], ByteLevel("gpt-2"))
+
+
+def test_ids_stay_the_same_however_many_sets_of_special_tokens_were_asked_for() -> None:
+    ours = Tokenizer.from_gguf(small_gguf(token_type=[3] + [1] * 6 + [3] * 3))
+    sets = [{text for i, text in enumerate(ours.special_tokens) if place & 1 << i} for place in range(16)]
+    for special in sets + sets[::-1]:
+        for text, token_id in ours.special_tokens.items():
+            ids = ours.encode(f"a{text}", bos=False, eos=False, allowed_special=special) if text in special else None
+            assert ids in (None, [1, token_id])
+    assert len(ours._vocabulary.codec._variants) <= 8  # type: ignore[attr-defined]
 
 
 def small_gguf(**changes: Any) -> dict[str, Any]:
@@ -589,7 +640,7 @@ def small_gguf(**changes: Any) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 7,
     }
-    return {f"tokenizer.ggml.{key}": value for key, value in (facts | changes).items()}
+    return {f"tokenizer.ggml.{key}": value for key, value in (facts | changes).items() if value is not None}
 
 
 def test_a_small_gguf_vocabulary_is_read_as_it_says() -> None:
@@ -739,6 +790,12 @@ def test_the_ends_of_a_text_are_written_under_the_names_that_a_file_has_for_them
     metadata = ours.to_gguf(ours.n_words)
     assert [metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eom", "eot")] == ends
     assert set(Tokenizer.from_gguf(metadata).stop_tokens) == set(ours.stop_tokens)
+
+
+def test_words_taken_whole_are_not_written_into_a_gguf_file_whose_kind_does_not_take_them(tmp_path: Path) -> None:
+    ours = Tokenizer.from_huggingface(saved(tmp_path, trained("gpt2", ignore_merges=True)))
+    with pytest.raises(ValueError, match=r"cannot say ignore_merges=True with tokenizer\.ggml\.pre=gpt-2"):
+        ours.to_gguf(700)
 
 
 def test_more_ends_than_a_gguf_file_has_names_for_are_refused(tmp_path: Path) -> None:
