@@ -33,7 +33,8 @@ class _Words:
 
 def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """Return the vocabulary of `tokenizer.*` keys, given as plain values. Raises ValueError."""
-    facts = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+    stated = {key: value for key, value in metadata.items() if value is not None}
+    facts = {key.removeprefix(_PREFIX): value for key, value in stated.items() if key.startswith(_PREFIX)}
     model = facts.get("model")
     if model not in ("gpt2", "llama"):
         raise ValueError(

@@ -108,5 +108,5 @@ def test_a_truth_value_is_0_or_1_also_in_an_array() -> None:
 
 def test_an_empty_file_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"")
-    with pytest.raises(ValueError, match="cannot mmap an empty file"):
+    with pytest.raises(ValueError, match="it is empty"):
         read_header(tmp_path / "model.gguf")
