@@ -87,9 +87,10 @@ def _words(facts: Mapping[str, Any], ends: set[int | None]) -> _Words:
     named = list(enumerate(kinds))
     special = {texts[i]: i for i, kind in named if kind in (UNKNOWN, CONTROL)}
     forbidden, users = apart({texts[i]: i for i, kind in named if kind == USER_DEFINED}, ends)
+    special |= forbidden
     if "" in special or "" in users:
         raise ValueError("an added token is empty")
-    return _Words(texts, kinds, special | forbidden, users)
+    return _Words(texts, kinds, special, users)
 
 
 def _byte_level(facts: Mapping[str, Any], words: _Words) -> tuple[Codec, dict[int, bytes]]:

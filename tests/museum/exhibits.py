@@ -531,6 +531,13 @@ for _what, (_source, _key, _kind, _value) in METADATA.items():
     _bad_metadata(_what, _source, _key, _kind, _value)
 
 
+@exhibit("a .gguf file whose BOS is a user's token of no letters", "found by tests/fuzz")
+def _empty_bos(folder: Path) -> Path:
+    tokens, kinds = ["", *(f"t{i}" for i in range(519))], [4] + [1] * 519
+    facts = {"tokens": ("array", tokens), "token_type": ("array", kinds), "bos_token_id": ("uint32", 0)}
+    return _written(folder, {f"tokenizer.ggml.{key}": value for key, value in facts.items()}, [])
+
+
 # ---- .pth ------------------------------------------------------------------------------------------------------------
 
 

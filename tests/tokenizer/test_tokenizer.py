@@ -821,6 +821,7 @@ def test_more_ends_than_a_gguf_file_has_names_for_are_refused(tmp_path: Path) ->
         ({"tokens": ["<s>", "a" * 1025], "token_type": [3, 1], "merges": []}, "has 1025 characters"),
         ({"tokens": ["<s>", ""], "token_type": [3, 1], "merges": []}, "has 0 characters"),
         ({"tokens": ["", "a"], "token_type": [3, 1], "merges": []}, "an added token is empty"),
+        ({"tokens": ["", "a"], "token_type": [4, 1], "merges": []}, "an added token is empty"),
         ({"tokens": ["<s>", 5], "token_type": [3, 1]}, "tokens must be an array, of which each value is text"),
         ({"token_type": [3.0] * 10}, "token_type must be an array, of which each value is a whole number"),
         ({"token_type": [True] * 10}, "token_type must be an array, of which each value is a whole number"),
