@@ -1,4 +1,4 @@
-"""A page of llama/watch as an animated picture: python scripts/make_animation.py --page page.html.
+"""A page of llama/watch as an animated picture: python scripts/make_animation.py.
 
 Chromium turns the page to a step, by its address, and is photographed; Pillow joins the pictures. Needs selenium, and
 Chromium with its driver. Knows the page by the names of its parts alone.
@@ -22,12 +22,17 @@ MARGIN = 14  # pixels
 
 
 def main(
-    *, page: str, picture: str = "docs/images/watch.gif", width: int = 860, frames: int = 22, ms: int = 420
+    *,
+    page: str = "page.html",
+    picture: str = "docs/images/watch.gif",
+    width: int = 860,
+    frames: int = 22,
+    ms: int = 420,
 ) -> int:
     """Make an animated GIF of a page that --watch has written.
 
     Args:
-        page: The page.
+        page: The page; the default is what `llama-kv watch` writes.
         picture: Where the picture goes, FILE.gif.
         width: Of the picture, in pixels.
         frames: How many of the steps are shown, evenly spread; the first three are always there.

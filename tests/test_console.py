@@ -223,7 +223,7 @@ SLOW = "import time\nprint('waiting', flush=True)\ntime.sleep(60)\n"
     ids=lambda words: Path(words[-1]).name,
 )
 def test_ctrl_c_while_a_command_imports_is_one_line(words: list[str], tmp_path: Path) -> None:
-    for name in ("torch", "llama_cpp"):  # found before the real ones, and slower still
+    for name in ("torch", "llama_cpp", "selenium"):  # found before the real ones, and slower still
         (tmp_path / f"{name}.py").write_text(SLOW)
     with running(" ".join([sys.executable, *words]), PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}") as process:
         process.send_signal(signal.SIGINT)

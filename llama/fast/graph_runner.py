@@ -235,23 +235,23 @@ class GraphRunner:
         request = batch.request
         block = StepBlock(count, buffers, logprobs=request.logprobs)
         chooses = tuple(number is not None for number in request.sampling.settings)
-        try:
-            for step in range(count):
+        for step in range(count):
+            longest = min(max(batch.cur_pos) + begun + step, request.longest)
+            prefix = None if model.kv_caching else rounded_up(longest)
+            if self.watch is not None:  # what it raises is no failure of a step
+                self.watch(buffers.rows, 1 if prefix is None else longest)
+            try:
                 draws = batch.sampler.draw()
                 if draws is not None:
                     block.draws.append(draws)
                     buffers.draws.copy_(draws, non_blocking=True)
-                longest = min(max(batch.cur_pos) + begun + step, request.longest)
-                prefix = None if model.kv_caching else rounded_up(longest)
                 replay = self.recorded(model, buffers, GraphKey(chooses, whole, request.logprobs, prefix))
-                if self.watch is not None:
-                    self.watch(buffers.rows, 1 if prefix is None else longest)
                 replay()
                 block.note(step)
-        except Exception as error:  # whatever a compiler, a capture or a driver may raise
-            batch.sampler.put_back(block.draws)
-            self._give_up(error, buffers.rows, buffers.slots)
-            return None
+            except Exception as error:  # whatever a compiler, a capture or a driver may raise
+                batch.sampler.put_back(block.draws)
+                self._give_up(error, buffers.rows, buffers.slots)
+                return None
         self.forwards += count
         self.name = self._named(buffers.rows, prefix)
         block.send()

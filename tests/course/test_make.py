@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_exercise_runs_without_the_cache_and_says_what_is_missing_with_it(made: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", TRY, str(made)], capture_output=True, text=True, check=False, cwd=made
+        [sys.executable, "-B", "-P", "-c", TRY, str(made)], capture_output=True, text=True, check=False, cwd=made
     )
     assert done.stdout.splitlines()[:2] == ["2", "TODO 1 in llama/model.py, Attention.forward: see TASK.md"], (
         done.stderr
