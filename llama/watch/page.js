@@ -82,7 +82,7 @@
         const wide = Math.max((gap ? cell : (end - first) * cell) - gap, 1);
         const tall = (height - gap) * bitsOf(position, state);
         if (state === "gone") {
-          pen.strokeStyle = colour("line");
+          pen.strokeStyle = colour("grid");
           pen.strokeRect(x + 0.5, y + 0.5, Math.max(wide - 1, 0.5), height - gap - 1);
           continue;
         }
@@ -268,7 +268,7 @@
     const height = 96;
     const [pen, width] = surface($("attention"), height);
     const cell = width / total;
-    pen.fillStyle = colour("line");
+    pen.fillStyle = colour("grid");
     pen.fillRect(0, height - 1, width, 1);
     if (looks === null) {
       $("attention").setAttribute("aria-label", "The attention weights of this step are not kept.");

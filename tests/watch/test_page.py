@@ -158,8 +158,12 @@ def test_figures_are_short() -> None:
 
 
 def test_colours_are_those_of_the_palette_alone() -> None:
-    style = next(iter(Outline(page(made_up())).texts["style"]))
+    texts = Outline(page(made_up())).texts
+    style, script = texts["style"][0], texts["script"][-1]
     used = set(re.findall(r"var\(--(\w+)\)", style))
+    drawn = set(re.findall(r"colour\(\"(\w+)\"\)", script))
+    assert {"cache", "written", "anew", "grid"} <= drawn
+    assert used | drawn <= palette.variables().keys()
     for name in ("cache", "anew", "written", "attention"):
         assert name in used
         for shade in getattr(palette, name.upper()):
