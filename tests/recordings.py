@@ -29,11 +29,11 @@ def made_up(
         works = []
         for start, fed, cached in ((end - 1 if step else 0, 1 if step else end, end), (0, end, 0)):
             flops = forward_flops(args, seqlen=fed, start_pos=start)
-            read = step_bytes(args, rows=1, context=cached, itemsize=4)
+            read = step_bytes(args, rows=1, context=start, itemsize=4)
             held = args.n_layers * position * (prompt + steps) if cached else 0
             works.append(Work(start, fed, flops, read, held, ms=1.5 * fed))
         levels = bytes((7 * place) % 256 for place in range(args.n_heads * end))
         likely = tuple(Candidate(text[end], 0.5 / (1 + place), place == 0) for place in range(5))
         moments.append(Moment(*works, (tuple(range(end)),) * args.n_layers, (levels,) * args.n_layers, likely))
-    layout = Layout("static", True, position, bits=0, group=0, block=0, reserved=prompt + steps)
+    layout = Layout("static", position, position, bits=0, group=0, block=0, reserved=prompt + steps)
     return Recording(args, layout, "float32 on cpu", 4, prompt, text, text, tuple(moments), tuple(notes))

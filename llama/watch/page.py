@@ -7,6 +7,7 @@ the last step stands there as a table. Knows nothing of models: only what was re
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -48,10 +49,10 @@ def _digest(text: str) -> str:
 
 
 def _byline(recording: Recording, prompt: str, model: str) -> str:
-    args, layout = recording.args, recording.layout
+    args, layout, steps = recording.args, recording.layout, _counted(len(recording.moments), "step")
     return (
         f"{printable(model, 80)}: {args.n_layers} layers, {args.n_heads} heads, {args.n_kv_heads} KV heads, "
-        f"{recording.where}. Cache: {printable(layout.kind, 80)}. {len(recording.moments)} steps after “{prompt}”"
+        f"{recording.where}. Cache: {printable(layout.kind, 80)}. {steps} after “{prompt}”"
     )
 
 
@@ -63,20 +64,20 @@ def sentence(number: int, moment: Moment) -> str:
     on, off = moment.on, moment.off
     if on.fed == off.fed:
         return (
-            f"Step {number}: {_tokens(on.fed)} fed, the whole prompt. The cache is empty, so both ways compute "
+            f"Step {number}: {_counted(on.fed)} fed, the whole prompt. The cache is empty, so both ways compute "
             "all of it; what the cache keeps now is not computed again."
         )
     read = max(map(len, moment.seen)) - on.fed
     return (
-        f"Step {number}: {_tokens(on.fed)} fed, {read} positions read from the cache. Without it: "
-        f"{_tokens(off.fed)} computed, {off.fed - on.fed} of them in vain, for they were computed before."
+        f"Step {number}: {_counted(on.fed)} fed, {_counted(read, 'position')} read from the cache. Without it: "
+        f"{_counted(off.fed)} computed, {off.fed - on.fed} of them in vain, for they were computed before."
     )
 
 
 def formulas(recording: Recording, work: Work, cached: int) -> list[str]:
     """Return how each of the COUNTERS of a step comes about, in the numbers of this model.
 
-    `cached`: how many positions the newest token found in the cache; 0 with the cache off.
+    `cached`: how many positions the newest token found in the cache, its own too; 0 with the cache off.
     """
     args, layout = recording.args, recording.layout
     heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim
@@ -84,15 +85,15 @@ def formulas(recording: Recording, work: Work, cached: int) -> list[str]:
     before = max(cached - work.fed, 0)
     pairs = work.fed * before + work.fed * (work.fed + 1) // 2
     flops = (
-        f"2 x {weights:,} weights of the layers x {_tokens(work.fed)} + 4 x {args.n_layers} layers x {args.n_heads} "
+        f"2 x {weights:,} weights of the layers x {_counted(work.fed)} + 4 x {args.n_layers} layers x {args.n_heads} "
         f"heads x {args.head_dim} numbers x {pairs:,} pairs of query and key + 2 x {args.dim} x {args.vocab_size:,} "
         f"for the logits = {work.flops:,}"
     )
-    from_cache = args.n_layers * cached * layout.position_bytes
-    read = f"{work.bytes_read - from_cache:,} of weights, each once"
-    if cached:
-        read += f" + {args.n_layers} layers x {cached} positions x {layout.position_bytes:,}"
-    fed = f"{_tokens(work.fed)} from position {work.start} on = {work.fed}"
+    held = layout.parts(before)
+    from_cache = args.n_layers * sum(map(math.prod, held))
+    terms = [f" + {args.n_layers} layers x {_counted(count, 'position')} x {nbytes:,}" for count, nbytes in held]
+    read = f"{work.bytes_read - from_cache:,} of weights, each once{''.join(terms)}"
+    fed = f"{_counted(work.fed)} from position {work.start} on = {work.fed}"
     made = [
         fed,
         flops,
@@ -118,8 +119,8 @@ def _held(recording: Recording, work: Work, cached: int) -> str:
     return f"as the keys and values come, it would be {whole}; measured on these caches = {work.bytes_held:,}"
 
 
-def _tokens(count: int) -> str:
-    return f"{count:,} token{'' if count == 1 else 's'}"
+def _counted(count: int, what: str = "token") -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _values(work: Work) -> list[float]:

@@ -5,6 +5,7 @@ of each mode, have none and are timed. All go by the plain modules, for a faster
 models and caches; does not know how a recording is shown.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
-from llama.costs import forward_flops, step_bytes
+from llama.costs import forward_flops, kv_bytes, step_bytes
 from llama.kv_cache import KVCache
 from llama.kv_cache.paged import BLOCK, PagedCache
 from llama.kv_cache.quantized import GROUP, QuantizedCache
@@ -73,17 +74,23 @@ class Moment:
 class Layout:
     """How the caches hold positions: in `bits` bits once a group of `group` is full, in blocks of `block`; 0: not so.
 
-    position_bytes: what a position takes in a layer, once its group is full. reserved: for how many positions there was
-    room from the first step on; 0: they grow, or hold no more than so many.
+    position_bytes: what a position takes in a layer, once its group is full; newest_bytes: before that, as it came.
+    reserved: for how many positions there was room from the first step on; 0: they grow, or hold no more than so many.
     """
 
     kind: str
-    lossless: bool
     position_bytes: int
+    newest_bytes: int
     bits: int
     group: int
     block: int
     reserved: int
+
+    def parts(self, positions: int) -> list[tuple[int, int]]:
+        """Return how many of so many positions take how many bytes each in a layer: full groups, and what is newer."""
+        newest = positions % self.group if self.group else 0
+        parts = (positions - newest, self.position_bytes), (newest, self.newest_bytes)
+        return [(count, nbytes) for count, nbytes in parts if count]
 
 
 @dataclass(frozen=True)
@@ -135,14 +142,16 @@ def record(
         with _hooked(model) as seen:
             hooked = run(kv_caching=True)
         on, off = run(kv_caching=True), run(kv_caching=False)
-        cache, costs = model.caches[0], _Costs.of(model)
+        cache = model.caches[0]
+        layout = _layout(cache, model.dtype.itemsize, seen[0].room)
+        costs = _Costs.of(model, layout)
     notes = _differences(hooked, on, off, lossless=cache.lossless)
     if length < max_gen_len:
         notes.append(f"Of up to {max_gen_len} steps the first {length} are shown: more cannot be looked at on a page.")
     steps = zip(seen, on.works(costs, seen), off.works(costs), strict=False)  # the shortest, should they differ
     return Recording(
         args=model.args,
-        layout=_layout(cache, costs.position_bytes, seen[0].room),
+        layout=layout,
         where=f"{str(model.dtype).removeprefix('torch.')} on {model.device}",
         itemsize=costs.itemsize,
         prompt_len=len(ids),
@@ -185,25 +194,26 @@ class _Costs:
 
     args: ModelArgs
     itemsize: int
-    position_bytes: int
+    layout: Layout
     matrices: Mapping[str, int] | None
 
     @classmethod
-    def of(cls, model: Transformer) -> "_Costs":
-        itemsize, matrices = model.dtype.itemsize, None
+    def of(cls, model: Transformer, layout: Layout) -> "_Costs":
+        matrices = None
         if model.execution.weights is not None:
             weights = weights_of(model).items()
             matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
-        return cls(model.args, itemsize, model.caches[0].position_bytes(itemsize), matrices)
+        return cls(model.args, model.dtype.itemsize, layout, matrices)
 
     def work(self, start: int, fed: int, *, cached: int, bytes_held: int, ms: float) -> Work:
-        """Return what feeding these tokens costs where the newest one finds `cached` positions in the cache."""
-        read = step_bytes(self.args, rows=fed, context=0, itemsize=self.itemsize, quantize=self.matrices)
+        """Return what it costs to feed these tokens where the newest one finds `cached` positions, its own too."""
+        before = max(cached - fed, 0)
+        weights = step_bytes(self.args, rows=fed, context=0, itemsize=self.itemsize, quantize=self.matrices)
         return Work(
             start=start,
             fed=fed,
-            flops=forward_flops(self.args, seqlen=fed, start_pos=max(cached - fed, 0)),
-            bytes_read=read + self.args.n_layers * cached * self.position_bytes,
+            flops=forward_flops(self.args, seqlen=fed, start_pos=before),
+            bytes_read=weights + self.args.n_layers * sum(map(math.prod, self.layout.parts(before))),
             bytes_held=bytes_held,
             ms=ms,
         )
@@ -328,12 +338,12 @@ def _bytes_held(model: Transformer) -> int:
     return sum(cache.nbytes for cache in model.caches)
 
 
-def _layout(cache: KVCache, position_bytes: int, room: int) -> Layout:
-    grouped = isinstance(cache, QuantizedCache)
+def _layout(cache: KVCache, itemsize: int, room: int) -> Layout:
+    args, grouped = cache.args, isinstance(cache, QuantizedCache)
     return Layout(
-        kind=cache.args.kv_cache,
-        lossless=cache.lossless,
-        position_bytes=position_bytes,
+        kind=args.kv_cache,
+        position_bytes=cache.position_bytes(itemsize),
+        newest_bytes=kv_bytes(1, args.n_kv_heads, args.head_dim, positions=1, itemsize=itemsize),
         bits=cache.bits if isinstance(cache, QuantizedCache) else 0,
         group=GROUP if grouped else 0,
         block=BLOCK if isinstance(cache, PagedCache) else 0,

@@ -142,6 +142,16 @@ def test_without_a_script_the_last_step_is_a_table() -> None:
     assert sentence(3, recording.moments[-1]) in inside.texts["p"]
 
 
+def test_formulas_tell_full_groups_of_a_quantised_cache_from_the_newest() -> None:
+    recording = made_up(["a"] * 40, steps=2)
+    layout = replace(recording.layout, position_bytes=100, group=32)
+    assert layout.parts(40) == [(32, 100), (8, 128)]
+    work = replace(recording.moments[1].on, bytes_read=5000 + 2 * (32 * 100 + 8 * 128))
+    told = formulas(replace(recording, layout=layout), work, cached=41)[2]
+    assert "each once + 2 layers x 32 positions x 100 + 2 layers x 8 positions x 128 =" in told.replace("\u00d7", "x")
+    assert figure_of(told) == work.bytes_read
+
+
 def test_a_sentence_says_what_a_step_does() -> None:
     first, *_, last = made_up(["a"] * 4, steps=12).moments
     assert sentence(1, first).startswith("Step 1: 4 tokens fed, the whole prompt.")
@@ -149,6 +159,7 @@ def test_a_sentence_says_what_a_step_does() -> None:
         "Step 12: 1 token fed, 14 positions read from the cache. Without it: 15 tokens computed, 14 of them in vain, "
         "for they were computed before."
     )
+    assert "1 token fed, 1 position read from the cache" in sentence(2, made_up(["a"], steps=2).moments[1])
 
 
 def test_figures_are_short() -> None:

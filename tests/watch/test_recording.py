@@ -13,6 +13,7 @@ from oracles import tiny_model, watched
 from torch import Tensor
 
 from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
+from llama.kv_cache import Int8Cache
 from llama.model import Transformer
 from llama.ops import PLAIN
 from llama.quantize import quantize_layers
@@ -61,9 +62,11 @@ def test_counters_equal_the_costs_of_the_model(model: Transformer) -> None:
             forward_flops(args, seqlen=seqlen, start_pos=start) for start, seqlen in forwards(**sizes)
         ]
         assert [work.bytes_read for work in works] == [
-            step_bytes(args, rows=1, context=end if kv_caching else 0, itemsize=itemsize)
+            step_bytes(
+                args, rows=1, context=work.start, itemsize=itemsize
+            )  # what was fed before comes out of the cache
             + (work.fed - 1) * args.dim * itemsize  # the vectors of the other tokens, where the head is not tied
-            for work, end in zip(works, ENDS, strict=True)
+            for work in works
         ]
         assert all(work.ms > 0 for work in works)
     held = cache_bytes(args, rows=1, length=len(PROMPT) + NEW, itemsize=itemsize)
@@ -79,6 +82,19 @@ def test_quantised_weights_are_read_in_their_own_bytes() -> None:
             matrix.zero_()
     work = record(model, Ids(), PROMPT, 2, temperature=0.0).moments[-1].off
     assert work.bytes_read == step_bytes(model.args, rows=1, context=0, itemsize=4, quantize="int8")
+
+
+def test_of_a_quantised_cache_full_groups_are_read_in_their_own_bytes_and_the_newest_as_it_came(
+    model: Transformer,
+) -> None:
+    moments = record(model, Ids(), list(range(30)), 5, temperature=0.0, kv_cache="int8").moments
+    args, full = model.args, model.caches[0].position_bytes(itemsize=8)
+    narrow = Int8Cache(args).position_bytes(itemsize=8)
+    assert narrow < full
+    read = [moment.on.bytes_read - moment.off.bytes_read for moment in moments]
+    untied = [(moment.off.fed - moment.on.fed) * args.dim * 8 for moment in moments]  # vectors of the embedding
+    held = [0, 30 * full, 31 * full, 32 * narrow, 32 * narrow + full]
+    assert [one + more for one, more in zip(read, untied, strict=True)] == [args.n_layers * one for one in held]
 
 
 def test_each_kind_of_cache_shows_the_positions_that_it_holds(model: Transformer) -> None:
