@@ -227,7 +227,7 @@ def kept_attention(recording: Recording) -> tuple[list[int], int]:
 def _left_out(recording: Recording) -> list[str]:
     """Say of which layers and steps the page has no attention weights."""
     layers, first = kept_attention(recording)
-    if len(layers) == recording.args.n_layers:
+    if len(layers) == recording.args.n_layers and not first:
         return []
     which = f"one layer in {layers[1]}" if len(layers) > 1 else "the first layer"
     steps = f", and from step {first + 1} on," if first else ""

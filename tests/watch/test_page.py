@@ -93,11 +93,15 @@ def test_64_tokens_of_the_demo_take_less_than_2_mb_with_all_attention_weights() 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "steps", "said"),
-    [(100, 64, "one layer in 2 are kept"), (2000, 80, "the first layer, and from step 16 on, are kept")],
+    ("layers", "prompt", "steps", "said"),
+    [
+        (30, 100, 64, "one layer in 2 are kept"),
+        (30, 2000, 80, "the first layer, and from step 16 on, are kept"),
+        (1, 2000, 80, "the first layer, and from step 16 on, are kept"),
+    ],
 )
-def test_a_run_too_long_for_the_page_says_what_is_kept(prompt: int, steps: int, said: str) -> None:
-    recording = made_up(["a"] * prompt, steps=steps, args=DEMO)
+def test_a_run_too_long_for_the_page_says_what_is_kept(layers: int, prompt: int, steps: int, said: str) -> None:
+    recording = made_up(["a"] * prompt, steps=steps, args=replace(DEMO, n_layers=layers))
     made = page(recording)
     _, first = kept_attention(recording)
     kept = [step["attention"] for step in data_of(made)["steps"]]
