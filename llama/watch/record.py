@@ -127,27 +127,25 @@ def record(
     _check(model, options)
     kv_cache = options.pop("kv_cache", None)
     ids = encode_prompt(tokenizer, prompt)
-    most = min(MOST_STEPS, max(1, model.args.max_seq_len - len(ids))) if model.bound(kv_cache) else MOST_STEPS
-    length = min(max_gen_len, most)
+    length, cut = _steps_to_show(model, kv_cache, len(ids), max_gen_len)
+    options["seed"] = 1 if options.get("seed") is None else options["seed"]
 
     def run(*, kv_caching: bool) -> _Run:
         run = _Run(model, progress)
-        mode: Options = {"seed": 1, **options, "kv_caching": kv_caching, "on_step": run}
+        mode: Options = {**options, "kv_caching": kv_caching, "on_step": run}
         result = model.generate(tokenizer, [ids], length, stop=stop, **mode)[0]
         run.began.append(time.perf_counter())
         run.ids = [*ids, *result["ids"]]
         return run
 
-    with _plain(model), model.switched(kv_caching=model.kv_caching, kv_cache=kv_cache):
+    with model.switched(kv_caching=model.kv_caching, kv_cache=kv_cache), _plain(model):
         with _hooked(model) as seen:
             hooked = run(kv_caching=True)
         on, off = run(kv_caching=True), run(kv_caching=False)
         cache = model.caches[0]
         layout = _layout(cache, model.dtype.itemsize, seen[0].room)
         costs = _Costs.of(model, layout)
-    notes = _differences(hooked, on, off, lossless=cache.lossless)
-    if length < max_gen_len:
-        notes.append(f"Of up to {max_gen_len} steps the first {length} are shown: more cannot be looked at on a page.")
+    notes = [*_differences(hooked, on, off, lossless=cache.lossless), *cut]
     steps = zip(seen, on.works(costs, seen), off.works(costs), strict=False)  # the shortest, should they differ
     return Recording(
         args=model.args,
@@ -171,6 +169,18 @@ def _check(model: Transformer, options: Options) -> None:
     idle = options.keys() & {"echo", "logprobs", "share_prefix", "prefix", "on_step", "kv_caching"}
     if idle:
         raise ValueError(f"a recording is of one text, from its beginning, in both modes; leave out {min(idle)}")
+
+
+def _steps_to_show(
+    model: Transformer, kv_cache: str | None, prompt_len: int, max_gen_len: int
+) -> tuple[int, list[str]]:
+    """Return how many steps are shown at most, and where that is less than was asked for, why."""
+    most, why, limit = MOST_STEPS, "more cannot be looked at on a page", model.args.max_seq_len
+    if model.bound(kv_cache) is not None and limit - prompt_len < most:
+        most, why = max(1, limit - prompt_len), f"without the cache a text ends at max_seq_len={limit}"
+    if max_gen_len <= most:
+        return max_gen_len, []
+    return most, [f"Of up to {max_gen_len} steps the first {most} are shown: {why}."]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

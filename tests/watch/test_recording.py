@@ -222,15 +222,31 @@ def test_the_likely_tokens_are_the_models_own_and_one_is_chosen(model: Transform
         assert [one.chosen for one in moment.likely] == [True, False, False, False, False]  # greedy
 
 
+def test_runs_draw_alike_also_where_a_seed_is_left_open(model: Transformer) -> None:
+    recording = recorded(model, temperature=1.0, seed=None)
+    assert (recording.texts, recording.notes) == (recorded(model, temperature=1.0).texts, ())
+
+
+def test_a_model_that_a_generation_owns_keeps_its_runner(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(_: Transformer) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("llama.watch.record._plain", touched)
+    with model.stream(Ids(), [PROMPT], NEW) as stream:
+        next(stream)
+        with pytest.raises(RuntimeError, match="in the middle of a generation"):
+            recorded(model)
+
+
 def test_what_says_nothing_of_one_text_in_both_modes_is_refused(model: Transformer) -> None:
     for option in ("echo", "logprobs", "share_prefix", "kv_caching"):
         with pytest.raises(ValueError, match=f"leave out {option}"):
             recorded(model, **{option: True})
 
 
-def test_a_text_too_long_to_be_looked_at_is_cut_and_the_recording_says_so(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_too_long_to_be_looked_at_is_cut_and_the_recording_says_so(model: Transformer) -> None:
     recording = record(model, Ids(), PROMPT, 500, temperature=0.0, kv_cache="window:6+2")
     assert len(recording.moments) == min(MOST_STEPS, 64 - len(PROMPT))
-    assert recording.notes[-1].startswith("Of up to 500 steps the first 59 are shown")
+    assert recording.notes[-1] == (
+        "Of up to 500 steps the first 59 are shown: without the cache a text ends at max_seq_len=64."
+    )
