@@ -171,7 +171,8 @@ def main(
         size = f"batch {len(texts)}, {console.shown(cache)}, {where(model)}{shared(model)}"
         print(f"{speed(pieces, seconds)}, prompts included ({size})")
     if watch is not None and code == 0:
-        print(watched(Path(watch), model, tokenizer, asked, longest, stop, options, name=Path(ckpt_dir).name))
+        name = Path(ckpt_dir).absolute().name  # "." has none of its own
+        print(watched(Path(watch), model, tokenizer, asked, longest, stop, options, name=name))
     return code
 
 

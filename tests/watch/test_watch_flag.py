@@ -17,18 +17,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_is_of_the_text_that_is_printed(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "new" / "page.html"
+    monkeypatch.chdir(checkpoint)
     words = ["hello the", "other", "--max_gen_len=6", "--seed=3", "--kv_cache=window:4+1", "--share_prefix"]
-    assert cli.run(main, ["--ckpt_dir", str(checkpoint), *words, "--watch", str(path)]) == 0
+    assert cli.run(main, ["--ckpt_dir", ".", *words, "--watch", str(path)]) == 0
     printed = capsys.readouterr().out
     data = data_of(path.read_text("utf-8"))
     made = "".join(data["texts"][0][data["prompt"] :])
     assert repr(printed.partition("hello the\n> ")[2].partition("\n\n====")[0])[1:-1] == made
     assert printed.splitlines()[-1].startswith(f"{path}: {len(data['steps'])} steps to look at")
     assert printed.splitlines()[-1].endswith("it shows the first of 2 prompts")
-    assert "Cache: window:4+1" in path.read_text("utf-8")
+    byline = path.read_text("utf-8").partition('<p class="byline">')[2]
+    assert byline.startswith(f"{checkpoint.name}: 2 layers")
+    assert "Cache: window:4+1" in byline
 
 
 @pytest.mark.parametrize(

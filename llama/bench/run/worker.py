@@ -136,7 +136,7 @@ def watch(cell: Cell, *, prompt: str, steps: int) -> dict[str, Any]:
     """Record a greedy generation in both modes, and return the page that shows it."""
     source = find_model(cell)
     recording = record(source.build(), source.tokenizer, prompt, steps, temperature=0.0)
-    return {"page": page(recording, model=Path(cell.model).name)}
+    return {"page": page(recording, model=Path(cell.model).absolute().name)}
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
