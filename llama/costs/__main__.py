@@ -70,7 +70,8 @@ def main(
     print(console.shown(formula(ckpt_dir, checkpoint.args, itemsize)))
     print(cache_table(checkpoint.whole_texts(), itemsize))
     if memory is not None:
-        left = f", which {device} has left" if memory_gb is None else ""
+        owner = "this machine" if device.type == "cpu" else device
+        left = f", which {owner} has left" if memory_gb is None else ""
         print(ways_table(checkpoint, memory, f"What fits into {size(memory)}{left}, activations apart"))
     return 0
 
@@ -121,7 +122,7 @@ def ways_table(checkpoint: "Checkpoint", memory: int, title: str) -> str:
     return table(title, ["dtype", "quantize", "weights", f"rows of {length:,}", *longest], list(lines()))
 
 
-def classic_tables(itemsize: int = 2) -> str:
+def classic_tables(itemsize: int) -> str:
     """Return what the cache of one row takes in well-known models, in numbers of `itemsize` bytes."""
     short, long = (512, 2048, 8192), (1024, 2048, 4096, 8192, 16384, 32768)
     small = [name for name in CLASSICS if name != "GPT-3"]
@@ -150,7 +151,7 @@ def classic_tables(itemsize: int = 2) -> str:
     )
 
 
-def fitting_table(memory: int, itemsize: int = 2) -> str:
+def fitting_table(memory: int, itemsize: int) -> str:
     """Return what fits into `memory` bytes: the rows of 288 and of 8192 positions, and the length of 1, 8, 16 rows."""
     batches, lengths = (1, 8, 16), (288, 8192)
     rows = [
