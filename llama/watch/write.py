@@ -29,7 +29,7 @@ def write_page(
     `name` is what the page calls the model; the rest as in `record`. Raises ValueError, and OSError where the file
     cannot be written.
     """
-    with progress_bar("recording", unit=" steps") as bar:
+    with progress_bar("recording", unit="step") as bar:
         recording = record(model, tokenizer, prompt, max_gen_len, stop=stop, progress=bar.update, **options)
     content = page(recording, model=name).encode()
     replace_file(path, content)
