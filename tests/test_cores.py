@@ -263,8 +263,11 @@ def test_other_load_is_a_mean_of_cores_and_never_below_none(
     assert load.stop() == expected
 
 
-def test_other_load_is_not_told_where_the_kernel_does_not_count_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "text_of", lambda path: None)
+@pytest.mark.parametrize("stat", [None, ""], ids=["no file", "a masked file"])
+def test_other_load_is_not_told_where_the_kernel_does_not_count_it(
+    stat: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "text_of", lambda path: stat)
     load = OtherLoad()
     load.start()
     assert load.stop() is None
