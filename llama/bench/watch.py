@@ -14,7 +14,7 @@ def watch(session: Session, cell: Cell) -> None:
     """
     if steps_of(session.directory.folder) is not None:
         return
-    plain = cell.but(engine="llama", fast=False, batch_size=1, kv_caching=True, text=None)
+    plain = cell.but(engine="llama", fast=False, exact=False)
     with session.noting_failure("the page to step through"):
         done = session.do("recording", "watch", plain, prompt=PROMPT, steps=STEPS)
         keep_steps(session.directory.folder, done["page"])

@@ -461,6 +461,19 @@ def test_the_page_has_a_generation_to_step_through_where_it_is_asked_for(
     assert here.done.count("watch") == 1, "what is there is not recorded again"
 
 
+def test_that_generation_goes_by_the_plain_path_whatever_is_measured(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "STEPS", 3)
+    asked: list[Cell] = []
+    here.fail = lambda kind, cell: asked.append(cell)  # type: ignore[method-assign]
+    made = session(tmp_path, room=100, budget=3)
+    made.progress = seconds_bar()
+    watch.watch(made, base.but(fast=True, exact=True, batch_size=8))
+    assert made.report["failures"] == []
+    assert [(cell.engine, cell.fast, cell.exact) for cell in asked] == [("llama", False, False)]
+
+
 def test_a_generation_that_cannot_be_recorded_is_noted_and_nothing_is_lost(
     base: Cell, here: Here, tmp_path: Path
 ) -> None:
