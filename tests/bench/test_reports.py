@@ -371,6 +371,7 @@ def test_the_page_is_complete_in_itself_and_has_every_picture_wide_and_narrow(re
         labels = re.findall(rf'<svg class="{kind}" role="img" aria-label="([^"]*)"', shown)
         assert sorted(map(html.unescape, labels)) == sorted(heading(drawn[name]) for name in names)
     assert shown.count("<figcaption>") == len(names)
+    assert not re.search(r"<summary>([^<]*)</summary>\s*<h3>\1<", shown)  # folded, a table is named once
     ids = re.findall(r'\bid="([^"]*)"', shown)
     assert len(ids) == len(set(ids))
     assert {*re.findall(r"(?:href=\"|url\()#([^\")]*)", shown)} <= {*ids}

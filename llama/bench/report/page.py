@@ -4,6 +4,7 @@ A recorded generation in it has a script, in a frame. Knows nothing of how the f
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from importlib import resources
 from itertools import groupby
@@ -59,7 +60,7 @@ def _section(section: Section, drawn: dict[str, str]) -> str:
 
 def _beside(part: Table | Sequence[str], pictures: Sequence[str]) -> str:
     if isinstance(part, Table):
-        return _details(Section(part.title, [part])) if pictures else _part(part)
+        return _details(Section(part.title, [replace(part, title="")])) if pictures else _part(part)
     left = [line for line in part if not any(escape(line.rstrip(".")) in picture for picture in pictures)]
     return _part(left) if left else ""
 
@@ -95,7 +96,8 @@ def _part(part: Table | Sequence[str]) -> str:
     rows = "\n".join(f"<tr>{''.join(f'<td>{_marked(text)}</td>' for text in row)}</tr>" for row in part.rows)
     table = f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
     kind = "scroll wide" if len(part.heads) > 11 else "scroll facts" if len(part.heads) == 2 else "scroll"
-    return f'<h3>{escape(part.title)}</h3>\n<div class="{kind}">{table}</div>{_part(part.notes) if part.notes else ""}'
+    above = f"<h3>{escape(part.title)}</h3>\n" if part.title else ""
+    return f'{above}<div class="{kind}">{table}</div>{_part(part.notes) if part.notes else ""}'
 
 
 def _marked(text: str) -> str:
