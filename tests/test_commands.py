@@ -17,7 +17,7 @@ from llama.commands.inference import main as inference
 ROOT = Path(__file__).parents[1]
 
 
-def started(*words: str, **options: object) -> "subprocess.CompletedProcess[str]":
+def started(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "llama", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
