@@ -38,6 +38,8 @@ def main(
         frames: How many of the steps are shown, evenly spread; the first three are always there.
         ms: How long each is shown, in thousandths of a second; the first and the last five times as long.
     """
+    if frames < 2:
+        raise ValueError(f"--frames={frames} must be at least 2, for the first step and the last")
     check_writable(Path(picture))
     with tempfile.TemporaryDirectory() as profile:
         driver = browser(Path(profile))
