@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
-from llama.files import replace_file
+from llama.files import keep_file
 from llama.model import Transformer
 from llama.progress import progress_bar
 from llama.request import Options
@@ -27,10 +27,10 @@ def write_page(
     """Write the page of a generation, as a whole, and return in a line what it shows.
 
     `name` is what the page calls the model; the rest as in `record`. Raises ValueError, and OSError where the file
-    cannot be written.
+    cannot be written; the page is then where `keep_file` has put it.
     """
     with progress_bar("recording", unit="step") as bar:
         recording = record(model, tokenizer, prompt, max_gen_len, stop=stop, progress=bar.update, **options)
     content = page(recording, model=name).encode()
-    replace_file(path, content)
-    return f"{path}: {len(recording.moments)} steps to look at, {len(content) / 1e6:.1f} MB; open it in a browser"
+    keep_file(path, content)
+    return f"{path}: {len(recording.moments)} steps to look at, {len(content) / 1000:,.0f} kB; open it in a browser"
