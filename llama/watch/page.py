@@ -109,7 +109,7 @@ def _held(recording: Recording, work: Work, cached: int) -> str:
     args, room = recording.args, max(recording.layout.reserved, cached)
     if not cached:
         return "no cache, nothing is held = 0"
-    full = 2 * args.n_layers * args.n_kv_heads * args.head_dim * recording.itemsize * room
+    full = args.n_layers * recording.layout.newest_bytes * room
     whole = (
         f"2 x {args.n_layers} layers x {args.n_kv_heads} KV heads x {args.head_dim} numbers x {recording.itemsize} "
         f"bytes x {room} positions = {full:,}"

@@ -177,7 +177,9 @@ def _steps_to_show(
     """Return how many steps are shown at most, and where that is less than was asked for, why."""
     most, why, limit = MOST_STEPS, "more cannot be looked at on a page", model.args.max_seq_len
     if model.bound(kv_cache) is not None and limit - prompt_len < most:
-        most, why = max(1, limit - prompt_len), f"without the cache a text ends at max_seq_len={limit}"
+        most, why = limit - prompt_len, f"without the cache a text ends at max_seq_len={limit}"
+        if most < 1:
+            raise ValueError(f"the prompt has {prompt_len} tokens, and {why}, which a recording shows, too; shorten it")
     if max_gen_len <= most:
         return max_gen_len, []
     return most, [f"Of up to {max_gen_len} steps the first {most} are shown: {why}."]

@@ -250,3 +250,5 @@ def test_a_text_too_long_to_be_looked_at_is_cut_and_the_recording_says_so(model:
     assert recording.notes[-1] == (
         "Of up to 500 steps the first 59 are shown: without the cache a text ends at max_seq_len=64."
     )
+    with pytest.raises(ValueError, match="the prompt has 64 tokens, and without the cache a text ends at"):
+        record(model, Ids(), [1] * 64, 1, kv_cache="window:6+2")
