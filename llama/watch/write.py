@@ -33,4 +33,4 @@ def write_page(
         recording = record(model, tokenizer, prompt, max_gen_len, stop=stop, progress=bar.update, **options)
     content = page(recording, model=name).encode()
     keep_file(path, content)
-    return f"{path}: {len(recording.moments)} steps to look at, {len(content) / 1000:,.0f} kB; open it in a browser"
+    return f"{path}: {len(recording.moments)} steps to look at, {len(content) / 1024:,.0f} kB; open it in a browser"
