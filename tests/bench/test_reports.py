@@ -29,7 +29,7 @@ from matplotlib.text import Text
 
 from llama import palette
 from llama.bench.report.files import write_json, write_report
-from llama.bench.report.findings import findings
+from llama.bench.report.findings import all_less, findings
 from llama.bench.report.page import page
 from llama.bench.report.plots import Look, as_png, as_svg, figures, heading
 from llama.bench.report.plots.canvas import bars, new_figure
@@ -517,6 +517,19 @@ def test_a_cache_that_never_pays_is_said_over_its_picture_and_in_the_panel() -> 
     assert [any("no crossover" in text for text in panel) for panel in shown] == [True, False]
     assert [any("pays from" in text for text in panel) for panel in shown] == [False, True]
     assert "nowhere up to 1024 at batch 1, from a context of 4 at batch 8" in "\n".join(findings(both))
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ([4.0], "4.0x less"),
+        ([8.1, 24.2], "8.1x to 24.2x less"),
+        ([0.5, 0.8], "1.2x to 2.0x more"),
+        ([0.5, 3.0], "from 2.0x more to 3.0x less"),
+    ],
+)
+def test_headings_say_less_and_more_as_it_is(factors: list[float], said: str) -> None:
+    assert all_less(factors) == said
 
 
 def test_bars_reach_from_p10_to_p90_and_never_past_the_median() -> None:

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from llama.bench.report.tables import fit_name, our_paths, pairs, path_words, slope_words, stands_apart, summary_of
+from llama.bench.report.tables import (
+    fit_name,
+    least_to_most,
+    our_paths,
+    pairs,
+    path_words,
+    slope_words,
+    stands_apart,
+    summary_of,
+)
 from llama.bench.schema import CellRecord, Crossover, Fit, Growth, Report, RooflineShares, StepTimes
 from llama.bench.statistics import percentiles
 from llama.costs import size
@@ -49,6 +58,15 @@ def _time(on: CellRecord, off: CellRecord) -> str:
 def times_less(factor: float) -> str:
     """Return the text of a factor of time saved, whichever way it goes."""
     return f"{factor:.1f}x less" if factor >= 1 else f"{1 / factor:.1f}x more"
+
+
+def all_less(factors: Sequence[float]) -> str:
+    """Return what `times_less` says of all of them, from where to where."""
+    low, high = min(factors), max(factors)
+    if low < 1 <= high:
+        return f"from {times_less(low)} to {times_less(high)}"
+    words = least_to_most([factor if low >= 1 else 1 / factor for factor in factors], ".1f", "x")
+    return f"{words} {'less' if low >= 1 else 'more'}"
 
 
 def _shares(limits: RooflineShares) -> str:

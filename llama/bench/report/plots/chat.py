@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from llama.bench.report.chat import Column, chats_of, columns
+from llama.bench.report.findings import all_less
 from llama.bench.report.plots.canvas import Look, bars, counted, legend, log_y, new_figure
 from llama.bench.report.tables import least_to_most
 from llama.bench.schema import Report
@@ -39,9 +40,7 @@ def _time_heading(found: Sequence[Column]) -> str:
     saved = [anew[who] / seconds for who, seconds in kept.items() if who in anew]
     if not saved:
         return "Time to first token, turn by turn"
-    return (
-        f"With the cache kept, the last turn's first token takes {least_to_most(saved, '.1f', 'x')} less time than anew"
-    )
+    return f"With the cache kept, the last turn's first token takes {all_less(saved)} time than anew"
 
 
 def draw_chat_bytes(report: Report, look: Look) -> Figure | None:

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from llama.bench.report.findings import times_less
+from llama.bench.report.findings import all_less
 from llama.bench.report.peak import PARTS, peak_bytes, peak_parts
 from llama.bench.report.plots.canvas import (
     COLORS,
@@ -76,13 +76,7 @@ def draw_time(report: Report, look: Look) -> Figure | None:
 
 def _saved(factors: Sequence[float]) -> str:
     """Return the heading over times: what the cache saves, from where to where."""
-    if not factors:
-        return "Time of the whole job"
-    low, high = min(factors), max(factors)
-    if low < 1 <= high:
-        return f"With the cache the same job takes from {times_less(low)} to {times_less(high)} time"
-    words = least_to_most([factor if low >= 1 else 1 / factor for factor in factors], ".1f", "x")
-    return f"With the cache the same job takes {words} {'less' if low >= 1 else 'more'} time"
+    return f"With the cache the same job takes {all_less(factors)} time" if factors else "Time of the whole job"
 
 
 def _draw_times(ax: Axes, place: int, records: Sequence[CellRecord]) -> None:
