@@ -324,21 +324,26 @@ INLINE floats sums_of(floats v[LANES]) {
 #endif
 }
 
-// to[r][c] = sum over i of x[r][i] * w[c][i], for ROWS rows and LANES / ROWS columns.
-template <int ROWS, class T>
-INLINE void dots(const T* x, Int x_stride, const T* w, Int w_stride, Int length, float* to, Int to_stride) {
-    constexpr int COLUMNS = LANES / ROWS;
-    floats sums[LANES] = {};
+// to[k * k_step + s * s_step] = kept[k] . streamed[s], for KEPT and STREAMED of them. The kept ones stay in registers
+// while the others pass, and so do the sums.
+template <int KEPT, int STREAMED, class T>
+INLINE void dots(const T* kept, Int k_stride, const T* streamed, Int s_stride, Int length, float* to, Int k_step,
+                 Int s_step) {
+    constexpr int SUMS = (KEPT * STREAMED + LANES - 1) / LANES * LANES;
+    floats sums[SUMS] = {};
     for (Int i = 0; i < length; i += VECTOR / sizeof(T)) {
-        decltype(take(x)) some[ROWS];
-        for (int r = 0; r < ROWS; r++) some[r] = held(take(x + r * x_stride + i));
-        for (int c = 0; c < COLUMNS; c++) {
-            const auto column = ROWS > 1 ? held(take(w + c * w_stride + i)) : take(w + c * w_stride + i);
-            for (int r = 0; r < ROWS; r++) sums[r * COLUMNS + c] = multiply_add(sums[r * COLUMNS + c], some[r], column);
+        decltype(take(kept)) some[KEPT];
+        UNROLL for (int k = 0; k < KEPT; k++) some[k] = held(take(kept + k * k_stride + i));
+        UNROLL for (int s = 0; s < STREAMED; s++) {
+            const auto one = KEPT > 1 ? held(take(streamed + s * s_stride + i)) : take(streamed + s * s_stride + i);
+            UNROLL for (int k = 0; k < KEPT; k++)
+                sums[s * KEPT + k] = held(multiply_add(sums[s * KEPT + k], some[k], one));
         }
     }
-    floats all = sums_of(sums);
-    for (int r = 0; r < ROWS; r++) std::memcpy(to + r * to_stride, (float*)&all + r * COLUMNS, COLUMNS * sizeof(float));
+    float all[SUMS];
+    UNROLL for (int i = 0; i < SUMS; i += LANES) store(all + i, sums_of(sums + i));
+    UNROLL for (int s = 0; s < STREAMED; s++)
+        UNROLL for (int k = 0; k < KEPT; k++) to[k * k_step + s * s_step] = all[s * KEPT + k];
 }
 
 template <class T>
@@ -348,31 +353,45 @@ INLINE float dot(const T* x, const T* w, Int length) {
     return sum_of(sum);
 }
 
-// Call act(ROWS, row) for all rows, 4 at a time and then the others, where the compiler knows ROWS.
-template <class Act>
+// Call act(ROWS, row) for all rows, where the compiler knows ROWS: MOST at a time, as long as that leaves none or no
+// fewer than 4, then 4 at a time, then the others.
+template <int MOST = TOGETHER, class Act>
 void by_rows(Int rows, Act act) {
     Int r = 0;
+    if constexpr (MOST > TOGETHER)
+        for (; rows - r == MOST || rows - r >= MOST + TOGETHER; r += MOST) act(std::integral_constant<int, MOST>(), r);
     for (; r + TOGETHER <= rows; r += TOGETHER) act(std::integral_constant<int, TOGETHER>(), r);
     if (rows - r == 3) act(std::integral_constant<int, 3>(), r);
     if (rows - r == 2) act(std::integral_constant<int, 2>(), r);
     if (rows - r == 1) act(std::integral_constant<int, 1>(), r);
 }
 
-// The same for any numbers of rows and columns.
+// How many rows fill the registers there are with sums.
+template <class T>
+constexpr int most_rows() {
+    return VECTOR == 32 && sizeof(T) == sizeof(float) ? 6 : TOGETHER;
+}
+
+// to[r][c] = x[r] . w[c], for any numbers of rows and columns.
 template <class T>
 void all_dots(const T* x, Int x_stride, Int rows, const T* w, Int w_stride, Int columns, Int length, float* to,
               Int to_stride) {
-    by_rows(rows, [&](auto rows_at_a_time, Int r) {
-        constexpr int ROWS = decltype(rows_at_a_time)::value, COLUMNS = LANES / ROWS;
+    by_rows<most_rows<T>()>(rows, [&](auto rows_at_a_time, Int r) {
+        constexpr int ROWS = decltype(rows_at_a_time)::value, COLUMNS = ROWS > TOGETHER ? 2 : LANES / ROWS;
+        const T* from = x + r * x_stride;
         for (Int c = 0; c < columns; c += COLUMNS)
             if (columns >= COLUMNS) {
                 c = std::min<Int>(c, columns - COLUMNS);  // the last ones may be computed twice
-                dots<ROWS>(x + r * x_stride, x_stride, w + c * w_stride, w_stride, length, to + r * to_stride + c,
-                           to_stride);
+                const T* column = w + c * w_stride;
+                float* out = to + r * to_stride + c;
+                if constexpr (ROWS < COLUMNS)
+                    dots<ROWS, COLUMNS>(from, x_stride, column, w_stride, length, out, to_stride, 1);
+                else
+                    dots<COLUMNS, ROWS>(column, w_stride, from, x_stride, length, out, 1, to_stride);
             } else {
                 for (Int j = c; j < columns; j++)
                     for (int i = 0; i < ROWS; i++)
-                        to[(r + i) * to_stride + j] = dot(x + (r + i) * x_stride, w + j * w_stride, length);
+                        to[(r + i) * to_stride + j] = dot(from + i * x_stride, w + j * w_stride, length);
             }
     });
 }
