@@ -12,7 +12,7 @@ from pathlib import Path
 from course.diagnose import Finding
 
 LIMIT = 1_000_000  # characters of a report
-ROW = re.compile(r"^\|\s*(\d+)\s*\|\s*(on|off)\s*\|\s*([\d.,]+)\s*\|\s*([\d.,]+)\s*\|", flags=re.MULTILINE)
+ROW = re.compile(r"^\|\s*(\d{1,9})\s*\|\s*(on|off)\s*\|\s*([\d.,]+)\s*\|\s*([\d.,]+)\s*\|", flags=re.MULTILINE)
 
 
 @dataclass(frozen=True)

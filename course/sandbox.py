@@ -17,9 +17,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,18 +71,18 @@ def run(submission: Path, limits: Limits) -> Outcome:
     try:
         with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as scratch:
             return _run(submission, Path(scratch).resolve(), limits)
-    except OSError as error:
-        return Outcome(reason=f"the submission cannot be copied: {error}")
+    except (OSError, RecursionError) as error:  # of folders in folders, however deep
+        return Outcome(reason=f"its files cannot be copied, or their copy not removed: {error}")
 
 
 def _run(submission: Path, scratch: Path, limits: Limits) -> Outcome:
     tree, home, facts = scratch / "tree", scratch / "home", scratch / "private" / "facts.json"
     if refusal := _copy(submission, tree, limits):
         return Outcome(reason=refusal)
-    for folder in (home, facts.parent):
-        folder.mkdir()
+    for folder in (tree, home, facts.parent):
+        folder.mkdir(exist_ok=True)
     before, signature = digests(tree), secrets.token_hex(16)
-    with _everything_ended_afterwards():
+    with _everything_ended_afterwards() as started:
         process = subprocess.Popen(
             [sys.executable, "-P", str(PROBE), str(tree), str(facts), json.dumps(limits.of_the_process())],
             cwd=tree,
@@ -93,7 +93,7 @@ def _run(submission: Path, scratch: Path, limits: Limits) -> Outcome:
             start_new_session=True,
         )
         try:
-            reason, printed = _watch(process, signature, limits)
+            reason, printed = _watch(process, signature, limits, started)
         finally:
             _end_session(process)
             assert process.stdout is not None
@@ -106,11 +106,7 @@ def _run(submission: Path, scratch: Path, limits: Limits) -> Outcome:
 
 def _environment(home: Path) -> dict[str, str]:
     """Return what the submission finds: our PATH and languages, and folders of its own for whatever else."""
-    kept = {
-        name: os.environ[name]
-        for name in ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")
-        if name in os.environ
-    }
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     own = dict.fromkeys(("HOME", "TMPDIR", "TMP", "TEMP", "XDG_CACHE_HOME"), str(home))
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return kept | own | quiet
@@ -125,7 +121,7 @@ def _copy(submission: Path, tree: Path, limits: Limits) -> str:
         names[:] = [name for name in names if name not in LEFT_OUT and not Path(folder, name).is_symlink()]
         for leaf in leaves:
             path = Path(folder, leaf)
-            if path.is_symlink() or not path.is_file():
+            if not _is_plain(path):
                 continue
             files, size = files + 1, size + path.stat().st_size
             if files > limits.tree_files or size > limits.tree_bytes:
@@ -143,10 +139,15 @@ def digests(tree: Path) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file, or nothing where none can be read; a pipe or a device would have no end."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(path.read_bytes()).hexdigest() if _is_plain(path) else ""
     except OSError:
         return ""
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _changes(before: dict[str, str], tree: Path, what: str = "its own files") -> str:
@@ -154,7 +155,9 @@ def _changes(before: dict[str, str], tree: Path, what: str = "its own files") ->
     return f"it deleted or changed {len(changed)} of {what}, {changed[0]} first" if changed else ""
 
 
-def _watch(process: subprocess.Popen[bytes], signature: str, limits: Limits) -> tuple[str, str]:
+def _watch(
+    process: subprocess.Popen[bytes], signature: str, limits: Limits, started: Callable[[], set[int]]
+) -> tuple[str, str]:
     """Wait for the end; return why it was cut short, if it was, and the end of what was printed."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -169,7 +172,7 @@ def _watch(process: subprocess.Popen[bytes], signature: str, limits: Limits) -> 
         with suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
             break
-        reason = _too_much(process.pid, len(printed), end, limits)
+        reason = _too_much(started(), len(printed), end, limits)
     _end_session(process)
     reader.join(1.0)  # a child that has left the session may still hold the other end
     if len(printed) > limits.printed_bytes:
@@ -177,12 +180,12 @@ def _watch(process: subprocess.Popen[bytes], signature: str, limits: Limits) -> 
     return reason, bytes(printed[-2000:]).decode("utf-8", errors="replace")
 
 
-def _too_much(pid: int, printed: int, end: float, limits: Limits) -> str:
+def _too_much(processes: set[int], printed: int, end: float, limits: Limits) -> str:
     if printed > limits.printed_bytes:
         return "it printed too much"
     if time.monotonic() > end:
         return f"it was not done after {limits.seconds:g} s: does something loop?"
-    if len(_session(pid)) > limits.processes:
+    if len(processes) > limits.processes:
         return f"it started more than {limits.processes} processes"
     return ""
 
@@ -196,11 +199,11 @@ def _collect(stream: IO[bytes], printed: bytearray, limit: int) -> None:
 
 def read_facts(facts: Path, tree: Path, signature: str, code: int, printed: str) -> Outcome:
     """Return the facts, if they are those that our probe wrote about this tree."""
+    if not _is_plain(facts):
+        return Outcome(reason=_why(code, printed), printed=printed)
     try:
         with facts.open("rb") as file:
-            found = json.loads(file.read(FACTS_LIMIT + 1)[:FACTS_LIMIT])
-    except FileNotFoundError:
-        return Outcome(reason=_why(code, printed), printed=printed)
+            found = json.loads(file.read(FACTS_LIMIT))
     except (OSError, ValueError, RecursionError):
         return Outcome(reason="its results cannot be read", printed=printed)
     if not isinstance(found, dict) or found.get("signature") != signature:
@@ -215,7 +218,8 @@ def _why(code: int, printed: str) -> str:
     if code == -getattr(signal, "SIGXCPU", 0):
         return "it took more CPU time than it may"
     if code < 0:
-        return f"it was ended by {signal.Signals(-code).name}"
+        names = {kind.value: kind.name for kind in signal.Signals}
+        return f"it was ended by {names.get(-code, f'signal {-code}')}"
     last = printed.strip().splitlines()[-1:] or ["nothing was said"]
     return f"it ended with exit code {code} before it was tried: {last[0][:200]}"
 
@@ -224,18 +228,22 @@ def _why(code: int, printed: str) -> str:
 
 
 @contextmanager
-def _everything_ended_afterwards() -> Iterator[None]:
+def _everything_ended_afterwards() -> Iterator[Callable[[], set[int]]]:
     """End whatever was started meanwhile by this process's children, wherever it has gone; on Linux alone.
 
-    A child of a process that has ended comes to us, who are its subreaper meanwhile.
+    Gives what tells their process ids. A child whose parent has ended comes to us, who are its subreaper meanwhile.
     """
     before = _descendants()
+
+    def started() -> set[int]:
+        return _descendants() - before
+
     _adopt_orphans(True)
     try:
-        yield
+        yield started
     finally:
         for _ in range(100):
-            strays = _descendants() - before
+            strays = started()
             for pid in strays:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -261,26 +269,8 @@ def _adopt_orphans(on: bool) -> None:
         ctypes.CDLL(None).prctl(SUBREAPER, int(on), 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Who runs now: parent and session by process id. Empty where there is no /proc."""
-
-    parents: dict[int, int] = field(default_factory=dict)
-    sessions: dict[int, int] = field(default_factory=dict)
-
-
-def _table() -> _Table:
-    table = _Table()
-    with suppress(FileNotFoundError):
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()  # a name may hold anything
-                table.parents[int(name)], table.sessions[int(name)] = int(fields[1]), int(fields[3])
-    return table
-
-
 def _descendants() -> set[int]:
-    parents = _table().parents
+    parents = _parents()
     found, new = set[int](), {os.getpid()}
     while new:
         new = {pid for pid, parent in parents.items() if parent in new} - found
@@ -288,5 +278,11 @@ def _descendants() -> set[int]:
     return found
 
 
-def _session(leader: int) -> set[int]:
-    return {pid for pid, session in _table().sessions.items() if session == leader}
+def _parents() -> dict[int, int]:
+    """Return the parent of every process; nothing where there is no /proc."""
+    parents: dict[int, int] = {}
+    with suppress(FileNotFoundError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])  # a name may hold anything
+    return parents

@@ -45,5 +45,7 @@ def test_a_blank_report_counts_where_one_is_wanted(wanted: bool) -> None:
 
 def test_numbers_that_are_none_and_files_that_are_not_there_break_nothing(tmp_path: Path) -> None:
     assert check_report(tmp_path / "report.md", wanted=False) == []
-    (tmp_path / "report.md").write_bytes(b"\xff\xfe" + b"| 1 | on | 1.2.3 | ,,, |\n" * 10)
+    (tmp_path / "report.md").write_bytes(
+        b"\xff\xfe" + b"| 1 | on | 1.2.3 | ,,, |\n" * 10 + b"| %b | on | 1 | 1 |\n" % (b"9" * 5000)
+    )
     check_report(tmp_path / "report.md", wanted=True)

@@ -1,8 +1,11 @@
 """A submission that loops, forks, floods or deletes gets 0 points and the reason, and grading goes on."""
 
+import inspect
 import json
 import os
 import re
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +21,10 @@ HOSTILE = {
     "loops": ("while True: pass", "not done after 1 s|more CPU time"),
     "sleeps": ("import time; time.sleep(100)", "not done after 1 s"),
     "forks": ("import os\nwhile True: os.fork()", "more than 8 processes"),
+    "forks into other sessions": (
+        "import os, time\nfor _ in range(20):\n  if os.fork() == 0: os.setsid(), time.sleep(100)\ntime.sleep(100)",
+        "more than 8 processes",
+    ),
     "prints": ("while True: print('x' * 1000)", "printed more than"),
     "prints without an end of line": ("import os\nwhile True: os.write(1, b'x' * 1000)", "printed more than"),
     "closes its output": ("import os, time\nos.close(1), os.close(2)\ntime.sleep(100)", "not done after 1 s"),
@@ -34,10 +41,23 @@ HOSTILE = {
     "leaves at once": ("import os; os._exit(0)", "exit code 0 before it was tried"),
     "does not parse": ("def (:", "SyntaxError"),
     "kills itself": ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+    "kills itself by a signal without a name": ("import os; os.kill(os.getpid(), 40)", "ended by signal 40"),
     "ends its session": ("import os; os.killpg(0, 15)", "ended by SIGTERM"),
     "prints a verdict": ("print('{\"points\": 100}'); raise SystemExit(0)", "exit code 0 before it was tried"),
     "has no package": (None, "no folder llama"),
     "has an empty package": ("", "ModuleNotFoundError"),
+    "puts a pipe in place of itself": (
+        "import os; os.unlink(__file__); os.mkfifo(__file__); raise SystemExit",
+        "deleted or changed 1 of its own files",
+    ),
+    "puts a device in place of itself": (
+        "import os; os.unlink(__file__); os.symlink('/dev/zero', __file__); raise SystemExit",
+        "deleted or changed 1 of its own files",
+    ),
+    "puts a pipe in place of its results": (
+        "import os, sys; os.mkfifo(sys.argv[2]); os._exit(0)",
+        "exit code 0 before",
+    ),
     "writes results of its own": (
         'import sys; open(sys.argv[2], \'w\').write(\'{"signature": "mine", "steps": {}}\'); raise SystemExit',
         "not those of the grader",
@@ -87,6 +107,17 @@ raise SystemExit
         os.kill(pid, 0)
 
 
+def test_folders_deep_in_folders_end_no_grading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = submission(tmp_path / "it", "import os\nfor _ in range(400): os.mkdir('d'), os.chdir('d')\nraise SystemExit")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 200)  # a folder that pytest can remove is too deep then
+    try:
+        assert re.search("recursion depth|exit code 0 before", run(it, TIGHT).reason)
+    finally:
+        sys.setrecursionlimit(limit)
+
+
 def test_what_it_finds_are_folders_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "of the teacher")
     code = "import os; print(sorted(os.environ), os.environ['HOME'], os.getcwd()); raise SystemExit(1)"
@@ -104,6 +135,11 @@ def test_links_are_not_followed_and_large_folders_refused(tmp_path: Path) -> Non
     assert "link" not in outcome.printed
     assert "pipe" not in outcome.printed
     assert "more than 0 files" in run(it, Limits(tree_files=0)).reason
+
+
+def test_a_package_without_a_file_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    assert "ModuleNotFoundError" in run(tmp_path, TIGHT).reason
 
 
 def test_originals_that_a_submission_changes_are_noticed(tmp_path: Path) -> None:
