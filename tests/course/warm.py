@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-import torch  # noqa: F401  (what takes so long)
+import torch.nn.attention.bias  # noqa: F401  (what takes so long, with all that llama.ops has of torch)
 
 PROBE = Path(__file__).resolve().parents[2] / "course" / "probe.py"
 
