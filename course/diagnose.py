@@ -6,6 +6,7 @@ neither torch nor a submission. Of one chain of causes the first mistake is name
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from course.probe import HEADS, KEY_AT, KV_HEADS, LENGTH, MAX_ROWS, MAX_SEQ_LEN,
 Facts = dict[str, Any]
 NEAR = 1e-6  # of shares of attention in float64; RoPE's table is float32
 NEAR_ANGLES = 5e-3  # a cache in 16 bits is another mistake than a wrong angle
+ABOUT_DTYPES = re.compile(r"dtype|scalar type|cannot take torch\.")  # what PyTorch and `KVCache.check` say
+ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?|broadcast)\b", flags=re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,13 @@ def diagnose(facts: Facts, right: Facts) -> list[Finding]:
 
 
 def _findings(facts: Facts, right: Facts) -> Iterator[Finding]:
-    if todo := _todo(facts):
-        yield todo
+    if facts["steps"].get("error", {}).get("type") == "NotImplementedError":
+        yield Finding("todo-left", facts["steps"]["error"]["words"])
         return
     uncached = _first_difference(facts["uncached"], right["uncached"], "with the cache off")
     values = list(_values(facts, right))
     found = [Finding("uncached-changed", uncached.where)] if uncached else []
-    found += [*values, *_loop(facts["loop"], right["loop"], judged=not found and not values), *_switch(facts)]
+    found += [*values, *_loop(facts["loop"], right["loop"]), *_switch(facts)]
     if not values:
         found += [*_memory(facts), *_limits(facts["limits"])]
     yield from found
@@ -55,15 +58,6 @@ def _findings(facts: Facts, right: Facts) -> Iterator[Finding]:
         yield from _generations(facts, right)
     if not values:
         yield from _notes(facts)
-
-
-def _todo(facts: Facts) -> Finding | None:
-    """Tell which TODO is left: of the model, or of the loop alone."""
-    for part, name in ((facts["steps"], "todo-left"), (facts["loop"].get("on", {}), "loop-todo-left")):
-        error = part.get("error", {})
-        if error.get("type") == "NotImplementedError":
-            return Finding(name, error["words"])
-    return None
 
 
 # ---- what attention looked at ----------------------------------------------------------------------------------------
@@ -202,19 +196,16 @@ def _tell(query: Query, wanted: Query) -> str:
 
 
 def _error_name(error: dict[str, str], says: str = "") -> str:
-    if "dtype" in error["words"]:
+    if ABOUT_DTYPES.search(error["words"]):
         return "wrong-dtype"
     if says:
         return says
-    if error["type"] in ("RuntimeError", "IndexError", "ValueError", "AssertionError", "TypeError"):
-        return "wrong-axis"
-    return "unknown"
+    of_tensors = error["type"] in ("RuntimeError", "IndexError", "ValueError")
+    return "wrong-axis" if of_tensors and ABOUT_SHAPES.search(error["words"]) else "raises"
 
 
 def _error(facts: Facts, where: str) -> str:
-    error = facts.get("error")
-    if error is None:
-        return f"{where}: it ended"
+    error = facts["error"]
     return f"{where}: {error['type']} at {error['where'] or 'a place outside'}: {error['words']}"
 
 
@@ -288,8 +279,11 @@ def _tell_angles(query: Query, wanted: Query) -> str:
 # ---- the loop, the switch, memory, limits ----------------------------------------------------------------------------
 
 
-def _loop(facts: Facts, right: Facts, *, judged: bool) -> Iterator[Finding]:
-    """Look at what each step of a generation was fed; an error is the loop's own where single calls are right."""
+def _loop(facts: Facts, right: Facts) -> Iterator[Finding]:
+    """Look at what each step of a generation was fed; which error ended it, `_generations` tells."""
+    error = facts["on"].get("error", {})
+    if error.get("type") == "NotImplementedError":
+        yield Finding("loop-todo-left", error["words"])
     for mode in ("on", "off"):
         ours, wanted = facts[mode], right[mode]["fed"]
         step = next((i for i, (a, b) in enumerate(zip(ours["fed"], wanted, strict=False)) if a != b), None)
@@ -331,14 +325,13 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("kept-after-error", f"{left['broken']['bytes']:,} bytes are still held")
     if facts["gradients"].get("kept", 0) > 0:
         yield Finding("gradients-kept", "after two calls outside of inference mode, without a refusal")
-    filling = memory.get("filling", [])
-    if len(filling) < 5:
+    if "error" in memory:
+        yield Finding(_error_name(memory["error"]), _error(memory, "with a model in bfloat16"))
         return
     dtypes = memory["dtypes"]
-    if dtypes != ["float64"]:
-        yield Finding("wrong-dtype", f"a model in float64 has a cache in {', '.join(dtypes) or 'nothing'}")
-    held, wanted = filling[-1] / _itemsize(dtypes), memory["right"] / 8
-    times = held / wanted
+    if dtypes != ["bfloat16"]:
+        yield Finding("wrong-dtype", f"a model in bfloat16 has a cache in {', '.join(dtypes) or 'no tensor'}")
+    times = memory["filling"][-1] / _itemsize(dtypes) / memory["right"]
     where = f"2 rows of {LENGTH} positions take {times:.1f} times the numbers that they need"
     if abs(times - HEADS / KV_HEADS) < 0.05:
         yield Finding("heads-expanded", where)
@@ -363,6 +356,8 @@ def _itemsize(dtypes: Sequence[str]) -> int:
 
 def _limits(facts: Facts) -> Iterator[Finding]:
     """Look at a write past the limits; a solution that does not use the cache's own update is not judged by it."""
+    if facts.get("error", {}).get("type") == "ValueError" and _error_name(facts["error"]) == "raises":
+        yield Finding("limits-ignored", _error(facts, f"a text of all {MAX_SEQ_LEN} positions"))
     for name, limit in (("length", MAX_SEQ_LEN), ("rows", MAX_ROWS)):
         outcome = facts.get(name)
         if outcome is None or outcome["raised"] == "ValueError" or outcome["raised"] == "NotImplementedError":
@@ -379,17 +374,15 @@ def _generations(facts: Facts, right: Facts) -> Iterator[Finding]:
     """Compare ids and logits with the real ones: the last word, where nothing else was found."""
     ours, wanted = facts["generations"], right["generations"]
     if ours.get("first") == wanted["first"] and ours.get("second") != wanted["second"]:
-        yield Finding("stale-text", f"in a second generation: {_ids_or_error(ours, 'second')}")
+        yield Finding("stale-text", _error(ours, "second") if "error" in ours else "a second generation differs")
         return
     for part, keys in (("generations", ("first",)), ("logits", ("off", "on"))):
         for key in keys:
             if not _near(facts[part].get(key), right[part][key]):
-                yield Finding("unknown", f"{part}, {key}: {_ids_or_error(facts[part], key)}")
+                error = facts[part].get("error")
+                where = f"{part}, {key}: the numbers are others" if error is None else _error(facts[part], part)
+                yield Finding("unknown" if error is None else _error_name(error), where)
                 return
-
-
-def _ids_or_error(facts: Facts, key: str) -> str:
-    return _error(facts, key) if "error" in facts else "the numbers are others"
 
 
 def _near(ours: Any, wanted: Any) -> bool:
