@@ -1,6 +1,6 @@
 """What the exercise takes out of the sources: found by syntax, replaced by what a student has to fill in.
 
-Knows Python's syntax and which four places are the answer. A place that is not found exactly once is an error, so that
+Knows Python's syntax and which places are the answer. A place that is not found exactly once is an error, so that
 an exercise is never made from sources that have moved on. Does not know where files come from or go to.
 """
 
@@ -103,7 +103,8 @@ def _keep_off(text: str, place: ast.stmt, todo: str) -> str:
         assert isinstance(place, ast.Assign)
         assert isinstance(place.value, ast.IfExp)
         test, off = place.value.test, f"{_source(text, place.targets[0])} = {_source(text, place.value.orelse)}"
-    return f"if {_source(text, test)}:\n{textwrap.indent(todo, '    ')}{off}\n"
+    todo, off = textwrap.indent(todo, "    "), textwrap.indent(off, "    ")
+    return f"if {_source(text, test)}:\n{todo}else:\n{off}\n"
 
 
 def _keep_signature(text: str, place: ast.stmt, todo: str) -> str:

@@ -62,7 +62,8 @@ def test_only_the_holes_differ_from_the_sources(made: Path) -> None:
         lines = ours[file].splitlines()
         added = [line.strip() for line in lines if line not in _source(file).splitlines()]
         assert all(
-            re.match(r"#|raise NotImplementedError|if |prev_pos = \[0\]|keys, values, visible", line) for line in added
+            re.match(r"#|raise NotImplementedError|if |else:|prev_pos = \[0\]|keys, values, visible", line)
+            for line in added
         )
 
 
@@ -85,6 +86,13 @@ def test_the_answer_is_not_left_anywhere_in_the_exercise(made: Path) -> None:
     assert wings == {"__init__.py", "choose.py", "switch.py"}
     todos = sorted(todo for text in texts.values() for todo in re.findall(r"# TODO (\d)", text))
     assert todos == ["1", "2", "3"]
+
+
+def test_what_is_filled_in_is_overwritten_by_nothing_below(made: Path) -> None:
+    for hole in HOLES:
+        text = (made / hole.file).read_text()
+        if hole.number in (1, 2):
+            assert re.search(rf"TODO {hole.number} in .*\n +else:\n", text)
 
 
 def test_the_task_names_files_and_functions_that_exist(made: Path) -> None:
