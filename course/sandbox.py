@@ -125,7 +125,8 @@ def _copy(submission: Path, tree: Path, limits: Limits) -> str:
                 continue
             files, size = files + 1, size + path.stat().st_size
             if files > limits.tree_files or size > limits.tree_bytes:
-                return f"it has more than {limits.tree_files:,} files or {limits.tree_bytes // 2**20} MB"
+                most = f"{limits.tree_files:,} files or {limits.tree_bytes // 2**20} MB"
+                return f"it has more than {most}: hand it in without environments and results"
             target = tree / path.relative_to(submission)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
