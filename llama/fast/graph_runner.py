@@ -9,7 +9,9 @@ unrecorded, which is how they are tested without a GPU.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -500,6 +502,8 @@ class Recorder:
     On a CPU, which has no graphs, the step itself is what is replayed.
     """
 
+    _recording = Lock()  # a process may capture one graph at a time
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
@@ -511,19 +515,34 @@ class Recorder:
         if self.device.type != "cuda":
             step()
             return step
-        with torch.cuda.device(self.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                for _ in range(2):
-                    step()
-            torch.cuda.current_stream().wait_stream(self.stream)
-            # cuBLAS keeps a workspace for every stream. That of the runs is given back; the graph takes its own from
-            # its pool, where it may stay, but no other code may go on to use it.
-            _clear_workspaces()
-            graph = torch.cuda.CUDAGraph()
+        with self._recording, torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self.stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self.stream):  # also around the capture, which stays there if its end raises
+                    for _ in range(2):
+                        step()
+                    return self._captured(step)
+            finally:
+                current.wait_stream(self.stream)  # for what was begun of a step that failed, too
+
+    def _captured(self, step: Replay) -> Replay:
+        # cuBLAS keeps a workspace for every stream. That of the runs is given back; the graph takes its own from its
+        # pool, where it may stay, but no other code may go on to use it.
+        _clear_workspaces()
+        graph = torch.cuda.CUDAGraph()
+        try:
             # thread_local: another thread, with another model, may allocate meanwhile
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 step()
+        except BaseException:
+            # Where a capture could not be ended, PyTorch's allocator of before https://github.com/pytorch/pytorch/pull/180395
+            # would wait for its end, and refuse to give memory back.
+            graph.reset()
+            with suppress(RuntimeError):  # it was ended
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+            raise
+        finally:
             _clear_workspaces()
         return graph.replay
 

@@ -6,13 +6,17 @@ is for that.
 """
 
 import copy
+import gc
 import logging
 import pickle
 import sys
+import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -729,6 +733,136 @@ def test_int8_is_left_to_the_loop() -> None:
     quantize_layers(plain, torch.float32)
     with pytest.raises(Unsupported, match="int8 weights are for a CPU so far"):
         choose._use_graphs(plain, fused=False)
+
+
+# ---- captures, by stand-ins for what CUDA has ------------------------------------------------------------------------
+
+
+class FakeStream:
+    def __init__(self, device: object = None) -> None:
+        self.waited_for: list[FakeStream] = []
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waited_for.append(other)
+
+
+class FakeCuda:
+    """Streams, and an allocator that gives nothing back while it believes that a capture is under way."""
+
+    def __init__(self) -> None:
+        self.current = self.outer = FakeStream()
+        self.under_way: set[object] = set()
+        self.end_fails = False
+
+    def stream(self, stream: FakeStream) -> Any:
+        cuda = self
+
+        class Context:
+            def __enter__(self) -> None:
+                self.before, cuda.current = cuda.current, stream
+
+            def __exit__(self, *_: object) -> None:
+                cuda.current = self.before
+
+        return Context()
+
+    def empty_cache(self) -> None:
+        assert not self.under_way, "captures_underway.empty() INTERNAL ASSERT FAILED"
+
+    def graph(self) -> Any:
+        cuda = self
+
+        class Graph:
+            def capture_begin(self, pool: object, **_: object) -> None:
+                cuda.under_way.add(pool)
+                self.pool = pool
+
+            def capture_end(self) -> None:
+                if cuda.end_fails:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                cuda.under_way.remove(self.pool)
+
+            def replay(self) -> None: ...
+            def reset(self) -> None: ...
+
+        return Graph()
+
+    def end_allocate_to_pool(self, device: int, pool: object) -> None:
+        if pool not in self.under_way:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.under_way.remove(pool)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Let PyTorch's own `torch.cuda.graph` capture on these."""
+    fake = FakeCuda()
+    pools = count()
+    for name, value in {
+        **{"Stream": FakeStream, "current_stream": lambda: fake.current, "stream": fake.stream},
+        **{"device": lambda _: nullcontext(), "current_device": lambda: 0, "synchronize": lambda: None},
+        **{"graph_pool_handle": lambda: (0, next(pools)), "empty_cache": fake.empty_cache, "CUDAGraph": fake.graph},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fake.end_allocate_to_pool, raising=False)
+    return fake
+
+
+def test_a_step_is_run_and_captured_on_the_recorders_stream_which_both_sides_wait_for(cuda: FakeCuda) -> None:
+    record, seen = Recorder(torch.device("cuda:0")), []
+    record(lambda: seen.append(cuda.current))
+    assert seen == [record.stream] * 3
+    assert cuda.current is cuda.outer
+    assert record.stream.waited_for == [cuda.outer]
+    assert cuda.outer.waited_for == [record.stream]
+
+
+@pytest.mark.parametrize("end_fails", [False, True])
+def test_a_capture_that_fails_leaves_the_stream_and_the_allocator_as_they_were(end_fails: bool, cuda: FakeCuda) -> None:
+    """PyTorch stays on the stream of a capture whose end fails, and up to 2.12 its allocator waits for that end."""
+    record, runs = Recorder(torch.device("cuda:0")), []
+
+    def forbidden() -> None:
+        runs.append(1)
+        if len(runs) == 3:
+            raise ValueError("operation not permitted when stream is capturing")
+
+    cuda.end_fails = end_fails
+    with pytest.raises(RuntimeError if end_fails else ValueError):
+        record(forbidden)
+    assert cuda.current is cuda.outer
+    cuda.end_fails = False
+    Recorder(torch.device("cuda:0"))(lambda: None)
+    assert not cuda.under_way
+
+
+def test_what_a_step_began_before_it_failed_is_waited_for(cuda: FakeCuda) -> None:
+    """Or the memory that it writes would be given to others meanwhile."""
+    record = Recorder(torch.device("cuda:0"))
+    with pytest.raises(ZeroDivisionError):
+        record(lambda: 1 // 0)
+    assert cuda.outer.waited_for == [record.stream]
+
+
+def test_models_in_several_threads_record_one_at_a_time(cuda: FakeCuda) -> None:
+    """A process may capture one graph at a time."""
+    under_way: list[int] = []
+    most: list[int] = []
+
+    def step() -> None:
+        under_way.append(1)
+        most.append(len(under_way))
+        time.sleep(0.005)
+        under_way.pop()
+
+    threads = [Thread(target=Recorder(torch.device("cuda:0")), args=(step,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 4 * 3
+    assert max(most) == 1
 
 
 @pytest.fixture
