@@ -128,18 +128,19 @@ def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
     23 to 37 ms a plan have been seen (https://github.com/huggingface/transformers/issues/48163), which a text meets
     at each of its tokens.
     """
-    return _cudnn_off() if device.type == "cuda" and not torch.compiler.is_compiling() else nullcontext()
+    on_gpu = device.type == "cuda" and not torch.compiler.is_compiling()
+    reachable = on_gpu and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    return _cudnn_off() if reachable else nullcontext()  # another thread that has it off puts it back itself
 
 
 @contextmanager
 def _cudnn_off() -> Iterator[None]:
     # The flag alone: `sdpa_kernel` reads and writes all five, 14 times the time at every attention (docs/log.md).
-    enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _mask(start_pos: int, seqlen: int, device: torch.device) -> Tensor:

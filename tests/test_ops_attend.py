@@ -1,5 +1,6 @@
 """Attention is what two loops over positions say it is, for every way in which a query can stand among keys."""
 
+from contextlib import ExitStack
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -145,7 +146,7 @@ def test_cudnn_is_out_of_reach_while_attention_runs_and_as_it_was_behind_it(
         return attention(*given, **named)
 
     monkeypatch.setattr(ops, "F", SimpleNamespace(scaled_dot_product_attention=watched))
-    monkeypatch.setattr(ops, "without_cudnn", lambda device: ops._cudnn_off())  # as on CUDA
+    monkeypatch.setattr(ops, "without_cudnn", lambda _, real=ops.without_cudnn: real(torch.device("cuda")))
     for before in (True, False):
         torch.backends.cuda.enable_cudnn_sdp(before)
         attend(xq, keys, values, start_pos, visible)
@@ -163,4 +164,15 @@ def test_a_cpu_leaves_the_flag_of_cudnn_alone() -> None:
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     with pytest.raises(RuntimeError, match="broken"), ops.without_cudnn(torch.device("cuda")):
         raise RuntimeError("broken")
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_threads_that_keep_clear_of_cudnn_at_once_leave_it_as_it_was() -> None:
+    """The second finds it off; were it to put back what it found, cuDNN would be off for good."""
+    threads = ExitStack(), ExitStack()
+    for thread in threads:
+        thread.enter_context(ops.without_cudnn(torch.device("cuda")))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    for thread in threads:
+        thread.close()
     assert torch.backends.cuda.cudnn_sdp_enabled()
