@@ -105,7 +105,9 @@ class Sampler:
             return None
         if self._spared:
             return self._spared.pop(0)
-        return torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in self.streams])
+        return torch.stack(
+            [torch.rand((), generator=stream, dtype=torch.float64, device="cpu") for stream in self.streams]
+        )
 
     def put_back(self, draws: Sequence[Tensor]) -> None:
         """Let numbers that were drawn for steps that were not taken be drawn again, the first of them first."""

@@ -475,3 +475,15 @@ def test_the_global_random_state_is_neither_read_nor_moved() -> None:
         row_streams(None, 3)
         assert torch.equal(torch.get_rng_state(), before)
     assert results[0] == results[1]
+
+
+def test_draws_are_a_cpus_whatever_device_is_the_default() -> None:
+    """On a default device of another type a stream of a CPU cannot draw."""
+    sampler, same = (Sampler(Sampling(), 3, [[1], [2]], 9, torch.device("cpu")) for _ in range(2))
+    with torch.device("meta"):
+        draws = sampler.draw()
+    expected = same.draw()
+    assert draws is not None
+    assert expected is not None
+    assert draws.device.type == "cpu"
+    assert torch.equal(draws, expected)
