@@ -61,17 +61,15 @@ def _use_graphs(model: Transformer, *, fused: bool) -> None:
     """Try the ways that there are on this very device, and take the quickest of those that are right."""
     logger.info("fast: compiling and trying steps and prompts; the first time takes some tens of seconds")
     GraphRunner().describe(model)
-    own = find_fused(model) if fused else None
-    plain = ("PyTorch's own kernels", PYTORCH)
 
     def trial(ops: GraphOps) -> float:
         return try_steps(model, GraphRunner(ops))
 
-    ops = quickest(
-        [plain, ("compiled kernels", compiled(COMPILER))] if own is None else [("fused kernels", own)], trial
-    )
-    if ops is None and own is not None:
-        ops = quickest([plain], trial)
+    ops = None
+    if fused and (own := find_fused(model)) is not None:
+        ops = quickest([("fused kernels", own)], trial)
+    if ops is None:
+        ops = quickest([("PyTorch's own kernels", PYTORCH), ("compiled kernels", compiled(COMPILER))], trial)
     if ops is None:
         raise Unsupported("no step works on this GPU")
     layers: list[tuple[str, RunLayer]] = [("prompts by plain layers", run_layer)]

@@ -8,6 +8,7 @@ Shapes: h is (rows, dim); positions (rows,) int64; keys and values (at least row
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from itertools import count
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol
@@ -163,13 +164,18 @@ class Compiled:
 
     def __init__(self, function: Any, backend: str | Callable[..., Any]) -> None:
         self._made_of = function, backend
+
+    @cached_property
+    def _call(self) -> Callable[..., Any]:  # made by the first call: where this Python cannot compile, that raises
+        function, backend = self._made_of
         # PyTorch notes by a code's name and place which sizes vary, and models have nothing in common.
         name = f"{function.__name__}_{next(_COUNT)}"
         own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
         # With this a product of one row becomes a kernel of its own, which keeps memory busier than a library's
         # (https://github.com/meta-pytorch/gpt-fast).
         options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if backend == "inductor" else None
-        self._call = torch.compile(own, backend=backend, fullgraph=True, options=options)
+        compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=True, options=options)
+        return compiled
 
     def __call__(self, *given: Any) -> Any:
         return self._call(*given)

@@ -271,6 +271,20 @@ def test_what_cannot_be_compiled_is_not_used(monkeypatch: pytest.MonkeyPatch, ca
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
 
+def test_a_python_that_cannot_compile_has_pytorchs_own_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(*_: object, **__: object) -> Any:
+        raise RuntimeError("torch.compile is not supported on Python 3.15+")
+
+    _, fast = twins(dtype=torch.float32)
+    monkeypatch.setattr(torch, "compile", refusing)
+    choose._use_graphs(fast, fused=False)
+    assert fast.execution.runner == "CUDA graphs of plain kernels"
+    assert all("not supported on Python 3.15+" in words for words in caplog.messages)
+    assert len(caplog.messages) == 2
+
+
 def test_the_quickest_of_the_ways_that_are_right_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     def trial(seconds: float) -> float:
         if seconds < 2:
@@ -669,7 +683,7 @@ def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -
     assert set(calls) == {1}
 
 
-def test_fused_kernels_that_fail_give_way_to_pytorchs_own(
+def test_fused_kernels_that_fail_give_way_to_what_runs_without_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> Any:
@@ -682,7 +696,7 @@ def test_fused_kernels_that_fail_give_way_to_pytorchs_own(
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "llama"):
             patch.setattr(choose, "find_fused", lambda _, p=project: graph_ops.PYTORCH._replace(name="own", project=p))
             choose._use_graphs(plain, fused=True)
-        assert plain.execution.runner == "CUDA graphs of plain kernels"
+        assert plain.execution.runner in ("CUDA graphs of plain kernels", "CUDA graphs of compiled kernels")
         assert len(caplog.messages) == 1
         assert words in caplog.messages[0]
         assert not plain.generating
