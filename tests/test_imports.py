@@ -115,7 +115,7 @@ MAY_IMPORT = {
     "llama/bench/report/plots/": ("bench.schema bench.statistics bench.report costs palette", "matplotlib"),
     "llama/bench/report/": ("bench.cell bench.schema bench.statistics bench.report costs files palette", ""),
     "llama/bench/run/directory.py": ("bench", ""),
-    "llama/bench/run/jobs.py": ("bench.cell parallel", ""),
+    "llama/bench/run/jobs.py": ("bench.cell files parallel", ""),
     "llama/bench/run/memory.py": ("", "torch"),
     "llama/bench/run/peers.py": ("", "transformers llama_cpp"),
     "llama/bench/run/transformers_engine.py": (

@@ -671,6 +671,18 @@ def test_a_job_that_refuses_says_why_and_one_that_dies_how(base: Cell) -> None:
     assert "SIGKILL, as a machine does that runs out of memory" in jobs._how_it_died(-9, "")
 
 
+def test_what_is_compiled_outlasts_a_job_whose_other_files_go_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("LLAMA_CACHE_DIR", str(tmp_path / "kept"))
+    environment = jobs._environment(tmp_path / "job", "0")
+    assert environment["TMPDIR"] == str(tmp_path / "job")
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept" / "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    assert jobs._environment(tmp_path, "0")["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+
+
 def test_a_process_ends_with_the_one_that_waits_for_it(base: Cell, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"kind": "cell", "cell": base.as_json(), "trace": False}))
     words = [sys.executable, "-m", "llama.bench.run.worker", str(tmp_path / "job.json"), str(tmp_path / "result.json")]

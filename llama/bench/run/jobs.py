@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.bench.cell import Cell
+from llama.files import cache_dir
 from llama.parallel import default_timeout, job_store, world_rank, world_size
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
@@ -95,7 +96,7 @@ def run_job(kind: str, cell: Cell, *, waiting: Callable[[], None] = lambda: None
 
 
 def _run(job: dict[str, Any], number: str, waiting: Callable[[], None]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="llama-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="llama-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job), "utf-8")
         # -P: a folder named llama where the user happens to stand is not this package
@@ -132,6 +133,8 @@ def _environment(folder: Path, number: str) -> dict[str, str]:
     """
     paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "TMPDIR": str(folder), "LLAMA_JOB": number}
+    with suppress(RuntimeError):  # or each job would compile anew; a user without a home has no such folder
+        own["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_dir() / "inductor")
     return {**os.environ, **own}
 
 
