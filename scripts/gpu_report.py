@@ -9,11 +9,10 @@ to do next. The rule that decides about the fused kernels stands in docs/log.md.
 """
 
 import json
-import logging
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -36,7 +35,7 @@ from llama.bench.run.models import make_cell
 from llama.bench.schema import Report, new_report
 from llama.files import replace_file
 
-logger = logging.getLogger("llama.gpu_report")
+MACHINE_S = 60.0  # in which a GPU has to come up, and show how fast it reads and multiplies
 
 
 class Experiment(NamedTuple):
@@ -89,7 +88,7 @@ def main(
     cell = make_cell(**asked, input_len=input_len, output_len=output_len)  # type: ignore[arg-type]
     folder = make_folder(Path(out), "gpu-report")
     facts = new_report("gpu", [cell], command=shlex.join(["python", *sys.argv]))
-    machine = run_job("machine", cell)
+    machine = run_job("machine", cell, waiting=until(MACHINE_S))
     facts["environment"], facts["ceilings"] = machine["environment"], machine["ceilings"]
     found: dict[str, Found] = {}
     for experiment in EXPERIMENTS:
@@ -105,20 +104,21 @@ def main(
 
 def tried(experiment: Experiment, cell: Cell) -> Found:
     """Return what an experiment found, or how it ended without."""
-    end = time.monotonic() + experiment.limit
+    try:
+        return cast(Found, run_job(f"gpu {experiment.name}", cell, waiting=until(experiment.limit)))
+    except (ValueError, JobDied, TimeoutError) as why:
+        return {"passed": False, "words": str(why), "heads": [], "rows": [], "figures": {}}
+
+
+def until(limit: float) -> Callable[[], None]:
+    """Return what raises TimeoutError where it is called after so many seconds."""
+    end = time.monotonic() + limit
 
     def waiting() -> None:
         if time.monotonic() > end:
-            raise TimeoutError
+            raise TimeoutError(f"ended after its limit of {limit:g} s")
 
-    words = f"ended after its limit of {experiment.limit:g} s"
-    try:
-        return cast(Found, run_job(f"gpu {experiment.name}", cell, waiting=waiting))
-    except TimeoutError:
-        pass
-    except (ValueError, JobDied) as why:
-        words = str(why)
-    return {"passed": False, "words": words, "heads": [], "rows": [], "figures": {}}
+    return waiting
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

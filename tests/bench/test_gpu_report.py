@@ -235,6 +235,21 @@ def test_an_experiment_that_crashes_or_hangs_leaves_the_others(
     assert said[1] == "early launch: passed, seen"
 
 
+def test_a_gpu_that_does_not_come_up_is_given_up_in_one_line(
+    rehearse: Rehearse, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hanging(kind: str, cell: Cell, *, waiting: Callable[[], None]) -> dict[str, Any]:
+        while True:
+            waiting()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(script, "run_job", hanging)
+    monkeypatch.setattr(script, "MACHINE_S", 0.05)
+    with pytest.raises(FileNotFoundError):  # no report
+        rehearse()
+    assert "ended after its limit of 0.05 s" in capsys.readouterr().err
+
+
 def decided(script: ModuleType, fused: float, *, passed: bool) -> str:
     early: Found = {**fine(Cell()), "passed": passed, "words": f"{0 if passed else 9} of 2000 steps differ"}
     figures = {"fused at batch 1": fused, "compiled at batch 1": 0.90, "plain at batch 1": 1.2}
@@ -310,6 +325,7 @@ def test_the_script_shows_its_help_in_a_process_of_its_own() -> None:
 
 def test_a_step_is_timed_by_itself_with_what_compiling_it_took(tiny: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     replayed: list[int] = []
+    waited_for: list[torch.device] = []
 
     class Slow(Recorder):
         def __call__(self, step: Any) -> Callable[[], None]:
@@ -318,10 +334,12 @@ def test_a_step_is_timed_by_itself_with_what_compiling_it_took(tiny: Cell, monke
 
     monkeypatch.setattr(kernels, "Recorder", Slow)
     monkeypatch.setattr(kernels, "SECONDS", 0.05)
+    monkeypatch.setattr(kernels, "wait_for", waited_for.append)
     row = step_row(kernels.model_for(tiny), tiny.but(output_len=5), "plain", PYTORCH)
     assert 0.002 <= row["seconds"]["median"] < 0.008
     assert row["record_seconds"] >= 0.05
     assert len(replayed) % 4 == 0  # whole generations of four steps
+    assert len(waited_for) == 1 + len(replayed) // 4  # by the model's own device: a timer knows the current one alone
 
 
 def test_fused_kernels_are_left_out_where_a_batch_is_too_large_for_them(

@@ -137,6 +137,7 @@ def step_row(model: Transformer, cell: Cell, name: str, ops: GraphOps) -> StepRo
         buffers.positions.fill_(cell.input_len - 1)
         for _ in range(count):
             replay()
+        wait_for(model.device)  # the timer waits for the current device, which may be another
 
     timer = Timer("replays()", globals={"replays": replays}, num_threads=torch.get_num_threads())
     taken = timer.blocked_autorange(min_run_time=SECONDS).times
