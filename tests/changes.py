@@ -290,6 +290,11 @@ def turn_by_float64(model: Transformer) -> None:
     model.rope._freqs_cis = None
 
 
+def turn_by_a_method_of_an_instance(model: Transformer) -> None:
+    at = model.rope.at
+    model.rope.at = lambda *given: (at(*given)[0] * 1.5, at(*given)[1])  # type: ignore[method-assign]
+
+
 def put_a_cache_of_ones(model: Transformer) -> None:
     """A researcher's own keys and values: another address, another length, and not contiguous."""
     for cache in model.caches:
@@ -317,7 +322,7 @@ CHANGES: dict[str, Change] = {
             prune_a_query_head,
         ),
         *(enlarge_the_head, shrink_the_head, break_a_shape, renorm_the_embedding, unlike_the_others_uncached),
-        *(turn_by_other_angles, turn_by_float64, put_a_cache_of_ones),
+        *(turn_by_other_angles, turn_by_float64, turn_by_a_method_of_an_instance, put_a_cache_of_ones),
     )
 }
 

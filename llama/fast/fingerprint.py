@@ -112,10 +112,10 @@ def check_moment() -> None:
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
 # Attributes of modules that are no facts: PyTorch's own; the switch, which a step reads by itself, and what a cache was
-# asked to reserve and was fed; those of the model that lead back to whoever holds its facts.
+# asked to reserve and was fed; those of the model that lead back to whoever holds its facts; the angles worked out.
 _NO_FACTS = {
     *vars(nn.Module()),
-    *("kv_caching", "reserved", "_ends", "tables", "pool", "runner", "ownership"),
+    *("kv_caching", "reserved", "_ends", "tables", "pool", "runner", "ownership", "rope._freqs_cis"),
 }
 
 
@@ -197,8 +197,10 @@ class Fingerprint:
 
 
 def _own_facts(model: Transformer) -> dict[str, int]:
-    """Return what the model itself holds, by identity; whoever holds the facts may not hold the model."""
-    return {name: id(value) for name, value in vars(model).items() if name not in _NO_FACTS}
+    """Return what the model and its angles hold, by identity; whoever holds the facts may not hold the model."""
+    angles: dict[str, object] = getattr(model.rope, "__dict__", {})
+    held = {**vars(model), **{f"rope.{name}": value for name, value in angles.items()}}
+    return {name: id(value) for name, value in held.items() if name not in _NO_FACTS}
 
 
 class Described(Generic[Description]):

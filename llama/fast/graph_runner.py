@@ -120,7 +120,7 @@ class GraphRunner:
         self._buffers: DecodeBuffers | None = None
         self._described = Described(_describe)
         self._of: object = None  # the model, as it was described when the buffers were made
-        self._unlent: Unsupported | None = None  # why the running generation's caches are not the buffers'
+        self._unlent: str | None = None  # why the running generation was not lent them
         self._retired = False
         self._warn = WarnOnce(logger)
 
@@ -153,7 +153,7 @@ class GraphRunner:
             self.forwards += 1
             return scores
         except Unsupported as why:  # said by `run_ahead`, where there is one
-            self._unlent = why
+            self._unlent = str(why)
         except Exception as error:  # whatever a compiler or a driver may raise
             self._unlent = self._give_up(error, len(tokens), tokens.shape[1])
         return None
@@ -170,6 +170,9 @@ class GraphRunner:
             buffers = self.buffers_of(model, *batch.tokens.shape)
         except Unsupported as why:
             self._warn(why)
+            return iter(())
+        except Exception as error:  # as in a call
+            self._give_up(error, *batch.tokens.shape)
             return iter(())
         return self._run(model, buffers, batch)
 
@@ -212,7 +215,7 @@ class GraphRunner:
                     raise Unsure
                 made.append(chosen.ids)
                 yield chosen
-                if not self._is_still(model):  # whoever took it may have changed the model
+                if not self._is_still(model, buffers):  # whoever took it may have changed the model
                     batch.sampler.put_back([*waiting.draws[step + 1 :], *unused])
                     return
             waiting = launched
@@ -220,10 +223,10 @@ class GraphRunner:
     def _watched(self, model: Transformer) -> bool:
         return bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
 
-    def _is_still(self, model: Transformer) -> bool:
+    def _is_still(self, model: Transformer, buffers: DecodeBuffers) -> bool:
         """Tell whether the model is still the one that the buffers are of; say where it is not, once."""
         try:
-            if self._described.of(model) is not self._of or self._watched(model):
+            if self._described.of(model) is not self._of or self._watched(model) or not _lent(model, buffers):
                 raise Unsupported("the model was changed in the middle of a text")
         except Unsupported as why:
             self._warn(why)
@@ -260,7 +263,7 @@ class GraphRunner:
         buffers.last = block.event
         return block
 
-    def _give_up(self, error: Exception, rows: int, length: int) -> Unsupported:
+    def _give_up(self, error: Exception, rows: int, length: int) -> str:
         """Leave all to the plain path: this time, where memory was short; else from now on. Say why, and return it."""
         self._buffers = None
         if short_of_memory(error):
@@ -269,7 +272,7 @@ class GraphRunner:
             self._retired = True
             words = f"a step failed ({in_one_line(error)})"
         self._warn(words)
-        return Unsupported(words)
+        return words
 
     def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return the step as a graph, recorded the first time it is asked for."""
@@ -365,9 +368,11 @@ class GraphRunner:
 
     def buffers_of(self, model: Transformer, rows: int, length: int) -> DecodeBuffers:
         """Return the buffers of the running generation. Raises Unsupported where other code filled its cache."""
+        if self._unlent is not None:
+            raise Unsupported(self._unlent)
         buffers = self._fitting(model, rows, length)
-        if model.kv_caching and (not buffers.cache or buffers.cache[0][0] is not model.first_attention.cache.keys):
-            raise self._unlent or Unsupported("the cache was filled by other code")
+        if not _lent(model, buffers):
+            raise Unsupported("the cache was filled by other code")
         return buffers
 
     def free_cache(self) -> None:
@@ -379,7 +384,6 @@ class GraphRunner:
     def _fitting(self, model: Transformer, rows: int, length: int) -> DecodeBuffers:
         """Return the buffers that are there, if they fit these rows, this length and this model; else new ones."""
         described = self._described.of(model)
-        caching_of([block.attention for block in model.blocks])
         slots, buffers = rounded_up(length + 1), self._buffers
         if (
             buffers is None
@@ -439,6 +443,13 @@ def _describe(model: Transformer) -> object:
     if any(name.endswith(("bias", "q_norm.weight", "k_norm.weight")) for name, _ in model.named_parameters()):
         raise Unsupported("biases, and norms of queries and keys, have no kernels for a GPU so far")
     return object()
+
+
+def _lent(model: Transformer, buffers: DecodeBuffers) -> bool:
+    """Tell whether the model's caches, where they are on, hold the very buffers. Raises Unsupported."""
+    held = [id(held) for cache in model.caches for held in (cache.keys, cache.values)]
+    on = caching_of([block.attention for block in model.blocks])
+    return not on or held == [id(lent) for keys_values in buffers.cache for lent in keys_values]
 
 
 def cached(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:

@@ -19,7 +19,6 @@ from llama.fast.native_description import NativeModel, check_tensor, describe
 from llama.fast.native_library import NativeForward
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
 from llama.model import Transformer
-from llama.rope import RopeTable
 from llama.sampling import Sampling
 
 logger = logging.getLogger(__name__)
@@ -145,8 +144,6 @@ def _ids(tokens: Tensor, described: NativeModel) -> Tensor:
 
 def _rotations(model: Transformer, end: int, described: NativeModel) -> tuple[Tensor, Tensor]:
     """Return the cos and sin of the positions 0 to end - 1, and perhaps of more."""
-    if type(model.rope) is not RopeTable:
-        raise Unsupported(f"{type(model.rope).__name__} is not the RopeTable that the fast step knows")
     cos, sin = model.rope.up_to(end, torch.device("cpu"))
     for part in (cos, sin):
         check_tensor(part, (max(end, len(cos)), 1, described.sizes.head_dim), torch.float32)

@@ -13,6 +13,7 @@ from llama.ops import PLAIN
 from llama.packed import MappedWeight, PackedWeight
 from llama.quantize import PackedEmbedding, PackedLinear
 from llama.ranks import ALONE
+from llama.rope import RopeTable
 
 _KNOWN = {
     *(Transformer, TransformerBlock, Attention, FeedForward, RMSNorm, nn.ModuleList),
@@ -44,9 +45,10 @@ class WarnOnce:
         self._logger, self._said = logger, set[str]()
 
     def __call__(self, words: object) -> None:
-        if str(words) not in self._said:
-            self._logger.warning("fast: %s; the plain path runs instead", words)
-        self._said.add(str(words))
+        said = str(words)  # an error itself, kept in a log, would keep the model of its traceback
+        if said not in self._said:
+            self._logger.warning("fast: %s; the plain path runs instead", said)
+        self._said.add(said)
 
 
 def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
@@ -58,6 +60,8 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:
         raise Unsupported(f"the model's operations are {model.ops.name}")
+    if type(model.rope) is not RopeTable or PATH & vars(model.rope).keys():
+        raise Unsupported("the angles are not those of a RopeTable as it is")
     for name, module in model.named_modules():
         kind = type(module)
         ours = getattr(module, "ops", PLAIN) == PLAIN and getattr(module, "ranks", ALONE).size == 1

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from changes import CHANGES, outcome
 from generations import GREEDY, WAYS, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -435,6 +436,27 @@ def test_what_steps_would_pass_by_is_left_to_the_loop_and_said_once(
     assert words in caplog.messages[0]
 
 
+ROUNDED = ("halve", "to_bfloat16")  # graphs round 16-bit numbers at other places
+WRITTEN = ("edit_in_place", "load_by_copy")  # numbers of weights: of the steps under way, they come too late
+
+
+@pytest.mark.parametrize("change", [change for change in CHANGES if change not in ROUNDED])
+def test_a_change_in_the_middle_of_a_text_counts_from_the_next_token_on(change: str) -> None:
+    from fakes import Ids
+
+    sampled: Options = {"temperature": 0.7, "seed": 5}
+    texts: list[object] = []
+    for model in twins():
+        with model.stream(Ids(), PROMPTS, 20, **sampled) as stream:
+            made: list[object] = [next(stream) for _ in range(15)]
+            with suppress(RuntimeError, ValueError):  # some are refused
+                CHANGES[change](model)
+            rest = outcome(lambda stream=stream: [*stream])  # type: ignore[misc]
+        again = outcome(lambda model=model: model.generate_tokens(PROMPTS, 9, **sampled))  # type: ignore[misc]
+        texts.append((made, None if change in WRITTEN else rest, again))
+    assert texts[0] == texts[1]
+
+
 def test_who_asks_for_every_step_sees_every_step() -> None:
     plain, fast = twins()
     seen: list[Any] = [[], []]
@@ -563,6 +585,24 @@ def test_a_cache_that_does_not_fit_twice_is_the_plain_paths_own(
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
 
+class Roomless(Recorder):
+    def __init__(self, device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_buffers_that_do_not_fit_leave_the_text_to_the_plain_path(
+    kv_caching: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, fast = twins()
+    fast.runner = GraphRunner(recorder=Roomless)
+    for _ in range(2):
+        ours = fast.generate_tokens(PROMPTS, 9, kv_caching=kv_caching, **GREEDY)
+        assert ours == plain.generate_tokens(PROMPTS, 9, kv_caching=kv_caching, **GREEDY)
+    assert len(caplog.messages) == 1
+    assert "do not fit into the GPU's memory; the plain path runs instead" in caplog.messages[0]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_model_records_graphs_of_its_own(copied: Callable[[Transformer], Transformer]) -> None:
     plain, fast = twins()
@@ -570,6 +610,23 @@ def test_a_copy_of_a_model_records_graphs_of_its_own(copied: Callable[[Transform
     other = copied(fast)
     assert other.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
     assert ran(other) == ran(fast) == 8
+
+
+@pytest.mark.parametrize("change", [None, watch_a_layer, change_an_operation])
+def test_a_runner_keeps_no_model_alive(change: Callable[[Transformer], None] | None) -> None:
+    """Whose memory is wanted back when its last name is gone, and not when a collection happens to come."""
+    _, fast = twins()
+    fast.runner = GraphRunner(recorder=Forgetful)  # as a graph, which has nothing of its step
+    if change is not None:
+        change(fast)
+    gc.disable()
+    try:
+        fast.generate_tokens(PROMPTS, 9, **GREEDY)
+        gone = weakref.ref(fast)
+        del fast
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_more_rows_than_the_kernels_take_run_by_pytorchs_own_and_the_name_says_so() -> None:
