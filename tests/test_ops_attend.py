@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import attend_by_loops
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from llama import ops
 from llama.ops import attend
@@ -176,3 +177,24 @@ def test_threads_that_keep_clear_of_cudnn_at_once_leave_it_as_it_was() -> None:
     for thread in threads:
         thread.close()
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+class OnGpu(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_a_chunk_behind_a_past_has_no_mask_in_memory_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one, whose shape is that of the scores, only kernels that make all scores are left."""
+    masks: list[Any] = []
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+        masks.append(attn_mask)
+        return q
+
+    monkeypatch.setattr(ops, "F", SimpleNamespace(scaled_dot_product_attention=noting))
+    xq, keys = (torch.empty(1, seqlen, 4, 8).as_subclass(OnGpu) for seqlen in (3, 8))
+    attend(xq, keys, keys, 5)
+    attend(xq, keys, keys, [5])
+    assert [type(mask) for mask in masks] == [CausalBias] * 2
