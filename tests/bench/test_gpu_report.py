@@ -335,7 +335,7 @@ def test_a_step_is_timed_by_itself_with_what_compiling_it_took(tiny: Cell, monke
     monkeypatch.setattr(kernels, "Recorder", Slow)
     monkeypatch.setattr(kernels, "SECONDS", 0.05)
     monkeypatch.setattr(kernels, "wait_for", waited_for.append)
-    row = step_row(kernels.model_for(tiny), tiny.but(output_len=5), "plain", PYTORCH)
+    row = step_row(kernels.model_for(tiny), tiny.but(output_len=5), PYTORCH)
     assert 0.002 <= row["seconds"]["median"] < 0.008
     assert row["record_seconds"] >= 0.05
     assert len(replayed) % 4 == 0  # whole generations of four steps

@@ -118,7 +118,7 @@ def tiles(cell: Cell) -> Found:
             for key, value in variant.items()
         }
         with _changed(triton_kernels, **values):
-            figures[name] = 1e3 * step_row(model, cell, name, fused)["seconds"]["median"]
+            figures[name] = 1e3 * step_row(model, cell, fused)["seconds"]["median"]
     best = min(figures, key=figures.__getitem__)
     rows = [[name, f"{figure:.3f}"] for name, figure in figures.items()]
     return _found(True, f"{best}: {figures[best]:.3f} ms", ["tiles", "ms"], rows, figures)
@@ -133,7 +133,7 @@ def ways(cell: Cell) -> Found:
         for way, ops in ways_of(model).items():
             if batch > (ops.most_rows or batch):
                 continue
-            row = step_row(model, cell.but(batch_size=batch), way, ops)
+            row = step_row(model, cell.but(batch_size=batch), ops)
             seconds = row["seconds"]["median"]
             figures[f"{way} at batch {batch}"] = 1e3 * seconds
             rate = f"{row['bytes'] / seconds / 1e9:.0f}"

@@ -44,8 +44,6 @@ PROFILED = 3  # replays under the profiler, of which the last is read
 class StepRow(TypedDict):
     """The cached step alone, replayed. `record_seconds`: compiling and recording; `bytes`: what a step must read."""
 
-    kernels: str
-    batch_size: int
     seconds: Spread
     record_seconds: float
     bytes: int
@@ -125,7 +123,7 @@ def recorded(model: Transformer, cell: Cell, ops: GraphOps) -> tuple[DecodeBuffe
 
 
 @torch.inference_mode()
-def step_row(model: Transformer, cell: Cell, name: str, ops: GraphOps) -> StepRow:
+def step_row(model: Transformer, cell: Cell, ops: GraphOps) -> StepRow:
     """Time replays of the cell's cached step, one after another over the contexts of its generation."""
     count = max(1, cell.output_len - 1)
     began = time.perf_counter()
@@ -142,8 +140,6 @@ def step_row(model: Transformer, cell: Cell, name: str, ops: GraphOps) -> StepRo
     timer = Timer("replays()", globals={"replays": replays}, num_threads=torch.get_num_threads())
     taken = timer.blocked_autorange(min_run_time=SECONDS).times
     return {
-        "kernels": name,
-        "batch_size": cell.batch_size,
         "seconds": percentiles([seconds / count for seconds in taken]),
         "record_seconds": record_seconds,
         "bytes": step_bytes(model.args, rows=cell.batch_size, context=cell.input_len, itemsize=cell.itemsize),
