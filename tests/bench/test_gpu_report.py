@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from llama import cli
 from llama.bench.cell import Cell
-from llama.bench.gpu import experiments, kernels
+from llama.bench.gpu import checks, experiments, kernels
 from llama.bench.gpu.checks import Check, each_kernel, run_checks
 from llama.bench.gpu.experiments import Found
 from llama.bench.gpu.kernels import Span, kernel_bytes, kernel_rows, profile_step, step_row, uneven_model
@@ -161,6 +162,19 @@ def test_a_kernel_that_raises_is_a_failed_check_and_the_others_are_run(tiny: Cel
     assert outcomes(found, "each of the fused kernels") == [False, False]
     assert outcomes(found, "exact mode") == [True, True]
     assert any("RuntimeError: an illegal memory access" in check["detail"] for check in found)
+
+
+def test_checks_for_which_no_time_is_left_are_told_apart(
+    tiny: Cell, with_ops: WithOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_ops(PYTORCH)
+    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=count().__next__))  # a second at each look
+    monkeypatch.setattr(experiments, "CHECKING", 5.0)
+    found = experiments.checks(tiny)
+    outcomes = [row[1] for row in found["rows"]]
+    assert outcomes == ["passed"] * 4 + ["not run"] * (len(outcomes) - 4)
+    assert found["passed"] is True
+    assert found["words"].startswith(f"all 4 hold; for {len(outcomes) - 4} no time was left")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

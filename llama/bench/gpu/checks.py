@@ -1,6 +1,8 @@
 """Holds every kernel and every fast path of a GPU beside its plain twin, which defines what is right. Times nothing."""
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +34,7 @@ KERNEL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 Outcome = tuple[bool, str]  # whether it passed, and what was seen
+Claim = Callable[[], Outcome]
 
 
 class Check(TypedDict):
@@ -42,20 +45,27 @@ class Check(TypedDict):
     detail: str
 
 
-def run_checks(cell: Cell) -> list[Check]:
+def run_checks(cell: Cell, *, seconds: float = math.inf) -> list[Check]:
     """Check whole paths on small models in fp32, and all that the cell's own model runs on, in fp32 and in its dtype.
 
-    A check that raises has failed, and those after it are still run.
+    A check that raises has failed, and those after it are still run; what comes after so many seconds is not.
     """
-    checks = check_ids(torch.device(cell.device))
+    end = time.monotonic() + seconds
+    return [
+        tried(name, claim) if time.monotonic() < end else Check(name=name, passed=None, detail="no time was left")
+        for name, claim in claims_of(cell)
+    ]
+
+
+def claims_of(cell: Cell) -> Iterator[tuple[str, Claim]]:
+    yield from claims_of_ids(torch.device(cell.device))
     for dtype in dict.fromkeys(("fp32", "bf16" if cell.dtype == "fp32" else cell.dtype)):
-        checks += check_model(cell.but(dtype=dtype), model_for(cell.but(dtype=dtype)))
-    return checks
+        yield from claims_of_model(cell.but(dtype=dtype), model_for(cell.but(dtype=dtype)))
 
 
-def check_ids(device: torch.device) -> list[Check]:
-    """Check that every way to generate gives the ids of the plain path without the cache, also of ragged rows."""
-    odd, checks = uneven_model(ODD, torch.float32, device), []
+def claims_of_ids(device: torch.device) -> Iterator[tuple[str, Claim]]:
+    """Yield that every way to generate gives the ids of the plain path without the cache, also of ragged rows."""
+    odd = uneven_model(ODD, torch.float32, device)
     steps = {name: GraphRunner(ops, layer_for(device)) for name, ops in ways_of(odd).items()}
     ways = [("plain path", None, True), *((f"{name} kernels", step, True) for name, step in steps.items())]
     ways.append(("compiled layers", steps["compiled"], False))
@@ -63,14 +73,13 @@ def check_ids(device: torch.device) -> list[Check]:
         without = greedy(odd, None, rows, kv_caching=False)
         for way, step, kv_caching in ways:
             name = f"greedy ids in fp32, batch {rows}, ragged: {way}, {cache_words(kv_caching)}"
-            checks.append(tried(name, partial(same_ids, odd, step, rows, kv_caching, without)))
-    return checks
+            yield name, partial(same_ids, odd, step, rows, kv_caching, without)
 
 
-def check_model(cell: Cell, model: Transformer) -> list[Check]:
-    """Check the kernels, the fast step and exact mode at the sizes of a model."""
+def claims_of_model(cell: Cell, model: Transformer) -> Iterator[tuple[str, Claim]]:
+    """Yield what is claimed of the kernels, the fast step and exact mode, at the sizes of a model."""
     ways, layer = ways_of(model), layer_for(model.device)
-    claims: dict[str, Callable[[], Outcome]] = {}
+    claims: dict[str, Claim] = {}
     for name, ops in ways.items():
         if ops != PYTORCH:
             claims[f"each of the {name} kernels"] = partial(each_kernel, model, ops, cell.input_len)
@@ -78,10 +87,10 @@ def check_model(cell: Cell, model: Transformer) -> list[Check]:
     claims["prompts by compiled layers"] = partial(prompts_agree, model)
     claims["log-probabilities by graphs"] = partial(logprobs_agree, model, GraphRunner(ways["compiled"], layer), cell)
     claims["exact mode"] = partial(exact_mode, model)
-    return [tried(f"{what}, {cell.model} in {cell.dtype}", claim) for what, claim in claims.items()]
+    yield from ((f"{what}, {cell.model} in {cell.dtype}", claim) for what, claim in claims.items())
 
 
-def tried(name: str, claim: Callable[[], Outcome]) -> Check:
+def tried(name: str, claim: Claim) -> Check:
     try:
         passed, detail = claim()
     except Exception as error:  # whatever a kernel, its compiler or a driver may raise

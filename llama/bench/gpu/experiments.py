@@ -24,6 +24,7 @@ from llama.machine import wait_for
 from llama.model import Transformer
 from llama.ops import without_cudnn
 
+CHECKING = 90.0  # seconds, within the limit of the experiment: what is compiled for the first time takes most of them
 REPLAYS = 2000
 LENGTHS = 32
 RULE = 1.2  # times as fast as the compiled step at batch 1 have the fused kernels to be, or they go
@@ -50,9 +51,11 @@ class Found(TypedDict):
 
 def checks(cell: Cell) -> Found:
     """Hold all paths and kernels beside the plain ones."""
-    found = run_checks(cell)
+    found = run_checks(cell, seconds=CHECKING)
     failed = [check["name"] for check in found if check["passed"] is False]
-    words = f"{len(failed)} of {len(found)} failed: {failed[0]}" if failed else f"all {len(found)} hold"
+    unknown = sum(check["passed"] is None for check in found)
+    words = f"{len(failed)} of {len(found)} failed: {failed[0]}" if failed else f"all {len(found) - unknown} hold"
+    words += f"; for {unknown} no time was left, run them again: what was compiled is kept" if unknown else ""
     rows = [[check["name"], OUTCOMES[check["passed"]], check["detail"]] for check in found]
     return _found(not failed, words, ["check", "outcome", "detail"], rows)
 
