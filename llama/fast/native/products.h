@@ -35,9 +35,11 @@ struct Plain {
     // The same where rows are `size` bytes apart.
     static void multiply(const Matrix& matrix, const char* x, Int size, Int rows, Int first, Int end, float* to,
                          Int stride) {
-        for (Int c = first; c < end; c += PANEL)  // these weights stay in the nearest cache while all rows pass
-            all_dots((const T*)x, size / Int(sizeof(T)), rows, (const T*)matrix.weight + c * matrix.length,
-                     matrix.length, std::min<Int>(PANEL, end - c), matrix.length, to + c, stride);
+        for (Int c = first; c < end; c += PANEL) {  // these weights stay in the nearest cache while all rows pass
+            const T* panel = (const T*)matrix.weight + c * matrix.length;
+            all_dots((const T*)x, size / Int(sizeof(T)), rows, panel, matrix.length, std::min<Int>(PANEL, end - c),
+                     matrix.length, to + c, stride, rows > 1 ? panel + PANEL * matrix.length : nullptr);
+        }
     }
 };
 

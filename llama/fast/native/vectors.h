@@ -372,10 +372,16 @@ constexpr int most_rows() {
     return VECTOR == 32 && sizeof(T) == sizeof(float) ? 6 : TOGETHER;
 }
 
-// to[r][c] = x[r] . w[c], for any numbers of rows and columns.
+// Ask for the part of so many bytes that falls to rows `r` to `end` of `rows`.
+INLINE void ask_for_part(const char* from, Int bytes, Int r, Int end, Int rows) {
+    for (Int at = bytes * r / rows; at < bytes * end / rows; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
+// to[r][c] = x[r] . w[c], for any numbers of rows and columns. The `next` columns are asked for meanwhile, where there are
+// such: read when the first rows pass, these would wait for memory, which would then idle while the others do.
 template <class T>
 void all_dots(const T* x, Int x_stride, Int rows, const T* w, Int w_stride, Int columns, Int length, float* to,
-              Int to_stride) {
+              Int to_stride, const T* next = nullptr) {
     by_rows<most_rows<T>()>(rows, [&](auto rows_at_a_time, Int r) {
         constexpr int ROWS = decltype(rows_at_a_time)::value, COLUMNS = ROWS > TOGETHER ? 2 : LANES / ROWS;
         const T* from = x + r * x_stride;
@@ -384,6 +390,8 @@ void all_dots(const T* x, Int x_stride, Int rows, const T* w, Int w_stride, Int 
                 c = std::min<Int>(c, columns - COLUMNS);  // the last ones may be computed twice
                 const T* column = w + c * w_stride;
                 float* out = to + r * to_stride + c;
+                if (next)
+                    ask_for_part((const char*)(next + c * w_stride), COLUMNS * w_stride * sizeof(T), r, r + ROWS, rows);
                 if constexpr (ROWS < COLUMNS)
                     dots<ROWS, COLUMNS>(from, x_stride, column, w_stride, length, out, to_stride, 1);
                 else
