@@ -94,7 +94,7 @@ MAY_IMPORT = {
     "llama/fast/native_library.py": ("fast", ""),
     "llama/fast/graph_ops.py": ("ops rope", "torch"),
     "llama/fast/": (f"{FLOOR} fast", "torch"),
-    "llama/watch/record.py": ("args costs kv_cache model ops quantize request streaming", "torch"),
+    "llama/watch/record.py": ("args cores costs kv_cache model ops quantize request streaming", "torch"),
     "llama/watch/page.py": ("palette words watch.record", ""),
     "llama/watch/write.py": ("files model progress request streaming watch", ""),
     "llama/watch/": ("", ""),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
+from llama.cores import OtherLoad
 from llama.costs import forward_flops, kv_bytes, step_bytes
 from llama.kv_cache import KVCache
 from llama.kv_cache.paged import BLOCK, PagedCache
@@ -28,6 +29,8 @@ from llama.streaming import TextCodec, encode_prompt
 
 LIKELY = 5  # of the most likely next tokens
 MOST_STEPS = 512  # of which one looks at each; without a cache, they take minutes
+BUSY_CORES = 0.25  # with the work of others, from which on times are called disturbed
+TELLING_S = 0.5  # the kernel counts in hundredths of a second: of shorter runs it cannot tell
 LEVELS = 255  # an attention weight w is kept as round(LEVELS * w), in 8 bits
 
 
@@ -141,11 +144,15 @@ def record(
     with model.switched(kv_caching=model.kv_caching, kv_cache=kv_cache), _plain(model):
         with _hooked(model) as seen:
             hooked = run(kv_caching=True)
+        load = OtherLoad()
+        load.start()
         on, off = run(kv_caching=True), run(kv_caching=False)
+        others = load.stop()
         cache = model.caches[0]
         layout = _layout(cache, model.dtype.itemsize, seen[0].room)
         costs = _Costs.of(model, layout)
-    notes = [*_differences(hooked, on, off, lossless=cache.lossless), *cut]
+    busy = _busy(others, off.began[-1] - on.began[0])
+    notes = [*_differences(hooked, on, off, lossless=cache.lossless), *busy, *cut]
     steps = zip(seen, on.works(costs, seen), off.works(costs), strict=False)  # the shortest, should they differ
     return Recording(
         args=model.args,
@@ -183,6 +190,15 @@ def _steps_to_show(
     if max_gen_len <= most:
         return max_gen_len, []
     return most, [f"Of up to {max_gen_len} steps the first {most} are shown: {why}."]
+
+
+def _busy(others: float | None, seconds: float) -> list[str]:
+    """Say that others, who kept so many cores busy, disturbed the times."""
+    if others is None or others < BUSY_CORES or seconds < TELLING_S:
+        return []
+    return [
+        f"Other work kept {others:.1f} cores busy while the times were taken; alone, they may be many times shorter."
+    ]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -244,6 +244,16 @@ def test_what_says_nothing_of_one_text_in_both_modes_is_refused(model: Transform
             recorded(model, **{option: True})
 
 
+@pytest.mark.parametrize(("others", "seconds", "said"), [(1.4, 0.0, True), (0.2, 0.0, False), (1.4, 1e9, False)])
+def test_times_that_others_disturbed_are_told(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, others: float, seconds: float, said: bool
+) -> None:
+    monkeypatch.setattr("llama.watch.record.TELLING_S", seconds)
+    monkeypatch.setattr("llama.cores.OtherLoad.stop", lambda _: others)
+    words = "Other work kept 1.4 cores busy while the times were taken; alone, they may be many times shorter."
+    assert recorded(model).notes == ((words,) if said else ())
+
+
 def test_a_text_too_long_to_be_looked_at_is_cut_and_the_recording_says_so(model: Transformer) -> None:
     recording = record(model, Ids(), PROMPT, 500, temperature=0.0, kv_cache="window:6+2")
     assert len(recording.moments) == min(MOST_STEPS, 64 - len(PROMPT))
