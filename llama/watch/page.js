@@ -300,7 +300,8 @@
     showTexts(moment);
     drawGrids(moment);
     const held = count(seenBy(moment, 0));
-    tally($("tally-on"), held.toLocaleString("en"), `positions held, ${moment.counters[0][3][0]}`);
+    const filled = data.layout.reserved > held ? `of ${data.layout.reserved} positions filled` : "positions held";
+    tally($("tally-on"), held.toLocaleString("en"), `${filled}, ${moment.counters[0][3][0]}`);
     tally($("tally-off"), moment.wasted.toLocaleString("en"), "token-forwards in vain so far");
     showCounters(moment);
     showLikely(moment);
