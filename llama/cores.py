@@ -18,6 +18,11 @@ _MOST_PER_CORE = 8  # threads that anybody may want, to see what they do
 _LOOK_S = 1.0  # the kernel counts in hundredths of a second
 _GPUS = ("/dev/nvidiactl", "/dev/kfd")  # where there is one it computes, unless it is told not to
 
+# Of all cores. Who loses an eighth of them takes 14 % longer, about as far as repetitions lie apart on a quiet machine;
+# there others keep at most 2 % busy (docs/results).
+BUSY_SHARE = 1 / 8
+LEAST_SECONDS = 0.5  # the kernel counts in hundredths of a second a core: shorter work cannot be told from busy
+
 _ALL_BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal in proc(5); guests are counted in user already
 
 
@@ -115,6 +120,11 @@ def _look(load: "OtherLoad", say: Callable[[str], None]) -> None:
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else None
+
+
+def disturbs(others: float, cores: int) -> bool:
+    """Tell whether others that keep so many of the cores busy spoil times that are taken beside them."""
+    return others > BUSY_SHARE * cores
 
 
 class OtherLoad:

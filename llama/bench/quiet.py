@@ -11,15 +11,11 @@ from collections.abc import Callable, Sequence
 
 from llama.bench.report.tables import pairs, summary_of
 from llama.bench.schema import CellRecord, Crossover, Point, Report, Status
-from llama.cores import OtherLoad
+from llama.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, disturbs
 from llama.progress import seconds_bar
 
 UNDISTURBED = "undisturbed"  # the name of the point
 
-# Of all cores. Who loses an eighth of them takes 14 % longer, about as far as repetitions lie apart on a quiet machine;
-# there others keep at most 2 % busy (docs/results).
-BUSY_SHARE = 1 / 8
-LEAST_SECONDS = 0.5  # the kernel counts in hundredths of a second a core: a shorter repetition cannot be told from busy
 SPREAD = 1.25  # p90 over p10 of the time: 1.0 to 1.2 where it was quiet, 1.8 where half a core was not (docs/results)
 LEAST_REPETITIONS = 3  # of two, no one tells which is the disturbed one
 # How many times fewer tokens the cache must feed until it cannot be slower: crossovers lie at contexts of a few tokens
@@ -50,7 +46,7 @@ def undisturbed(record: CellRecord, cores: int | None, against: str | None = Non
     said, signs = ["how busy others were is not known"], [against] if against else []
     if known and cores is not None:
         said = [f"others kept {max(known):.2f} of {cores} cores busy"]
-        signs += said if max(known) > BUSY_SHARE * cores else []
+        signs += said if disturbs(max(known), cores) else []
     said.append(f"n = {seconds['n']}" + ("" if enough else ", too few to judge by"))
     if seconds["n"] > 1:
         said.append(f"p90 is {apart:.2f}x p10")
@@ -64,7 +60,7 @@ def beside_others(load: float | None, cores: int | None) -> Point:
     """Judge times that were taken while others kept `load` cores busy, where that alone is known."""
     if load is None or cores is None:
         return {"name": UNDISTURBED, "status": "not observed", "detail": "how busy others were is not known"}
-    status: Status = "disturbed" if load > BUSY_SHARE * cores else "ok"
+    status: Status = "disturbed" if disturbs(load, cores) else "ok"
     return {"name": UNDISTURBED, "status": status, "detail": f"others kept {load:.2f} of {cores} cores busy"}
 
 

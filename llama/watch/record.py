@@ -6,6 +6,7 @@ models and caches; does not know how a recording is shown.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
-from llama.cores import OtherLoad
+from llama.cores import LEAST_SECONDS, OtherLoad, disturbs
 from llama.costs import forward_flops, kv_bytes, step_bytes
 from llama.kv_cache import KVCache
 from llama.kv_cache.paged import BLOCK, PagedCache
@@ -29,8 +30,6 @@ from llama.streaming import TextCodec, encode_prompt
 
 LIKELY = 5  # of the most likely next tokens
 MOST_STEPS = 512  # of which one looks at each; without a cache, they take minutes
-BUSY_CORES = 0.25  # with the work of others, from which on times are called disturbed
-TELLING_S = 0.5  # the kernel counts in hundredths of a second: of shorter runs it cannot tell
 LEVELS = 255  # an attention weight w is kept as round(LEVELS * w), in 8 bits
 
 
@@ -194,7 +193,7 @@ def _steps_to_show(
 
 def _busy(others: float | None, seconds: float) -> list[str]:
     """Say that others, who kept so many cores busy, disturbed the times."""
-    if others is None or others < BUSY_CORES or seconds < TELLING_S:
+    if others is None or seconds < LEAST_SECONDS or not disturbs(others, os.cpu_count() or 1):
         return []
     return [
         f"Other work kept {others:.1f} cores busy while the times were taken; alone, they may be many times shorter."

@@ -248,7 +248,8 @@ def test_what_says_nothing_of_one_text_in_both_modes_is_refused(model: Transform
 def test_times_that_others_disturbed_are_told(
     model: Transformer, monkeypatch: pytest.MonkeyPatch, others: float, seconds: float, said: bool
 ) -> None:
-    monkeypatch.setattr("llama.watch.record.TELLING_S", seconds)
+    monkeypatch.setattr("llama.watch.record.LEAST_SECONDS", seconds)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("llama.cores.OtherLoad.stop", lambda _: others)
     words = "Other work kept 1.4 cores busy while the times were taken; alone, they may be many times shorter."
     assert recorded(model).notes == ((words,) if said else ())
