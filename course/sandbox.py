@@ -176,19 +176,21 @@ def _watch(
         reason = _too_much(started(), len(printed), end, limits)
     _end_session(process)
     reader.join(1.0)  # a child that has left the session may still hold the other end
-    if len(printed) > limits.printed_bytes:
-        reason = f"it printed more than {limits.printed_bytes / 2**20:g} MB"
-    return reason, bytes(printed[-2000:]).decode("utf-8", errors="replace")
+    return _flood(len(printed), limits) or reason, bytes(printed[-2000:]).decode("utf-8", errors="replace")
 
 
 def _too_much(processes: set[int], printed: int, end: float, limits: Limits) -> str:
-    if printed > limits.printed_bytes:
-        return "it printed too much"
+    if flood := _flood(printed, limits):
+        return flood
     if time.monotonic() > end:
         return f"it was not done after {limits.seconds:g} s: does something loop?"
     if len(processes) > limits.processes:
         return f"it started more than {limits.processes} processes"
     return ""
+
+
+def _flood(printed: int, limits: Limits) -> str:
+    return f"it printed more than {limits.printed_bytes / 2**20:g} MB" if printed > limits.printed_bytes else ""
 
 
 def _collect(stream: IO[bytes], printed: bytearray, limit: int) -> None:
