@@ -102,6 +102,16 @@ class DecodeBuffers:
         """What a step changes, but for the cache."""
         return [self.tokens, self.positions, self.chosen, self.logprobs, self.seen]
 
+    def recorded(self, step: Replay, position: int) -> Replay:
+        """Return a step's replay, recorded with all rows at `position`; what that changes of them is put back."""
+        before = [tensor.clone() for tensor in self.state()]
+        self.positions.fill_(position)
+        with without_cudnn(self.tokens.device):
+            replay = self.record(step)
+        for tensor, was in zip(self.state(), before, strict=True):
+            tensor.copy_(was)
+        return replay
+
 
 class GraphRunner:
     """Runs a generation's steps ahead of the loop. `forwards` counts them."""
@@ -281,13 +291,8 @@ class GraphRunner:
                 del buffers.graphs[next(iter(buffers.graphs))]
             if not buffers.graphs:
                 buffers.record = self._recorder(model.device)  # a pool without graphs is not to be used again
-            step = self._step(model, buffers, key)
-            before = [tensor.clone() for tensor in buffers.state()]
-            buffers.positions.fill_((key.prefix or buffers.slots) - 1)  # with a cache: where no row's keys stand
-            with without_cudnn(model.device):
-                buffers.graphs[key] = buffers.record(step)
-            for tensor, was in zip(buffers.state(), before, strict=True):
-                tensor.copy_(was)
+            aside = (key.prefix or buffers.slots) - 1  # with a cache: where no row's keys stand
+            buffers.graphs[key] = buffers.recorded(self._step(model, buffers, key), aside)
         return buffers.graphs[key]
 
     def _step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:

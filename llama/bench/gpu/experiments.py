@@ -198,12 +198,7 @@ def _noting(model: Transformer, cell: Cell, ops: GraphOps) -> tuple[DecodeBuffer
         logits.copy_(made)
         ops.advance(best, at, buffers.tokens, buffers.positions, buffers.chosen)
 
-    before = [tensor.clone() for tensor in buffers.state()]
-    with without_cudnn(model.device):
-        replay = buffers.record(step)
-    for tensor, was in zip(buffers.state(), before, strict=True):
-        tensor.copy_(was)
-    return buffers, logits, replay
+    return buffers, logits, buffers.recorded(step, buffers.slots - 1)
 
 
 def _launches_early(device: torch.device) -> bool:

@@ -35,7 +35,6 @@ from llama.fast.graph_runner import (
 )
 from llama.machine import wait_for
 from llama.model import Transformer
-from llama.ops import without_cudnn
 
 SECONDS = 1.5  # that the replays of one row of the table are repeated for
 PROFILED = 3  # replays under the profiler, of which the last is read
@@ -118,8 +117,7 @@ def one_step(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> None:
 def recorded(model: Transformer, cell: Cell, ops: GraphOps) -> tuple[DecodeBuffers, Replay]:
     """Return rows like the cell's after its prompt, and a replay of their next step."""
     buffers = filled_buffers(model, cell.batch_size, cell.input_len, cell.output_len)
-    with without_cudnn(model.device):
-        return buffers, buffers.record(partial(one_step, model, buffers, ops))
+    return buffers, buffers.recorded(partial(one_step, model, buffers, ops), buffers.slots - 1)
 
 
 @torch.inference_mode()
