@@ -108,7 +108,7 @@ def test_a_rehearsal_runs_all_experiments_and_says_what_is_next(rehearse: Rehear
 
 
 def test_the_limits_of_all_experiments_make_eight_minutes(script: ModuleType) -> None:
-    assert sum(experiment.limit for experiment in script.EXPERIMENTS) <= 8 * 60
+    assert script.MACHINE_S + sum(experiment.limit for experiment in script.EXPERIMENTS) <= 8 * 60
     assert {f"gpu {experiment.name}" for experiment in script.EXPERIMENTS} == experiments.EXPERIMENTS.keys()
 
 
