@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention.bias import causal_lower_right
 
 from llama.ranks import Ranks
 
@@ -112,6 +111,8 @@ def _attend_behind_past(xq: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     Flash attention takes no mask, but knows this shape of one; so does the kernel for float32 and old GPUs, which
     does not know heads that share keys.
     """
+    from torch.nn.attention.bias import causal_lower_right  # with it comes PyTorch's compiler, which doubles a start
+
     q, k, v = (each.transpose(1, 2) for each in (xq, keys, values))  # (bsz, n_heads or n_kv_heads, ..., head_dim)
     shared = q.shape[1] // k.shape[1]
     if shared > 1 and not can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):

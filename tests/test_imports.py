@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import NATIVE_SIZES, write_checkpoint
 
 import llama
 
@@ -183,6 +185,7 @@ ONLY_DOOR = {
 }
 
 
+@cache
 def tree_of(file: str) -> ast.Module:
     return ast.parse((ROOT / file).read_text(encoding="utf-8"), file)
 
@@ -196,6 +199,7 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
+@cache
 def modules_imported(file: str) -> set[str]:
     """Return the dotted names of all modules that the file imports when it runs."""
     return set(_modules(tree_of(file), file.removesuffix(".py").split("/")[:-1]))
@@ -337,20 +341,25 @@ def state():
 
 before = state()
 from llama import Transformer, ModelArgs, Tokenizer, Llama, Dialog, load
-after = state()
+after, by_names = state(), sorted(sys.modules)
+
+logging.disable()  # where there is no compiler, the fast step says so
+model, tokenizer = load(sys.argv[2], device="cpu", fast=True, quantize="int8")
+model.generate(tokenizer, ["ab"], max_gen_len=3)
+modules = {"by package": by_package, "by names": by_names, "by text": sorted(sys.modules)}
 
 with open(sys.argv[1], "w") as file:
-    json.dump({"by package": by_package, "before": before, "after": after, "by names": sorted(sys.modules)}, file)
+    json.dump({"before": before, "after": after, **modules}, file)
 """
 
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Import the package, then its names, in a fresh process, and return what that changed."""
+    """Import the package, then its names, and generate, in a fresh process, and return what that changed."""
     report = tmp_path_factory.mktemp("probe") / "report.json"
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(report)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    checkpoint = write_checkpoint(report.with_name("model"), **NATIVE_SIZES)
+    command = [sys.executable, "-c", PROBE, str(report), str(checkpoint)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {**json.loads(report.read_text()), "printed": done.stdout + done.stderr}
 
@@ -368,3 +377,8 @@ def test_importing_the_public_names_changes_nothing_and_prints_nothing(probed: d
 def test_importing_the_public_names_loads_no_package_that_only_some_need(probed: dict[str, Any]) -> None:
     some = {"fairscale", "transformers", "fire", "tiktoken", "tokenizers", "sentencepiece"}
     assert some.isdisjoint(probed["by names"])
+
+
+def test_a_text_on_a_cpu_loads_no_compiler_of_graphs(probed: dict[str, Any]) -> None:
+    """With PyTorch's own and what that takes along, a start takes twice as long."""
+    assert {"torch._dynamo", "torch._inductor", "triton", "sympy", "matplotlib"}.isdisjoint(probed["by text"])

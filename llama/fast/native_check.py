@@ -140,7 +140,8 @@ def tiny_model(dtype: torch.dtype, formats: Sequence[Format | None], activations
         if formats:
             turns = cycle(formats)
             quantize_layers(model, dtype, "stored", lambda _: next(turns), activations)
-    model.requires_grad_(False).to_empty(device="cpu")
+    # As `to_empty` does, which loads sympy for a tensor on meta: half a second at every start.
+    model.requires_grad_(False)._apply(lambda part: torch.empty(part.shape, dtype=part.dtype, device="cpu"))
     for weight in weights_of(model).values():
         if isinstance(weight, PackedWeight):
             _draw(weight, stream)
