@@ -53,6 +53,8 @@ def main(
     exact: bool = False,
     fast: bool = False,
     quantize: str | None = None,
+    activations: int = 16,
+    repack: bool = True,
     kv_cache: str = "static",
     device: str = "auto",
     output: str = "results/verify.json",
@@ -73,6 +75,8 @@ def main(
         exact: Measure exact mode, and allow not a bit to differ.
         fast: With exact: the exact mode of native code, where that serves the model.
         quantize: With exact and fast: int8, int4, or stored, see llama-kv run.
+        activations: With quantize: 8 rounds what is multiplied by such weights to 8 bits.
+        repack: With stored weights: --repack=False leaves them in their file, mapped.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. One that
             keeps less than it is given is refused: llama-kv bench --preset caches measures those.
         device: Where it computes: auto, cpu, cuda or mps.
@@ -91,8 +95,8 @@ def main(
         return report(before, path)
     kind = lossless_kind(kv_cache)
     check_writable(path)
-    modes: dict[str, Any] = {"exact": exact, "fast": fast, "quantize": quantize}
-    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, **modes)
+    packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact, fast=fast, **packing)
     execution = model.execution
     config = {
         "model": ckpt_dir,
@@ -105,6 +109,7 @@ def main(
         "exact": execution.exact,
         "runner": execution.runner,
         "quantize": execution.weights,
+        "activations": execution.activations,
         "kv_cache": kv_cache,
         "slack": TOLERANCE_FACTOR[model.norm.weight.itemsize],
     }

@@ -20,7 +20,7 @@ from llama.verify.passes import STEPS, UNCACHED
 
 SCHEMA = "llama-kv/verify/1"
 # What must be the same of runs that are added up; seeds differ among them.
-_GROUP = ("model", "weights", "dtype", "exact", "runner", "quantize", "kv_cache", "device", "slack")
+_GROUP = ("model", "weights", "dtype", "exact", "runner", "quantize", "activations", "kv_cache", "device", "slack")
 _MACHINE = ("cpu", "torch", "threads")
 
 
@@ -50,10 +50,11 @@ def read_runs(path: Path) -> list[Run]:
         runs: list[Run] = content["runs"]
         if any(run.keys() != Run.__annotations__.keys() for run in runs):
             raise ValueError("a run has not the fields that it should have")
-        for run in runs:  # those of before native code was certified
+        for run in runs:  # those of before all of this was certified
             run["config"] = {
                 "runner": "exact" if run["config"]["exact"] else "plain",
                 "quantize": None,
+                "activations": 16,
                 **run["config"],
             }
         list(map(table, grouped(runs)))  # finds whatever is not there, or is of another kind
@@ -209,6 +210,7 @@ def name_of(config: dict[str, Any]) -> str:
     short = {str(dtype).removeprefix("torch."): word for word, dtype in DTYPES.items()}
     way = "" if config["runner"] in ("plain", "exact") else f", {config['runner']}"
     way += "" if config["quantize"] is None else f" with {config['quantize']} weights"
+    way += "" if config["activations"] == 16 else f" and {config['activations']}-bit activations"
     return f"{config['model']} in {short.get(config['dtype'], config['dtype'])}{way}"
 
 

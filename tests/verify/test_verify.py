@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
 from fakes import NATIVE_SIZES, write_checkpoint
 from native import needs_a_compiler
 from oracles import tiny_model
@@ -127,6 +128,7 @@ def test_a_run_is_kept_with_its_configuration_and_machine(command: Command) -> N
         "exact": False,
         "runner": "plain",
         "quantize": None,
+        "activations": 16,
         "kv_cache": "concat",
         "slack": tolerance.TOLERANCE_FACTOR[2],
     }
@@ -272,6 +274,21 @@ def test_native_code_is_certified_to_the_bit(native_command: Command, words: Seq
 
 
 @needs_a_compiler
+def test_8_bit_activations_and_mapped_weights_are_certified_and_add_up_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=2)
+    file = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config, kind=Kind.Q4_0)
+    command = Command(file, tmp_path / "verify.json", capsys)
+    stored = ("--exact", "--fast", "--tokens=12", "--quantize=stored")
+    for words in ((), ("--repack=False",), ("--activations=8",)):
+        assert command(*stored, *words)[0] == 0
+    assert [run["seed"] for run in command.runs] == [0, 0, 0]
+    ways = ["stored weights on", "mapped weights on", "stored weights and 8-bit activations on"]
+    assert re.findall(r"native with (.* on) cpu", command("--runs=0")[1]) == ways
+
+
+@needs_a_compiler
 def test_native_code_that_is_off_is_a_bug(native_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that the comparison at the switch does not meet, for it shows past 100 positions alone."""
     native_command("--exact", "--fast", "--tokens=4", "--batch_size=1")  # the library is compared with itself once
@@ -291,7 +308,7 @@ def test_a_file_of_before_native_code_was_certified_is_read_and_added_to(command
     command()
     command("--exact")
     for run in (runs := command.runs):
-        del run["config"]["runner"], run["config"]["quantize"]
+        del run["config"]["runner"], run["config"]["quantize"], run["config"]["activations"]
     results.write_runs(command.file, runs)
     for words in ((), ("--exact",)):
         assert command(*words)[0] == 0
@@ -303,7 +320,7 @@ def test_rows_that_part_are_shown_and_counted_in_the_sentence() -> None:
     parted = {"row": 1, "step": 5, "position": 8, "tokens": [3, 4], "margins": [0.1, None, 0.02], "explained": True}
     figures = asdict(Figures(tokens=20, alike=15, places=30, undecided=10, bound=0.5)) | {"divergences": [parted] * 5}
     config = dict.fromkeys(results._GROUP, "x") | {"model": "demo", "dtype": "bfloat16", "exact": False}
-    config |= {"runner": "plain", "quantize": None}
+    config |= {"runner": "plain", "quantize": None, "activations": 16}
     machine = {"cpu": "a CPU", "torch": "2", "threads": 1, "commit": "abc"}
     run = {"config": config, "seed": 9, "figures": figures, "environment": machine, "exact_cost": None}
     group: Any = [run]
@@ -530,6 +547,8 @@ def test_a_damaged_file_is_refused_and_left_alone(command: Command, how: str, ru
         (["--fast"], "native code is certified to the bit"),
         (["--quantize=int8"], "give --exact, too"),
         (["--exact", "--quantize=int8"], "by native code alone; ask for fast, too"),
+        (["--activations=8"], "activations=8 goes with packed weights"),
+        (["--exact", "--fast", "--repack=False"], "ask for quantize stored, too"),
     ],
 )
 def test_bad_input_is_one_line_with_code_2_and_writes_nothing(command: Command, words: list[str], says: str) -> None:
