@@ -27,14 +27,24 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too, as .ci/run does")
     parser.addoption("--every-build", action="store_true", help="compile native code under the flags of many CPUs")
     parser.addoption(
         "--long", action="store_true", help="draw as many examples as the figures on record were drawn from"
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that two processes end at about the same time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out, unless --slow asks for them or they are named, and begin with the longest files.
+
+    So two processes end at about the same time. A test is slow where it takes seconds for a claim that another test
+    makes in less, on a smaller model or in fewer cases.
+    """
+    named = any("::" in word for word in config.invocation_params.args)
+    if not (named or config.getoption("--slow")):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 

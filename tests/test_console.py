@@ -116,6 +116,7 @@ def test_a_closed_stream_s_number_is_given_to_no_other_file(tmp_path: Path) -> N
     assert (tmp_path / "out").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_inference_meets_such_streams_without_noise(infer: str) -> None:
     made = f"{infer} --max_gen_len 40 x"
     for line in (f"{made} | head -n 1", f"{made} --stream | head -c 5", f"{made} | true", f"{made} <&- >&-"):
@@ -174,6 +175,7 @@ def test_sigterm_is_a_launcher_s_own(command: str) -> None:
     assert (process.returncode, err) == (-signal.SIGTERM, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flag", "until"), [("--stream", "first\n> "), ("--trace", "step 5\n")])
 def test_sigterm_prints_what_was_generated(infer: str, flag: str, until: str) -> None:
     """A trace shows how far it is, where the text is printed at the end alone."""
@@ -234,6 +236,7 @@ def test_ctrl_c_while_a_command_imports_is_one_line(words: list[str], tmp_path: 
 # ---- the environment -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -311,6 +314,7 @@ def on_terminal(words: list[str], **changes: str) -> str:
 EVIL = "\033]0;title\a\033[31mred\x9b2J\u202e\r\x7f"
 
 
+@pytest.mark.slow
 def test_prompts_names_and_errors_reach_a_terminal_with_control_characters_visible(infer: str, tmp_path: Path) -> None:
     for words in (["--max_gen_len", "1", EVIL], ["--stream", "--max_gen_len", "1", EVIL], ["--prompt_file", EVIL]):
         shown = on_terminal([*infer.split(), *words])

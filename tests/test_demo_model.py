@@ -71,6 +71,7 @@ def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [tokenizer.encode(text, bos=False, eos=False) for text in texts]
 
 
+@pytest.mark.slow
 def test_64_greedy_ids_on_20_prompts_are_those_of_transformers(
     demo: tuple[Transformer, Tokenizer], theirs: LlamaForCausalLM
 ) -> None:
@@ -90,6 +91,7 @@ def test_64_greedy_ids_on_20_prompts_are_those_of_transformers(
         torch.testing.assert_close(torch.tensor(scores), chosen, rtol=0, atol=3e-4)
 
 
+@pytest.mark.slow
 def test_perplexity_on_prose_is_that_of_transformers(
     demo: tuple[Transformer, Tokenizer], theirs: LlamaForCausalLM
 ) -> None:
@@ -107,11 +109,14 @@ def test_perplexity_on_prose_is_that_of_transformers(
     assert 10 < score.perplexity < 100  # English, not known by heart; a list of births and deaths is in it
 
 
-def test_greedy_ids_are_the_same_with_and_without_the_cache(demo: tuple[Transformer, Tokenizer]) -> None:
+@pytest.mark.parametrize(("rows", "length"), [(2, 6), pytest.param(4, 20, marks=pytest.mark.slow)])
+def test_greedy_ids_are_the_same_with_and_without_the_cache(
+    rows: int, length: int, demo: tuple[Transformer, Tokenizer]
+) -> None:
     model, tokenizer = demo
-    prompts = encoded(tokenizer, PROMPTS[:4])
-    cached, _ = model.generate_tokens(prompts, 20, **GREEDY)
-    assert cached == model.generate_tokens(prompts, 20, kv_caching=False, **GREEDY)[0]
+    prompts = encoded(tokenizer, PROMPTS[:rows])
+    cached, _ = model.generate_tokens(prompts, length, **GREEDY)
+    assert cached == model.generate_tokens(prompts, length, kv_caching=False, **GREEDY)[0]
     model.kv_caching = False
     try:
         assert [row[:4] for row in cached] == model.generate_tokens(prompts, 4, **GREEDY)[0]
@@ -119,6 +124,7 @@ def test_greedy_ids_are_the_same_with_and_without_the_cache(demo: tuple[Transfor
         model.kv_caching = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [GREEDY, {"temperature": 0.8, "seed": 3}])
 def test_a_row_in_a_batch_gives_what_it_gives_alone(demo: tuple[Transformer, Tokenizer], choice: Any) -> None:
     model, tokenizer = demo
@@ -150,6 +156,7 @@ def infer() -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_inference_py_continues_its_four_prompts_alike_with_and_without_the_cache(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -181,6 +181,7 @@ cli.main(main)
 """
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize("stream", ["> /dev/full", ">&-", "| true", "2>&-"])
 def test_a_measurement_is_in_its_file_whatever_becomes_of_the_page(stream: str, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_versions_are_those_of_the_packages_that_are_installed() -> None:
     assert machine._version("a-package-that-nobody-has-installed") is None
 
 
+@pytest.mark.slow
 def test_looking_up_the_environment_imports_no_peer() -> None:
     code = "import sys, torch; from llama.machine import environment; environment(torch.device('cpu')); "
     code += "assert {'transformers', 'llama_cpp'}.isdisjoint(sys.modules)"
@@ -316,6 +317,7 @@ def test_tensor_peak_leaves_the_environment_as_it_was(monkeypatch: pytest.Monkey
     assert seen == ["3"]
 
 
+@pytest.mark.slow
 def test_tensor_peak_prints_nothing() -> None:
     code = "from llama.bench.run.memory import tensor_peak; tensor_peak(lambda: None); tensor_peak(lambda: None)"
     environ = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}

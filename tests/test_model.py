@@ -313,6 +313,7 @@ def test_vocab_size_that_nobody_stated_is_refused() -> None:
         Transformer(ModelArgs())
 
 
+@pytest.mark.slow
 def test_limits_hold_where_python_strips_asserts() -> None:
     """Catches bug 15: Meta's limits are asserts, which `python -O` removes."""
     program = """

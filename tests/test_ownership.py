@@ -232,6 +232,7 @@ for threads in (2, 1):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=needs_a_compiler)])
 def test_a_forked_process_is_told_why_it_would_hang_and_computes_with_one_thread(fast: bool) -> None:

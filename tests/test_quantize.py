@@ -201,6 +201,7 @@ def test_a_checkpoint_is_loaded_into_int8_matrix_by_matrix(checkpoint: Path) -> 
     assert told[-1][0] == told[-1][1] == sum(parameter.nbytes for parameter in quantized.parameters())
 
 
+@pytest.mark.slow
 def test_quantising_takes_less_memory_at_its_peak_than_the_float_model(demo_checkpoint: Any) -> None:
     args = demo_checkpoint.args
     peak = tensor_peak(lambda: load_weights(demo_checkpoint, args, dtype=torch.float32, device="cpu", quantize="int8"))
@@ -215,6 +216,7 @@ def demo_checkpoint() -> Any:
     return open_checkpoint(demo_model_path())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 def test_every_way_to_generate_goes_on_with_int8(fast: bool) -> None:
     model, tokenizer = load("demo", quantize="int8", fast=fast)

@@ -32,7 +32,7 @@ from llama.checkpoint import open_checkpoint
 from llama.costs import parameters
 
 ROOT = Path(__file__).parents[1]
-WORLDS = (2, 4)
+WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 TIMEOUT_S = 5  # of a job that is to lose a rank
 
 
@@ -81,21 +81,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[int, list[dict[str, str]]]:
-    """What each rank said of each case, by the number of ranks. One launch for all cases: it takes seconds."""
-    found = {}
-    for size in WORLDS:
-        code, printed, _ = ended(torchrun(size, ROOT / "tests" / "ranks_child.py", folder, forked=True))
-        assert code == 0, printed
-        found[size] = [json.loads((folder / f"outcomes.{rank}.json").read_text("utf-8")) for rank in range(size)]
-    return found
+@pytest.fixture(scope="module", params=WORLDS)
+def outcomes(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, str]]:
+    """What each of so many ranks said of each case. One launch for all cases: it takes seconds."""
+    code, printed, _ = ended(torchrun(request.param, ROOT / "tests" / "ranks_child.py", folder, forked=True))
+    assert code == 0, printed
+    return [json.loads((folder / f"outcomes.{rank}.json").read_text("utf-8")) for rank in range(request.param)]
 
 
-@pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize("name", ranks_child.CASES)
-def test_ranks(outcomes: dict[int, list[dict[str, str]]], size: int, name: str) -> None:
-    assert [rank[name] for rank in outcomes[size]] == [""] * size
+def test_ranks(outcomes: list[dict[str, str]], name: str) -> None:
+    assert [rank[name] for rank in outcomes] == [""] * len(outcomes)
 
 
 LOST = "RankLost: another rank has ended or does not answer; if it was only slow, give a longer --timeout: "
@@ -131,6 +127,7 @@ def lost(folder: Path) -> dict[str, tuple[int, str, float]]:
         return dict(zip(FAULTS, pool.map(lambda fault: lose(folder, fault), FAULTS), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_job_that_loses_a_rank_ends_in_time_and_says_why(lost: dict[str, tuple[int, str, float]], fault: str) -> None:
     code, printed, lasted = lost[fault]
@@ -158,6 +155,7 @@ def alone(folder: Path) -> str:
     return texts_of(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_script_prints_once_what_one_process_prints(folder: Path, alone: str) -> None:
     code, printed, _ = ended(torchrun(2, ROOT / "inference.py", *ASKED, cwd=folder))
     assert code == 0, printed
@@ -165,6 +163,7 @@ def test_the_script_prints_once_what_one_process_prints(folder: Path, alone: str
     assert printed.count("2 ranks") == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_share_the_heads_are_told_who_can(folder: Path) -> None:
     code, printed, _ = ended(torchrun(3, ROOT / "inference.py", *ASKED, cwd=folder, forked=True))
     assert code == 1
@@ -173,6 +172,7 @@ def test_ranks_that_cannot_share_the_heads_are_told_who_can(folder: Path) -> Non
     assert "cannot be shared out to 3 ranks; 1 or 2 or 4 can share them" in printed
 
 
+@pytest.mark.slow
 def test_a_cell_is_measured_on_all_ranks_and_predicted_for_each(folder: Path) -> None:
     # A wide MLP: the trace does not see that gloo's threads give a tensor back (of 300 sums it saw 175 to 190), and all
     # of these together are to be less than the 5 % below.
@@ -212,6 +212,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
 
 
+@pytest.mark.slow
 def test_two_hosts_write_what_one_process_writes(folder: Path, alone: str, two_hosts: tuple[str, str]) -> None:
     def start(node: int) -> subprocess.Popen[str]:
         job = [

@@ -596,6 +596,7 @@ class TemplateTurns(RuleBasedStateMachine):
             assert self.tokenizer.decode(tokens[:begin]) == self.format.render(self.said[:-1]).text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_any_turns_by_any_template_leave_the_ids_of_the_dialog(name: str, spelling: Tokenizer, tmp_path: Path) -> None:
     tokenizer = with_template(spelling, TEMPLATES[name])
@@ -852,6 +853,7 @@ def test_ctrl_c_ends_the_answer_and_quit_the_conversation(checkpoint: Path) -> N
         os.close(terminal.fd)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 @pytest.mark.parametrize("answering", [True, False])
 def test_sigterm_ends_a_conversation_on_a_terminal(answering: bool, checkpoint: Path) -> None:

@@ -32,19 +32,23 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [cell for cell in book.cells if cell.cell_type == "code"]
 
 
+@pytest.mark.slow
 def test_the_tutorial_prints_what_is_recorded_in_it(cells: list[Any]) -> None:
     recorded = [cell for cell in RECORDED.cells if cell.cell_type == "code"]
     assert [printed(cell) for cell in cells] == [printed(cell) for cell in recorded]
 
 
+@pytest.mark.slow
 def test_the_tutorial_finds_the_same_text_with_and_without_the_cache(cells: list[Any]) -> None:
     assert "the same text: True" in printed(cells[2])
 
 
+@pytest.mark.slow
 def test_the_tutorial_draws_the_time_of_a_step(cells: list[Any]) -> None:
     assert [output.data.keys() & {"image/png"} for output in cells[3].outputs] == [{"image/png"}]
 
 
+@pytest.mark.slow
 def test_the_kind_of_cache_made_in_the_tutorial_serves_the_model(cells: list[Any]) -> None:
     held = {kind: int(n.replace(",", "")) for kind, n in re.findall(r"^(\w+) +held ([\d,]+)", printed(cells[5]), re.M)}
     assert held["half"] * 2 == held["static"]

@@ -203,6 +203,7 @@ def test_a_kind_whose_turn_comes_after_the_end_of_the_budget_is_said_to_lack_its
     assert script.exit_code(report) == 0
 
 
+@pytest.mark.slow
 def test_times_that_others_disturbed_are_marked_as_such(
     base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +230,7 @@ def test_it_is_said_beforehand_how_long_it_will_take(
     assert "quality on 20 tokens" in second
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_what_it_lacks(base: Cell, here: Here, tmp_path: Path) -> None:
     def interrupt(kind: str, cell: Cell) -> None:
         if (kind, cell.kv_cache) == ("cache_quality", "paged"):
@@ -295,6 +297,7 @@ def test_a_cell_has_one_kind_of_cache(base: Cell, capsys: pytest.CaptureFixture[
     assert "--preset caches takes several" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_kind_of_ones_own_goes_through_the_command_from_its_file(
     base: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -392,6 +392,7 @@ def test_flags_that_it_would_not_heed_are_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_measures_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint(tmp_path / "model", max_seq_len=2048)
     words = [f"--ckpt_dir={folder}", f"--out={tmp_path / 'out'}", "--budget=0.01", "--kv_cache=paged", "--threads=1"]

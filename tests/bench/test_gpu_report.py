@@ -332,6 +332,7 @@ def test_what_means_nothing_is_refused_in_one_line(
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_script_shows_its_help_in_a_process_of_its_own() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True)
     assert "--skip" in done.stdout

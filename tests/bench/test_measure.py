@@ -91,6 +91,7 @@ def test_a_cell_in_exact_mode_says_so_and_stands_apart(tmp_path: Path) -> None:
     assert any("exact mode pads and copies" in line["note"] for line in record["ledger"]["lines"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", [True, False])
 def test_what_exact_mode_costs_is_timed_in_a_traced_run_alone(tmp_path: Path, trace: bool) -> None:
     cell = Cell(model=str(write_checkpoint(tmp_path / "tiny")), input_len=5, output_len=3, exact=True)
@@ -150,6 +151,7 @@ def test_a_fast_cell_tells_that_native_code_ran_and_stands_apart(
     ]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_native_code_is_compiled_when_the_model_is_built_and_never_while_the_clock_runs(
     native_sized: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def test_a_model_of_noise_finds_nothing_and_recall_is_by_length() -> None:
     assert recall(some) == {256: 0.5, 512: 1.0}
 
 
+@pytest.mark.slow
 def test_the_demo_finds_a_needle_in_a_full_cache_and_not_in_one_that_forgets(
     fast_demo: tuple[Transformer, Tokenizer],
 ) -> None:

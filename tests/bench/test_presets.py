@@ -423,6 +423,7 @@ def test_a_curve_that_fails_is_said_and_the_cells_stand(base: Cell, here: Here, 
     assert all(len(record["samples"]) == REPETITIONS for record in report["cells"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["table", "sweep"])
 def test_a_cache_of_ones_own_is_measured_by_its_name(
     base: Cell, here: Here, tmp_path: Path, preset: str, capsys: pytest.CaptureFixture[str]
@@ -441,6 +442,7 @@ def test_a_cache_of_ones_own_is_measured_by_its_name(
     assert "VIOLATED" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_page_has_a_generation_to_step_through_where_it_is_asked_for(
     base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -567,6 +569,7 @@ def test_a_sweep_of_too_few_contexts_says_that_nothing_was_fitted(
 ENGINES = ["transformers", "llama.cpp", "llama.cpp:int8", "llama.cpp:int4", "llama:fast", "llama:fast:int8"]
 
 
+@pytest.mark.slow
 def test_one_table_holds_every_engine_in_every_mode_that_it_has(
     here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -642,6 +645,7 @@ def test_a_slope_is_predicted_of_one_process_with_a_static_cache_under_known_cei
     assert presets.predicted_slope(Cell(ranks=2), 100, ceilings) is None
 
 
+@pytest.mark.slow
 def test_the_function_measures_in_a_process_of_its_own_and_compares(base: Cell) -> None:
     measured_and_compared(base, kv_caching=True)
 
@@ -663,6 +667,7 @@ def test_unless_more_is_asked_for_one_mode_is_measured_once(base: Cell, here: He
         benchmark_inference(2, 6, 4, ckpt_dir=base.model, device="cpu", repeats=0)
 
 
+@pytest.mark.slow
 def test_a_job_that_refuses_says_why_and_one_that_dies_how(base: Cell) -> None:
     with pytest.raises(ValueError, match="passes the model's max_seq_len=256"):
         run_job("cell", base.but(input_len=300), trace=False)

@@ -214,6 +214,7 @@ def test_every_row_of_a_disturbed_csv_says_so_and_of_the_cells_those_that_were()
     assert {row["disturbed"] for row in csv.DictReader(io.StringIO(report_csv(table_report())))} == {""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report", [table_report(), sweep_report()], ids=["table", "sweep"])
 def test_every_plot_of_a_disturbed_report_says_so_across(report: Report) -> None:
     plain = {name: as_png(figure) for name, figure in figures(report).items()}

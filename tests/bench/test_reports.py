@@ -458,6 +458,7 @@ def test_texts_of_others_stay_texts() -> None:
     assert "\x1b" not in cell_text(report["cells"][0], color=False).partition("Notes")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report", [table_report(), sweep_report()])
 def test_pictures_are_drawn_at_their_size_and_alike_each_time(report: Report) -> None:
     again = figures(report)
@@ -678,6 +679,7 @@ def looked_at(folder: Path, report: Report, width: int) -> Any:
     return json.loads(html.unescape(seen))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 @pytest.mark.parametrize(
     ("report", "width"),

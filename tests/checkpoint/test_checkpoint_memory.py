@@ -84,6 +84,7 @@ def write_kinds(directory: Path, *, vocab_size: int, layers: int, width: int) ->
     return [str(path) for path in paths]
 
 
+@pytest.mark.slow
 def test_anonymous_memory_grows_by_little_more_than_the_model(tmp_path: Path) -> None:
     small = write_kinds(tmp_path / "small", vocab_size=768, layers=1, width=256)
     large = write_kinds(tmp_path / "large", vocab_size=8192, layers=7, width=512)
@@ -139,6 +140,7 @@ def weights_of_sizes(name: str) -> tuple[dict[str, torch.Tensor], LlamaConfig]:
     return meta_weights(random_model(config)), config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repack", [True, False])
 def test_resident_memory_holds_a_stored_file_once(repack: bool, tmp_path: Path) -> None:
     small, large = (
@@ -148,6 +150,7 @@ def test_resident_memory_holds_a_stored_file_once(repack: bool, tmp_path: Path) 
     assert growth < (1.4 * model if repack else 0.2 * model)  # 2.0 with every page that was read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2])
 def test_resident_memory_holds_a_pth_file_once(shards: int, tmp_path: Path) -> None:
     paths = []

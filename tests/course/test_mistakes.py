@@ -59,6 +59,7 @@ def right(probe: Probe) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", plants("mistakes.txt"), ids=lambda plant: plant.name)
 def test_a_planted_mistake_is_named_right(plant: Plant, probe: Probe, right: dict[str, Any]) -> None:
     outcome = probe(plant)
@@ -68,6 +69,7 @@ def test_a_planted_mistake_is_named_right(plant: Plant, probe: Probe, right: dic
     assert {finding.name for finding in found} - noted == plant.found, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", plants("right.txt"), ids=lambda plant: plant.name)
 def test_a_right_solution_of_any_shape_gets_all_points(plant: Plant, probe: Probe, right: dict[str, Any]) -> None:
     graded = grade(Path(), probe(plant), right)

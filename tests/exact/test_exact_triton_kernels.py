@@ -23,6 +23,7 @@ FP64_TOLERANCE = 1e-13  # averages of numbers of about 1, a hundred roundings of
 FP32_TOLERANCE = 1e-5  # the same with roundings of 6e-8
 
 
+@pytest.mark.slow
 @compiled
 def test_all_claims_hold_in_tritons_interpreter() -> None:
     assert_claims_hold_interpreted(__file__)
@@ -202,6 +203,7 @@ def test_no_kernel_is_compiled_anew_for_what_differs_from_call_to_call(kernel: A
         assert each.is_constexpr or each.name in fixed or unseen, each.name
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16", "fp16"])
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -47,7 +47,9 @@ def go_on(plain: Transformer, fast: Transformer, tokens: Tensor, start: int, *, 
     return served(fast) > before
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8", "int4", "bf16"])
+@pytest.mark.parametrize(
+    "kind", ["fp32", "int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int4", "bf16"))]
+)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("args", [ARGS, EVERYTHING], ids=["llama", "biases and norms"])
 def test_a_change_in_the_middle_of_a_text(args: ModelArgs, change: str, kind: str) -> None:

@@ -35,6 +35,7 @@ FP32_TOLERANCE = 2e-5
 BF16_TOLERANCE = 4e-2
 
 
+@pytest.mark.slow
 @compiled
 def test_all_claims_hold_in_tritons_interpreter() -> None:
     assert_claims_hold_interpreted(__file__)
@@ -507,6 +508,7 @@ def before_the_wait(ptx: str) -> str:
     return early
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("rows", [ONE, MANY])
 @pytest.mark.parametrize(("kernel", "sizes", "tiles"), KERNELS)
@@ -541,6 +543,7 @@ def machine_code(cubin: bytes, folder: Path) -> tuple[list[str], str]:
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text), usage
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(("kernel", "sizes", "tiles"), KERNELS)

@@ -226,6 +226,7 @@ def backend() -> tuple[Backend, list[torch.fx.GraphModule]]:
     return compile_nothing, made
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_compiled_when_it_is_tried_and_never_in_a_text(
     backend: tuple[Backend, list[torch.fx.GraphModule]],
 ) -> None:
@@ -244,6 +245,7 @@ def test_what_is_compiled_is_compiled_when_it_is_tried_and_never_in_a_text(
     assert ran(fast) == 2 * (9 + 3 * LENGTH_STEP)  # prompts, too
 
 
+@pytest.mark.slow
 def test_models_of_other_sizes_do_not_share_what_is_compiled(
     backend: tuple[Backend, list[torch.fx.GraphModule]],
 ) -> None:
@@ -741,6 +743,7 @@ def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -
     assert set(calls) == {1}
 
 
+@pytest.mark.slow
 def test_fused_kernels_that_fail_give_way_to_what_runs_without_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -761,6 +764,7 @@ def test_fused_kernels_that_fail_give_way_to_what_runs_without_them(
         plain.runner = None
 
 
+@pytest.mark.slow
 def test_fused_kernels_run_where_they_were_asked_for_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = twins(dtype=torch.float32)
     monkeypatch.setattr(choose, "COMPILER", "eager")

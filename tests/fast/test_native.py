@@ -509,6 +509,7 @@ def test_a_second_start_compiles_nothing_and_needs_no_compiler(monkeypatch: pyte
     assert fast.runner is not None
 
 
+@pytest.mark.slow
 def test_a_damaged_library_is_compiled_again_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_tokenizer_json_gives_the_same_ids_out_of_a_gguf_file(
     assert_same(parsed(again), parsed(ours), among)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{"lstrip": True}, {"rstrip": True}, {"single_word": True}, {"normalized": True}])
 @pytest.mark.parametrize("special", [False, True])
 def test_flags_of_added_tokens_are_followed_as_in_transformers(flags: Any, special: bool, tmp_path: Path) -> None:
@@ -156,6 +157,7 @@ def test_ids_of_pieces_in_a_gguf_file_equal_llama_cpp(prefix: bool, file_of_piec
     assert_same(parsed(ours), lambda t: theirs.tokenize(t.encode(), add_bos=False, special=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("metaspace", [None, "always", "first", "never"])
 def test_ids_of_pieces_in_a_tokenizer_json_equal_transformers(

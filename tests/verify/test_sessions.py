@@ -303,7 +303,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [DTYPES[0], pytest.param(DTYPES[1], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("fault", "kv_cache", "found_by"), CASES)
 def test_a_broken_session_is_a_violation_of_its_way_and_of_no_other(
     fault: Break, kv_cache: str, found_by: set[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -103,6 +103,7 @@ def nothing_is_complained_of(shown: Page) -> Iterator[None]:
     assert shown.driver.get_log("browser") == []
 
 
+@pytest.mark.slow
 def test_the_slider_and_keys_and_the_address_turn_to_a_step(shown: Page) -> None:
     shown.open(address="#step=4")
     assert shown.step == 4
@@ -123,6 +124,7 @@ def test_the_slider_and_keys_and_the_address_turn_to_a_step(shown: Page) -> None
         assert shown.step == step
 
 
+@pytest.mark.slow
 def test_it_plays_to_the_end_and_pauses_when_asked(shown: Page) -> None:
     shown.open()
     shown.find("#play").click()
