@@ -50,7 +50,7 @@ def read_runs(path: Path) -> list[Run]:
         runs: list[Run] = content["runs"]
         if any(run.keys() != Run.__annotations__.keys() for run in runs):
             raise ValueError("a run has not the fields that it should have")
-        for run in runs:  # those of before all of this was certified
+        for run in runs:  # older ones lack some of these
             run["config"] = {
                 "runner": "exact" if run["config"]["exact"] else "plain",
                 "quantize": None,

@@ -86,6 +86,15 @@ def test_a_table_counts_once_for_each_way_with_rounded_weights(base: Cell, here:
     assert "not measured" not in "".join(report["failures"])
 
 
+def test_rounded_weights_are_compared_with_plain_float32_over_one_row_of_the_text(base: Cell, tmp_path: Path) -> None:
+    cells = [base.but(fast=True, quantize="int8", activations=8, dtype="bf16", batch_size=8)]
+    reference, rounded = agreement_cells(session_of(new_report("table", cells), tmp_path, minutes=1)).values()
+    assert (reference.fast, reference.quantize, reference.activations, reference.dtype) == (False, None, 16, "fp32")
+    assert (rounded.fast, rounded.quantize, rounded.activations, rounded.dtype) == (True, "int8", 8, "bf16")
+    for cell in (reference, rounded):
+        assert (cell.batch_size, cell.input_len, cell.output_len) == (1, 1024, 1)
+
+
 def test_a_table_without_rounded_weights_counts_nothing(base: Cell, here: Here, tmp_path: Path) -> None:
     report = table(base, tmp_path, [])
     assert (scored(here), report["agreements"]) == ([], [])

@@ -95,7 +95,7 @@ def test_a_budget_of_a_moment_measures_the_quickest_cell_and_names_all_that_is_l
     assert [len(record["samples"]) for record in report["cells"]] == [int(name == quickest) for name in cells]
     left_out = [name for name in cells if name != quickest]
     curves = [f"steps at batch {batch}: no room in the budget" for batch in (1, 2)]
-    assert {*report["failures"]} == {*(f"{name}: no room in the budget" for name in left_out), *curves}
+    assert sorted(report["failures"]) == sorted([*(f"{name}: no room in the budget" for name in left_out), *curves])
     assert all(record["error"] is None for record in report["cells"])
     assert script.exit_code(report) == 0
     said = capsys.readouterr().err
@@ -104,6 +104,12 @@ def test_a_budget_of_a_moment_measures_the_quickest_cell_and_names_all_that_is_l
     shown = report_markdown(report)
     assert f"not measured: {left_out[-1]}: no room in the budget" in shown
     assert f"not measured: {quickest}" not in shown
+
+
+def test_a_table_of_one_cell_measures_it_whatever_the_budget(base: Cell, here: Here, tmp_path: Path) -> None:
+    session = session_of(new_report("table", [base], budget_minutes=0.001), tmp_path, minutes=0.001)
+    run_session(session)
+    assert [len(record["samples"]) for record in session.report["cells"]] == [1]
 
 
 def test_a_sweep_with_a_budget_of_a_moment_measures_its_quickest_cell(base: Cell, here: Here, tmp_path: Path) -> None:
@@ -635,6 +641,25 @@ def test_a_peer_on_our_weights_is_told_whether_it_made_our_plain_tokens() -> Non
     for _ in range(2):  # as a run that goes on does
         presets.compare_peers(report)
         assert [record["notes"] for record in report["cells"]] == [notes for _, _, notes in made]
+
+
+def test_presets_measure_at_the_sizes_that_the_documentation_names() -> None:
+    assert (presets.REPETITIONS, presets.BATCHES, presets.GENERATED) == (5, (1, 8, 16), (10, 20, 50, 100, 200))
+    assert [2**n for n in range(5)] == presets.SWEEP_BATCHES
+    assert [2**n for n in range(4, 12)] == presets.CONTEXTS
+    assert [2**n for n in range(7, 14)] == presets.CACHE_LENGTHS
+    assert presets.AGREED_ON == 1024
+
+
+def test_a_curve_is_expected_to_feed_each_step_four_times(base: Cell, here: Here, tmp_path: Path) -> None:
+    """Once to warm up, and three times that count: behind 2, 3, 4 and 6 tokens in a table of prompts of six."""
+    of_table = session_of(new_report("table", table_cells(base, []), budget_minutes=1), tmp_path / "table", minutes=1)
+    assert presets.table_curves(of_table) == {"steps at batch 1": 4 * 15, "steps at batch 2": 4 * 2 * 15}
+    of_sweep = session_of(new_report("sweep", sweep_cells(base), budget_minutes=1), tmp_path / "sweep", minutes=1)
+    assert presets.sweep_curves(of_sweep) == {
+        **{"cache sizes": 0, "steps by context": 4 * (4 + 8 + 16 + 32)},
+        **{"steps at batch 1": 4 * 6, "steps at batch 2": 4 * 2 * 6},
+    }
 
 
 def test_a_slope_is_predicted_of_one_process_with_a_static_cache_under_known_ceilings() -> None:

@@ -23,7 +23,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5]]
 TEXT = [(7 * position) % 40 for position in range(24)]
 LIMIT = 48
 ARGS = tiny_args(max_seq_len=LIMIT)
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 
 
 def certify(
@@ -297,13 +297,13 @@ FAULTS: list[tuple[Break, tuple[str, ...], set[str]]] = [
     (counts_no_row, ("paged",), {BEHIND, FED_ONCE}),
 ]
 CASES = [
-    pytest.param(fault, kind, found_by, id=f"{fault.__name__}-{kind}")
+    pytest.param(fault, kind, found_by, id=f"{fault.__name__}-{kind}", marks=[pytest.mark.slow] * (kind != kinds[0]))
     for fault, kinds, found_by in FAULTS
     for kind in kinds
 ]
 
 
-@pytest.mark.parametrize("dtype", [DTYPES[0], pytest.param(DTYPES[1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("fault", "kv_cache", "found_by"), CASES)
 def test_a_broken_session_is_a_violation_of_its_way_and_of_no_other(
     fault: Break, kv_cache: str, found_by: set[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
