@@ -662,6 +662,24 @@ def test_a_curve_is_expected_to_feed_each_step_four_times(base: Cell, here: Here
     }
 
 
+def test_what_stands_beside_the_cells_is_measured_with_the_cache_on_and_whole_weights(
+    base: Cell, here: Here, tmp_path: Path
+) -> None:
+    asked: dict[str, set[tuple[bool, str | None]]] = {}
+
+    def note(kind: str, cell: Cell) -> None:
+        asked.setdefault(kind, set()).add((cell.kv_caching, cell.quantize))
+
+    here.fail = note  # type: ignore[method-assign]
+    cells = table_cells(base, ["llama:int8"])
+    run_session(session_of(new_report("table", cells, budget_minutes=0.001), tmp_path / "table", minutes=0.001))
+    known = session_of(new_report("table", cells), tmp_path / "curves", minutes=1)
+    assert set(presets.crossover_cells(known).values()) == {cells[0], cells[0].but(batch_size=2)}
+    run_session(session_of(new_report("sweep", sweep_cells(base)), tmp_path / "sweep", minutes=60))
+    del asked["cell"]
+    assert asked == {kind: {(True, None)} for kind in ("machine", "calibrate", "caches", "steps")}
+
+
 def test_a_slope_is_predicted_of_one_process_with_a_static_cache_under_known_ceilings() -> None:
     ceilings: Any = {"read_bytes_per_second": 50.0}
     assert presets.predicted_slope(Cell(), 100, ceilings) == 2.0
