@@ -292,6 +292,7 @@ def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path) -> None:
         ({}, "table", 66, ["--input_len 3"]),
         ({}, "table", 65.9, []),
         ({"text": "a b"}, "table", 66, []),
+        ({"output_len": 16}, "table", 410, ["--output_len 8", "--input_len 3"]),  # where curves alone do not fit
         ({"output_len": 64}, "table", 409.5, ["--output_len 16"]),
         ({"output_len": 64}, "table", 409.4, ["--output_len 8"]),
         ({"output_len": 64}, "table", 3452, ["--output_len 32", "--input_len 3"]),
