@@ -15,9 +15,10 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
-# The longest first, by the seconds that they and their processes compute: from some 130 of the first to 10 of the last.
+# The longest first, by the seconds that they and their processes compute with --slow: some 130 to 10.
 LONG = (
-    *("test_ranks.py", "test_demo_model.py", "test_console.py", "test_presets.py", "test_caches.py", "test_exact.py"),
+    *("test_ranks.py", "test_demo_model.py", "test_console.py", "test_presets.py", "test_caches.py"),
+    *("test_sessions.py", "test_exact.py"),
     *("test_native.py", "test_fast_triton_kernels.py", "test_reports.py", "test_kinds.py", "test_quantize.py"),
     *("test_terminal.py", "test_changed_models.py", "test_native_caches.py", "test_checkpoint_memory.py"),
     *("test_session_file.py", "test_tokenizer.py", "test_certificate_of_the_demo.py", "test_gpu_report.py"),
@@ -35,16 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out, unless --slow asks for them or they are named, and begin with the longest files.
+    """Leave slow tests out, unless --slow asks for them or tests are named, and begin with the longest files.
 
-    So two processes end at about the same time. A test is slow where it takes seconds for a claim that another test
-    makes in less, on a smaller model or in fewer cases.
+    With these first, two processes end at about the same time.
     """
     named = any("::" in word for word in config.invocation_params.args)
-    if not (named or config.getoption("--slow")):
-        left_out = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    slow = {item for item in items if item.get_closest_marker("slow")}
+    if slow and not (named or config.getoption("--slow")):
+        config.hook.pytest_deselected(items=list(slow))
+        items[:] = [item for item in items if item not in slow]
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
