@@ -493,7 +493,8 @@ struct Forward {
         Look it(*this, scratch);
         Int tasks = 0;
         for (Int t = first; t < first + count; t++) tasks += position[t] / KEYS + 1;
-        const Int heads = tasks < 8 * team.size ? rep : model.heads;  // of a task; else threads would get uneven shares
+        // Of a task: all, whose keys memory gives in one go, where that leaves nobody without one.
+        const Int heads = grouped() || tasks < team.size ? rep : model.heads;
         tasks *= model.heads / heads;
         const Int begin = tasks * team.rank / team.size, end = tasks * (team.rank + 1) / team.size;
         Int task = 0;
