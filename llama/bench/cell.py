@@ -10,8 +10,8 @@ from typing import Any, Literal, TypedDict
 from llama.machine import DTYPES
 
 # Whose weights can be in what: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0; stored is as a .gguf
-# file has them.
-QUANTIZED = {"llama": ("int8", "int4", "stored"), "llama.cpp": ("int8", "int4", "stored")}
+# file has them, and mapped the same left in that file, which is `load`'s repack=False.
+QUANTIZED = {"llama": ("int8", "int4", "stored", "mapped"), "llama.cpp": ("int8", "int4", "stored")}
 
 
 Rounding = tuple[str, bool, str | None, int]
@@ -38,8 +38,8 @@ def read_engine(words: str) -> Modes:
     """
     engine, *modes = words.split(":")
     found = [mode for mode in modes if mode not in ("fast", "a8")]
-    if unknown := [mode for mode in found if mode not in ("int8", "int4", "stored")]:
-        known = "known are fast, int8, int4, stored and a8, as in llama:fast:int8"
+    if unknown := [mode for mode in found if mode not in QUANTIZED["llama"]]:
+        known = "known are fast, int8, int4, stored, mapped and a8, as in llama:fast:int8"
         raise ValueError(f"engine={words!r}: {unknown[0]!r} is no mode; {known}")
     if len(found) > 1 or len(set(modes)) < len(modes):
         raise ValueError(f"engine={words!r} has more modes than one cell can; give --engine once for each")
@@ -59,8 +59,8 @@ class Cell:
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
     kind that the library has, or "file.py:kind" for one that a file defines. `text` replaces the random ids of every
     row; `input_len` is then the count of its tokens. `ranks` are the processes that share the model. `fast` asks for
-    the fast step, and `quantize` for weights in "int8" or "int4", or as a .gguf file has them "stored"; with these
-    `activations` are the bits of what they multiply. Raises ValueError.
+    the fast step, and `quantize` for weights in "int8" or "int4", or as a .gguf file has them, "stored" or "mapped";
+    with these `activations` are the bits of what they multiply. Raises ValueError.
     """
 
     batch_size: int = 1
@@ -151,6 +151,21 @@ class Cell:
     def layout(self) -> str | None:
         """In which layout the matrices are, where its bytes are known beforehand: ours, and whatever a file has."""
         return self.quantize if self.engine == "llama" or self.quantize == "stored" else None
+
+    @property
+    def from_file(self) -> bool:
+        """Whether the matrices are those that a .gguf file has, so that their bytes are told by its header."""
+        return self.layout in ("stored", "mapped")
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """What `load` is told of the weights."""
+        mapped = self.layout == "mapped"
+        return {
+            "quantize": "stored" if mapped else self.layout,
+            "activations": self.activations,
+            "repack": not mapped,
+        }
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -163,12 +163,12 @@ def _blank(
     return model
 
 
-def stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes that each matrix takes in memory with quantize="stored", by its name; a tied head's once.
+def stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype, *, repack: bool = True) -> dict[str, int]:
+    """Return the bytes that each matrix takes with quantize="stored", by its name; a tied head's once.
 
     Raises CheckpointError where `stored_formats` does.
     """
-    model = _blank(checkpoint, checkpoint.args, dtype, "stored", ALONE)
+    model = _blank(checkpoint, checkpoint.args, dtype, "stored", ALONE, repack=repack)
     held = {name: part.nbytes for name, part in weights_of(model).items() if len(part.shape) == 2}
     itemsize = dtype.itemsize  # of matrices that stay floats, which are blank in another dtype
     floats = {name: torch.Size(part.shape).numel() for name, part in model.named_parameters() if part.requires_grad}

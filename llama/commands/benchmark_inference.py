@@ -45,6 +45,7 @@ def main(
     fast: bool = False,
     quantize: str | None = None,
     activations: int = 16,
+    repack: bool = True,
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
@@ -93,6 +94,7 @@ def main(
         quantize: How matrices are held: of our own cells int8 or int4, in 8 or 4 bits; with --engine llama.cpp int8 is
             its Q8_0, and int4 its Q4_0. stored takes those of a .gguf file as they are, in either engine.
         activations: 8 rounds what is multiplied by such matrices to 8 bits, as llama.cpp does; 16 by default.
+        repack: --repack=False leaves stored weights in their file, mapped; as an engine of a table it is llama:mapped.
         device: Where it computes: auto, cpu, cuda or mps.
         dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         threads: Threads of the CPU, for every engine; by default PyTorch's choice.
@@ -129,6 +131,8 @@ def main(
     from llama.bench.run.peers import GPT2, check_engine
     from llama.parallel import world_rank
 
+    if not repack:
+        quantize = mapped(quantize)
     own: Modes = {"engine": "llama", "fast": fast, "quantize": quantize, "activations": activations}
     for name in {read_engine(words)["engine"] for words in engine} - {"llama"}:
         check_engine(name)
@@ -179,6 +183,13 @@ def as_started() -> str:
     """Return the command line of this process, as it can be given again."""
     one_command = Path(sys.argv[0]).stem in ("llama-kv", "__main__")
     return shlex.join([*(["llama-kv"] if one_command else ["python", "benchmark_inference.py"]), *sys.argv[1:]])
+
+
+def mapped(quantize: str | None) -> str:
+    """Return what a cell calls stored weights that stay in their file."""
+    if quantize != "stored":
+        raise ValueError("--repack=False leaves weights as a .gguf file has them; give --quantize stored, too")
+    return "mapped"
 
 
 def one_engine(engine: list[str], flags: Modes) -> Modes:
@@ -284,7 +295,7 @@ def plan_chat(cell: Cell, engines: list[str], *, command: str, budget: float) ->
     for record in report["cells"]:
         each = Cell(**record["cell"])
         check_cell(each)
-        own = find_model(each) if each.quantize == "stored" else source
+        own = find_model(each) if each.from_file else source
         check_memory(each, own.args, own.device, held=0, stored=own.stored)
     return report
 
@@ -300,7 +311,7 @@ def plan(preset: str, cell: Cell, engines: list[str], *, command: str, budget: f
     cells = table_cells(cell, engines) if preset == "table" else sweep_cells(cell)
     for each in cells:
         check_cell(each)
-        if each.quantize == "stored":
+        if each.from_file:
             find_model(each)
     if cell.model not in GPT2:
         limit = find_model(cell).args.max_seq_len

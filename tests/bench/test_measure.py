@@ -537,7 +537,7 @@ def test_an_engine_is_named_with_its_modes() -> None:
     assert Cell(**read_engine("llama.cpp:int8")).name == "llama.cpp, batch 1, cache on, int8 weights"
     for words in ("llama:quick", "llama.cpp:", "llama.cpp:Q8_0"):
         with pytest.raises(
-            ValueError, match=r"is no mode; known are fast, int8, int4, stored and a8, as in llama:fast:int8"
+            ValueError, match=r"is no mode; known are fast, int8, int4, stored, mapped and a8, as in llama:fast:int8"
         ):
             read_engine(words)
     with pytest.raises(ValueError, match="more modes than one cell can"):

@@ -66,6 +66,22 @@ def test_the_weights_of_a_stored_cell_take_the_bytes_that_were_predicted(
     assert any(note.startswith("stored weights: as the file has them") for note in record["notes"])
 
 
+@pytest.mark.parametrize("whole", [(), FLOATS], ids=["all blocks", "some in floats"])
+def test_mapped_weights_are_predicted_to_take_what_the_file_has(whole: tuple[str, ...], tmp_path: Path) -> None:
+    cell = Cell(**JOB, model=file_of(tmp_path, whole=whole))
+    stored, mapped = (worker.run_cell(one, trace=True)["record"] for one in (cell, cell.but(quantize="mapped")))
+    for name in ("weights", "head"):
+        predicted, held = line(mapped, name)
+        assert predicted == held
+    assert mapped["path"] == "plain, mapped weights"
+    assert mapped["ids"] == stored["ids"]
+    assert violated(mapped["points"]) == []
+    infos = read_header(Path(cell.model)).tensors.values()
+    if not whole:
+        assert mapped["weights_bytes"] == sum(info.nbytes for info in infos)
+    assert any(note.startswith("mapped weights: as the file has them") for note in mapped["notes"])
+
+
 def test_a_step_of_stored_weights_reads_them_once_and_of_an_untied_embedding_a_row(tmp_path: Path) -> None:
     source = find_model(Cell(**JOB, model=file_of(tmp_path)))
     assert source.stored is not None
@@ -98,6 +114,12 @@ def test_llama_cpp_reads_the_very_file_and_needs_no_model_of_ours(
 def test_stored_is_a_mode_of_both_engines() -> None:
     assert Cell(**read_engine("llama:fast:stored")).name == "batch 1, cache on, fast, stored weights"
     assert Cell(**read_engine("llama.cpp:stored")).name == "llama.cpp, batch 1, cache on, stored weights"
+
+
+def test_weights_that_stay_mapped_are_a_mode_of_ours_alone() -> None:
+    assert Cell(**read_engine("llama:fast:mapped")).name == "batch 1, cache on, fast, mapped weights"
+    with pytest.raises(ValueError, match=r"the engine llama\.cpp has weights in int8, int4, stored; choose of these"):
+        Cell(**read_engine("llama.cpp:mapped"))
 
 
 @pytest.mark.parametrize("engine", ["llama", "llama.cpp"])

@@ -24,7 +24,7 @@ CUBLAS_WORKSPACE_HOPPER = 32 * 2**20  # and the one it takes from compute capabi
 
 def layout_of(cell: Cell, stored: Mapping[str, int] | None) -> Layout:
     """Return how a cell holds its matrices; `stored`: the bytes of each, where the weights are as a file has them."""
-    assert (cell.layout == "stored") == (stored is not None)
+    assert cell.from_file == (stored is not None)
     return cell.layout if stored is None else stored
 
 

@@ -81,7 +81,7 @@ def check_cell(cell: Cell) -> None:
     """Raise ValueError for ways to compute that our own engine cannot have together, or not on this device."""
     if cell.engine == "llama":
         device, dtype = pick_device(cell.device), DTYPES[cell.dtype]
-        check_modes(device, dtype, fast=cell.fast, quantize=cell.layout, exact=cell.exact, activations=cell.activations)
+        check_modes(device, dtype, fast=cell.fast, exact=cell.exact, **cell.packing)
 
 
 def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
@@ -105,14 +105,13 @@ def find_model(cell: Cell) -> Source:
         args, tokenizer = checkpoint.args, checkpoint.tokenizer
     args = replace(args, kv_cache=cache_kind(cell.kv_cache))
 
-    packing: Any = {"quantize": cell.layout, "activations": cell.activations}
-
     def build() -> Transformer:
         if checkpoint is None:
-            model = random_model(args, dtype=dtype, device=device, **packing)
+            rounded: Any = {"quantize": cell.layout, "activations": cell.activations}
+            model = random_model(args, dtype=dtype, device=device, **rounded)
         else:
             ranks = join(device)
-            model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, **packing).eval()
+            model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, **cell.packing).eval()
         if cell.fast:  # which compiles here, if at all, before anything is timed
             make_fast(model, cache_dir() / "native")
         model.exact = cell.exact
@@ -120,7 +119,7 @@ def find_model(cell: Cell) -> Source:
 
     weights = "random" if checkpoint is None else "checkpoint"
     file = checkpoint.path if checkpoint is not None and checkpoint.path.is_file() else None
-    stored = _stored_of(cell, checkpoint, dtype) if cell.layout == "stored" else None
+    stored = _stored_of(cell, checkpoint, dtype) if cell.from_file else None
     return Source(args, tokenizer, weights, device, dtype, build, file, stored)
 
 
@@ -128,10 +127,12 @@ def _stored_of(cell: Cell, checkpoint: Checkpoint | None, dtype: torch.dtype) ->
     """Return the bytes of each matrix as it is in the file: ours in memory, a peer's in the file, which it maps."""
     if checkpoint is None or not checkpoint.path.is_file():
         raise ValueError(
-            f"quantize=stored takes the weights as a .gguf file has them, and {cell.model} is none; name one with "
-            "ckpt_dir, or choose int8 or int4"
+            f"quantize={cell.quantize} takes the weights as a .gguf file has them, and {cell.model} is none; name one "
+            "with ckpt_dir, or choose int8 or int4"
         )
-    return stored_bytes(checkpoint, dtype) if cell.engine == "llama" else file_bytes_of(checkpoint)
+    if cell.engine != "llama":
+        return file_bytes_of(checkpoint)
+    return stored_bytes(checkpoint, dtype, repack=cell.packing["repack"])
 
 
 def random_model(

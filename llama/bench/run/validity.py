@@ -39,8 +39,10 @@ def notes(cell: Cell, *, weights: str) -> list[str]:
         found.append("random token ids as prompts, of exactly the length asked for")
     if cell.dtype in ("bf16", "fp16"):
         found.append(f"low precision ({cell.dtype}): near ties may fall differently with the cache on and off")
-    if cell.quantize == "stored":
-        found.append("stored weights: as the file has them, so that what is fp32 here is the file's numbers widened")
+    if cell.from_file:
+        found.append(
+            f"{cell.quantize} weights: as the file has them, so that what is fp32 here is the file's numbers widened"
+        )
     elif cell.quantize is not None:
         found.append(
             f"{cell.quantize} weights: rounded, so that another text may come out than of the weights as they are"
