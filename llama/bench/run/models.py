@@ -132,7 +132,7 @@ def _stored_of(cell: Cell, checkpoint: Checkpoint | None, dtype: torch.dtype) ->
         )
     if cell.engine != "llama":
         return file_bytes_of(checkpoint)
-    return stored_bytes(checkpoint, dtype, repack=cell.packing["repack"])
+    return stored_bytes(checkpoint, dtype, repack=cell.layout != "mapped")
 
 
 def random_model(

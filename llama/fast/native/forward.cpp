@@ -493,7 +493,8 @@ struct Forward {
         Look it(*this, scratch);
         Int tasks = 0;
         for (Int t = first; t < first + count; t++) tasks += position[t] / KEYS + 1;
-        // Of a task: all, whose keys memory gives in one go, where that leaves nobody without one.
+        // A task has all heads of a chunk, because memory gives a position's keys fastest in one go; the heads of one kv
+        // head where a cache keeps these apart, or where chunks are fewer than threads.
         const Int heads = grouped() || tasks < team.size ? rep : model.heads;
         tasks *= model.heads / heads;
         const Int begin = tasks * team.rank / team.size, end = tasks * (team.rank + 1) / team.size;
