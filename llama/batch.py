@@ -4,7 +4,6 @@ Knows ids and positions. Does not know a model, text, or why a row is given up: 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +36,7 @@ class Chosen(NamedTuple):
     logits: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One token of a row. `echoed` tokens come from the prompt."""
 
     row: int

@@ -42,9 +42,10 @@ class Ahead:
             if self._runner.watch is not None:
                 self._runner.watch(len(self._starts), 1)
             batch.fed += len(self._starts)
-            self._runner.run(frame)
-            chosen = self._choose(frame.logits)
-            self._newest = [max(id, 0) for id in chosen.ids]  # what is none is of a row that has ended, and goes along
+            chosen = self._choose(frame)
+            self._newest = chosen.ids
+            if min(chosen.ids) < 0:  # what is none is of a row that has ended, and goes along
+                self._newest = [max(id, 0) for id in chosen.ids]
             yield chosen
             self._starts = [min(start + 1, last) for start in self._starts]
 
@@ -83,6 +84,7 @@ class Ahead:
             return None
         self._left = min(steps_left(frame.described.caches, call, frame.cache), frame.positions - 1 - max(starts))
         self._ends = ends_noted(frame.described.caches)
+        self._choose.begin(frame)
         return frame
 
 

@@ -3,7 +3,7 @@
 And how tokens are chosen from its logits. Does not know modules, nor how room is made in a cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Array, addressof, c_int64
 
 import torch
@@ -34,7 +34,7 @@ class Frame:
         shape = (call.rows, call.width if call.all else 1, described.sizes.output.columns)
         self._logits = torch.empty(shape, dtype=torch.float32, device="cpu")
         numbers = c_int64 * call.rows
-        self._starts = numbers(*call.starts)
+        self._starts, self._fed = numbers(*call.starts), numbers.from_address(ids.data_ptr())  # a row's token
         self._held = ids, cos_sin, [numbers(*given) for given in (call.lengths, call.places, call.kept)]
         lengths, places, kept = map(addressof, self._held[2])
         self._batch = NativeBatch(
@@ -67,12 +67,19 @@ class Frame:
 
     def go_on(self, ids: Sequence[int], starts: Sequence[int]) -> None:
         """Let one token of every row of the call be fed next."""
-        fed = type(self._starts).from_address(self._batch.tokens)
-        fed[:] = [ids[row] for row in self.rows]
-        self._starts[:] = [starts[row] for row in self.rows]
+        if len(self.rows) < self._of:
+            ids, starts = [ids[row] for row in self.rows], [starts[row] for row in self.rows]
+        self._fed[:] = [*ids]
+        self._starts[:] = [*starts]
+
+    def choose_by(self, choice: Choice) -> None:
+        """Let every run choose from its logits, too; whoever made the choice keeps it."""
+        batch = self._batch
+        choice.logits, choice.rows, choice.vocab = batch.logits, batch.rows, self._logits.shape[-1]
+        choice.places, batch.choice = batch.places, addressof(choice)
 
     def run(self, native: NativeForward) -> None:
-        """Compute the logits."""
+        """Compute the logits, and choose."""
         while (size := native(self.described.sizes, self._batch, self._room)) > self._room:
             self._room = size + (size // 4 if self._room else 0)  # what was too small goes on to grow
             self._workspace = torch.empty(self._room, dtype=torch.uint8, device="cpu")
@@ -89,43 +96,40 @@ class Frame:
 
 
 class Chooser:
-    """Chooses the next token of every row natively, as the loop does, wherever that is settled beyond rounding."""
+    """Computes steps and chooses as the loop does: in the same call, wherever that is settled beyond rounding."""
 
-    def __init__(self, native: NativeForward, batch: Batch) -> None:
+    def __init__(self, run: Callable[[Frame], None], batch: Batch) -> None:
         sampling, rows = batch.request.sampling, len(batch.cur_pos)
-        self._native, self._batch, self._drawn = native, batch, sampling.temperature > 0
+        self._run, self._batch = run, batch
         cut = sampling.top_p < 1 or sampling.top_k is not None  # else all tokens are drawn from, in another order
         plain = sampling.repetition_penalty == 1 and not batch.request.logprobs
-        self._able = plain and (cut or not self._drawn)
+        self._able = plain and (cut or sampling.temperature == 0)
         self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
-        self._logits: Tensor | None = None
         self._choice = choice_by(sampling, self._ids)
 
-    def __call__(self, logits: Tensor) -> Chosen:
-        """Choose from (rows, 1, vocab) logits of float32."""
-        batch = self._batch
+    def begin(self, frame: Frame) -> None:
+        """Let a frame's runs choose, too."""
         if self._able:
-            draws = batch.sampler.draw() if self._drawn else None
-            ids = self._natively(logits, draws)
-            if draws is None or not any(ids[row] == Choice.TOO_NEAR for row in batch.live):
-                return Chosen(ids, self._no_logprobs, logits[:, 0] if batch.lasting else None)
-            batch.sampler.put_back([draws])
-        last = logits[:, 0]
-        return batch.outcome(batch.sampler(last), last)
+            frame.choose_by(self._choice)
 
-    def _natively(self, logits: Tensor, draws: Tensor | None) -> list[int]:
-        choice = self._choice
-        if logits is not self._logits:  # it is the same one throughout a stretch
-            self._logits, choice.logits, choice.vocab = logits, logits.data_ptr(), logits.shape[-1]
-        choice.draws = None if draws is None else draws.data_ptr()
-        self._native.choose(choice)
-        return list(self._ids)
+    def __call__(self, frame: Frame) -> Chosen:
+        """Compute the logits, and choose the next token of every row."""
+        batch, draws = self._batch, None
+        if self._able and (draws := batch.sampler.draw()) is not None:
+            self._choice.draws = draws.data_ptr()
+        self._run(frame)
+        if self._able:
+            ids = list(self._ids)
+            if draws is None or not any(ids[row] == Choice.TOO_NEAR for row in batch.live):
+                return Chosen(ids, self._no_logprobs, frame.logits[:, 0] if batch.lasting else None)
+            batch.sampler.put_back([draws])
+        last = frame.logits[:, 0]
+        return batch.outcome(batch.sampler(last), last)
 
 
 def choice_by(sampling: Sampling, ids: Array[c_int64]) -> Choice:
-    """Return a choice of as many tokens as `ids` has room for; whoever makes it keeps that."""
+    """Return a choice by these rules whose ids stand there; whoever makes it keeps them."""
     return Choice(
-        rows=len(ids),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         min_p=sampling.min_p,

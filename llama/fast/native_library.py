@@ -66,6 +66,7 @@ class NativeBatch(ctypes.Structure):
         ("places", c_void_p),
         ("kept", c_void_p),
         ("logits", c_void_p),
+        ("choice", c_void_p),  # a Choice, or none
         ("threads", c_int64),
         ("workspace", c_void_p),
     )
@@ -83,7 +84,8 @@ class Choice(ctypes.Structure):
         ("top_k", c_int64),
         ("draws", c_void_p),
         ("ids", c_void_p),
-        ("threads", c_int64),
+        ("places", c_void_p),
+        ("threads", c_int64),  # where no forward's choose
     )
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_int64
+from ctypes import addressof, c_int64
 from operator import add
 from pathlib import Path
 from typing import Literal
@@ -74,7 +74,7 @@ class NativeRunner:
         """Yield what all further steps choose, each one native call; see Generation.run_ahead."""
         if batch.request.on_step is not None or not self.may_run_ahead(model):
             return iter(())  # who wants to see every step has the loop take it
-        return Ahead(self, model, batch, Chooser(self._native, batch)).steps()
+        return Ahead(self, model, batch, Chooser(self.run, batch)).steps()
 
     def may_run_ahead(self, model: Transformer) -> bool:
         """Whether the loop, too, would ask this runner for cached steps, and nobody watches the model's calls."""
@@ -116,14 +116,16 @@ class NativeRunner:
 
     def choose(self, logits: Tensor, sampling: Sampling, draws: Tensor) -> list[int]:
         """Return what (bsz, vocab) logits and (bsz,) draws give, as far as `Choice` says."""
-        ids = (c_int64 * len(logits))()
+        rows, vocab = logits.shape
+        ids, places = (c_int64 * rows)(), (c_int64 * rows)(*range(rows))
         choice = choice_by(sampling, ids)
-        choice.logits, choice.vocab, choice.draws = logits.data_ptr(), logits.shape[1], draws.data_ptr()
+        choice.logits, choice.rows, choice.vocab = logits.data_ptr(), rows, vocab
+        choice.draws, choice.places = draws.data_ptr(), addressof(places)
         self._native.choose(choice)
         return list(ids)
 
     def run(self, frame: Frame) -> None:
-        """Compute a call."""
+        """Compute a call, and choose if the frame does."""
         frame.run(self._native)
         self.forwards += 1
 

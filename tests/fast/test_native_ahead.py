@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
 from torch import Tensor
 
-from llama.fast.native_library import Choice, NativeForward
+from llama.fast.native_library import Choice, Model, NativeBatch, NativeForward
 from llama.fast.native_runner import NativeRunner
 from llama.generation import NonFiniteLogits
 from llama.kv_cache import StaticCache
@@ -97,8 +97,12 @@ def test_any_batch_with_any_room_and_any_stops_is_the_loops(data: st.DataObject)
     prompts, room, stops, how = data.draw(any_batch(VOCAB, most_stops=40))
     loop, ahead = _PAIRS[data.draw(st.sampled_from(CACHES))]
     before = served(loop), served(ahead)
-    theirs = loop.generate_tokens(prompts, room, stop_ids=stops, **how)
-    assert ahead.generate_tokens(prompts, room, stop_ids=stops, **how) == theirs
+    try:
+        torch.set_num_threads(data.draw(st.integers(1, 3)))
+        theirs = loop.generate_tokens(prompts, room, stop_ids=stops, **how)
+        assert ahead.generate_tokens(prompts, room, stop_ids=stops, **how) == theirs
+    finally:
+        torch.set_num_threads(1)
     assert served(loop) - before[0] == served(ahead) - before[1]
 
 
@@ -198,7 +202,16 @@ def native() -> NativeRunner:
 
 
 def chosen(logits: Tensor, sampling: Sampling, draws: Tensor | None = None) -> list[int]:
-    return native().choose(logits, sampling, torch.zeros(len(logits), dtype=torch.float64) if draws is None else draws)
+    """What native code chooses, the same however many threads share the vocabulary."""
+    draws, by_threads = torch.zeros(len(logits), dtype=torch.float64) if draws is None else draws, []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            by_threads.append(native().choose(logits, sampling, draws))
+    finally:
+        torch.set_num_threads(1)
+    assert by_threads[0] == by_threads[1] == by_threads[2]
+    return by_threads[0]
 
 
 def likeliest(logits: Tensor) -> list[int]:
@@ -253,15 +266,17 @@ def test_native_code_settles_nearly_every_draw_where_few_tokens_stand_out() -> N
 def test_what_native_code_does_not_settle_the_sampler_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, ahead = pair()
     expected = loop.generate_tokens(PROMPTS, 30, **WAYS["sampled"])
-    choose, calls = NativeForward.choose, []
+    run, calls = NativeForward.__call__, []
 
-    def sometimes(native: NativeForward, choice: Choice) -> None:
-        choose(native, choice)
-        calls.append(choice)
-        if len(calls) % 3 == 0:
-            c_int64.from_address(choice.ids).value = Choice.TOO_NEAR
+    def sometimes(native: NativeForward, model: Model, batch: NativeBatch, room: int) -> int:
+        size = run(native, model, batch, room)
+        if batch.choice and size <= room:
+            calls.append(batch.choice)
+            if len(calls) % 3 == 0:
+                c_int64.from_address(Choice.from_address(batch.choice).ids).value = Choice.TOO_NEAR
+        return size
 
-    monkeypatch.setattr(NativeForward, "choose", sometimes)
+    monkeypatch.setattr(NativeForward, "__call__", sometimes)
     assert ahead.generate_tokens(PROMPTS, 30, **WAYS["sampled"]) == expected
     assert len(calls) == 29
 

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "team.h"
 
 namespace {
 
@@ -14,35 +14,40 @@ struct Choice {
     Int rows, vocab;
     double temperature, top_p, min_p;  // as sampling.py has them; at temperature 0 the others are not looked at
     Int top_k;                         // 0: all
-    const double* draws;               // (rows,), in [0, 1)
-    Int* ids;                          // (rows,): what was chosen, or one of these:
-    Int threads;
+    const double* draws;               // in [0, 1)
+    Int* ids;                          // what was chosen, or one of those below
+    const Int* places;                 // (rows,): which of the draws and of the ids are a row's
+    Int threads;                       // where no forward's choose
 };
 constexpr Int NOT_FINITE = -1, TOO_NEAR = -2;
 
-// Where the largest of so many logits stands, the first of equals; NOT_FINITE where their sum is not, as it is not
-// where one of them is a nan or an infinity.
-inline Int likeliest(const float* logits, Int count) {
+// The largest of some logits, where it stands, the first of equals, and the sum of all: not finite where one is not.
+struct Largest {
+    float most, total;
+    Int at;
+};
+
+inline Largest largest_logit(const float* logits, Int first, Int end) {
     constexpr Int SOME = 32 * LANES;  // logits that are looked through once more, for the place
     float most = -INFINITY, total = 0;
-    Int begin = 0;
+    Int begin = first;
     floats totals = {};
-    for (Int first = 0; first < count; first += SOME) {
-        const Int end = std::min(count, first + SOME);
+    for (Int some = first; some < end; some += SOME) {
+        const Int until = std::min(end, some + SOME);
         floats largest = floats{} - INFINITY;
-        Int i = first;
-        for (; i + LANES <= end; i += LANES) {
-            const floats some = widen(logits + i);
-            largest = larger(some, largest);
-            totals += some;
+        Int i = some;
+        for (; i + LANES <= until; i += LANES) {
+            const floats each = widen(logits + i);
+            largest = larger(each, largest);
+            totals += each;
         }
         float here = largest_of(largest);
-        for (; i < end; i++) here = std::max(here, logits[i]), total += logits[i];
-        if (here > most) most = here, begin = first;
+        for (; i < until; i++) here = std::max(here, logits[i]), total += logits[i];
+        if (here > most) most = here, begin = some;
     }
-    if (!std::isfinite(total + sum_of(totals))) return NOT_FINITE;
-    while (logits[begin] != most) begin++;
-    return begin;
+    total += sum_of(totals);
+    while (std::isfinite(total) && begin < end && logits[begin] != most) begin++;
+    return {most, total, begin};
 }
 
 // The tokens of a row that may be drawn, and what the others weigh together, against the likeliest.
@@ -162,15 +167,37 @@ inline Int drawn(Candidates& tokens, const Choice& how, double draw) {
     return TOO_NEAR;
 }
 
-inline Int sampled(const float* logits, const Choice& how, double draw) {
-    const Int best = likeliest(logits, how.vocab);
-    if (best < 0) return best;
+inline Int sampled(const float* logits, Int best, const Choice& how, double draw) {
     for (const double far : {12, 6, 24}) {  // where the first are too many or too few
         Candidates tokens(logits, how.vocab, logits[best], how.temperature, far);
         const Int id = drawn(tokens, how, draw);
         if (id != TOO_NEAR) return id;
     }
     return TOO_NEAR;
+}
+
+// Choose the next token of every row. `found`: (size, rows); a thread looks first at the columns that it has computed.
+inline void choose(const Choice& how, const Team& team, Largest* found) {
+    team.share(how.vocab, [&](Int first, Int end) {
+        for (Int r = 0; r < how.rows; r++)
+            found[team.rank * how.rows + r] = largest_logit(how.logits + r * how.vocab, first, end);
+    });
+    team.wait();
+    for (Int r = team.rank; r < how.rows; r += team.size) {
+        Largest best = found[r];
+        for (Int part = 1; part < team.size; part++) {
+            const Largest& other = found[part * how.rows + r];
+            if (other.most > best.most) best.most = other.most, best.at = other.at;
+            best.total += other.total;
+        }
+        const Int place = how.places[r];
+        if (!std::isfinite(best.total))
+            how.ids[place] = NOT_FINITE;
+        else if (how.temperature > 0)
+            how.ids[place] = sampled(how.logits + r * how.vocab, best.at, how, how.draws[place]);
+        else
+            how.ids[place] = best.at;
+    }
 }
 
 }  // namespace

@@ -4,16 +4,11 @@
 // order whatever stands beside it. Threads share the tokens where there are many, else the columns of every product.
 // Nobody allocates: a call says what it needs.
 
-#include <atomic>
-#include <thread>
+#include <vector>
 
 #include "choose.h"
 #include "groups.h"
 #include "products.h"
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 namespace {
 
@@ -57,54 +52,9 @@ struct Batch {
     Int kind, slots;         // of the cache; slots: positions that it has room for, groups or blocks
     const Int *places, *kept;  // (rows,): which row of the cache each is, and how many of its tokens are to be kept
     float* logits;
+    const Choice* choice;  // to be made from these logits, or null
     Int threads;
     char* workspace;
-};
-
-// Where threads wait for each other, six or seven times a layer; OpenMP's own barrier takes longer.
-struct Barrier {
-    alignas(64) std::atomic<Int> arrived{0};
-    alignas(64) std::atomic<Int> passed{0};
-
-    void wait(Int size) {
-        const Int before = passed.load(std::memory_order_relaxed);
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-            arrived.store(0, std::memory_order_relaxed);
-            passed.store(before + 1, std::memory_order_release);
-            return;
-        }
-        for (Int turns = 0; passed.load(std::memory_order_acquire) == before; turns++)
-            if (turns < 10000)
-                pause();
-            else
-                std::this_thread::yield();  // somebody else may be computing where the others should
-    }
-
-    static void pause() {
-#if defined(__x86_64__)
-        _mm_pause();
-#endif
-    }
-};
-
-// Some threads that compute a block of rows together; one alone waits for nobody. room: a thread's own, for panels of
-// mapped matrices.
-struct Team {
-    Int rank, size;
-    Barrier* barrier;
-    char* room;
-
-    void wait() const {
-        if (size > 1) barrier->wait(size);
-    }
-
-    // Call act(first, end) with this thread's share of so many columns, whole panels all but the last.
-    template <class Act>
-    void share(Int columns, Act act) const {
-        const Int panels = (columns + PANEL - 1) / PANEL;
-        auto bound = [&](Int part) { return std::min(columns, panels * part / size * PANEL); };
-        act(bound(rank), bound(rank + 1));
-    }
 };
 
 struct Carver {  // hands out the workspace, or only counts
@@ -153,6 +103,7 @@ struct Forward {
     float* parts;                  // of every token, chunk and head, where keys are shared out
     float* scaled_row;             // each thread's
     char* rooms;                   // each thread's
+    Largest* found;                // each thread's, of every row, where tokens are chosen
     Int rounded_bytes, attention_bytes, room_bytes, workspace_size;
 
     Forward(const Model& m, const Batch& b) : model(m), batch(b), product_of{m.mixed != 0} {
@@ -195,6 +146,7 @@ struct Forward {
         room_bytes = model.mapped ? product_of.room_for(std::max(queries, widest())) : 0;
         rooms = carver.take<char>(threads * room_bytes);
         parts = apart ? carver.take<float>(tokens * chunks * model.heads * part_size()) : nullptr;
+        found = batch.choice ? carver.take<Largest>(threads * batch.rows) : nullptr;
         workspace_size = carver.used;
     }
 
@@ -228,16 +180,10 @@ struct Forward {
             for (Int i = 0; i < batch.lengths[r]; i++, t++) row[t] = r, position[t] = batch.starts[r] + i;
         }
         begin[batch.rows] = t;
-        Barrier barrier;
-#pragma omp parallel num_threads(threads)
-        {
-            Team all{0, 1, nullptr, rooms};
-#if defined(_OPENMP)
-            const Int rank = omp_get_thread_num();
-            all = {rank, omp_get_num_threads(), &barrier, rooms + rank * room_bytes};
-#endif
+        in_team(threads, [&](Team& all) {
+            all.room = rooms + all.rank * room_bytes;
             work(all);
-        }
+        });
     }
 
     void work(const Team& all) {
@@ -289,6 +235,7 @@ struct Forward {
         }
         all.wait();
         head(all, scaled, own);
+        if (batch.choice) choose(*batch.choice, all, found);
     }
 
     Int bound(Int block) const {
@@ -748,7 +695,7 @@ struct Forward {
 };
 
 template <class Act>
-void choose(const Model& model, Act act) {
+void with_types(const Model& model, Act act) {
     auto choose_product = [&](auto number) {
         using T = decltype(number);
         if (model.activations == 8)
@@ -783,7 +730,7 @@ const char* instructions() {
 // Return the bytes of workspace that it needs; where `room` is less, nothing was computed.
 Int forward(const Model* model, const Batch* batch, Int room) {
     Int size = 0;
-    choose(*model, [&](auto number, auto product) {
+    with_types(*model, [&](auto number, auto product) {
         Forward<decltype(number), decltype(product)> it(*model, *batch);
         size = it.workspace_size;
         if (size <= room) it.run();
@@ -798,11 +745,7 @@ void unpack(const Matrix* matrix, Int first, Int panels, char* room, Matrix* pan
 
 // Choose the next token of every row, see choose.h.
 void choose_tokens(const Choice* choice) {
-#pragma omp parallel for num_threads(choice->threads) if (choice->rows > 1)
-    for (Int r = 0; r < choice->rows; r++) {
-        const float* logits = choice->logits + r * choice->vocab;
-        const bool drawn = choice->temperature > 0;
-        choice->ids[r] = drawn ? sampled(logits, *choice, choice->draws[r]) : likeliest(logits, choice->vocab);
-    }
+    std::vector<Largest> found(choice->threads * choice->rows);
+    in_team(choice->threads, [&](Team& team) { choose(*choice, team, found.data()); });
 }
 }

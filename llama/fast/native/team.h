@@ -1,0 +1,76 @@
+// Threads that compute together: who of them does what, and where they wait for each other.
+
+#pragma once
+
+#include <atomic>
+#include <thread>
+
+#include "vectors.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace {
+
+// Where threads wait for each other, six or seven times a layer; OpenMP's own barrier takes longer.
+struct Barrier {
+    alignas(64) std::atomic<Int> arrived{0};
+    alignas(64) std::atomic<Int> passed{0};
+
+    void wait(Int size) {
+        const Int before = passed.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+            arrived.store(0, std::memory_order_relaxed);
+            passed.store(before + 1, std::memory_order_release);
+            return;
+        }
+        for (Int turns = 0; passed.load(std::memory_order_acquire) == before; turns++)
+            if (turns < 10000)
+                pause();
+            else
+                std::this_thread::yield();  // somebody else may be computing where the others should
+    }
+
+    static void pause() {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+};
+
+// Some threads that compute together; one alone waits for nobody. room: a thread's own, for panels of
+// mapped matrices.
+struct Team {
+    Int rank, size;
+    Barrier* barrier;
+    char* room;
+
+    void wait() const {
+        if (size > 1) barrier->wait(size);
+    }
+
+    // Call act(first, end) with this thread's share of so many columns, whole panels all but the last.
+    template <class Act>
+    void share(Int columns, Act act) const {
+        const Int panels = (columns + PANEL - 1) / PANEL;
+        auto bound = [&](Int part) { return std::min(columns, panels * part / size * PANEL); };
+        act(bound(rank), bound(rank + 1));
+    }
+};
+
+// Let so many threads act(team).
+template <class Act>
+void in_team(Int threads, Act act) {
+    Barrier barrier;
+#pragma omp parallel num_threads(threads)
+    {
+        Team team{0, 1, nullptr, nullptr};
+#if defined(_OPENMP)
+        team.rank = omp_get_thread_num(), team.size = omp_get_num_threads(), team.barrier = &barrier;
+#endif
+        act(team);
+    }
+}
+
+}  // namespace
