@@ -53,6 +53,7 @@ def choose(model: Transformer) -> None:
             Sampling(),
             Sampling(temperature=9.0),
             Sampling(top_k=7, min_p=0.1),
+            Sampling(top_p=1.0, min_p=0.01),
         ):
             runner.choose(logits, sampling, draws)
     for temperature in (0.0, 1.0):

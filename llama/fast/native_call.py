@@ -101,9 +101,7 @@ class Chooser:
     def __init__(self, run: Callable[[Frame], None], batch: Batch) -> None:
         sampling, rows = batch.request.sampling, len(batch.cur_pos)
         self._run, self._batch = run, batch
-        cut = sampling.top_p < 1 or sampling.top_k is not None  # else all tokens are drawn from, in another order
-        plain = sampling.repetition_penalty == 1 and not batch.request.logprobs
-        self._able = plain and (cut or sampling.temperature == 0)
+        self._able = sampling.repetition_penalty == 1 and not batch.request.logprobs
         self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
         self._choice = choice_by(sampling, self._ids)
 

@@ -102,7 +102,10 @@ FAULTS = {
         "else sum = multiply_add(sum, take(x + i), take(w + i));",
     ),
     "the scale of attention is forgotten": ("scale = 1.0f / std::sqrt(float(model.head_dim))", "scale = 1.0f"),
-    "of the tokens that are left the last is drawn": ("if (passed > draw * left)", "if (k == kept - 1)"),
+    "the token behind the drawn one is taken": (
+        "return sorted[i].id;",
+        "return sorted[std::min(i + 1, held_count - 1)].id;",
+    ),
 }
 
 

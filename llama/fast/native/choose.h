@@ -2,6 +2,8 @@
 //
 // A sampled token is settled here only where no rounding could make it another one: sums of tens of thousands of
 // probabilities are added up in another order than there, so what comes too near to a limit is left to the plain twin.
+// Sorting a vocabulary takes longer than a step, so tokens are brought into buckets by their logits, and only buckets in
+// which something ends are sorted.
 
 #pragma once
 
@@ -50,128 +52,228 @@ inline Largest largest_logit(const float* logits, Int first, Int end) {
     return {most, total, begin};
 }
 
-// The tokens of a row that may be drawn, and what the others weigh together, against the likeliest.
-struct Candidates {
-    static constexpr Int MOST = 4096;
-    struct Candidate {
-        double weight;
-        Int id;
-        bool operator<(const Candidate& other) const {  // the later to be taken
-            return weight < other.weight || (weight == other.weight && id > other.id);
-        }
-    } all[MOST];
-    Int count = 0, taken = 0;
-    const float *logits, most, limit;
-    const double temperature;
-    double weight = 0, rest = 0;  // of all candidates, and of all other tokens but for a ten-thousandth
-    bool others = false;          // whether there are other tokens
-    bool overflows = false;
+// What tokens weigh against the likeliest one: exp((logit - most) / temperature).
+struct Weights {
+    static constexpr Int SOME = LANES / 2;
+    const float* logits;
+    const Int vocab;
+    const float most;
+    const double temperature, inverse = std::min(1 / temperature, 1e300);
+    const double doubt = double(vocab + 1000) * 0x1p-51;  // how far two sums of them may be apart, of all together
 
-    // Candidates are the tokens whose logit, over the temperature, is no farther than `far` from the largest.
-    Candidates(const float* x, Int vocab, float largest, double t, double far)
-        : logits(x), most(largest), limit(float(largest - far * t)), temperature(t) {
-        constexpr Int SOME = 32 * LANES;  // that are added up in float32
-        for (Int first = 0; first < vocab && !overflows; first += SOME) {
-            const Int end = std::min(vocab, first + SOME);
-            floats weights = {};
-            for (Int i = first; i < end; i += LANES) {
-                const Int lanes = std::min<Int>(LANES, end - i);
-                floats some = floats{} - INFINITY;
-                std::memcpy(&some, x + i, lanes * sizeof(float));
-                const floats least = every(limit);
-                const ints near = some >= least;
-                if (any(near))
-                    for (Int lane = 0; lane < lanes; lane++)
-                        if (x[i + lane] >= limit) add(i + lane);
-                const floats each = exp_of((some - most) * float(1 / t));
-                weights += near ? floats{} : each;
-            }
-            rest += sum_of(weights);
-        }
-        others = count < vocab;
-        std::make_heap(all, all + count);
-    }
-
-    static bool any(ints mask) {
-        const longs bits = (longs)mask;
-        std::uint64_t found = 0;
-        for (int i = 0; i < VECTOR / 8; i++) found |= bits[i];
-        return found != 0;
-    }
-
-    void add(Int id) {
-        if (count == MOST) {
-            overflows = true;
-            return;
-        }
-        all[count] = {std::exp((double(logits[id]) - most) / temperature), id};
-        weight += all[count++].weight;
-    }
-
-    // The candidate that was taken as the k-th; they stand at the end, the first one last.
-    const Candidate& operator[](Int k) const { return all[count - 1 - k]; }
-    bool empty() const { return taken == count; }
-    void take() { std::pop_heap(all, all + count - taken), taken++; }
-
-    // Whether what comes next may stand before the one that was taken last: their weights differ by less than rounding,
-    // and not because their logits are the same.
-    bool unsettled() const {
-        if (!taken) return false;
-        const Candidate& last = (*this)[taken - 1];
-        if (empty()) return others && double(logits[last.id]) - limit < 1e-6 * temperature;
-        return logits[all[0].id] != logits[last.id] && last.weight - all[0].weight <= 1e-12 * last.weight;
+    // Those of SOME tokens from i on; of what stands behind the last nothing.
+    INLINE doubles from(Int i) const {
+        some_floats x = some_floats{} - INFINITY;
+        if (i + SOME <= vocab)
+            x = load<some_floats>(logits + i);
+        else if (i < vocab)
+            std::memcpy(&x, logits + i, (vocab - i) * sizeof(float));
+        return exp_of((__builtin_convertvector(x, doubles) - double(most)) * inverse);
     }
 };
 
-// Draw a token as sampling.py does, of the likeliest ones that top_k, top_p and min_p leave; these must be candidates.
-inline Int drawn(Candidates& tokens, const Choice& how, double draw) {
-    if (tokens.overflows) return TOO_NEAR;
-    double total = tokens.weight + tokens.rest, doubt = 1e-4 * tokens.rest;
-    if (how.top_k) {
-        for (total = doubt = 0; tokens.taken < how.top_k && !tokens.empty();) {
-            tokens.take();
-            total += tokens[tokens.taken - 1].weight;
-            if (tokens.unsettled()) return TOO_NEAR;
+inline double sum_of(doubles x) {
+    double sum = 0;
+    for (Int lane = 0; lane < Weights::SOME; lane++) sum += x[lane];
+    return sum;
+}
+
+template <class V>
+bool any(V mask) {
+    const longs bits = (longs)mask;
+    std::uint64_t found = 0;
+    for (Int i = 0; i < Weights::SOME; i++) found |= bits[i];
+    return found != 0;
+}
+
+// A row's tokens, in buckets from the likeliest on: each has those whose logits lie in a stretch behind those of the one
+// before, down to `reach` temperatures below the largest.
+class Buckets {
+    static constexpr Int COUNT = 512, MOST = 4096, TABLES = 4;
+    struct Token {
+        double weight;
+        Int id;
+        bool operator<(const Token& other) const {  // the order in which they are taken
+            return weight > other.weight || (weight == other.weight && id < other.id);
         }
-        if (tokens.taken < how.top_k && tokens.others) return TOO_NEAR;
-    }
-    const double cut = how.top_p * total;
-    doubt = how.top_p * doubt + 1e-12 * total;
-    Int kept = 0;
-    double sum = 0;  // of what is kept
-    for (; kept < tokens.count && (!how.top_k || kept < how.top_k); kept++) {
-        if (how.top_p < 1 && kept) {
-            if (std::abs(sum - cut) <= doubt) return TOO_NEAR;
-            if (sum > cut) break;
+    };
+    const Weights& all;
+    const float of_logit;                     // buckets to a logit
+    double weights[TABLES][COUNT + 1] = {};   // of a bucket's tokens together; behind the last, of all others
+    std::int32_t counts[TABLES][COUNT + 1] = {};
+    Token sorted[MOST];
+    Int held = -1, held_count = 0;  // the bucket that stands in `sorted`
+
+  public:
+    double total = 0;
+    bool unsettled = false;  // whether rounding may have changed what was found, or it lies out of reach
+
+    Buckets(const Weights& given, double reach)
+        : all(given), of_logit(float(std::clamp(COUNT / (reach * all.temperature), 1e-37, 1e38))) {
+        doubles far = {};
+        for (Int first = 0; first < all.vocab; first += LANES) {
+            const ints at = buckets_from(first);
+            const doubles some = all.from(first), others = all.from(first + Weights::SOME);
+            if (!any(at < std::int32_t(COUNT))) {
+                far += some + others;
+                continue;
+            }
+            std::int32_t bucket[LANES];
+            double weight[LANES];
+            store(bucket, at), store(weight, some), store(weight + Weights::SOME, others);
+            for (Int i = 0; i < std::min<Int>(LANES, all.vocab - first); i++) {  // tables do not wait for each other
+                weights[i % TABLES][bucket[i]] += weight[i];
+                counts[i % TABLES][bucket[i]]++;
+            }
         }
-        if (kept == tokens.taken) tokens.take();
-        if (tokens.unsettled()) return TOO_NEAR;
-        sum += tokens[kept].weight;
+        weights[0][COUNT] += sum_of(far);
+        for (Int b = 0; b <= COUNT; b++) {
+            for (Int t = 1; t < TABLES; t++) weights[0][b] += weights[t][b], counts[0][b] += counts[t][b];
+            total += weights[0][b];
+        }
     }
-    if (!how.top_k && kept == tokens.count && tokens.others && sum <= cut + doubt) return TOO_NEAR;
-    const double least = how.min_p * tokens[0].weight;
-    double left = 0;
-    for (Int k = 0; k < kept; k++) {
-        if (how.min_p > 0 && std::abs(tokens[k].weight - least) <= 1e-12) return TOO_NEAR;
-        if (tokens[k].weight < least)
-            kept = k;
+
+    // What the likeliest tokens weigh: at most `most`, none behind those that weigh `cut` together, none that weighs less
+    // than `least`; but at least one.
+    double kept(Int most, double cut, double least) {
+        const double near = all.doubt * total;
+        const Int thin = least > 0 ? bucket_of(all.most + std::log(least) * all.temperature) - 1 : COUNT;
+        Int count = 0;
+        double sum = 0;
+        auto ended = [&] {
+            if (count && std::abs(sum - cut) <= near) unsettled = true;
+            return unsettled || count == most || (count && sum > cut);
+        };
+        for (Int b = 0; b < COUNT && !ended(); b++) {
+            if (count + counts[0][b] <= most && sum + weights[0][b] + near < cut && b < thin) {
+                count += counts[0][b], sum += weights[0][b];
+                continue;
+            }
+            sort(b);
+            for (Int i = 0; i < held_count && !ended(); i++) {
+                const double weight = sorted[i].weight;
+                if (count && std::abs(weight - least) <= 1e-12 * least) unsettled = true;
+                if (count && weight < least) return sum;
+                count++, sum += weight;
+            }
+        }
+        if (ended()) return sum;
+        const double rest = weights[0][COUNT];
+        if (cut == INFINITY && !least && most == all.vocab) return sum + rest;
+        if (rest > near) unsettled = true;
+        return sum;
+    }
+
+    // The token at which the sum of all weights passes `target`.
+    Int passing(double target) {
+        const double near = all.doubt * total;
+        double sum = 0;
+        for (Int b = 0; b < COUNT && !unsettled; b++) {
+            if (sum + weights[0][b] + near < target) {
+                sum += weights[0][b];
+                continue;
+            }
+            sort(b);
+            for (Int i = 0; i < held_count; i++) {
+                sum += sorted[i].weight;
+                if (std::abs(sum - target) <= near) unsettled = true;
+                if (sum > target) {
+                    unsettled |= tied(b, sorted[i]);
+                    return sorted[i].id;
+                }
+            }
+        }
+        unsettled = true;
+        return -1;
+    }
+
+  private:
+    ints buckets_from(Int i) const {
+        floats x = floats{} - INFINITY;
+        if (i + LANES <= all.vocab)
+            x = widen(all.logits + i);
         else
-            left += tokens[k].weight;
+            std::memcpy(&x, all.logits + i, (all.vocab - i) * sizeof(float));
+        const floats at = (all.most - x) * of_logit;
+        return __builtin_convertvector(at < float(COUNT) ? at : floats{} + float(COUNT), ints);
     }
-    double passed = 0;
-    for (Int k = 0; k < kept; k++) {
-        passed += tokens[k].weight;
-        if (std::abs(passed - draw * left) <= 1e-12 * left) return TOO_NEAR;
-        if (passed > draw * left) return tokens[k].id;
+    Int bucket_of(double logit) const {
+        return Int(std::clamp((all.most - float(logit)) * of_logit, 0.0f, float(COUNT)));
+    }
+
+    void sort(Int bucket) {
+        if (counts[0][bucket] > MOST) unsettled = true;
+        if (held == bucket || unsettled) return;
+        held = bucket, held_count = 0;
+        for (Int first = 0; first < all.vocab && held_count < counts[0][bucket]; first += LANES) {
+            const ints here = buckets_from(first) == std::int32_t(bucket);
+            if (!any(here)) continue;
+            double weight[LANES];
+            store(weight, all.from(first)), store(weight + Weights::SOME, all.from(first + Weights::SOME));
+            for (Int i = 0; i < LANES; i++)
+                if (here[i]) sorted[held_count++] = {weight[i], first + i};
+        }
+        std::sort(sorted, sorted + held_count);
+    }
+
+    // Whether a token of a sorted bucket weighs the same as another but for rounding, and not because their logits are
+    // the same: then either may come first.
+    bool tied(Int bucket, const Token& token) const {
+        const double logit = all.logits[token.id], apart = 1e-11 * all.temperature;
+        for (Int i = 0; i < held_count; i++)
+            if (all.logits[sorted[i].id] != all.logits[token.id] &&
+                std::abs(sorted[i].weight - token.weight) <= 1e-12 * token.weight)
+                return true;
+        return bucket_of(logit - apart) != bucket || bucket_of(logit + apart) != bucket;
+    }
+};
+
+// Draw a token of those that top_k, top_p and min_p leave, from the likeliest on.
+inline Int drawn(Buckets& tokens, Int vocab, const Choice& how, double draw) {
+    const Int most = how.top_k ? std::min(how.top_k, vocab) : vocab;
+    const double total = how.top_k ? tokens.kept(most, INFINITY, 0) : tokens.total;
+    return tokens.passing(draw * tokens.kept(most, how.top_p < 1 ? how.top_p * total : INFINITY, how.min_p));
+}
+
+// Draw a token of all, or of those that min_p leaves, by their ids.
+inline Int drawn_of_all(const Weights& all, double least, double draw) {
+    bool unsettled = false;
+    auto left = [&](Int i) {
+        const doubles weights = all.from(i), over = weights - least;
+        if (least > 0) unsettled |= any((over < 0 ? -over : over) <= 1e-12 * least);
+        return weights < least ? doubles{} : weights;
+    };
+    constexpr Int MANY = 64 * Weights::SOME;  // of which the sum is made at a time
+    auto sum_from = [&](Int first) {
+        doubles sums = {};
+        for (Int i = first; i < std::min(first + MANY, all.vocab); i += Weights::SOME) sums += left(i);
+        return sum_of(sums);
+    };
+    double total = 0, sum = 0;
+    for (Int first = 0; first < all.vocab; first += MANY) total += sum_from(first);
+    const double target = draw * total, near = all.doubt * total;
+    for (Int first = 0; first < all.vocab && !unsettled; first += MANY) {
+        if (const double some = sum_from(first); sum + some + near < target) {
+            sum += some;
+            continue;
+        }
+        for (Int i = first; i < std::min(first + MANY, all.vocab); i += Weights::SOME)
+            for (Int lane = 0; lane < Weights::SOME; lane++) {
+                sum += left(i)[lane];
+                if (std::abs(sum - target) <= near) return TOO_NEAR;
+                if (sum > target) return i + lane;
+            }
     }
     return TOO_NEAR;
 }
 
 inline Int sampled(const float* logits, Int best, const Choice& how, double draw) {
-    for (const double far : {12, 6, 24}) {  // where the first are too many or too few
-        Candidates tokens(logits, how.vocab, logits[best], how.temperature, far);
-        const Int id = drawn(tokens, how, draw);
-        if (id != TOO_NEAR) return id;
+    const Weights weights{logits, how.vocab, logits[best], how.temperature};
+    if (!how.top_k && how.top_p >= 1) return drawn_of_all(weights, how.min_p, draw);
+    for (const double reach : {12, 48}) {  // few weigh less, but in a flat distribution, or where top_k is large
+        Buckets tokens(weights, reach);
+        const Int id = drawn(tokens, how.vocab, how, draw);
+        if (!tokens.unsettled) return id;
     }
     return TOO_NEAR;
 }

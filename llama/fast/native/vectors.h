@@ -43,6 +43,8 @@ typedef std::uint16_t pairs __attribute__((vector_size(VECTOR)));
 typedef std::int16_t signed_pairs __attribute__((vector_size(VECTOR)));
 typedef std::uint64_t longs __attribute__((vector_size(VECTOR)));
 typedef std::uint8_t bytes __attribute__((vector_size(VECTOR / 4)));
+typedef double doubles __attribute__((vector_size(VECTOR)));
+typedef float some_floats __attribute__((vector_size(VECTOR / 2)));  // as many as there are doubles
 
 constexpr int LANES = VECTOR / 4;
 constexpr int TOGETHER = 4;  // rows that are taken at a time
@@ -78,6 +80,17 @@ INLINE floats multiply_add(floats sum, floats x, floats w) {
     return (floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
 #else
     for (int lane = 0; lane < LANES; lane++) sum[lane] = __builtin_fmaf(x[lane], w[lane], sum[lane]);
+    return sum;
+#endif
+}
+
+INLINE doubles multiply_add(doubles sum, doubles x, doubles w) {
+#if defined(__AVX512F__)
+    return (doubles)_mm512_fmadd_pd((__m512d)x, (__m512d)w, (__m512d)sum);
+#elif defined(__FMA__)
+    return (doubles)_mm256_fmadd_pd((__m256d)x, (__m256d)w, (__m256d)sum);
+#else
+    for (int lane = 0; lane < LANES / 2; lane++) sum[lane] = __builtin_fma(x[lane], w[lane], sum[lane]);
     return sum;
 #endif
 }
@@ -193,6 +206,22 @@ INLINE floats exp_of(floats x) {
         p = multiply_add(floats{} + factor, p, r);
     p = multiply_add(r + 1.0f, p * r, r);
     return (floats)((words)(p * (floats)((exponent + 127) << 23)) & ~far);
+}
+
+// exp, within two units in the last place from -700 to 0, below that 0. Source: its series, with ln 2 in two parts as in
+// fdlibm's e_exp.c.
+INLINE doubles exp_of(doubles x) {
+    constexpr double TO_WHOLE = 0x1.8p52;  // adding it rounds to a whole number, which then stands in the lowest bits
+    const longs far = (longs)(x < -700.0);
+    x = x < -700.0 ? doubles{} - 700.0 : x;
+    const doubles zero = {}, shifted = multiply_add(zero + TO_WHOLE, x, zero + 0x1.71547652b82fep0);
+    const doubles n = shifted - TO_WHOLE;
+    const doubles r = multiply_add(multiply_add(x, n, zero - 0x1.62e42feep-1), n, zero - 0x1.a39ef35793c76p-33);
+    doubles p = zero + 1 / 6227020800.0;  // of 13!
+    for (const double factor : {1 / 479001600.0, 1 / 39916800.0, 1 / 3628800.0, 1 / 362880.0, 1 / 40320.0, 1 / 5040.0,
+                                1 / 720.0, 1 / 120.0, 1 / 24.0, 1 / 6.0, 0.5, 1.0, 1.0})
+        p = multiply_add(zero + factor, p, r);
+    return (doubles)((longs)(p * (doubles)(((longs)shifted + 1023) << 52)) & ~far);
 }
 
 // ---- as many sums at a time as a vector has lanes -------------------------------------------------------------------
