@@ -96,12 +96,16 @@ class Generation:
 
     @contextmanager
     def switched(self: LanguageModel, *, kv_caching: bool, kv_cache: str | None = None) -> Iterator[None]:
-        """Switch the cache, and its kind unless that is None, for what stands under `with`; free it and switch back."""
-        back = _switch(self, kv_caching, kv_cache)
-        try:
-            yield
-        finally:
-            back()
+        """Switch the cache, and its kind unless that is None, for what stands under `with`; free it and switch back.
+
+        Other threads are refused meanwhile.
+        """
+        with self.ownership.kept():
+            back = _switch(self, kv_caching, kv_cache)
+            try:
+                yield
+            finally:
+                back()
 
     @property
     def generating(self) -> bool:

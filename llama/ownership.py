@@ -15,7 +15,7 @@ import torch
 class Ownership:
     """Held by one generation, or by one call; all others get a RuntimeError.
 
-    Calls that share nothing but weights may run beside each other. A generation may go on in another thread than the
+    Calls that share nothing but weights may run beside each other. A thread may keep it over several of them. A generation may go on in another thread than the
     one that began it, as web servers let it. A copy, and what comes out of a pickle, is held by nothing.
     """
 
@@ -27,6 +27,7 @@ class Ownership:
         self.undisturbed = False  # whether, since the call before, no code ran but that of the generation
         self._calling = False
         self._sharing = 0  # how many calls that share nothing but weights
+        self._keeper: threading.Thread | None = None  # the thread that keeps it over many calls and generations
         self._began: threading.Thread | None = None  # the thread whose text the cache holds, where calls made it
         self._replaced: WeakSet[threading.Thread] = WeakSet()  # threads whose texts another thread has replaced
 
@@ -57,6 +58,17 @@ class Ownership:
                 self._generating = False
 
     @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep it to this thread for what stands under `with`: calls and generations that belong together."""
+        with self._lock:
+            self._check()
+            before, self._keeper = self._keeper, threading.current_thread()
+        try:
+            yield
+        finally:
+            self._keeper = before
+
+    @contextmanager
     def acting(self, *, undisturbed: bool = False) -> Iterator[None]:
         """Let this thread act for the generation: change what it needs, or make one call.
 
@@ -82,7 +94,7 @@ class Ownership:
         self._check_process()
         try:
             with self._lock:
-                if not self._generating and not self._calling and shared():
+                if not self._generating and not self._calling and not self._kept_by_another() and shared():
                     shares = True
                     self._sharing += 1
                 else:
@@ -104,11 +116,19 @@ class Ownership:
             raise RuntimeError(
                 "this model is in the middle of a generation, which owns its cache; finish or close that stream first"
             )
+        if not self._generating and self._kept_by_another():
+            raise RuntimeError(
+                "another thread keeps this model's cache and its switch as they are for several generations, as a "
+                "recording or a comparison does; wait for it, or give each thread a model of its own"
+            )
         if self._calling or self._sharing:
             raise RuntimeError(
                 "this model is in the middle of another call, which needs its cache and its switch as they are; "
                 "wait for it, or give each thread a model of its own"
             )
+
+    def _kept_by_another(self) -> bool:
+        return self._keeper not in (None, threading.current_thread())
 
     def _check_process(self) -> None:
         """Refuse what would hang: threads of a computation do not live on in a forked process."""

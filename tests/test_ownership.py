@@ -140,6 +140,20 @@ def test_nobody_changes_a_model_that_computes_in_another_thread(how: str, intrus
     INTRUSIONS[intrusion](model)
 
 
+@pytest.mark.parametrize("intrusion", INTRUSIONS)
+def test_nobody_changes_a_model_that_another_thread_has_switched(intrusion: str) -> None:
+    model = tiny_model(dtype=torch.float32).requires_grad_(False)
+    with model.switched(kv_caching=False, kv_cache="concat"):
+        with pytest.raises(RuntimeError, match="another thread keeps"):
+            elsewhere(lambda: INTRUSIONS[intrusion](model))
+        with model.switched(kv_caching=True):
+            text_of(model, PROMPTS[0])
+        with pytest.raises(RuntimeError, match="another thread keeps"):
+            elsewhere(lambda: INTRUSIONS[intrusion](model))
+    assert (model.kv_caching, model.caches[0].args.kv_cache) == (True, "static")
+    elsewhere(lambda: INTRUSIONS[intrusion](model))
+
+
 def test_uncached_calls_run_beside_each_other(model: Transformer) -> None:
     model.kv_caching = False
     tokens = [some_tokens(1, 20, seed=seed) for seed in range(8)]

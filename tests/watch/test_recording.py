@@ -1,6 +1,7 @@
 """A recording says what really happened: positions, bytes, costs and attention are those of the generation itself."""
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from fakes import Ids
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import tiny_model, watched
+from threads import in_threads
 from torch import Tensor
 
 from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
@@ -50,6 +52,33 @@ def test_the_text_and_the_bytes_held_are_those_of_the_same_generation_without_ho
         assert [[work.start] for work in works] == watch.starts
     alike = recording.texts == recording.texts_off
     assert [note.startswith("From token") for note in recording.notes] == ([] if alike else [True])
+
+
+def test_two_threads_that_record_at_a_time_leave_the_model_as_it_was(model: Transformer) -> None:
+    between, leave, refused = threading.Event(), threading.Event(), []
+
+    class Slow(Ids):  # is asked before each of the three generations
+        asked = 0
+
+        @property
+        def stop_tokens(self) -> tuple[int, ...]:  # type: ignore[override]
+            self.asked += 1
+            if self.asked == 2:
+                between.set()
+                assert leave.wait(60)
+            return ()
+
+    def intrude() -> None:
+        assert between.wait(60)
+        try:
+            recorded(model, "window:6+2")
+        except RuntimeError as error:
+            refused.append(str(error))
+        leave.set()
+
+    in_threads(lambda: record(model, Slow(), PROMPT, NEW, kv_cache="int8"), intrude)
+    assert len(refused) == 1
+    assert {cache.args.kv_cache for cache in model.caches} == {"static"}
 
 
 def test_counters_equal_the_costs_of_the_model(model: Transformer) -> None:
