@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llama.cgroups import ROOT, folders_of, own_groups, text_of
 
-_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by what computes when it is imported
+_COUNTS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # read by torch when it is imported; of both, the first
 _MOST_PER_CORE = 8  # threads that anybody may want, to see what they do
 _LOOK_S = 1.0  # the kernel counts in hundredths of a second
 _GPUS = ("/dev/nvidiactl", "/dev/kfd")  # where there is one it computes, unless it is told not to
@@ -56,14 +56,14 @@ def quota(groups: str, root: Path) -> int | None:
 def threads() -> int:
     """Return with how many threads this process computes, or will once torch is imported."""
     count: Callable[[], int] | None = getattr(sys.modules.get("torch"), "get_num_threads", None)
-    return count() if count is not None else _number(_COUNTS[0]) or usable_cores()
+    return count() if count is not None else next(filter(None, map(_number, _COUNTS)), usable_cores())
 
 
 def use_threads(asked: int | None) -> None:
     """Compute with so many threads from now on, in this process and in those that it starts.
 
-    None follows OMP_NUM_THREADS and else torch, which takes a thread for each core that it is bound to at most, but
-    does not know of a quota. Raises ValueError for a count that no machine like this one could use.
+    None follows MKL_NUM_THREADS or OMP_NUM_THREADS, and else torch, which takes a thread for each core that it is
+    bound to at most, but does not know of a quota. Raises ValueError for a count that no such machine could use.
     """
     most = _MOST_PER_CORE * (os.cpu_count() or 1)
     if asked is not None and not 1 <= asked <= most:

@@ -15,8 +15,9 @@ import torch
 class Ownership:
     """Held by one generation, or by one call; all others get a RuntimeError.
 
-    Calls that share nothing but weights may run beside each other. A thread may keep it over several of them. A generation may go on in another thread than the
-    one that began it, as web servers let it. A copy, and what comes out of a pickle, is held by nothing.
+    Calls that share nothing but weights may run beside each other. A generation may go on in another thread than the
+    one that began it, as web servers let it. A thread may keep it over several of either. A copy, and what comes out of
+    a pickle, is held by nothing.
     """
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llama import console
 
@@ -283,6 +284,7 @@ def main(
     fast: bool = False,
     quantize: str | None = None,
     activations: int = 16,
+    repack: bool = True,
     json: bool = False,
 ) -> int:
     """Print a model's perplexity on a text, without a cache in one pass a window, or through a kind of cache.
@@ -300,6 +302,7 @@ def main(
         fast: Use the fastest way to run a forward that this machine has.
         quantize: How weights are held: int8, int4, stored (as a .gguf file has them), or none.
         activations: 8 rounds what is multiplied by such weights to 8 bits; else 16.
+        repack: With stored weights: --repack=False leaves them in their file, mapped.
         json: Print JSON.
     """
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
@@ -307,9 +310,8 @@ def main(
 
     words = read_text(path, limit=TEXT_LIMIT)
     kind = "static" if kv_cache is None else cache_kind(kv_cache)
-    model, tokenizer = load(
-        ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, quantize=quantize, activations=activations
-    )
+    packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, **packing)
     ids = encode_prompt(tokenizer, words)[:tokens]
     context = min(CONTEXT, model.args.max_seq_len) if context is None else context
     if kv_cache is None:

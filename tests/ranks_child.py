@@ -248,8 +248,8 @@ FAULTS = {fault.__name__: fault for fault in (killed, raising, stopped, hanging,
 
 
 def meet(fault: str, folder: Path) -> None:
-    """Say which process meets the fault, and when; then meet it."""
-    (folder / f"{fault}.at").write_text(f"{os.getpid()} {time.time()}")
+    """Say which process meets the fault; then meet it."""
+    (folder / f"{fault}.at").write_text(f"{os.getpid()}")
     FAULTS[fault]()
 
 

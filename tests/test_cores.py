@@ -78,6 +78,19 @@ def test_threads_that_no_machine_has_are_refused_in_a_sentence(
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.parametrize("counts_set", [("MKL", "1"), ("OMP", "1"), ("OMP", "2", "MKL", "1"), ("OMP", "1", "MKL", "2")])
+def test_before_torch_is_imported_the_threads_are_those_that_it_will_have(counts_set: tuple[str, ...]) -> None:
+    look = "from llama.cores import threads; early = threads(); import torch; print(early, threads())"
+    variables = {f"{name}_NUM_THREADS": number for name, number in zip(counts_set[::2], counts_set[1::2], strict=True)}
+    if not torch.backends.mkl.is_available() and "MKL" in counts_set:
+        pytest.skip("this PyTorch has no MKL, which would read its variable")
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, check=True, env=environment | variables
+    )
+    assert done.stdout.split() == [counts_set[-1]] * 2
+
+
 def test_a_quota_limits_the_threads_that_nobody_asked_for(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import config_of, random_model, write_huggingface
+from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf, write_huggingface
 from fakes import NATIVE_SIZES, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -300,9 +300,25 @@ def test_the_command_scores_through_a_kind_of_cache_and_prints_json(
     assert facts["perplexity"] != pytest.approx(plain.perplexity, rel=1e-3)
 
 
+def test_the_command_scores_weights_that_stay_in_their_file(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=2)
+    file = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config, kind=Kind.Q4_0)
+    scores = {}
+    for words in ((), ("--repack=False",), ("--activations=8",)):
+        assert run(file, f"--text={text}", "--quantize=stored", "--json", *words) == 0
+        facts = json.loads(capsys.readouterr().out)
+        scores[facts["execution"]] = facts["perplexity"]
+    whole, mapped, rounded = scores.values()
+    assert [*scores] == ["plain, stored weights", "plain, mapped weights", "plain, stored weights, 8-bit activations"]
+    assert mapped == whole != rounded
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
+        (("--text=FILE", "--repack=False"), "ask for quantize stored, too"),
         ((), "there is no text to score; name a file by --text FILE"),
         (("--text=no/such.txt",), "no/such.txt: No such file or directory"),
         (("--text=FILE", "--prompt_len=8"), "prompt_len=8 goes with kv_cache"),

@@ -279,7 +279,7 @@ class GraphRunner:
         if short_of_memory(error):
             words = f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory"
         else:
-            self._retired = True
+            self._retired, self.name = True, "plain"
             words = f"a step failed ({in_one_line(error)})"
         self._warn(words)
         return words

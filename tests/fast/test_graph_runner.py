@@ -528,6 +528,7 @@ def test_a_step_that_fails_leaves_the_text_to_the_plain_path_and_that_is_said_on
             ours = fast.generate_tokens(PROMPTS, 20, kv_caching=kv_caching, **WAYS[way])
             assert_same(ours, plain.generate_tokens(PROMPTS, 20, kv_caching=kv_caching, **WAYS[way]))
     assert ran(fast) == 0
+    assert str(fast.execution) == "plain"
     assert caplog.messages == [
         "fast: a step failed (RuntimeError: operation not permitted when stream is capturing "
         "Compile with TORCH_USE_CUDA_DSA); the plain path runs instead"
