@@ -56,6 +56,7 @@ def choose(model: Transformer) -> None:
             Sampling(top_p=1.0, min_p=0.01),
         ):
             runner.choose(logits, sampling, draws)
+        runner.choose(logits, Sampling(repetition_penalty=1.5), draws, torch.rand(2, vocab) < 0.1)
     for temperature in (0.0, 1.0):
         model.generate_tokens([[0] * 30, [0]], [40, 5], temperature=temperature)
 

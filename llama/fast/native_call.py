@@ -4,7 +4,7 @@ And how tokens are chosen from its logits. Does not know modules, nor how room i
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import Array, addressof, c_int64
+from ctypes import Array, addressof, c_bool, c_int64
 
 import torch
 from torch import Tensor
@@ -99,14 +99,17 @@ class Chooser:
     """Computes steps and chooses as the loop does: in the same call, wherever that is settled beyond rounding."""
 
     def __init__(self, run: Callable[[Frame], None], batch: Batch) -> None:
-        sampling, rows = batch.request.sampling, len(batch.cur_pos)
+        rows = len(batch.cur_pos)
         self._run, self._batch = run, batch
-        self._able = sampling.repetition_penalty == 1 and not batch.request.logprobs
         self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
-        self._choice = choice_by(sampling, self._ids)
+        self._choice = choice_by(batch.request.sampling, self._ids, batch.sampler.seen)
+        self._seen = marks_of(batch.sampler.seen)
+        self._able = True
 
     def begin(self, frame: Frame) -> None:
         """Let a frame's runs choose, too."""
+        seen = self._batch.sampler.seen
+        self._able = seen is None or seen.shape[-1] == frame.described.sizes.output.columns
         if self._able:
             frame.choose_by(self._choice)
 
@@ -119,19 +122,30 @@ class Chooser:
         if self._able:
             ids = list(self._ids)
             if draws is None or not any(ids[row] == Choice.TOO_NEAR for row in batch.live):
+                for row, marks in enumerate(self._seen):
+                    marks[max(ids[row], 0)] = True  # as the sampler marks what a row chooses that has ended
+                if batch.request.logprobs:
+                    return batch.outcome(torch.tensor(ids).clamp(min=0), frame.logits[:, 0])
                 return Chosen(ids, self._no_logprobs, frame.logits[:, 0] if batch.lasting else None)
             batch.sampler.put_back([draws])
         last = frame.logits[:, 0]
         return batch.outcome(batch.sampler(last), last)
 
 
-def choice_by(sampling: Sampling, ids: Array[c_int64]) -> Choice:
-    """Return a choice by these rules whose ids stand there; whoever makes it keeps them."""
+def marks_of(seen: Tensor | None) -> list[Array[c_bool]]:
+    """Return the rows of (rows, vocab) marks, to write into; none where there are none."""
+    return [] if seen is None else [(c_bool * len(row)).from_address(row.data_ptr()) for row in seen]
+
+
+def choice_by(sampling: Sampling, ids: Array[c_int64], seen: Tensor | None) -> Choice:
+    """Return a choice by these rules whose ids stand there; whoever makes it keeps them, and what was seen."""
     return Choice(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         top_k=sampling.top_k or 0,
+        penalty=sampling.repetition_penalty,
+        seen=None if seen is None else seen.data_ptr(),
         ids=addressof(ids),
         threads=torch.get_num_threads(),
     )

@@ -21,7 +21,7 @@ from llama.kv_cache import KVCache
 from llama.model import Transformer
 from llama.packed import LANES, Format, MappedWeight, PackedWeight, QuantizedWeight
 from llama.quantize import quantize_layers, weights_of
-from llama.sampling import Sampling, sample
+from llama.sampling import Sampling, choose
 from llama.self_comparison import first_difference
 
 # Sizes that leave no loop out: heads of a whole and of half a block of vectors, a head that ends with part of a panel;
@@ -86,9 +86,15 @@ def check_choices(runner: NativeRunner) -> None:
     stream = torch.Generator("cpu").manual_seed(0)
     logits = 4 * torch.randn((64, 2999), generator=stream, dtype=torch.float32, device="cpu")
     draws = torch.rand(64, generator=stream, dtype=torch.float64, device="cpu")
-    for sampling in (Sampling(temperature=0.0), Sampling(0.7, top_p=0.8), Sampling(1.0, top_k=9, min_p=0.02)):
-        theirs = (sample(logits, draws, sampling) if sampling.temperature else logits.argmax(-1)).tolist()
-        ours = runner.choose(logits, sampling, draws)
+    seen = torch.rand(logits.shape, generator=stream, device="cpu") < 0.01
+    for sampling in (
+        *(Sampling(temperature=0.0), Sampling(0.7, top_p=0.8), Sampling(1.0, top_k=9, min_p=0.02)),
+        *(Sampling(temperature=0.0, repetition_penalty=1.3), Sampling(0.7, repetition_penalty=0.8)),
+    ):
+        marks = None if sampling.repetition_penalty == 1 else seen
+        ours = runner.choose(logits, sampling, draws, marks)
+        marks = None if marks is None else marks.clone()
+        theirs = choose(logits, sampling, marks, draws if sampling.temperature else None).tolist()
         if any(one not in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True)):
             raise Unsupported(
                 "the native code compiled here chooses other tokens than the sampler, from float32 logits"

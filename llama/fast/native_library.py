@@ -82,6 +82,8 @@ class Choice(ctypes.Structure):
         ("vocab", c_int64),
         *((name, c_double) for name in ("temperature", "top_p", "min_p")),
         ("top_k", c_int64),
+        ("penalty", c_double),
+        ("seen", c_void_p),  # or none
         ("draws", c_void_p),
         ("ids", c_void_p),
         ("places", c_void_p),

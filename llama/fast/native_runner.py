@@ -114,11 +114,11 @@ class NativeRunner:
             return None
         return Frame(described, ids, call, cos_sin, cache)
 
-    def choose(self, logits: Tensor, sampling: Sampling, draws: Tensor) -> list[int]:
-        """Return what (bsz, vocab) logits and (bsz,) draws give, as far as `Choice` says."""
+    def choose(self, logits: Tensor, sampling: Sampling, draws: Tensor, seen: Tensor | None = None) -> list[int]:
+        """Return what (bsz, vocab) logits, (bsz,) draws and the tokens `seen` so far give, as far as `Choice` says."""
         rows, vocab = logits.shape
         ids, places = (c_int64 * rows)(), (c_int64 * rows)(*range(rows))
-        choice = choice_by(sampling, ids)
+        choice = choice_by(sampling, ids, seen)
         choice.logits, choice.rows, choice.vocab = logits.data_ptr(), rows, vocab
         choice.draws, choice.places = draws.data_ptr(), addressof(places)
         self._native.choose(choice)

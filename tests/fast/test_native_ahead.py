@@ -29,7 +29,7 @@ from llama.generation import NonFiniteLogits
 from llama.kv_cache import StaticCache
 from llama.model import Transformer
 from llama.request import Options
-from llama.sampling import Sampling, sample
+from llama.sampling import Sampling, choose, sample
 from llama.session import Session
 
 pytestmark = needs_a_compiler
@@ -201,13 +201,13 @@ def native() -> NativeRunner:
     return NativeRunner(FOLDER)
 
 
-def chosen(logits: Tensor, sampling: Sampling, draws: Tensor | None = None) -> list[int]:
+def chosen(logits: Tensor, sampling: Sampling, draws: Tensor | None = None, seen: Tensor | None = None) -> list[int]:
     """What native code chooses, the same however many threads share the vocabulary."""
     draws, by_threads = torch.zeros(len(logits), dtype=torch.float64) if draws is None else draws, []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            by_threads.append(native().choose(logits, sampling, draws))
+            by_threads.append(native().choose(logits, sampling, draws, seen))
     finally:
         torch.set_num_threads(1)
     assert by_threads[0] == by_threads[1] == by_threads[2]
@@ -269,9 +269,32 @@ def test_native_code_settles_nearly_every_draw(spread: float) -> None:
         assert all(one in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_what_native_code_does_not_settle_the_sampler_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+@settings(max_examples=300, deadline=None)
+@given(
+    vocab=st.one_of(st.integers(1, 70), st.sampled_from([600, 2047, 5000])),
+    penalty=st.sampled_from([1e-300, 1e-30, 0.5, 0.999, 1.1, 2.0, 1e30, 1e300]),
+    share=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    spread=st.sampled_from([0.0, 1.0, 5.0, 1e30]),
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 999),
+)
+def test_tokens_that_were_seen_are_as_unlikely_as_the_sampler_makes_them(
+    vocab: int, penalty: float, share: float, spread: float, temperature: float, seed: int
+) -> None:
+    stream = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn((3, vocab), generator=stream)
+    seen = torch.rand((3, vocab), generator=stream) < share
+    draws = torch.rand(3, generator=stream, dtype=torch.float64)
+    sampling = Sampling(temperature, repetition_penalty=penalty)
+    ours = chosen(logits, sampling, draws, seen)
+    theirs = choose(logits, sampling, seen.clone(), draws if temperature else None).tolist()
+    assert all(one in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("way", ["sampled", "sampled in every way"])
+def test_what_native_code_does_not_settle_the_sampler_draws(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, ahead = pair()
-    expected = loop.generate_tokens(PROMPTS, 30, **WAYS["sampled"])
+    expected = loop.generate_tokens(PROMPTS, 30, **WAYS[way])
     run, calls = NativeForward.__call__, []
 
     def sometimes(native: NativeForward, model: Model, batch: NativeBatch, room: int) -> int:
@@ -283,7 +306,7 @@ def test_what_native_code_does_not_settle_the_sampler_draws(monkeypatch: pytest.
         return size
 
     monkeypatch.setattr(NativeForward, "__call__", sometimes)
-    assert ahead.generate_tokens(PROMPTS, 30, **WAYS["sampled"]) == expected
+    assert ahead.generate_tokens(PROMPTS, 30, **WAYS[way]) == expected
     assert len(calls) == 29
 
 

@@ -16,9 +16,11 @@ struct Choice {
     Int rows, vocab;
     double temperature, top_p, min_p;  // as sampling.py has them; at temperature 0 the others are not looked at
     Int top_k;                         // 0: all
-    const double* draws;               // in [0, 1)
-    Int* ids;                          // what was chosen, or one of those below
-    const Int* places;                 // (rows,): which of the draws and of the ids are a row's
+    double penalty;                    // of tokens that are marked in `seen`, (places, vocab); null: there is none
+    const bool* seen;
+    const double* draws;  // in [0, 1)
+    Int* ids;             // what was chosen, or one of those below
+    const Int* places;    // (rows,): which of the draws, of the ids and of what was seen are a row's
     Int threads;                       // where no forward's choose
 };
 constexpr Int NOT_FINITE = -1, TOO_NEAR = -2;
@@ -48,7 +50,7 @@ inline Largest largest_logit(const float* logits, Int first, Int end) {
         if (here > most) most = here, begin = some;
     }
     total += sum_of(totals);
-    while (std::isfinite(total) && begin < end && logits[begin] != most) begin++;
+    while (begin < end && logits[begin] != most) begin++;
     return {most, total, begin};
 }
 
@@ -278,8 +280,27 @@ inline Int sampled(const float* logits, Int best, const Choice& how, double draw
     return TOO_NEAR;
 }
 
+// Make the tokens of `seen` less likely.
+inline void penalize(const float* logits, const bool* seen, Int vocab, float penalty, float* to) {
+    constexpr Int SOME = sizeof(std::uint64_t);
+    std::memcpy(to, logits, vocab * sizeof(float));
+    for (Int first = 0; first < vocab; first += SOME) {
+        std::uint64_t marks = 0;
+        std::memcpy(&marks, seen + first, std::min(SOME, vocab - first));
+        if (!marks) continue;
+        for (Int i = first; i < std::min(first + SOME, vocab); i++) {
+            if (!seen[i]) continue;
+            const float less = logits[i] > 0 ? logits[i] / penalty : logits[i] * penalty;
+            to[i] = std::isnan(less) ? 0.0f : std::clamp(less, -FLT_MAX, FLT_MAX);  // a penalty may be past float32
+        }
+    }
+}
+
+// Room that `choose` needs besides, for each thread: a row's logits, where some are penalized.
+inline Int penalized(const Choice* how) { return how && how->seen ? how->vocab : 0; }
+
 // Choose the next token of every row. `found`: (size, rows); a thread looks first at the columns that it has computed.
-inline void choose(const Choice& how, const Team& team, Largest* found) {
+inline void choose(const Choice& how, const Team& team, Largest* found, float* room) {
     team.share(how.vocab, [&](Int first, Int end) {
         for (Int r = 0; r < how.rows; r++)
             found[team.rank * how.rows + r] = largest_logit(how.logits + r * how.vocab, first, end);
@@ -293,12 +314,17 @@ inline void choose(const Choice& how, const Team& team, Largest* found) {
             best.total += other.total;
         }
         const Int place = how.places[r];
-        if (!std::isfinite(best.total))
+        const float* logits = how.logits + r * how.vocab;
+        if (!std::isfinite(best.total)) {
             how.ids[place] = NOT_FINITE;
-        else if (how.temperature > 0)
-            how.ids[place] = sampled(how.logits + r * how.vocab, best.at, how, how.draws[place]);
-        else
-            how.ids[place] = best.at;
+            continue;
+        }
+        if (how.seen) {
+            float* less = room + team.rank * how.vocab;
+            penalize(logits, how.seen + place * how.vocab, how.vocab, float(how.penalty), less);
+            best = largest_logit(less, 0, how.vocab), logits = less;
+        }
+        how.ids[place] = how.temperature > 0 ? sampled(logits, best.at, how, how.draws[place]) : best.at;
     }
 }
 

@@ -104,6 +104,7 @@ struct Forward {
     float* scaled_row;             // each thread's
     char* rooms;                   // each thread's
     Largest* found;                // each thread's, of every row, where tokens are chosen
+    float* penalized_row;          // each thread's, where some are penalized
     Int rounded_bytes, attention_bytes, room_bytes, workspace_size;
 
     Forward(const Model& m, const Batch& b) : model(m), batch(b), product_of{m.mixed != 0} {
@@ -147,6 +148,7 @@ struct Forward {
         rooms = carver.take<char>(threads * room_bytes);
         parts = apart ? carver.take<float>(tokens * chunks * model.heads * part_size()) : nullptr;
         found = batch.choice ? carver.take<Largest>(threads * batch.rows) : nullptr;
+        penalized_row = carver.take<float>(threads * penalized(batch.choice));
         workspace_size = carver.used;
     }
 
@@ -235,7 +237,7 @@ struct Forward {
         }
         all.wait();
         head(all, scaled, own);
-        if (batch.choice) choose(*batch.choice, all, found);
+        if (batch.choice) choose(*batch.choice, all, found, penalized_row);
     }
 
     Int bound(Int block) const {
@@ -746,6 +748,7 @@ void unpack(const Matrix* matrix, Int first, Int panels, char* room, Matrix* pan
 // Choose the next token of every row, see choose.h.
 void choose_tokens(const Choice* choice) {
     std::vector<Largest> found(choice->threads * choice->rows);
-    in_team(choice->threads, [&](Team& team) { choose(*choice, team, found.data()); });
+    std::vector<float> room(choice->threads * penalized(choice));
+    in_team(choice->threads, [&](Team& team) { choose(*choice, team, found.data(), room.data()); });
 }
 }
