@@ -143,8 +143,10 @@ def check_modes(
         raise ValueError(f"the fused kernels are for a CUDA GPU, not for {device}; ask for fast without them")
     if exact and fast and device.type == "cuda":
         raise ValueError("exact mode and the fast step of a GPU are two ways to compute; choose one of exact and fast")
-    if activations not in (8, 16):
+    if type(activations) is not int or activations not in (8, 16):
         raise ValueError(f"activations={activations!r} must be 8 or 16, in bits")
+    if not isinstance(repack, bool):
+        raise ValueError(f"repack={repack!r} must be True or False")
     if not repack and quantize != "stored":
         raise ValueError("repack=False leaves weights as a .gguf file has them; ask for quantize stored, too")
     if quantize is None:

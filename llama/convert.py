@@ -59,7 +59,7 @@ def convert(
 
 
 def _kind_of(type: str) -> str:
-    if type.upper() not in FILE_TYPES:
+    if not isinstance(type, str) or type.upper() not in FILE_TYPES:
         raise ValueError(f"type={type!r} is not known; choose of {', '.join(map(str.lower, FILE_TYPES))}")
     return type.upper()
 

@@ -120,7 +120,7 @@ class PackedWeight(QuantizedWeight):
         together = UNIT if format.nested else GROUP
         if in_features % together:
             raise ValueError(
-                f"int{format.bits} weights come in groups of {together}, and a layer of this model has {in_features} "
+                f"{stored_as} weights come in groups of {together}, and a layer of this model has {in_features} "
                 "inputs; leave quantize out"
             )
         sizes = part_sizes(out_features, in_features, format)

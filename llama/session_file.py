@@ -31,7 +31,7 @@ from llama.kv_cache import KVCache
 from llama.kv_cache.names import read_kind
 from llama.machine import available_memory
 from llama.ranks import Ranks
-from llama.runner import Runner
+from llama.runner import Execution, Runner
 from llama.streaming import TextCodec, TextStream
 
 FORMAT, VERSION = "llama-kv session", "1"
@@ -58,6 +58,8 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
     @property
     def exact(self) -> bool: ...
+    @property
+    def execution(self) -> Execution: ...
     @property
     def runner(self) -> Runner | None: ...
     @property
@@ -90,7 +92,8 @@ class Content:
 class _Facts:
     """What stands in the file beside tensors.
 
-    `place` is where exact mode computed, None without it. The first files of this format had no `note`.
+    `place` is where exact mode computed, None without it. The first files of this format had neither `note` nor
+    `activations`.
     """
 
     kv_cache: str
@@ -106,6 +109,7 @@ class _Facts:
     tokenizer: str
     tensors: str
     note: str | None = None
+    activations: int = 16
 
 
 class IdsOnly:
@@ -156,6 +160,7 @@ def save_session(path: str | PathLike[str], content: Content, model: Model, toke
         tokenizer=_fingerprint(tokenizer, model.args.vocab_size),
         tensors=_digest_of(tensors),
         note=content.note,
+        activations=model.execution.activations,
     )
     try:
         replace_private(file, (_header(facts, tensors), *map(_bytes_of, tensors.values())))
@@ -229,8 +234,8 @@ def load_session(path: str | PathLike[str], model: Model, tokenizer: TextCodec |
         raise ValueError(f"the session {file} cannot be read: {_reason(error)}") from error
     if weights_digest(model) != facts.weights:
         raise ValueError(
-            f"{file} was saved with other weights than this model has, whose keys and values are others; "
-            "load the model that it was saved with"
+            f"{file} was saved with other weights than this model has, or with the same held in another way (quantize, "
+            "repack); load the model as it was saved with"
         )
     return _content(file, facts, tensors, model), codec
 
@@ -293,6 +298,7 @@ def _facts(file: Path, text: str) -> _Facts:
         and all(isinstance(text, str) for text in texts)
         and isinstance(facts.sizes, dict)
         and isinstance(facts.note, str | None)
+        and facts.activations in (8, 16)
         and facts.held <= facts.written
     ):
         raise _damaged(file, "what it says of itself")
@@ -351,6 +357,11 @@ def _check_model(file: Path, facts: _Facts, model: Model) -> None:
         raise ValueError(
             f"{file} was saved with a model in {facts.dtype:.40}, and this one is in {model.dtype}; "
             "load the model in the dtype of then"
+        )
+    if facts.activations != (ours := model.execution.activations):
+        raise ValueError(
+            f"{file} was saved with activations={facts.activations}, and here they have {ours} bits, which gives other "
+            "keys and values; load the model as it was then"
         )
     if facts.exact is not model.exact:
         raise ValueError(

@@ -485,6 +485,17 @@ def test_scales_that_are_not_finite_are_refused_with_their_tensor(damage: float,
         load(path, device="cpu", quantize="stored")
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_numbers_that_no_scale_can_hold_are_refused_with_their_tensor(quantize: str, tmp_path: Path) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    weights = meta_weights(random_model(config))
+    weights["layers.1.feed_forward.w2.weight"][3, 5] = -7e6
+    path = write_gguf(tmp_path / "wide.gguf", weights, config)
+    assert load(path, device="cpu")[0].blocks[1].feed_forward.w2.weight[3, 5].item() == -7e6
+    with pytest.raises(CheckpointError, match=r"layers\.1\.feed_forward\.w2\.weight has scales .* leave quantize out"):
+        load(path, device="cpu", quantize=quantize)
+
+
 def test_a_scale_of_which_float16_holds_no_hundredfold_is_kept(tmp_path: Path) -> None:
     path = gguf_of(tmp_path, Kind.Q8_0)
     overwrite(path, "blk.0.attn_q.weight", 0, 60000.0)

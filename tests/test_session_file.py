@@ -375,6 +375,7 @@ OTHER_MODELS: dict[str, tuple[Callable[[], Transformer], str]] = {
     "theta": (lambda: made(rope_theta=5e5)[0], "rope_theta was 10000.0, and is 500000.0 here"),
     "vocabulary": (lambda: made(vocab_size=300)[0], "vocab_size was 258, and is 300 here"),
     "exact": (lambda: exact(made()[0]), "model.exact=False, and here it is True"),
+    "activations": (lambda: rounding(made()[0]), "saved with activations=16, and here they have 8 bits"),
     "limit": (lambda: made(max_seq_len=40)[0], "76 tokens, more than max_seq_len=40"),
 }
 
@@ -387,6 +388,12 @@ def changed_weight(model: Transformer) -> Transformer:
 def swapped_weights(model: Transformer) -> Transformer:
     weight = model.layers[0].attention_norm.weight.data  # type: ignore[union-attr]
     weight[:2] = weight[:2].flip(0)
+    return model
+
+
+def rounding(model: Transformer) -> Transformer:
+    for module in model.layers[1].modules():
+        module.activations = 8  # type: ignore[assignment]  # as of packed layers
     return model
 
 

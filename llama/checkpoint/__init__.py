@@ -4,6 +4,7 @@ Foreign names and layouts end here. Knows nothing of running a model, and prints
 """
 
 import os
+import re
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -26,7 +27,7 @@ from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
 from llama.costs import file_bytes
 from llama.model import Transformer
-from llama.packed import Format, MappedWeight, PackedWeight
+from llama.packed import Format, MappedWeight, PackedWeight, QuantizedWeight
 from llama.quantize import quantize_layers, weights_of
 from llama.ranks import ALONE, Ranks, cut_for
 from llama.words import some_of
@@ -38,8 +39,8 @@ _KINDS = (
     "(config.json, tokenizer.json, model.safetensors), or a .gguf file"
 )
 
-
 _AT_ONCE = 1 << 20  # stored weights that are read at a time: so many that a call's own time does not show
+_OF_SCORES = re.compile(r"\.attention\.(wq|wk|q_norm|k_norm)\.")  # weights that attention's scores are made of
 
 
 def open_checkpoint(path: str | PathLike[str], *, tokenizer_path: str | PathLike[str] | None = None) -> Checkpoint:
@@ -130,9 +131,10 @@ def load_weights(
     for name, part in parts.items():
         own = checkpoint.tensors[name].part(tuple(part.shape), ranks.rank, ranks.size)
         if isinstance(part, PackedWeight):
-            _fill(checkpoint, name, part, own)
+            _fill(part, own)
         elif isinstance(part, torch.Tensor):
             own.copy_to(part.detach())
+        _check_finite(checkpoint.path, name, part)
         if not isinstance(part, MappedWeight):
             own.drop()
         done += part.nbytes
@@ -211,7 +213,7 @@ def _stored(checkpoint: Checkpoint) -> dict[str, Stored | None]:
     return stored
 
 
-def _fill(checkpoint: Checkpoint, name: str, weight: PackedWeight, own: Weight) -> None:
+def _fill(weight: PackedWeight, own: Weight) -> None:
     """Bring a matrix of a file into its packed form; what the file has in that form is kept to the bit."""
     stored = own.stored if weight.stored_as == "stored" else None
     if stored is None:
@@ -219,15 +221,27 @@ def _fill(checkpoint: Checkpoint, name: str, weight: PackedWeight, own: Weight) 
             weight.fill(start, own.rows(start, stop))
         return
     for start, stop in weight.blocks(_AT_ONCE // weight.shape[1]):
-        parts = stored.parts(start, stop)
-        floats = [part for part in parts if part is not None and part.is_floating_point()]
-        if not all(part.isfinite().all() for part in floats):
-            raise CheckpointError(
-                checkpoint.path,
-                f"{name} has scales that are no finite float16, in outputs {start} to {stop}; the file is damaged, or "
-                "needs quantize='int8'",
-            )
-        weight.take(start, parts)
+        weight.take(start, stored.parts(start, stop))
+
+
+def _check_finite(path: Path, name: str, part: torch.Tensor | QuantizedWeight) -> None:
+    """Refuse scales that are no finite float16; and where queries and keys come from, any number that is not finite.
+
+    Elsewhere such numbers reach the logits, and are reported. But scores that are all nan PyTorch's attention on a CPU
+    takes for a query that sees nothing: another text, without a word. What lies in a file, mapped, is not looked at.
+    """
+    if isinstance(part, PackedWeight):
+        scales = [scale for scale in part.parameters() if scale.is_floating_point()]
+        if not all(map(_finite, scales)):
+            cause = "the file is damaged" if part.stored_as == "stored" else "leave quantize out"
+            raise CheckpointError(path, f"{name} has scales that are no finite float16; {cause}")
+    elif isinstance(part, torch.Tensor) and _OF_SCORES.search(name) and not _finite(part):
+        cause = "the file is damaged, or needs a wider dtype"
+        raise CheckpointError(path, f"{name} has numbers that are not finite in {part.dtype}; {cause}")
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
 
 
 def materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device | str) -> None:

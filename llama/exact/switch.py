@@ -78,7 +78,7 @@ def _check(model: "Transformer") -> None:
     if model.runner is None and quantized_weights(model):
         raise ValueError(
             "exact mode computes with quantised weights by native code alone, which does not serve this model; load it "
-            "with fast where that serves it, or without quantize"
+            "with fast, which says why where it does not, or without quantize"
         )
 
 

@@ -85,7 +85,8 @@ def main(
     if world_size() > 1:
         raise ValueError("this command certifies one process; exact mode across ranks is what the tests compare")
     if (fast or quantize is not None) and not exact:
-        raise ValueError("native code is certified to the bit, and not down to rounding; give --exact, too")
+        flags = "--exact" if fast else "--exact --fast"
+        raise ValueError(f"native code is certified to the bit, and not down to rounding; give {flags}, too")
     path = Path(output)
     check_numbers(batch_size=batch_size, tokens=tokens, prompt_len=prompt_len, seed=seed, runs=runs)
     before = read_runs(path)

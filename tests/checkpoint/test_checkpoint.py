@@ -294,6 +294,21 @@ def test_quantised_weights_are_what_the_gguf_package_makes_of_them(tmp_path: Pat
         assert torch.equal(state[name], expected.to(torch.bfloat16)), name
 
 
+@pytest.mark.parametrize("quantize", [None, "stored"])
+@pytest.mark.parametrize("part", ["wq", "wk"])
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+def test_queries_and_keys_that_would_be_no_numbers_are_refused(
+    number: float, part: str, quantize: str | None, tmp_path: Path
+) -> None:
+    """PyTorch's attention on a CPU would take scores that are all nan for a query that sees nothing."""
+    config, name = config_of(), f"layers.1.attention.{part}.weight"
+    weights = meta_weights(random_model(config))
+    weights[name][3] = number
+    path = write_gguf(tmp_path / "bad.gguf", weights, config, kind=Kind.Q8_0, whole=[name])
+    with pytest.raises(CheckpointError, match=rf"{name} has numbers that are not finite in torch.float32"):
+        load(path, quantize=quantize)
+
+
 def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
     config = config_of(hidden_size=256, num_hidden_layers=1)
     writer = gguf_writer(tmp_path / "model.gguf", config)

@@ -545,7 +545,7 @@ def test_a_damaged_file_is_refused_and_left_alone(command: Command, how: str, ru
         (["--kv_cache=window:20+4"], "is not equal by design"),
         (["--token=4"], "did you mean --tokens?"),
         (["--fast"], "native code is certified to the bit"),
-        (["--quantize=int8"], "give --exact, too"),
+        (["--quantize=int8"], "give --exact --fast, too"),
         (["--exact", "--quantize=int8"], "by native code alone; ask for fast, too"),
         (["--activations=8"], "activations=8 goes with packed weights"),
         (["--exact", "--fast", "--repack=False"], "ask for quantize stored, too"),
