@@ -81,7 +81,7 @@ class Batch:
         first = prev_pos[0]
         if all(pos == first for pos in prev_pos):
             return self.tokens[:, first : first + width]
-        columns = torch.tensor(prev_pos)[:, None] + torch.arange(width)
+        columns = torch.tensor(prev_pos, device="cpu")[:, None] + torch.arange(width, device="cpu")
         columns = columns.clamp(max=self.tokens.shape[1] - 1)
         return self.tokens.gather(1, columns.to(self.tokens.device, non_blocking=True))
 
@@ -90,7 +90,7 @@ class Batch:
 
         Rows that have ended go along, so that rows in step stay in step; a full row's last token is overwritten.
         """
-        columns = torch.tensor(self.cur_pos).clamp(max=self.tokens.shape[1] - 1)
+        columns = torch.tensor(self.cur_pos, device="cpu").clamp(max=self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, columns.to(self.tokens.device, non_blocking=True)[:, None], ids[:, None])
         self.cur_pos = [min(pos + 1, self.request.longest) for pos in self.cur_pos]
 
@@ -130,7 +130,7 @@ class Batch:
 
 def padded(prompts: Sequence[Sequence[int]], *, width: int, device: torch.device) -> Tensor:
     """Return the prompts as one matrix, (bsz, width), filled up with zeros on the right."""
-    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+    tokens = torch.zeros(len(prompts), width, dtype=torch.int64, device="cpu")
     for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
+        tokens[row, : len(prompt)] = torch.tensor(prompt, device="cpu")
     return tokens.to(device)

@@ -262,7 +262,7 @@ def _prefill(model: LanguageModel, batch: Batch) -> tuple[Tensor, list[Token]]:
         predicted = torch.tensor(prompt[1:], dtype=torch.int64, device=logits.device)
         scores = logits[row, : len(prompt) - 1].log_softmax(-1).gather(-1, predicted[:, None])[:, 0].tolist()
         echo += [Token(row, id, score, True) for id, score in zip(prompt, [None, *scores], strict=True)]
-    return logits[torch.arange(len(begin)), [pos - 1 for pos in batch.cur_pos]], echo
+    return logits[list(range(len(begin))), [pos - 1 for pos in batch.cur_pos]], echo
 
 
 def _share_prefix(model: LanguageModel, batch: Batch) -> int:
@@ -325,7 +325,7 @@ def _run_ahead(model: LanguageModel, batch: Batch) -> Iterator[Chosen]:
         yield chosen
         made.append(chosen.ids)
     for ids in made:
-        appended = torch.tensor(ids).clamp(min=0).to(batch.tokens.device)  # -1: of a row that has ended
+        appended = torch.tensor(ids, device="cpu").clamp(min=0).to(batch.tokens.device)  # -1: of a row that has ended
         batch.sampler.note(appended)
         batch.append(appended)
 

@@ -239,6 +239,7 @@ class Transformer(nn.Module, Generation, Sessions):
         """Start with empty caches that will take room for exactly `rows` x `length` positions when first written."""
         with self.ownership.changing():
             for cache in self.caches:
+                cache.batch_rows = self.batch_rows
                 cache.reserve(rows, length)
 
     def free_cache(self) -> None:
@@ -272,6 +273,8 @@ class Transformer(nn.Module, Generation, Sessions):
             )
         with nullcontext() if compiling else self.ownership.call(shared=lambda: not self.kv_caching, begins=begins):
             cache, on = self.first_attention.cache, self.kv_caching
+            if on:
+                self._take_caches(begins=begins)
             starts = check_fed(tokens, start_pos, logits, lengths, self.args, kv_caching=on, cache=cache)
             self.batch_rows.lengths, self.batch_rows.rope = lengths, self.rope
             runner = None if compiling else self.runner
@@ -293,3 +296,19 @@ class Transformer(nn.Module, Generation, Sessions):
     def first_attention(self) -> Attention:
         """The layer that is asked where all agree: every step asks, and a list of all layers would cost more."""
         return cast(TransformerBlock, self.layers[0]).attention
+
+    def _take_caches(self, *, begins: bool) -> None:
+        """Tell caches of this model's rows that were told of others': they are new, or of layers that two models share.
+
+        Raises RuntimeError in the middle of a text, which the other model may have replaced by its own.
+        """
+        told = [cast(TransformerBlock, layer).attention.cache.batch_rows for layer in (self.layers[0], self.layers[-1])]
+        if all(rows is self.batch_rows for rows in told):  # of the first layer and the last: all would cost more
+            return
+        if not begins and any(rows.rope is not None for rows in told if rows is not self.batch_rows):
+            raise RuntimeError(
+                "another model, which shares layers with this one, has used their caches since this text was begun; "
+                "feed it again from start_pos=0, or give each model layers of its own"
+            )
+        for cache in self.caches:
+            cache.batch_rows = self.batch_rows

@@ -106,10 +106,11 @@ class Ownership:
                     held = self._calling = True
             yield
         finally:
-            with self._lock:
-                self._sharing -= shares
-                if held:
-                    self._calling = False
+            if held:
+                self._calling = False  # first, and without waiting: an interrupt may come at any line
+            if shares:
+                with self._lock:
+                    self._sharing -= 1
 
     def _check(self) -> None:
         """Raise RuntimeError unless it is free, or this thread acts for the generation that holds it."""

@@ -112,12 +112,13 @@ class RopeTable:
 
     def up_to(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the (cos, sin) of at least the positions 0 .. end - 1, each (positions, 1, head_dim)."""
-        if self._freqs_cis is None or self._freqs_cis[0].device != device or len(self._freqs_cis[0]) < end:
+        held = self._freqs_cis  # which another thread may replace meanwhile
+        if held is None or held[0].device != device or len(held[0]) < end:
             length = 1 << (end - 1).bit_length()  # powers of two: a growing text rebuilds the table rarely
             with torch.inference_mode(False):  # a table made in inference mode could not serve a backward pass
                 cos, sin = (part * self.attention_factor for part in _cos_sin(self.freqs, length))
-                self._freqs_cis = cos.to(device), sin.to(device)
-        return self._freqs_cis
+                held = self._freqs_cis = cos.to(device), sin.to(device)
+        return held
 
 
 def _cos_sin(freqs: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ class Sampler:
         self._spared: list[Tensor] = []  # drawn, and then not used
         self.seen: Tensor | None = None  # (bsz, vocab) bool
         if sampling.repetition_penalty != 1:
-            seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+            seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device="cpu")
             for row, prompt in enumerate(prompts):
                 seen[row, list(prompt)] = True
             self.seen = seen.to(device)

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from llama.model import RMSNorm, Transformer
 from llama.packed import PackedWeight
+from llama.rope import RopeTable
 
 Change = Callable[[Transformer], object]
 
@@ -295,6 +296,78 @@ def turn_by_a_method_of_an_instance(model: Transformer) -> None:
     model.rope.at = lambda *given: (at(*given)[0] * 1.5, at(*given)[1])  # type: ignore[method-assign]
 
 
+def keep_a_weight_as_a_buffer(model: Transformer) -> None:
+    norm = model.blocks[0].ffn_norm
+    weight = norm.weight.detach() * 1.5
+    del norm.weight
+    norm.register_buffer("weight", weight)
+
+
+def keep_a_weight_as_an_attribute(model: Transformer) -> None:
+    norm = model.blocks[0].ffn_norm
+    weight = norm.weight.detach() * 1.5
+    del norm.weight
+    norm.weight = weight  # type: ignore[assignment]
+
+
+def take_the_memory_of_a_matrix(model: Transformer) -> None:
+    """Not of a norm, or of packed weights: PyTorch itself would read them."""
+    if (weight := first_weight(model)).ndim == 2:
+        weight.untyped_storage().resize_(0)
+
+
+def assign_zeros_without_memory(model: Transformer) -> None:
+    zeros = torch._efficientzerotensor(model.norm.weight.shape, dtype=model.norm.weight.dtype)  # type: ignore[attr-defined]
+    model.norm.weight = nn.Parameter(zeros, requires_grad=False)
+
+
+def replace_the_call_of_an_instance(model: Transformer) -> None:
+    attention = model.blocks[0].attention
+    attention._call_impl = lambda *given: 2 * attention.forward(*given)  # type: ignore[method-assign]
+
+
+def keep_keys_unrotated(model: Transformer) -> None:
+    for cache in model.caches:
+        cache.unrotated = not cache.unrotated
+
+
+def weigh_what_is_kept(model: Transformer) -> None:
+    for cache in model.caches:
+        cache.weighs = True
+        cache.weigh = lambda mass, cache=cache: [held.mul_(0.5) for held in cache.buffers() if held.is_floating_point()]  # type: ignore[method-assign]
+
+
+def be_of_another_class(model: Transformer) -> None:
+    plain = Transformer._plain
+    model.__class__ = type("Louder", (Transformer,), {"_plain": lambda self, *given: 2 * plain(self, *given)})
+
+
+def turn_by_another_class(model: Transformer) -> None:
+    at = RopeTable.at
+
+    def wider(table: RopeTable, *given: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = at(table, *given)
+        return cos * 1.5, sin
+
+    model.rope.__class__ = type("Wider", (RopeTable,), {"at": wider})
+
+
+def change_the_order_of_layers(model: Transformer) -> None:
+    layers = model.layers._modules
+    layers["0"] = layers.pop("0")
+
+
+def leave_eps_to_pytorch(model: Transformer) -> None:
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.eps = None  # type: ignore[assignment]
+
+
+def want_gradients_of_angles(model: Transformer) -> None:
+    model.rope.freqs = model.rope.freqs.clone().requires_grad_()
+    model.rope._freqs_cis = None
+
+
 def put_a_cache_of_ones(model: Transformer) -> None:
     """A researcher's own keys and values: another address, another length, and not contiguous."""
     for cache in model.caches:
@@ -323,6 +396,10 @@ CHANGES: dict[str, Change] = {
         ),
         *(enlarge_the_head, shrink_the_head, break_a_shape, renorm_the_embedding, unlike_the_others_uncached),
         *(turn_by_other_angles, turn_by_float64, turn_by_a_method_of_an_instance, put_a_cache_of_ones),
+        *(keep_a_weight_as_a_buffer, keep_a_weight_as_an_attribute, take_the_memory_of_a_matrix),
+        *(assign_zeros_without_memory, replace_the_call_of_an_instance, keep_keys_unrotated, weigh_what_is_kept),
+        *(be_of_another_class, turn_by_another_class, change_the_order_of_layers, leave_eps_to_pytorch),
+        *(want_gradients_of_angles,),
     )
 }
 

@@ -17,6 +17,7 @@ from threads import elsewhere, in_threads
 from torch import Tensor
 
 from llama.model import Transformer
+from llama.rows import Rows
 
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [20, 3], [5] * 6]
 LENGTH = 12
@@ -163,6 +164,20 @@ def test_uncached_calls_run_beside_each_other(model: Transformer) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected * 4, strict=True))
 
 
+def test_an_uncached_call_reads_nothing_that_one_beside_it_writes(model: Transformer) -> None:
+    class Foreign(Rows):
+        def real(self, rows: int, seqlen: int) -> list[int]:
+            raise AssertionError("these may be another call's")
+
+    model.kv_caching = False
+    tokens = some_tokens(2, 9)
+    expected = model(tokens, lengths=[4, 9])
+    model.batch_rows = Foreign()
+    for cache in model.caches:
+        cache.batch_rows = model.batch_rows
+    assert torch.equal(model(tokens, lengths=[4, 9]), expected)
+
+
 def test_a_stream_may_go_on_in_another_thread(model: Transformer) -> None:
     expected = text_of(model, PROMPTS[0])
     steps = model.generate_tokens  # its ids, taken by threads in turn
@@ -191,6 +206,31 @@ def test_a_text_may_be_handed_to_another_thread(model: Transformer) -> None:
     model(tokens[:, :9])
     step = elsewhere(lambda: model(tokens[:, 9:], 9))
     torch.testing.assert_close(step, whole[:, 9:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=needs_a_compiler)])
+@pytest.mark.parametrize("kind", ["static", "concat", "paged", "int8", "window:30"])
+@pytest.mark.parametrize("part", [slice(None), slice(1), slice(1, None)])
+def test_models_that_share_layers_take_turns_and_none_goes_on_with_a_text_of_the_other(
+    part: slice, kind: str, fast: bool
+) -> None:
+    one, other = (twins("fp32")[fast] for _ in range(2))
+    one.kv_cache = kind
+    other.layers = one.layers[part]
+    expected = [text_of(copy.deepcopy(model), PROMPTS[0]) for model in (one, other)]
+    for _ in range(2):
+        assert [text_of(model, PROMPTS[0]) for model in (one, other)] == expected
+    first, second = (model.stream(Ids(), PROMPTS[:1], LENGTH, temperature=0.0) for model in (one, other))  # type: ignore[arg-type]
+    next(first), next(second), next(second)
+    with pytest.raises(RuntimeError, match="another model, which shares layers"):
+        list(first)
+    with pytest.raises((RuntimeError, ValueError)):  # for the caches were given back
+        list(second)
+    one(torch.tensor([[1, 2]]))
+    other(torch.tensor([[1, 2, 3]]))
+    with pytest.raises(RuntimeError, match="another model, which shares layers"):
+        one(torch.tensor([[3]]), 2)
+    assert [text_of(model, PROMPTS[0]) for model in (one, other)] == expected
 
 
 def test_a_copy_in_the_middle_of_a_forward_is_free() -> None:

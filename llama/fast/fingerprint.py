@@ -9,7 +9,7 @@ thread does to a model while a call is under way. Knows torch, and the files who
 """
 
 from collections.abc import Callable, Iterator, Sequence, Sized
-from operator import is_
+from operator import attrgetter, is_
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +24,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from llama import layers, limits, model, ops, packed, quantize, rope, rows
+from llama import layers, limits, model, ops, packed, quantize, rope, rows, sampling
 from llama.fast.supported import PATH, Unsupported
 from llama.kv_cache import contract, counting, paged, quantized, static
 from llama.model import Transformer
@@ -33,7 +33,10 @@ Description = TypeVar("Description")
 
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
-_FILES = (contract, counting, paged, quantized, static, layers, limits, model, ops, packed, quantize, rope, rows)
+_FILES = (
+    *(contract, counting, paged, quantized, static),
+    *(layers, limits, model, ops, packed, quantize, rope, rows, sampling),
+)
 # Numbers of ours by which native code was written.
 _NUMBERS: dict[tuple[Any, str], object] = {
     (packed, "GROUP"): 32,
@@ -47,12 +50,30 @@ _NUMBERS: dict[tuple[Any, str], object] = {
     (quantized.Int4Cache, "bits"): 4,
     (quantized.Int4Cache, "unrotated"): True,
 }
+_CALLS = {"__call__", "_call_impl", "_wrapped_call_impl"}  # of a module, by which its forward is reached
+_FIELDS: dict[type, tuple[str, ...]] = {  # what modules hold, and a property of the class would cover
+    model.RMSNorm: ("weight", "eps"),
+    model.Attention: ("head_dim", "cache", "kv_caching"),
+    layers.ColumnParallelLinear: ("weight", "bias"),
+    layers.RowParallelLinear: ("weight", "bias"),
+    layers.VocabParallelEmbedding: ("weight",),
+    quantize.PackedLinear: ("weight", "bias", "activations"),
+    quantize.PackedEmbedding: ("weight", "dtype"),
+}
 _TORCH = (
-    (nn.Module, ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")),
+    (nn.Module, (*_CALLS, "__getattr__")),
     (nn.Embedding, ("forward",)),
     (nn.Identity, ("forward",)),
     (F, ("linear", "embedding", "rms_norm", "scaled_dot_product_attention")),
 )
+
+
+def _classes() -> Iterator[type]:
+    """Yield the classes whose methods the plain path runs."""
+    bases = nn.Module | rope.RopeTable | rows.Rows | sampling.Sampler
+    for file in _FILES:
+        own = (one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__)
+        yield from (one for one in own if issubclass(one, bases))
 
 
 def _code() -> Iterator[tuple[Any, str, object]]:
@@ -60,23 +81,27 @@ def _code() -> Iterator[tuple[Any, str, object]]:
     ours = {file.__name__ for file in _FILES}
     for file in _FILES:
         yield from ((file, name, getattr(file, name)) for name in sorted(PATH & vars(file).keys()))
-        for owner in (one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__):
-            if issubclass(owner, nn.Module | rope.RopeTable | rows.Rows):
-                # What a class inherits may be replaced in that class alone.
-                names = {name for base in owner.__mro__ if base.__module__ in ours for name in vars(base)}
-                yield from ((owner, name, getattr(owner, name)) for name in sorted(PATH & names))
+    for owner in _classes():
+        # What a class inherits may be replaced in that class alone.
+        names = PATH & {name for base in owner.__mro__ if base.__module__ in ours for name in vars(base)}
+        names |= _CALLS if issubclass(owner, nn.Module) else set()
+        yield from ((owner, name, getattr(owner, name)) for name in sorted(names))
     yield from ((owner, name, getattr(owner, name)) for owner, names in _TORCH for name in names)
     yield from ((owner, name, number) for (owner, name), number in _NUMBERS.items())
 
 
 _OWNERS, _NAMES, _CODE = zip(*_code(), strict=True)
+_FUNCTIONS = [value for value in _CODE if isinstance(value, FunctionType)]
+_BODIES = [function.__code__ for function in _FUNCTIONS]  # which a reload in place replaces
+_BARE = [(owner, name) for owner, names in _FIELDS.items() for name in names]
 
 
 def _replaced_before() -> str | None:
     """Return the name of code of ours that had been replaced before it was noted here, if any."""
     ours = {file.__file__ for file in _FILES}
     for owner, name, value in zip(_OWNERS, _NAMES, _CODE, strict=True):
-        elsewhere = owner in dict(_TORCH) or isinstance(value, ModuleType) or (owner, name) in _NUMBERS
+        elsewhere = owner in dict(_TORCH) or isinstance(value, ModuleType | bool) or (owner, name) in _NUMBERS
+        elsewhere |= name in _CALLS and issubclass(owner, nn.Module)
         if not elsewhere and (not isinstance(value, FunctionType) or value.__code__.co_filename not in ours):
             return f"{owner.__name__}.{name}"
     return None
@@ -107,6 +132,11 @@ def check_moment() -> None:
     if not all(unchanged):
         place = unchanged.index(False)
         raise Unsupported(f"{_OWNERS[place].__name__}.{_NAMES[place]} was replaced")
+    if list(map(attrgetter("__code__"), _FUNCTIONS)) != _BODIES:
+        raise Unsupported("the code of a function was replaced in its place")
+    for owner, name in _BARE:
+        if hasattr(owner, name):
+            raise Unsupported(f"{owner.__name__}.{name} is covered by the class's own")
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
@@ -153,8 +183,9 @@ class Fingerprint:
         self._owners, self._names = [owner for owner, _ in facts], [name for _, name in facts]
         self._values = list(map(dict.get, self._owners, self._names))
         self._sized: list[Sized] = [vars(module) for module in self._modules]  # a method of an instance's own adds one
-        self._sized += [module._modules for module in self._modules if isinstance(module, nn.ModuleList)]
         self._sizes = list(map(len, self._sized))
+        self._lists = [module._modules for module in self._modules if isinstance(module, nn.ModuleList)]
+        self._orders = list(map(list, self._lists))
         self._hooks = [
             hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
@@ -189,6 +220,7 @@ class Fingerprint:
         return (
             list(map(type, self._modules)) == self._kinds
             and list(map(len, self._sized)) == self._sizes
+            and list(map(list, self._lists)) == self._orders
             and any(self._hooks) == self._hooked
             and all(map(is_, map(dict.get, self._owners, self._names), self._values))
             and _own_facts(model) == self._own
@@ -200,6 +232,7 @@ def _own_facts(model: Transformer) -> dict[str, int]:
     """Return what the model and its angles hold, by identity; whoever holds the facts may not hold the model."""
     angles: dict[str, object] = getattr(model.rope, "__dict__", {})
     held = {**vars(model), **{f"rope.{name}": value for name, value in angles.items()}}
+    held |= {"its class": type(model), "rope's class": type(model.rope)}
     return {name: id(value) for name, value in held.items() if name not in _NO_FACTS}
 
 

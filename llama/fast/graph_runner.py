@@ -27,7 +27,7 @@ from llama.model import Transformer, TransformerBlock
 from llama.ops import attend, last_real, without_cudnn
 from llama.quantize import quantized_weights
 from llama.rope import apply_rotary_emb
-from llama.sampling import Settings, choose_ahead, must_sort
+from llama.sampling import Sampler, Settings, choose_ahead, must_sort
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +176,8 @@ class GraphRunner:
         """Return what all further steps choose; see Generation.run_ahead."""
         if self._retired or batch.request.on_step is not None or batch.lasting or self._watched(model):
             return iter(())  # who wants to see every step, or its logits, has the loop take it
+        if type(batch.sampler) is not Sampler:
+            return iter(())  # and so has who chooses in a way of their own
         try:
             buffers = self.buffers_of(model, *batch.tokens.shape)
         except Unsupported as why:

@@ -13,7 +13,7 @@ from llama.batch import Batch, Chosen
 from llama.fast.native_caches import Call, Taken
 from llama.fast.native_description import NativeModel
 from llama.fast.native_library import Choice, NativeBatch, NativeForward
-from llama.sampling import Sampling
+from llama.sampling import Sampler, Sampling
 
 
 class Frame:
@@ -102,14 +102,15 @@ class Chooser:
         rows = len(batch.cur_pos)
         self._run, self._batch = run, batch
         self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
-        self._choice = choice_by(batch.request.sampling, self._ids, batch.sampler.seen)
-        self._seen = marks_of(batch.sampler.seen)
-        self._able = True
+        self._ours = type(batch.sampler) is Sampler  # and no kind of somebody's own
+        seen = batch.sampler.seen if self._ours else None
+        self._choice, self._seen = choice_by(batch.request.sampling, self._ids, seen), marks_of(seen)
+        self._able = False
 
     def begin(self, frame: Frame) -> None:
         """Let a frame's runs choose, too."""
-        seen = self._batch.sampler.seen
-        self._able = seen is None or seen.shape[-1] == frame.described.sizes.output.columns
+        vocab = frame.described.sizes.output.columns
+        self._able = self._ours and all(len(marks) == vocab for marks in self._seen)
         if self._able:
             frame.choose_by(self._choice)
 
@@ -125,7 +126,7 @@ class Chooser:
                 for row, marks in enumerate(self._seen):
                     marks[max(ids[row], 0)] = True  # as the sampler marks what a row chooses that has ended
                 if batch.request.logprobs:
-                    return batch.outcome(torch.tensor(ids).clamp(min=0), frame.logits[:, 0])
+                    return batch.outcome(torch.tensor(ids, device="cpu").clamp(min=0), frame.logits[:, 0])
                 return Chosen(ids, self._no_logprobs, frame.logits[:, 0] if batch.lasting else None)
             batch.sampler.put_back([draws])
         last = frame.logits[:, 0]

@@ -100,6 +100,8 @@ def check_tensor(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> in
         raise Unsupported(f"a tensor is {tensor.dtype} where the others ask for {dtype}")
     if tuple(tensor.shape) != tuple(shape):
         raise Unsupported(f"a tensor is {tuple(tensor.shape)} where the others ask for {tuple(shape)}")
+    if not tensor.data_ptr():
+        raise Unsupported("a tensor has no memory")
     if not tensor.is_contiguous() or tensor.is_neg() or tensor.data_ptr() % tensor.element_size():
         raise Unsupported("a tensor is not contiguous, not aligned, or a view that negates")
     return tensor.data_ptr()
@@ -110,7 +112,9 @@ def _sizes(model: Transformer) -> Model:
     attention, embedding = model.blocks[0].attention, model.tok_embeddings.weight
     if any(len(weight.shape) != 2 for weight in (embedding, attention.wq.weight, attention.wk.weight)):
         raise Unsupported("a matrix has not two dimensions")
-    head_dim = attention.head_dim
+    head_dim, eps = attention.head_dim, model.norm.eps
+    if not isinstance(eps, float | int):
+        raise Unsupported(f"a norm's eps is {eps!r}")
     sizes = Model(
         bfloat16=model.norm.weight.dtype == torch.bfloat16,
         activations=_activations(model),
@@ -120,7 +124,7 @@ def _sizes(model: Transformer) -> Model:
         head_dim=head_dim,
         hidden=model.blocks[0].feed_forward.w1.weight.shape[0],
         layer_count=len(model.blocks),
-        eps=float(model.norm.eps),
+        eps=eps,
     )
     for name, size in {"dim": sizes.dim, "head_dim": head_dim, "ffn_dim": sizes.hidden}.items():
         if size % _MULTIPLE:

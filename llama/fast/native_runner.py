@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof, c_int64
+from dataclasses import replace
 from operator import add
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from torch import Tensor
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, must_look
 from llama.fast.native_ahead import Ahead
+from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import Call, NativeCaches
 from llama.fast.native_call import Chooser, Frame, choice_by
 from llama.fast.native_description import NativeModel, check_tensor, describe
@@ -41,9 +43,10 @@ class NativeRunner:
         self._warn = WarnOnce(logger)
         self._described = Described(describe)
         self._caches = NativeCaches()
+        self._computed = False  # whether the call before was computed here: else what was found then may hold no more
 
-    def __reduce__(self) -> tuple[type["NativeRunner"], tuple[Path], dict[str, object]]:
-        return NativeRunner, (self._folder,), {"exact": self.exact}  # the copy of a model has weights of its own
+    def __reduce__(self) -> tuple[Callable[..., "NativeRunner | None"], tuple[Path, bool | None]]:
+        return _again, (self._folder, self.exact)  # the copy of a model has weights of its own
 
     def __call__(
         self,
@@ -59,7 +62,8 @@ class NativeRunner:
         Raises ValueError where it would return None, and is `exact`.
         """
         bsz, seqlen = tokens.shape
-        kept = model.batch_rows.real(bsz, seqlen)
+        # Calls without a cache may run beside each other, and then the rows are perhaps those of another.
+        kept = model.batch_rows.real(bsz, seqlen) if model.kv_caching else [seqlen] * bsz
         starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
         if logits == "all" or lengths is None:
             lengths = [seqlen] * bsz
@@ -98,6 +102,9 @@ class NativeRunner:
 
     def frame(self, model: Transformer, tokens: Tensor, call: Call) -> Frame | None:
         """Return what computes a call, with room in the cache; None where the plain path has to do it, said once."""
+        if not self._computed:
+            call = replace(call, look=True)
+        self._computed = False
         try:
             described = self._described.of(model, look=call.look)
             if described.trainable and torch.is_grad_enabled():
@@ -112,6 +119,7 @@ class NativeRunner:
             self._check_leaving(why)
             self._warn(why)
             return None
+        self._computed = True
         return Frame(described, ids, call, cos_sin, cache)
 
     def choose(self, logits: Tensor, sampling: Sampling, draws: Tensor, seen: Tensor | None = None) -> list[int]:
@@ -128,6 +136,19 @@ class NativeRunner:
         """Compute a call, and choose if the frame does."""
         frame.run(self._native)
         self.forwards += 1
+
+
+def _again(folder: Path, exact: bool | None) -> NativeRunner | None:
+    """Return a runner for a copy of a model; None, and that is said, where no native code can be had and none must."""
+    try:
+        runner = NativeRunner(folder)
+    except NoNativeCode as why:
+        if exact:
+            raise
+        logger.warning("fast: %s; the plain path runs instead", why)
+        return None
+    runner.exact = exact
+    return runner
 
 
 def _ids(tokens: Tensor, described: NativeModel) -> Tensor:
@@ -147,6 +168,8 @@ def _ids(tokens: Tensor, described: NativeModel) -> Tensor:
 def _rotations(model: Transformer, end: int, described: NativeModel) -> tuple[Tensor, Tensor]:
     """Return the cos and sin of the positions 0 to end - 1, and perhaps of more."""
     cos, sin = model.rope.up_to(end, torch.device("cpu"))
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise Unsupported("gradients of the angles are recorded")
     for part in (cos, sin):
         check_tensor(part, (max(end, len(cos)), 1, described.sizes.head_dim), torch.float32)
     return cos, sin

@@ -22,15 +22,17 @@ _KNOWN = {
 }
 # What the plain path runs of our files: functions, methods, and the names under which it reaches PyTorch.
 PATH = {
-    *("forward", "_plain", "last_real", "rms_norm", "sum_linear", "linear", "_onednn_serves"),
+    *("forward", "_call_impl", "_compiled_call_impl", "__call__", "_plain", "last_real"),
+    *("rms_norm", "sum_linear", "linear", "onednn_linear", "_onednn_serves"),
     *("attend", "_attend_in_step", "_attend_behind_past", "without_cudnn", "_mask"),
     *("apply_rotary_emb", "rotate", "_rotate", "_cos_sin", "at", "up_to"),
-    *("update", "check", "visible", "rope_positions", "key_positions", "rows"),
+    *("update", "check", "visible", "rope_positions", "key_positions", "rows", "unrotated", "weighs", "weigh"),
     *("room", "fits", "_grow", "_enlarge", "_allocate", "_write", "sizes", "_refusal", "_note_ends"),
     *("quantize", "dequantize", "_packed", "_unpacked", "_run", "_newest", "value_parts", "_whole", "_keep", "_take"),
     *("_refuse_what_is_gone", "rotated", "real", "_take_one", "_give_back", "_slots", "_gathered"),
     *("parts", "parts_at", "_held", "_widened", "unpack_codes", "in_8_bits", "check_fed", "row_starts", "check_room"),
-    *("torch", "nn", "F"),
+    *("choose", "penalize", "sample", "_probabilities", "_drawn", "_draw", "most_likely", "must_sort"),
+    *("_candidates", "_all_sorted", "torch", "nn", "F"),
 }
 
 
@@ -73,6 +75,7 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         own = PATH & vars(module).keys()
         if own:
             raise Unsupported(f"{kind.__name__}.{min(own)} was replaced")
+        _check_weights(module, caches)
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise Unsupported("the embedding has a max_norm")
     blocks = model.blocks
@@ -82,6 +85,16 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         raise Unsupported("some layers share modules")
     if not blocks:
         raise Unsupported("the model has no layers")
+
+
+def _check_weights(module: nn.Module, caches: Sequence[type[KVCache]]) -> None:
+    """Refuse a weight that is neither a parameter nor packed: nobody would see when another takes its place."""
+    for name in ("weight", "bias"):
+        weight = getattr(module, name, None)
+        if weight is not None and weight is not module._parameters.get(name, module._modules.get(name)):
+            raise Unsupported(f"{type(module).__name__}.{name} is no parameter")
+    if type(module) not in caches and any(buffer is not None for buffer in module._buffers.values()):
+        raise Unsupported(f"{type(module).__name__} has a buffer")
 
 
 def caching_of(attentions: Sequence[Attention]) -> bool:

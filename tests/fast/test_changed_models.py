@@ -28,12 +28,13 @@ import llama.rope
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
 from llama.fast.fingerprint import Fingerprint
+from llama.fast.native_build import NoNativeCode
 from llama.fast.native_description import check_tensor
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.kv_cache import StaticCache
 from llama.layers import RowParallelLinear
-from llama.model import Attention, RMSNorm, Transformer
+from llama.model import Attention, RMSNorm, Transformer, TransformerBlock
 
 pytestmark = needs_a_compiler
 TOKENS = some_tokens(2, 50, vocab_size=VOCAB)
@@ -120,6 +121,27 @@ def test_a_model_that_nobody_changed_is_described_once(kind: str, tied: bool) ->
         assert fast.runner.describe(fast) is described
 
 
+def as_a_buffer(norm: Any, weight: Tensor) -> None:
+    del norm.weight
+    norm.register_buffer("weight", weight)
+
+
+def as_an_attribute(norm: Any, weight: Tensor) -> None:
+    del norm.weight
+    norm.weight = weight
+
+
+@pytest.mark.parametrize("keep", [as_a_buffer, as_an_attribute])
+def test_a_weight_that_is_no_parameter_may_be_replaced_too(keep: Callable[[Any, Tensor], None]) -> None:
+    plain, fast = twins("fp32")
+    for model in (plain, fast):
+        keep(model.norm, model.norm.weight.detach() * 2)
+    go_on(plain, fast, TOKENS[:, :9], 0)
+    for model in (plain, fast):
+        model.norm.weight = model.norm.weight.flip(0) * 2  # type: ignore[assignment]
+    go_on(plain, fast, TOKENS[:, 9:20], 9)
+
+
 def test_a_head_that_was_tied_and_is_not_any_more_is_seen() -> None:
     plain, fast = twins("fp32", replace(ARGS, tied_head=True))
     assert go_on(plain, fast, TOKENS[:, :30], 0)
@@ -195,6 +217,30 @@ def louder_keys(
     return update(cache, at, 2 * xk, xv)
 
 
+@contextmanager
+def covered(owner: type, name: str, value: property) -> Iterator[None]:
+    """Let a property of the class stand over what its modules hold by that name."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+@contextmanager
+def reloaded(function: Any, replacement: Any) -> Iterator[None]:
+    """Let a function run other code, as what reloads a file in its place does."""
+    code, function.__code__ = function.__code__, replacement.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+
+
+def louder_block(self: Any, x: Any, start_pos: Any, freqs_cis: Any) -> Any:
+    return x + 2 * self.attention(self.attention_norm(x), start_pos, freqs_cis)
+
+
 MOMENTS: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
@@ -216,6 +262,13 @@ MOMENTS: dict[str, Callable[[], Any]] = {
     ),
     "rotation patched": lambda: patched(llama.model, "apply_rotary_emb", lambda xq, xk, _: (xq, xk)),
     "angles patched": lambda: patched(llama.rope, "_rotate", lambda x, cos, sin: x),
+    "product patched": lambda: patched(llama.ops, "onednn_linear", lambda x, weight, *_: 2 * F.linear(x, weight)),
+    "call of a class patched": lambda: patched(Attention, "__call__", twice(Attention.__call__)),
+    "inner call of a class patched": lambda: patched(RMSNorm, "_call_impl", twice(RMSNorm._call_impl)),
+    "kind of cache patched": lambda: patched(StaticCache, "unrotated", True),
+    "property over a weight": lambda: covered(RMSNorm, "weight", property(lambda norm: 2 * norm._parameters["weight"])),
+    "property over a number": lambda: covered(RMSNorm, "eps", property(lambda norm: 0.5)),
+    "code reloaded": lambda: reloaded(TransformerBlock.forward, louder_block),
     "inference mode": torch.inference_mode,
     "no gradients": torch.no_grad,
     "forward-mode derivatives": torch.autograd.forward_ad.dual_level,
@@ -241,6 +294,26 @@ def test_a_moment_in_the_middle_of_a_text(moment: str) -> None:
     with MOMENTS[moment]():
         assert go_on(plain, fast, TOKENS[:, :9], 0, coarse=coarse) == (moment in SERVED)
     assert go_on(plain, fast, TOKENS[:, :9], 0)
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_generation_in_a_moment(moment: str, kv_caching: bool) -> None:
+    """What declines its prompt declines its steps; texts of before have left addresses that hold no more."""
+    plain, fast = twins("fp32")
+    prompts, how = [[1, 2, 3], [7] * 40], {"temperature": 0.0, "kv_caching": kv_caching}
+    for _ in range(2):
+        assert fast.generate_tokens(prompts, 12, **how) == plain.generate_tokens(prompts, 12, **how)
+        before = served(fast)
+        with MOMENTS[moment]():
+            made = []
+            for model in (plain, fast):
+                session = model.session(Ids())  # type: ignore[arg-type]
+                session.feed([3, 1, 4])
+                texts = model.generate_tokens(prompts, 12, **how), session.generate(9, temperature=0.0)["ids"]
+                made.append(texts)
+            assert made[0] == made[1]
+            assert (served(fast) > before) == (moment in SERVED)
 
 
 def test_a_class_patched_before_the_fast_step_is_imported_is_seen(tmp_path: Any) -> None:
@@ -318,6 +391,24 @@ def test_a_copy_made_in_the_middle_of_a_stream_serves_its_owner(twin: Callable[[
             assert not other.generating
             assert other.generate_tokens([[1, 2, 3]], 8, temperature=0.0)[0] == [expected(model)]
         assert model.generate_tokens([[1, 2, 3]], 8, temperature=0.0)[0] == [expected(model)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_pickled_model_is_plain_where_no_compiler_is_unless_its_bits_are_promised(
+    exact: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, fast = twins("fp32")
+    fast.exact = exact
+    assert fast.runner is not None
+    fast.runner._folder = tmp_path  # type: ignore[attr-defined]  # where nothing is compiled yet
+    pickled = pickle.dumps(fast)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    if exact:
+        with pytest.raises(NoNativeCode):
+            pickle.loads(pickled)
+        return
+    assert torch.equal(pickle.loads(pickled)(TOKENS), plain(TOKENS))
+    assert "the plain path runs instead" in caplog.text
 
 
 def expected(model: Transformer) -> list[int]:

@@ -514,6 +514,18 @@ class Failing(Recorder):
         raise self.error
 
 
+def test_a_sampler_of_ones_own_chooses_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Contrary(sampling.Sampler):
+        def __call__(self, logits: Tensor) -> Tensor:
+            return logits.argmin(-1)
+
+    plain, fast = twins()
+    before = fast.generate_tokens(PROMPTS, 12, **GREEDY)
+    monkeypatch.setattr("llama.batch.Sampler", Contrary)
+    ours = fast.generate_tokens(PROMPTS, 12, **GREEDY)
+    assert ours == plain.generate_tokens(PROMPTS, 12, **GREEDY) != before
+
+
 @pytest.mark.parametrize("kv_caching", [True, False])
 @pytest.mark.parametrize("when_replayed", [True, False])
 @pytest.mark.parametrize("way", ["greedy", "sampled in every way"])

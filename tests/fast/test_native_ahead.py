@@ -23,13 +23,15 @@ from hypothesis import strategies as st
 from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
 from torch import Tensor
 
+import llama.batch
+import llama.sampling
 from llama.fast.native_library import Choice, Model, NativeBatch, NativeForward
 from llama.fast.native_runner import NativeRunner
 from llama.generation import NonFiniteLogits
 from llama.kv_cache import StaticCache
 from llama.model import Transformer
 from llama.request import Options
-from llama.sampling import Sampling, choose, sample
+from llama.sampling import Sampler, Sampling, choose, sample
 from llama.session import Session
 
 pytestmark = needs_a_compiler
@@ -308,6 +310,33 @@ def test_what_native_code_does_not_settle_the_sampler_draws(way: str, monkeypatc
     monkeypatch.setattr(NativeForward, "__call__", sometimes)
     assert ahead.generate_tokens(PROMPTS, 30, **WAYS[way]) == expected
     assert len(calls) == 29
+
+
+class Contrary(Sampler):
+    """Chooses the least likely token."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits.argmin(-1)
+
+
+SAMPLERS: dict[str, tuple[Any, str, Any]] = {
+    "another class": (llama.batch, "Sampler", Contrary),
+    "its call": (Sampler, "__call__", Contrary.__call__),
+    "choose": (llama.sampling, "choose", lambda logits, *_: logits.argmin(-1)),
+    "sample": (llama.sampling, "sample", lambda logits, *_: logits.argmin(-1)),
+    "probabilities": (llama.sampling, "_probabilities", lambda logits, _: (-logits.double()).softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_sampler_of_ones_own_chooses_every_token(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ahead = pair()
+    how: Options = WAYS["greedy" if sampler in ("another class", "its call") else "sampled"]
+    before = ahead.generate_tokens(PROMPTS, 12, **how)
+    monkeypatch.setattr(*SAMPLERS[sampler])
+    loop.runner = None
+    after = loop.generate_tokens(PROMPTS, 12, **how)
+    assert ahead.generate_tokens(PROMPTS, 12, **how) == after != before
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------
