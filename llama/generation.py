@@ -105,6 +105,7 @@ class Generation:
             try:
                 yield
             finally:
+                self.ownership.keep_here()  # a generator that holds the block may be closed by anybody
                 back()
 
     @property

@@ -5,7 +5,7 @@ Shapes: bsz rows, seqlen tokens fed, dim the width, vocab the vocabulary.
 Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of Meta's checkpoints.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Literal, cast
 
@@ -55,6 +55,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.cache = KVCache.of(args.share(current_ranks().size))  # holds no memory before it is used
+        self.fed_by: Rows | None = None  # whose rows were fed last: models may share a layer
         self.kv_caching = args.kv_caching
         self.ops: Ops = PLAIN
 
@@ -167,7 +168,8 @@ class Transformer(nn.Module, Generation, Sessions):
     def caches(self, value: list[KVCache]) -> None:
         with self.ownership.changing():
             for layer, cache in zip(self.blocks, value, strict=True):
-                layer.attention.cache, cache.batch_rows = cache, self.batch_rows
+                layer.attention.cache = cache
+                layer.attention.fed_by = cache.batch_rows = self.batch_rows
 
     @property
     def kv_caching(self) -> bool:
@@ -238,8 +240,8 @@ class Transformer(nn.Module, Generation, Sessions):
     def reserve_cache(self, rows: int, length: int) -> None:
         """Start with empty caches that will take room for exactly `rows` x `length` positions when first written."""
         with self.ownership.changing():
+            self._take_caches(begins=True)
             for cache in self.caches:
-                cache.batch_rows = self.batch_rows
                 cache.reserve(rows, length)
 
     def free_cache(self) -> None:
@@ -298,17 +300,24 @@ class Transformer(nn.Module, Generation, Sessions):
         return cast(TransformerBlock, self.layers[0]).attention
 
     def _take_caches(self, *, begins: bool) -> None:
-        """Tell caches of this model's rows that were told of others': they are new, or of layers that two models share.
+        """Tell caches that do not know it of this model's rows: new ones, and those of layers that two models share.
 
-        Raises RuntimeError in the middle of a text, which the other model may have replaced by its own.
+        Raises RuntimeError in the middle of a text where another model has fed the layers since.
         """
-        told = [cast(TransformerBlock, layer).attention.cache.batch_rows for layer in (self.layers[0], self.layers[-1])]
-        if all(rows is self.batch_rows for rows in told):  # of the first layer and the last: all would cost more
+        ends = _attentions((self.layers[0], self.layers[-1]))  # all layers would cost more
+        if all(one.fed_by is self.batch_rows is one.cache.batch_rows for one in ends):
             return
-        if not begins and any(rows.rope is not None for rows in told if rows is not self.batch_rows):
+        others = [one.fed_by for one in ends if one.fed_by is not self.batch_rows]
+        if not begins and any(rows is not None and rows.rope is not None for rows in others):
             raise RuntimeError(
-                "another model, which shares layers with this one, has used their caches since this text was begun; "
-                "feed it again from start_pos=0, or give each model layers of its own"
+                "another model, which shares layers with this one, has fed them since this text was begun; feed it "
+                "again from start_pos=0, or, where the caches hold it again, set model.caches = model.caches"
             )
-        for cache in self.caches:
-            cache.batch_rows = self.batch_rows
+        for attention in _attentions(self.layers):
+            attention.fed_by = attention.cache.batch_rows = self.batch_rows
+
+
+def _attentions(layers: Iterable[nn.Module]) -> list[Attention]:
+    """Return the attentions that have a cache: a layer of one's own may have none."""
+    found = (getattr(layer, "attention", None) for layer in layers)
+    return [cast(Attention, one) for one in found if hasattr(one, "cache")]

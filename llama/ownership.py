@@ -29,6 +29,7 @@ class Ownership:
         self._calling = False
         self._sharing = 0  # how many calls that share nothing but weights
         self._keeper: threading.Thread | None = None  # the thread that keeps it over many calls and generations
+        self._keeps = 0  # how many blocks keep it
         self._began: threading.Thread | None = None  # the thread whose text the cache holds, where calls made it
         self._replaced: WeakSet[threading.Thread] = WeakSet()  # threads whose texts another thread has replaced
 
@@ -63,11 +64,19 @@ class Ownership:
         """Keep it to this thread for what stands under `with`: calls and generations that belong together."""
         with self._lock:
             self._check()
-            before, self._keeper = self._keeper, threading.current_thread()
+            self._keeper, self._keeps = threading.current_thread(), self._keeps + 1
         try:
             yield
         finally:
-            self._keeper = before
+            with self._lock:
+                self._keeps -= 1
+                if not self._keeps:
+                    self._keeper = None
+
+    def keep_here(self) -> None:
+        """Let a block that goes on, or ends, in another thread keep it to that one."""
+        if self._keeps:
+            self._keeper = threading.current_thread()
 
     @contextmanager
     def acting(self, *, undisturbed: bool = False) -> Iterator[None]:

@@ -225,7 +225,8 @@ def with_cache_kind(model: Transformer, kind: str) -> Transformer:
 
 @torch.inference_mode()
 def _step(model: Transformer, fed: Tensor, start: int) -> Tensor:
-    """Return the logits that follow what is fed, (vocab,)."""
+    """Return the logits that follow what is fed, (vocab,), whichever thread asks."""
+    model.ownership.keep_here()
     logits: Tensor = model(fed, start, logits="last")[0, -1]
     return logits
 

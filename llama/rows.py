@@ -24,6 +24,9 @@ class Rows:
     live: Collection[int] | None = None
     rope: "RopeTable | None" = None
 
+    def __reduce__(self) -> tuple[type["Rows"], tuple[()]]:
+        return Rows, ()  # a copy is told of nothing yet
+
     def real(self, rows: int, seqlen: int) -> list[int]:
         """Return how many tokens of each row are to be kept: none of a row that has ended."""
         lengths = [seqlen] * rows if self.lengths is None else list(self.lengths)

@@ -109,7 +109,7 @@ class _Facts:
     tokenizer: str
     tensors: str
     note: str | None = None
-    activations: int = 16
+    activations: int | None = None
 
 
 class IdsOnly:
@@ -298,7 +298,7 @@ def _facts(file: Path, text: str) -> _Facts:
         and all(isinstance(text, str) for text in texts)
         and isinstance(facts.sizes, dict)
         and isinstance(facts.note, str | None)
-        and facts.activations in (8, 16)
+        and facts.activations in (None, 8, 16)
         and facts.held <= facts.written
     ):
         raise _damaged(file, "what it says of itself")
@@ -358,7 +358,7 @@ def _check_model(file: Path, facts: _Facts, model: Model) -> None:
             f"{file} was saved with a model in {facts.dtype:.40}, and this one is in {model.dtype}; "
             "load the model in the dtype of then"
         )
-    if facts.activations != (ours := model.execution.activations):
+    if facts.activations not in (None, ours := model.execution.activations):
         raise ValueError(
             f"{file} was saved with activations={facts.activations}, and here they have {ours} bits, which gives other "
             "keys and values; load the model as it was then"

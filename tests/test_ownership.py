@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from fakes import Ids
 from native import needs_a_compiler, twins
 from oracles import some_tokens, tiny_model
 from threads import elsewhere, in_threads
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.model import Transformer
+from llama.perplexity import expected
 from llama.rows import Rows
 
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [20, 3], [5] * 6]
@@ -153,6 +154,65 @@ def test_nobody_changes_a_model_that_another_thread_has_switched(intrusion: str)
             elsewhere(lambda: INTRUSIONS[intrusion](model))
     assert (model.kv_caching, model.caches[0].args.kv_cache) == (True, "static")
     elsewhere(lambda: INTRUSIONS[intrusion](model))
+
+
+def test_a_block_that_another_thread_ends_is_undone_and_read_on_there() -> None:
+    model = tiny_model(dtype=torch.float32).requires_grad_(False)
+    model.kv_caching = False
+    generator = expected_of(model)
+    next(generator)
+    elsewhere(generator.close)
+    assert (model.kv_caching, [cache.nbytes for cache in model.caches]) == (False, [0, 0])
+    generator = expected_of(model)
+    next(generator)
+    elsewhere(lambda: next(generator))
+    elsewhere(lambda: list(generator))
+    assert elsewhere(lambda: text_of(model, PROMPTS[0])) == text_of(model, PROMPTS[0])
+
+
+def test_blocks_that_end_in_the_order_in_which_they_began_keep_nothing_afterwards() -> None:
+    model = tiny_model(dtype=torch.float32).requires_grad_(False)
+    first, second = expected_of(model), expected_of(model)
+    next(first), next(second)
+    first.close(), second.close()
+    assert elsewhere(lambda: text_of(model, PROMPTS[0])) == text_of(model, PROMPTS[0])
+
+
+def expected_of(model: Transformer) -> Generator[Tensor, None, None]:
+    return expected(model, list(range(1, 9)), prompt_len=4)
+
+
+def test_caches_and_layers_that_are_put_in_place_by_hand_go_on_with_a_text(model: Transformer) -> None:
+    tokens = some_tokens(1, 9)
+    whole = model(tokens)
+    twin = copy.deepcopy(model)
+
+    def copy_the_caches() -> None:
+        for block in model.blocks:
+            block.attention.cache = copy.deepcopy(block.attention.cache)
+
+    def copy_a_layer() -> None:
+        model.layers[-1] = copy.deepcopy(model.layers[-1])
+
+    def hand_over() -> None:
+        for block, other in zip(model.blocks, twin.blocks, strict=True):
+            block.attention.cache = other.attention.cache
+
+    for change, by in ((copy_the_caches, model), (copy_a_layer, model), (hand_over, twin)):
+        model.free_cache()
+        by(tokens[:, :5])
+        change()
+        torch.testing.assert_close(model(tokens[:, 5:], 5), whole[:, 5:], rtol=0, atol=1e-4)
+
+
+def test_a_layer_of_ones_own_needs_no_cache() -> None:
+    class Skip(nn.Module):
+        def forward(self, h: Tensor, *_: object) -> Tensor:
+            return h
+
+    model = tiny_model(dtype=torch.float32).requires_grad_(False)
+    model.layers[-1] = Skip()
+    assert model(some_tokens(1, 3)).shape[:2] == (1, 3)
 
 
 def test_uncached_calls_run_beside_each_other(model: Transformer) -> None:

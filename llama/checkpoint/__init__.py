@@ -233,7 +233,7 @@ def _check_finite(path: Path, name: str, part: torch.Tensor | QuantizedWeight) -
     if isinstance(part, PackedWeight):
         scales = [scale for scale in part.parameters() if scale.is_floating_point()]
         if not all(map(_finite, scales)):
-            cause = "the file is damaged" if part.stored_as == "stored" else "leave quantize out"
+            cause = "the file is damaged" + ("" if part.stored_as == "stored" else ", or leave quantize out")
             raise CheckpointError(path, f"{name} has scales that are no finite float16; {cause}")
     elif isinstance(part, torch.Tensor) and _OF_SCORES.search(name) and not _finite(part):
         cause = "the file is damaged, or needs a wider dtype"

@@ -33,10 +33,7 @@ Description = TypeVar("Description")
 
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
-_FILES = (
-    *(contract, counting, paged, quantized, static),
-    *(layers, limits, model, ops, packed, quantize, rope, rows, sampling),
-)
+_FILES = (contract, counting, paged, quantized, static, layers, limits, model, ops, packed, quantize, rope, rows)
 # Numbers of ours by which native code was written.
 _NUMBERS: dict[tuple[Any, str], object] = {
     (packed, "GROUP"): 32,
@@ -70,7 +67,7 @@ _TORCH = (
 
 def _classes() -> Iterator[type]:
     """Yield the classes whose methods the plain path runs."""
-    bases = nn.Module | rope.RopeTable | rows.Rows | sampling.Sampler
+    bases = nn.Module | rope.RopeTable | rows.Rows
     for file in _FILES:
         own = (one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__)
         yield from (one for one in own if issubclass(one, bases))
@@ -137,6 +134,19 @@ def check_moment() -> None:
     for owner, name in _BARE:
         if hasattr(owner, name):
             raise Unsupported(f"{owner.__name__}.{name} is covered by the class's own")
+
+
+_SAMPLER = sampling.Sampler
+# What chooses a token on the plain path.
+_CHOOSING: list[tuple[Any, str, object]] = [
+    (_SAMPLER, "__call__", _SAMPLER.__call__),
+    *((sampling, name, value) for name, value in vars(sampling).items() if isinstance(value, FunctionType)),
+]
+
+
+def is_our_sampler(sampler: object) -> bool:
+    """Tell whether tokens are chosen as `llama.sampling` does it, by nothing of somebody's own."""
+    return type(sampler) is _SAMPLER and all(getattr(owner, name) is value for owner, name, value in _CHOOSING)
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from llama.batch import Batch, Chosen
+from llama.fast.fingerprint import is_our_sampler
 from llama.fast.native_caches import Call, Taken
 from llama.fast.native_description import NativeModel
 from llama.fast.native_library import Choice, NativeBatch, NativeForward
-from llama.sampling import Sampler, Sampling
+from llama.sampling import Sampling
 
 
 class Frame:
@@ -102,15 +103,14 @@ class Chooser:
         rows = len(batch.cur_pos)
         self._run, self._batch = run, batch
         self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
-        self._ours = type(batch.sampler) is Sampler  # and no kind of somebody's own
-        seen = batch.sampler.seen if self._ours else None
+        seen = batch.sampler.seen if is_our_sampler(batch.sampler) else None
         self._choice, self._seen = choice_by(batch.request.sampling, self._ids, seen), marks_of(seen)
         self._able = False
 
     def begin(self, frame: Frame) -> None:
         """Let a frame's runs choose, too."""
         vocab = frame.described.sizes.output.columns
-        self._able = self._ours and all(len(marks) == vocab for marks in self._seen)
+        self._able = is_our_sampler(self._batch.sampler) and all(len(marks) == vocab for marks in self._seen)
         if self._able:
             frame.choose_by(self._choice)
 
@@ -122,13 +122,13 @@ class Chooser:
         self._run(frame)
         if self._able:
             ids = list(self._ids)
-            if draws is None or not any(ids[row] == Choice.TOO_NEAR for row in batch.live):
+            if not any(ids[row] < 0 for row in batch.live):
                 for row, marks in enumerate(self._seen):
                     marks[max(ids[row], 0)] = True  # as the sampler marks what a row chooses that has ended
                 if batch.request.logprobs:
                     return batch.outcome(torch.tensor(ids, device="cpu").clamp(min=0), frame.logits[:, 0])
                 return Chosen(ids, self._no_logprobs, frame.logits[:, 0] if batch.lasting else None)
-            batch.sampler.put_back([draws])
+            batch.sampler.put_back([] if draws is None else [draws])
         last = frame.logits[:, 0]
         return batch.outcome(batch.sampler(last), last)
 

@@ -6,6 +6,7 @@ every tensor is of the dtype, shape, device and layout that the code reads. Know
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import cast
 
 import torch
@@ -113,7 +114,7 @@ def _sizes(model: Transformer) -> Model:
     if any(len(weight.shape) != 2 for weight in (embedding, attention.wq.weight, attention.wk.weight)):
         raise Unsupported("a matrix has not two dimensions")
     head_dim, eps = attention.head_dim, model.norm.eps
-    if not isinstance(eps, float | int):
+    if not isinstance(eps, Real):
         raise Unsupported(f"a norm's eps is {eps!r}")
     sizes = Model(
         bfloat16=model.norm.weight.dtype == torch.bfloat16,
@@ -124,7 +125,7 @@ def _sizes(model: Transformer) -> Model:
         head_dim=head_dim,
         hidden=model.blocks[0].feed_forward.w1.weight.shape[0],
         layer_count=len(model.blocks),
-        eps=eps,
+        eps=float(eps),
     )
     for name, size in {"dim": sizes.dim, "head_dim": head_dim, "ffn_dim": sizes.hidden}.items():
         if size % _MULTIPLE:

@@ -10,7 +10,7 @@ from llama.kv_cache import KVCache
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
-from llama.packed import MappedWeight, PackedWeight
+from llama.packed import MappedWeight, PackedWeight, Parts
 from llama.quantize import PackedEmbedding, PackedLinear
 from llama.ranks import ALONE
 from llama.rope import RopeTable
@@ -20,6 +20,7 @@ _KNOWN = {
     *(ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding),
     *(PackedLinear, PackedEmbedding, PackedWeight, MappedWeight),
 }
+_WEIGHTS = {"weight", "bias", "raw", *Parts._fields}
 # What the plain path runs of our files: functions, methods, and the names under which it reaches PyTorch.
 PATH = {
     *("forward", "_call_impl", "_compiled_call_impl", "__call__", "_plain", "last_real"),
@@ -31,8 +32,7 @@ PATH = {
     *("quantize", "dequantize", "_packed", "_unpacked", "_run", "_newest", "value_parts", "_whole", "_keep", "_take"),
     *("_refuse_what_is_gone", "rotated", "real", "_take_one", "_give_back", "_slots", "_gathered"),
     *("parts", "parts_at", "_held", "_widened", "unpack_codes", "in_8_bits", "check_fed", "row_starts", "check_room"),
-    *("choose", "penalize", "sample", "_probabilities", "_drawn", "_draw", "most_likely", "must_sort"),
-    *("_candidates", "_all_sorted", "torch", "nn", "F"),
+    *("torch", "nn", "F"),
 }
 
 
@@ -72,10 +72,10 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
             raise Unsupported(f"{kind.__name__} is not one of the modules that the fast step computes")
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
             raise Unsupported(f"a hook watches {kind.__name__}")
-        own = PATH & vars(module).keys()
+        own = {name for name in PATH & vars(module).keys() if vars(module)[name] is not None}
         if own:
             raise Unsupported(f"{kind.__name__}.{min(own)} was replaced")
-        _check_weights(module, caches)
+        _check_weights(module)
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise Unsupported("the embedding has a max_norm")
     blocks = model.blocks
@@ -87,14 +87,12 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         raise Unsupported("the model has no layers")
 
 
-def _check_weights(module: nn.Module, caches: Sequence[type[KVCache]]) -> None:
-    """Refuse a weight that is neither a parameter nor packed: nobody would see when another takes its place."""
-    for name in ("weight", "bias"):
-        weight = getattr(module, name, None)
-        if weight is not None and weight is not module._parameters.get(name, module._modules.get(name)):
-            raise Unsupported(f"{type(module).__name__}.{name} is no parameter")
-    if type(module) not in caches and any(buffer is not None for buffer in module._buffers.values()):
-        raise Unsupported(f"{type(module).__name__} has a buffer")
+def _check_weights(module: nn.Module) -> None:
+    """Refuse weights that are no parameters: nobody would see when others take their place."""
+    held = {**vars(module), **module._buffers}
+    others = {name for name in _WEIGHTS & held.keys() if held[name] is not None}
+    if others:
+        raise Unsupported(f"{type(module).__name__}.{min(others)} is no parameter")
 
 
 def caching_of(attentions: Sequence[Attention]) -> bool:

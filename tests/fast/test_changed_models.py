@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama.model
 import llama.rope
+import llama.sampling
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
 from llama.fast.fingerprint import Fingerprint
@@ -96,6 +97,17 @@ def test_another_shape_of_model_is_fast_again_with_its_next_text(change: str) ->
         CHANGES[change](model)
     assert go_on(plain, fast, TOKENS[:, :30], 0)
     assert go_on(plain, fast, TOKENS[:, 30:31], 30)
+
+
+def test_what_changes_no_number_stays_fast() -> None:
+    plain, fast = twins("fp32")
+    for model in (plain, fast):
+        model.register_buffer("steer", torch.zeros(3))
+        model.blocks[0].register_buffer("steer", torch.zeros(3))
+        model.blocks[0]._compiled_call_impl = None  # as PyTorch has it
+    sample = llama.sampling.sample
+    with patched(llama.sampling, "sample", lambda *given: sample(*given)):
+        assert go_on(plain, fast, TOKENS, 0)
 
 
 def test_what_was_undone_is_fast_again() -> None:
