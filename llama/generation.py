@@ -7,7 +7,7 @@ cache works.
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property, wraps
@@ -405,7 +405,7 @@ def _stream(
     stop: str | Sequence[str],
     options: Options,
 ) -> Stream:
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    prompts = [prompts] if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable) else list(prompts)
     bos = options.get("prefix") is None  # which has one
     ids = [encode_prompt(tokenizer, prompt, bos=bos) for prompt in prompts]
     batch = _batch(model, ids, max_gen_len, tokenizer.stop_tokens, options)

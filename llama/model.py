@@ -240,7 +240,7 @@ class Transformer(nn.Module, Generation, Sessions):
     def reserve_cache(self, rows: int, length: int) -> None:
         """Start with empty caches that will take room for exactly `rows` x `length` positions when first written."""
         with self.ownership.changing():
-            self._take_caches(begins=True)
+            self._tell_caches()
             for cache in self.caches:
                 cache.reserve(rows, length)
 
@@ -304,6 +304,11 @@ class Transformer(nn.Module, Generation, Sessions):
 
         Raises RuntimeError in the middle of a text where another model has fed the layers since.
         """
+        if begins and len({id(one.cache) for one in _attentions(self.layers)}) < len(_attentions(self.layers)):
+            raise ValueError(
+                "two layers share one cache, and would write over each other's keys; give each a cache of its own "
+                "(copy.deepcopy of the layer), or switch the cache off"
+            )
         ends = _attentions((self.layers[0], self.layers[-1]))  # all layers would cost more
         if all(one.fed_by is self.batch_rows is one.cache.batch_rows for one in ends):
             return
@@ -313,6 +318,9 @@ class Transformer(nn.Module, Generation, Sessions):
                 "another model, which shares layers with this one, has fed them since this text was begun; feed it "
                 "again from start_pos=0, or, where the caches hold it again, set model.caches = model.caches"
             )
+        self._tell_caches()
+
+    def _tell_caches(self) -> None:
         for attention in _attentions(self.layers):
             attention.fed_by = attention.cache.batch_rows = self.batch_rows
 

@@ -38,13 +38,15 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
 def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
     # PyTorch hands float32 products on a CPU to MKL, which reaches a half to a third of oneDNN's speed on an AMD
     # machine, at one row and at many (docs/log.md). oneDNN's operator has no gradient, and under
-    # forward-mode differentiation (an open level of dual numbers) it would give zeros without a word.
+    # forward-mode differentiation (an open level of dual numbers) it would give zeros without a word. PyTorch's own
+    # compiler takes it with constant weights alone.
     return (
         x.dtype == torch.float32 == weight.dtype
         and x.device.type == "cpu"
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and forward_ad._current_level < 0
         and HAS_ONEDNN
+        and not torch.compiler.is_compiling()
     )
 
 

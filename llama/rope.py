@@ -117,7 +117,9 @@ class RopeTable:
             length = 1 << (end - 1).bit_length()  # powers of two: a growing text rebuilds the table rarely
             with torch.inference_mode(False):  # a table made in inference mode could not serve a backward pass
                 cos, sin = (part * self.attention_factor for part in _cos_sin(self.freqs, length))
-                held = self._freqs_cis = cos.to(device), sin.to(device)
+                held = cos.to(device), sin.to(device)
+            if type(cos) is Tensor:  # and none that a tracer, or an export, makes for itself
+                self._freqs_cis = held
         return held
 
 

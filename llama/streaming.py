@@ -3,7 +3,7 @@
 Knows what it needs of a tokenizer, and which rows of a batch still grow; does not know models or how ids are made.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Literal, NotRequired, Protocol, TypedDict
@@ -52,6 +52,8 @@ def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int], *, bos: boo
     """
     if isinstance(prompt, bytes):
         raise ValueError(f"a prompt is a str or a list of token ids, not bytes: {prompt[:40]!r}; decode it first")
+    if not isinstance(prompt, Iterable):
+        raise ValueError(f"a prompt is a str or a list of token ids, not {prompt!r:.40}; one of ids alone is [[1, 2]]")
     if not isinstance(prompt, str):
         return list(prompt)
     ids = tokenizer.encode(prompt, bos=bos and tokenizer.adds_bos, eos=False, begins=bos)

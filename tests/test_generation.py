@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import NAN, Bytes, Call, Limits, Scripted
+from fakes import NAN, Bytes, Call, Ids, Limits, Scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import tiny_model
 
 from llama.args import ModelArgs
 from llama.generation import NonFiniteLogits, Step
@@ -666,3 +667,9 @@ def test_limits_of_a_fake_are_enough_for_the_loop() -> None:
     model = scripted([1], args=Limits(vocab_size=300, max_seq_len=3, max_batch_size=1))
     assert "max_seq_len=3" in refused(model, [[1, 2]], 2)
     assert "max_batch_size=1" in refused(model, [[1], [2]])
+
+
+@pytest.mark.parametrize("prompts", [[1, 2], None, [None], 3])
+def test_what_is_no_prompt_is_refused_in_words(prompts: Any) -> None:
+    with pytest.raises(ValueError, match="a prompt is a str or a list of token ids, not"):
+        tiny_model().requires_grad_(False).generate(Ids(), prompts, 2)  # type: ignore[arg-type]

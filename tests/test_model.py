@@ -527,3 +527,39 @@ def test_model_runs_under_another_default_device() -> None:
         with torch.device("meta"):  # a device on which nothing can be computed
             made = [other(tokens), other(tokens[:, :2], [3, 4])]
     assert all(map(torch.equal, made, expected))
+
+
+def test_an_exported_model_is_itself_afterwards() -> None:
+    tokens = some_tokens(1, 8)
+    expected = tiny_model().requires_grad_(False)(tokens)
+    model = tiny_model().requires_grad_(False)
+    model.kv_caching = False
+    torch.export.export(model, (tokens,))
+    assert type(model(tokens)) is Tensor
+    torch.testing.assert_close(model(tokens), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own files
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_pytorchs_compiler_takes_the_model_with_frozen_weights(kv_caching: bool) -> None:
+    model = tiny_model(dtype=torch.float32).requires_grad_(False)
+    model.kv_caching = kv_caching
+    tokens = some_tokens(2, 12)
+    with torch.inference_mode():
+        expected = model(tokens)
+        torch.testing.assert_close(torch.compile(model)(tokens), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["layer", "cache"])
+def test_layers_that_share_a_cache_are_refused_while_it_is_on(what: str) -> None:
+    model = tiny_model().requires_grad_(False)
+    if what == "layer":
+        model.layers[1] = model.layers[0]
+    else:
+        model.blocks[1].attention.cache = model.blocks[0].attention.cache
+    for act in (lambda: model(some_tokens(1, 4)), lambda: model.generate_tokens([[1, 2]], 3)):
+        with pytest.raises(ValueError, match="two layers share one cache"):
+            act()
+    model.kv_caching = False
+    assert len(model.generate_tokens([[1, 2]], 3)[0][0]) == 3

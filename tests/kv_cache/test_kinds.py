@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama import testing
 from llama.args import ModelArgs
-from llama.kv_cache import KVCache, StaticCache, cache_kind
+from llama.kv_cache import ConcatCache, KVCache, StaticCache, cache_kind
 from llama.ops import attend, attention_mass
 from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 
@@ -365,3 +365,18 @@ def test_limits_of_a_kind_count_what_it_holds() -> None:
     with pytest.raises(ValueError, match="log-probabilities depend on positions that this cache drops: it holds 12"):
         model.generate_tokens([list(range(13))], 2, echo=True, logprobs=True)
     assert model.generate_tokens([list(range(12))], 2, echo=True, logprobs=True)
+
+
+@pytest.mark.parametrize("gives", ["nothing", "another dtype", "an error"])
+def test_whatever_a_kind_makes_somebody_raise_is_told_with_the_claim(gives: str) -> None:
+    name = f"odd_{gives.replace(' ', '_')}"
+
+    class Odd(ConcatCache, kind=name):
+        def update(self, start_pos: Any, xk: Tensor, xv: Tensor) -> Any:
+            if gives == "an error":
+                raise KeyError("mine")
+            keys, values = super().update(start_pos, xk, xv)
+            return None if gives == "nothing" else (keys.bfloat16(), values)
+
+    with pytest.raises(Broken, match="Error where this was tried: A"):
+        check_cache_kind(name)
