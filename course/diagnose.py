@@ -16,6 +16,7 @@ from course.probe import HEADS, KEY_AT, KV_HEADS, LENGTH, MAX_ROWS, MAX_SEQ_LEN,
 Facts = dict[str, Any]
 NEAR = 1e-6  # of shares of attention in float64; RoPE's table is float32
 NEAR_ANGLES = 5e-3  # a cache in 16 bits is another mistake than a wrong angle
+ABOUT_SHARING = re.compile("two layers share one cache")  # says the model itself
 ABOUT_DTYPES = re.compile(r"dtype|scalar type|cannot take torch\.")  # what PyTorch and `KVCache.check` say
 ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?|broadcast)\b", flags=re.IGNORECASE)
 
@@ -198,6 +199,8 @@ def _tell(query: Query, wanted: Query) -> str:
 def _error_name(error: dict[str, str], says: str = "") -> str:
     if ABOUT_DTYPES.search(error["words"]):
         return "wrong-dtype"
+    if ABOUT_SHARING.search(error["words"]):
+        return "shared-by-layers"
     if says:
         return says
     of_tensors = error["type"] in ("RuntimeError", "IndexError", "ValueError")

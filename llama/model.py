@@ -55,9 +55,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.cache = KVCache.of(args.share(current_ranks().size))  # holds no memory before it is used
-        self.fed_by: Rows | None = None  # whose rows were fed last: models may share a layer
         self.kv_caching = args.kv_caching
         self.ops: Ops = PLAIN
+        self.fed_by: Rows | None = None  # whose rows were fed last: models may share a layer
 
     def forward(self, x: Tensor, start_pos: Positions, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
         """Map (bsz, seqlen, dim), whose first tokens stand at `start_pos`, to the same shape."""
