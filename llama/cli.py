@@ -33,8 +33,8 @@ _DEBUG_HELP = """
         Show the traceback of an error."""
 _THREADS_HELP = """
     --threads=THREADS
-        Threads of the CPU that compute, in processes that the command starts, too; by default OMP_NUM_THREADS, or one
-        for each core that this process may use."""
+        Threads of the CPU that compute, in processes that the command starts, too; by default what MKL_NUM_THREADS or
+        OMP_NUM_THREADS says, or one for each core that this process may use."""
 
 
 def main(command: Callable[..., int], words: list[str] | None = None, *, name: str | None = None) -> None:

@@ -169,7 +169,7 @@ class Transformer(nn.Module, Generation, Sessions):
         with self.ownership.changing():
             for layer, cache in zip(self.blocks, value, strict=True):
                 layer.attention.cache = cache
-                layer.attention.fed_by = cache.batch_rows = self.batch_rows
+            self._tell_caches()
 
     @property
     def kv_caching(self) -> bool:
@@ -304,7 +304,8 @@ class Transformer(nn.Module, Generation, Sessions):
 
         Raises RuntimeError in the middle of a text where another model has fed the layers since.
         """
-        if begins and len({id(one.cache) for one in _attentions(self.layers)}) < len(_attentions(self.layers)):
+        caches = [id(one.cache) for one in _attentions(self.layers)] if begins else []
+        if len(set(caches)) < len(caches):
             raise ValueError(
                 "two layers share one cache, and would write over each other's keys; give each a cache of its own "
                 "(copy.deepcopy of the layer), or switch the cache off"

@@ -124,7 +124,7 @@ class Chooser:
             ids = list(self._ids)
             if not any(ids[row] < 0 for row in batch.live):
                 for row, marks in enumerate(self._seen):
-                    marks[max(ids[row], 0)] = True  # as the sampler marks what a row chooses that has ended
+                    marks[max(ids[row], 0)] = True  # as Sampler.note does, which takes 0.05 ms and more of a step
                 if batch.request.logprobs:
                     return batch.outcome(torch.tensor(ids, device="cpu").clamp(min=0), frame.logits[:, 0])
                 return Chosen(ids, self._no_logprobs, frame.logits[:, 0] if batch.lasting else None)
