@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.args import ModelArgs
-from llama.exact.operations import exact_ops
+from llama.exact.operations import EXACT, exact_ops
 from llama.kv_cache import check_lossless
 from llama.ops import PLAIN, Ops
 from llama.quantize import quantized_weights
@@ -32,16 +32,15 @@ def set_exact(model: "Transformer", value: bool) -> None:
     if value == model.exact:
         return
     if not value:
-        _switch_off(model, PLAIN)
+        _switch_off(model)
         return
     _check(model)
-    before = model.ops
     try:
         _switch_on(model)
         if difference := first_difference(model):
             raise ValueError(f"exact mode is not available here{_by(model.runner)}: {difference}")
     except BaseException:
-        _switch_off(model, before)
+        _switch_off(model)
         raise
 
 
@@ -53,13 +52,20 @@ def _switch_on(model: "Transformer") -> None:
         model.runner.exact = True
 
 
-def _switch_off(model: "Transformer", ops: Ops) -> None:
-    """Let the runner of the model be as free as before, or its modules compute by `ops`."""
+def _switch_off(model: "Transformer") -> None:
+    """Release the model's runner from exact mode, or put PLAIN back wherever the mode has put its own operations."""
     with model.ownership.changing():
         if model.runner is not None and model.runner.exact:
             model.runner.exact = False
-        else:
-            model.use(ops)
+        for module in model.modules():
+            if _ops_of(module).name == EXACT:
+                module.ops = PLAIN  # type: ignore[assignment]
+
+
+def _ops_of(module: nn.Module) -> Ops:
+    """Return the operations by which a module computes; PLAIN for a module that needs none."""
+    ops: Ops = getattr(module, "ops", PLAIN)
+    return ops
 
 
 def _by(runner: Runner | None) -> str:
@@ -75,6 +81,12 @@ def _check(model: "Transformer") -> None:
     if model.runner is not None and model.runner.exact is None:
         raise ValueError(f"exact mode and the fast step ({model.runner.name}) exclude each other: choose one")
     check_lossless(model.caches)
+    own = next((ops for ops in map(_ops_of, model.modules()) if ops != PLAIN and ops.name != EXACT), None)
+    if own is not None:
+        raise ValueError(
+            f"exact mode replaces all operations of the model, and cannot keep the operations {own.name!r} that were "
+            "put in place of the plain ones; call model.use(PLAIN) first, or leave exact mode off"
+        )
     if model.runner is None and quantized_weights(model):
         raise ValueError(
             "exact mode computes with quantised weights by native code alone, which does not serve this model; load it "
@@ -107,10 +119,11 @@ def slowdown(model: "Transformer", *, prompt: int = 64, repeats: int = 5, patien
     at worst in that one alone, where `patience` seconds have passed. The model needs room for one position more, and no
     runner, which does in exact mode what it does without.
     """
+    _check(model)
     prompt = min(prompt, model.args.max_seq_len - 1)
     tokens = torch.zeros(1, prompt, dtype=torch.int64, device=model.device)
-    ways = {"plain": partial(model.use, PLAIN), "exact": partial(use_exact_ops, model)}
-    put_back = ways["exact"] if model.exact else partial(model.use, model.ops)
+    ways = {"plain": partial(_switch_off, model), "exact": partial(use_exact_ops, model)}
+    put_back = ways["exact" if model.exact else "plain"]
     seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "exact": []}
     began = time.perf_counter()
     try:

@@ -22,7 +22,7 @@ from llama.exact import (
     slowdown,
 )
 from llama.model import Transformer
-from llama.ops import PLAIN
+from llama.ops import PLAIN, attend
 from llama.self_comparison import first_difference
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -264,6 +264,31 @@ def test_research_code_may_do_one_operation_its_own_way() -> None:
     model.use(PLAIN)
     assert not torch.equal(model(torch.tensor([[1, 2, 3]])), changed)
     assert not model.exact
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_exact_mode_refuses_operations_of_ones_own_and_leaves_them(everywhere: bool) -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    mine = PLAIN._replace(name="capped", attend=lambda *given: torch.tanh(attend(*given)))
+    if everywhere:
+        model.use(mine)
+    else:
+        model.blocks[1].attention.ops = mine
+    before, tokens = [module.ops for module in model.modules() if hasattr(module, "ops")], torch.tensor([[1, 2, 3]])
+    logits = model(tokens)
+    with pytest.raises(ValueError, match=r"the operations 'capped' .* model\.use\(PLAIN\)"):
+        model.exact = True
+    assert not model.exact
+    assert [module.ops for module in model.modules() if hasattr(module, "ops")] == before
+    assert torch.equal(model(tokens), logits)
+
+
+def test_switching_exact_mode_off_leaves_operations_that_were_set_meanwhile() -> None:
+    model = exact_model(torch.float32)
+    mine = model.blocks[1].attention.ops = PLAIN._replace(name="mine")
+    model.exact = False
+    assert model.blocks[1].attention.ops is mine
+    assert all(block.feed_forward.ops is PLAIN for block in model.blocks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
