@@ -124,8 +124,10 @@ def _target(path: Path) -> Path:
         return target
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
-        raise FileExistsError(errno.EEXIST, "there is something that is no regular file; give another name", str(path))
+    try:
+        check_regular(mode)
+    except ValueError as error:
+        raise FileExistsError(errno.EEXIST, f"{error}; give another name", str(path)) from None
     return target
 
 
@@ -178,9 +180,11 @@ def keep_file(path: Path, content: bytes) -> Path:
 def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write the parts as a file that only its owner may read, or replace it, as a whole.
 
-    The folder must be there. Raises OSError where the file cannot be written; the old one then stays as it is.
+    The folder must exist. If the path is a link, the file that it leads to is replaced. Raises OSError if the file
+    cannot be written, or is a device, a pipe or a directory; what is there then stays as it is.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".new")  # of mode 0600
+    target = _target(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.", suffix=".new")  # of mode 0600
     new = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -188,7 +192,7 @@ def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())  # or a machine that goes down now might keep the name and lose the content
-        os.replace(new, path)
+        os.replace(new, target)
     finally:
         new.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ from bench_reports import table_report
 from llama import cli, files
 from llama.bench.report.files import keep_json
 from llama.commands import benchmark_inference
-from llama.files import check_writable, keep_file, read_text, replace_file
+from llama.files import check_writable, keep_file, read_text, replace_file, replace_private
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="devices and named pipes are POSIX's")
 LIMIT = 1000
@@ -95,9 +95,9 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     target, link = tmp_path / "elsewhere" / "target", tmp_path / "link"
     link.symlink_to(target)
-    for content in (b"new", b"newer"):  # at first the link leads to nothing
+    for content in (b"new", b"newer", b"private"):  # at first the link leads to nothing
         check_writable(link)
-        replace_file(link, content)
+        replace_private(link, [content]) if content == b"private" else replace_file(link, content)
         assert (link.is_symlink(), target.read_bytes()) == (True, content)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "link", "target"]
 
@@ -111,6 +111,9 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path: Path) -> None:
         for write in (check_writable, lambda path: replace_file(path, b"x")):
             with pytest.raises(OSError, match=r"regular file|directory|symbolic links"):
                 write(tmp_path / name)
+    for name in ("pipe", "loop", "."):  # not a device: root would lose it if this claim failed
+        with pytest.raises(OSError, match=r"regular file|directory|symbolic links"):
+            replace_private(tmp_path / name, [b"x"])
     assert (tmp_path / "pipe").is_fifo()
     assert Path(os.devnull).is_char_device()
 

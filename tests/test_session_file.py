@@ -295,15 +295,18 @@ def test_a_save_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
 def test_where_a_file_cannot_be_is_said_in_one_sentence(tmp_path: Path) -> None:
     _, session = made()
     session.feed("abc")
+    os.mkfifo(tmp_path / "pipe")
     for path, why in (
         (tmp_path / "nowhere" / "session", "No such file or directory"),
         (tmp_path, "Is a directory"),
+        (tmp_path / "pipe", "it is a named pipe, not a regular file; give another name"),
         (Path("/proc/session"), "No such file or directory|Permission denied|Operation not permitted"),
         (tmp_path / ("n" * 300), "File name too long"),
     ):
         with pytest.raises(ValueError, match=f"cannot be saved as {path}: ({why})$"):
             session.save(path)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "pipe"]
+    assert (tmp_path / "pipe").is_fifo()
     session.drop()
     with pytest.raises(ValueError, match="dropped"):
         session.save(tmp_path / "session")

@@ -17,6 +17,7 @@ from llama.checkpoint.base import Weight
 from llama.checkpoint.families import HUGGINGFACE_NAMES, family_of, huggingface_names
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.checkpoint.half_split import HALF_SPLIT, our_rows
+from llama.files import replace_file, replacing
 from llama.model import Transformer
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -36,9 +37,9 @@ def save_huggingface(model: Transformer, directory: str | PathLike[str]) -> None
     if model.args.tied_head:
         del tensors[HUGGINGFACE_NAMES["output.weight"]]  # the file may not hold one tensor under two names
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    replace_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    with replacing(directory / "model.safetensors") as new:
+        save_file(tensors, new, metadata={"format": "pt"})
 
 
 def huggingface_config(args: ModelArgs) -> dict[str, Any]:
@@ -97,7 +98,8 @@ def save_gguf(model: Transformer, path: str | PathLike[str]) -> None:
     _refuse_a_slice(model)
     tensors = {name: Weight.of(weight) for name, weight in model.state_dict().items()}
     parts = planned(model.args, tensors, _GGUF_KINDS[_dtype(model)])
-    write_gguf(Path(path), model.args, parts, {"tokenizer.ggml.model": "no_vocab"})
+    with replacing(Path(path)) as new:
+        write_gguf(new, model.args, parts, {"tokenizer.ggml.model": "no_vocab"})
 
 
 def _dtype(model: Transformer) -> torch.dtype:

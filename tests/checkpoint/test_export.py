@@ -1,5 +1,6 @@
 """What we write in the formats of others comes back as the same bits, and means the same to their own code."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,23 @@ def test_an_export_is_read_as_the_same_bits_and_the_same_args(
     state = load_weights(checkpoint, checkpoint.args, dtype=dtype, device="cpu").state_dict()
     for name, weight in model.state_dict().items():
         assert torch.equal(state[name], weight), name
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs links")
+@pytest.mark.parametrize("kind", ["huggingface", "gguf"])
+def test_an_export_over_links_replaces_the_files_that_they_lead_to(tmp_path: Path, kind: str) -> None:
+    path = export(kind, model_of(), tmp_path)
+    files = [path] if path.is_file() else [path / "config.json", path / "model.safetensors"]
+    for file in files:
+        file.rename(tmp_path / f"real-{file.name}")
+        file.symlink_to(tmp_path / f"real-{file.name}")
+    model = model_of()
+    model.norm.weight.data.fill_(0.5)
+    export(kind, model, tmp_path)
+    assert all(file.is_symlink() for file in files)
+    checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_in(tmp_path))
+    read = load_weights(checkpoint, checkpoint.args, dtype=torch.float32, device="cpu")
+    assert torch.equal(read.norm.weight, model.norm.weight)
 
 
 def test_divisors_go_into_a_gguf_file_and_are_refused_by_name_in_a_config(tmp_path: Path) -> None:
