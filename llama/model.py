@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.generation import Generation
-from llama.kv_cache import KVCache, use_kind
+from llama.kv_cache import KVCache, check_lossless, use_kind
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.limits import Positions, check_fed
 from llama.ops import PLAIN, Ops, attention_mass, last_real
@@ -133,8 +133,8 @@ class Transformer(nn.Module, Generation, Sessions):
         self.rope = RopeTable.of(args)
         self.ownership = Ownership()
         self.batch_rows = Rows()
-        self.caches = self.caches  # which are told of the same rows
         self.ops = PLAIN
+        self.caches = self.caches  # which are told of the same rows
 
     def bound(self, kv_cache: str | None = None) -> int | None:
         cache = self.first_attention.cache
@@ -167,6 +167,7 @@ class Transformer(nn.Module, Generation, Sessions):
     @caches.setter
     def caches(self, value: list[KVCache]) -> None:
         with self.ownership.changing():
+            self._check_kinds(value)
             for layer, cache in zip(self.blocks, value, strict=True):
                 layer.attention.cache = cache
             self._tell_caches()
@@ -304,12 +305,14 @@ class Transformer(nn.Module, Generation, Sessions):
 
         Raises RuntimeError in the middle of a text where another model has fed the layers since.
         """
-        caches = [id(one.cache) for one in _attentions(self.layers)] if begins else []
-        if len(set(caches)) < len(caches):
+        caches = [one.cache for one in _attentions(self.layers)] if begins else []
+        if len(set(map(id, caches))) < len(caches):
             raise ValueError(
                 "two layers share one cache, and would write over each other's keys; give each a cache of its own "
                 "(copy.deepcopy of the layer), or switch the cache off"
             )
+        if begins:
+            self._check_kinds(caches)
         ends = _attentions((self.layers[0], self.layers[-1]))  # all layers would cost more
         if all(one.fed_by is self.batch_rows is one.cache.batch_rows for one in ends):
             return
@@ -320,6 +323,18 @@ class Transformer(nn.Module, Generation, Sessions):
                 "again from start_pos=0, or, where the caches hold it again, set model.caches = model.caches"
             )
         self._tell_caches()
+
+    def _check_kinds(self, caches: Sequence[KVCache]) -> None:
+        """Refuse kinds of cache that cannot serve one text together, or cannot serve exact mode."""
+        kinds = {(type(cache), cache.args.kv_cache, cache.bound) for cache in caches}
+        if len(kinds) > 1 and any(kind.rope_positions is not KVCache.rope_positions for kind, _, _ in kinds):
+            names = ", ".join(sorted(f"{name} ({kind.__name__})" for kind, name, _ in kinds))
+            raise ValueError(
+                f"the caches of the layers are {names}, which rotate queries by different positions, and the model "
+                "rotates a query alike in all layers; use one kind and one size in all layers"
+            )
+        if self.exact:
+            check_lossless(caches)
 
     def _tell_caches(self) -> None:
         for attention in _attentions(self.layers):

@@ -1,6 +1,7 @@
 """Exact mode: a token's logits have the same bits with the cache on or off, however fed, alone or in any batch."""
 
 import random
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -21,6 +22,7 @@ from llama.exact import (
     probe,
     slowdown,
 )
+from llama.kv_cache import KVCache
 from llama.model import Transformer
 from llama.ops import PLAIN, attend
 from llama.self_comparison import first_difference
@@ -281,6 +283,15 @@ def test_exact_mode_refuses_operations_of_ones_own_and_leaves_them(everywhere: b
     assert not model.exact
     assert [module.ops for module in model.modules() if hasattr(module, "ops")] == before
     assert torch.equal(model(tokens), logits)
+
+
+def test_exact_mode_refuses_lossy_caches_that_are_put_in_place_one_by_one() -> None:
+    model = exact_model(torch.float32)
+    lossy = [KVCache.of(replace(model.args, kv_cache=kind)) for kind in ("static", "int8")]
+    with pytest.raises(ValueError, match="kv_cache='int8' does not keep all"):
+        model.caches = lossy
+    assert [cache.args.kv_cache for cache in model.caches] == ["static", "static"]
+    assert model.exact
 
 
 def test_switching_exact_mode_off_leaves_operations_that_were_set_meanwhile() -> None:

@@ -1,5 +1,6 @@
 """The window cache is its definition in plain loops, in memory and angles that do not grow."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -167,3 +168,30 @@ def test_by_default_the_window_fills_the_limit_with_four_sinks() -> None:
     made: Callable[[str], KVCache] = lambda kind: KVCache.of(replace(args(1, 0), kv_cache=kind))  # noqa: E731
     assert made("window:32").bound == 36
     assert made("window:32+0").bound == 32
+
+
+# ---- kinds that differ by layer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["static", "concat", "paged", "int8", "int4", "window:5+2", "window:6+1"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_window_in_some_layers_alone_is_refused(other: str, first: int) -> None:
+    """The model asks one layer by which positions queries are rotated, and a full window has its own."""
+    model = tiny_model(args(6, 2))
+    window, another = model.caches[0], KVCache.of(replace(model.args, kv_cache=other, head_dim=HEAD_DIM))
+    mixed = [another, window] if first else [window, another]
+    before = model.caches
+    with pytest.raises(ValueError, match=f"{re.escape(other)}.*use one kind and one size in all layers"):
+        model.caches = mixed
+    assert all(now is then for now, then in zip(model.caches, before, strict=True))
+    for layer, cache in zip(model.blocks, mixed, strict=True):
+        layer.attention.cache = cache
+    with pytest.raises(ValueError, match="use one kind and one size in all layers"):
+        model(some_tokens(1, 3))
+
+
+def test_kinds_that_rotate_alike_may_differ_by_layer() -> None:
+    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    expected = model(some_tokens(2, 9))
+    model.caches = [KVCache.of(replace(model.args, kv_cache=kind)) for kind in ("concat", "paged")]
+    assert torch.equal(model(some_tokens(2, 9)), expected)
