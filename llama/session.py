@@ -6,6 +6,7 @@ promises; does not know kinds of cache, or what a model is made of.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -43,20 +44,19 @@ class Session:
             raise ValueError(
                 f"max_seq_len={max_seq_len!r} must be from 1 to the model's {limit}; build or load it with a larger one"
             )
-        kind = model.kv_cache if kv_cache is None else cache_kind(kv_cache)
+        kind = None if kv_cache is None else cache_kind(kv_cache)
         self.model, self.tokenizer = model, tokenizer
         self.max_seq_len = limit if max_seq_len is None else max_seq_len
         self.tokens: list[int] = []
         self.fed = 0
         self.note: str | None = None
-        self._caches = [
-            KVCache.of(replace(cache.args, kv_cache=kind, max_seq_len=self.max_seq_len)) for cache in model.caches
-        ]
+        self._caches = [_empty(cache, kind, self.max_seq_len) for cache in model.caches]
         self._held = 0  # how many tokens the caches hold
         self._written = 0  # up to where the caches may have been written, by a call that failed or a text that was cut
         self._logits: Tensor | None = None  # those that follow the text, (1, vocab), where they are known
         self._way = self._way_now()
-        self._busy = self._dropped = False
+        self._dropped = False
+        self._lock = threading.Lock()  # held by the one call that is under way
 
     # ---- what it is --------------------------------------------------------------------------------------------------
 
@@ -107,8 +107,8 @@ class Session:
         the session holds already, is not fed again. `append` adds to the text.
         """
         ids = encode_prompt(self.tokenizer, text)
-        self._check(ids)
         with self._computing():
+            self._check(ids)
             same = common_beginning(self.tokens, ids)
             if same < len(self.tokens):
                 logger.info("the text parts from the one before at token %d of %d", same, len(self.tokens))
@@ -117,25 +117,28 @@ class Session:
 
     def append(self, text: str | Sequence[int]) -> int:
         """Add to the text, and feed what was added; return how many tokens were fed."""
-        if isinstance(text, str):
-            text = self.tokenizer.encode(text, bos=False, eos=False, begins=not self.tokens)
-        return self.feed([*self.tokens, *text])
+        with self._computing():
+            if isinstance(text, str):
+                text = self.tokenizer.encode(text, bos=False, eos=False, begins=not self.tokens)
+            ids = [*self.tokens, *text]
+            self._check(ids)
+            return self._feed(ids)
 
     def rewind(self, position: int) -> None:
         """Forget what stands at `position` and after it."""
-        self._check_use()
-        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= len(self.tokens):
-            raise ValueError(
-                f"position={position!r} must be a whole number from 0 to {len(self.tokens)}, where the text ends"
-            )
-        self._cut(position)
+        with self._in_use():
+            if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= len(self.tokens):
+                raise ValueError(
+                    f"position={position!r} must be a whole number from 0 to {len(self.tokens)}, where the text ends"
+                )
+            self._cut(position)
 
     def fork(self) -> "Session":
         """Return a session of the same text, which goes its own way; what is held is shared where the kind can."""
-        self._check_use()
-        branch = copy(self)
-        with self.model.ownership.hold():  # so that nobody writes meanwhile into what is shared
+        with self._in_use(), self.model.ownership.hold():  # so that nobody writes meanwhile into what is shared
+            branch = copy(self)
             branch.tokens, branch._caches, branch.fed = list(self.tokens), [cache.copy() for cache in self._caches], 0
+            branch._lock = threading.Lock()
         return branch
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -144,12 +147,15 @@ class Session:
         The file has the ids and what is held of them, and says by digests of which model and tokenizer. Only its owner
         may read it; one that is there is replaced as a whole. Raises ValueError where it cannot be written.
         """
-        self._check_use()
-        self._look_at_the_model()
-        held = self._held
-        save_session(
-            path,
-            Content(
+        with self._in_use():
+            self._look_at_the_model()
+            held, kinds = self._held, sorted({(type(cache).__name__, cache.args.kv_cache) for cache in self._caches})
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"the session's layers have caches of several kinds, {', '.join(name for _, name in kinds)}, and a "
+                    "file names one; save a session whose layers have one kind of cache"
+                )
+            content = Content(
                 kv_cache=self.kv_cache,
                 max_seq_len=self.max_seq_len,
                 bound=self.bound,
@@ -159,16 +165,14 @@ class Session:
                 logits=self._logits,
                 layers=[cache.state(1, held) for cache in self._caches] if held else [],
                 note=self.note,
-            ),
-            self.model,
-            self.tokenizer,
-        )
+            )
+            save_session(path, content, self.model, self.tokenizer)
 
     def drop(self) -> None:
         """Give the memory back; the session cannot be used any more."""
-        self._check_use()
-        self._forget()
-        self._dropped = True
+        with self._in_use():
+            self._forget()
+            self._dropped = True
 
     # ---- going on ----------------------------------------------------------------------------------------------------
 
@@ -300,10 +304,9 @@ class Session:
     @contextmanager
     def _computing(self, kv_caching: bool | None = None) -> Iterator[None]:
         """Give the model the session's caches, and its own ones back whatever happens; `kv_caching` may switch it."""
-        self._check_use()
         model = self.model
-        with model.ownership.hold():
-            self._busy, own, caching = True, model.caches, model.kv_caching
+        with self._in_use(), model.ownership.hold():
+            own, caching = model.caches, model.kv_caching
             try:
                 self._look_at_the_model()
                 with model.ownership.acting():
@@ -314,7 +317,6 @@ class Session:
                     self._forget()  # off holds nothing
                 yield
             finally:
-                self._busy = False
                 with model.ownership.acting():
                     if model.kv_caching is not caching:
                         model.kv_caching = caching
@@ -340,15 +342,31 @@ class Session:
         return exactly, self.model.dtype, self.model.device
 
     def _check_use(self) -> None:
-        if self._dropped:
-            raise ValueError("this session was dropped, and holds nothing any more; make a new one")
-        if self._busy:
+        """Refuse a session that was dropped, or that is in the middle of a call."""
+        with self._in_use():
+            pass
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep the session to one call: every other one, of any thread, gets a RuntimeError until it has ended."""
+        if not self._lock.acquire(blocking=False):
             raise RuntimeError("this session is in the middle of a call; wait for it, or fork the session")
+        try:
+            if self._dropped:
+                raise ValueError("this session was dropped, and holds nothing any more; make a new one")
+            yield
+        finally:
+            self._lock.release()
 
     def _check(self, ids: list[int]) -> None:
         """Refuse a text that the session cannot have."""
-        self._check_use()
         make_request(self, self.model.kv_caching, [ids], [0], (), {}, bound=self.bound)
+
+
+def _empty(cache: KVCache, kind: str | None, max_seq_len: int) -> KVCache:
+    """Return an empty cache for the layer of `cache`: of the named kind, or else of that cache's own."""
+    args = replace(cache.args, kv_cache=kind or cache.args.kv_cache, max_seq_len=max_seq_len)
+    return KVCache.of(args) if kind else type(cache)(args)
 
 
 class SessionStream(Iterator[str]):

@@ -7,6 +7,8 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from oracles import FP64_TOLERANCE, tiny_args, tiny_model, watched
+from threads import in_threads
 
-from llama.kv_cache import PagedCache, StaticCache
+from llama.kv_cache import KVCache, PagedCache, StaticCache
 from llama.model import Transformer
 from llama.request import Options
 from llama.session import Session
@@ -366,6 +369,78 @@ def test_every_row_may_begin_with_a_session() -> None:
         assert results == again == off
         before = list(session.tokens)
         assert session.generate(4, **GREEDY)["ids"] == whole(model, before, 4)
+
+
+class Waiting(Bytes):
+    """A tokenizer that lets other code run in the middle of a save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def fingerprint(self) -> str:
+        self.meanwhile()
+        return "the same"
+
+
+class SlowToCopy(StaticCache, kind="slow_to_copy"):
+    """Lets other code run in the middle of a fork."""
+
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+
+    def copy(self) -> StaticCache:
+        SlowToCopy.meanwhile()
+        copied = super().copy()
+        assert isinstance(copied, StaticCache)
+        return copied
+
+
+@pytest.mark.parametrize("under_way", ["save", "fork"])
+def test_while_a_session_is_saved_or_forked_no_other_thread_may_change_it(under_way: str, tmp_path: Path) -> None:
+    model, tokenizer = tiny_model(ARGS), Waiting()
+    session = model.session(tokenizer, kv_cache="slow_to_copy")
+    session.feed(TEXT)
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: session.append("!"),
+        lambda: session.feed("other"),
+        lambda: session.rewind(3),
+        session.fork,
+        session.drop,
+    )
+    refused: list[Any] = []
+
+    def meanwhile() -> None:
+        SlowToCopy.meanwhile = tokenizer.meanwhile = lambda: None
+        refused.extend(result for change in changes for result in in_threads(change))
+
+    SlowToCopy.meanwhile = tokenizer.meanwhile = meanwhile
+    if under_way == "save":
+        session.save(tmp_path / "session")
+        after = model.load_session(tmp_path / "session", tokenizer)
+    else:
+        after = session.fork()
+    assert [type(each) for each in refused] == [RuntimeError] * len(changes)
+    assert all("in the middle of a call" in str(each) for each in refused)
+    assert after.tokens == session.tokens == ids(TEXT)
+    session.append("!")  # once it has ended, all is as it was
+    assert after.append("!") == 1
+    assert torch.equal(after.logits, session.logits)
+
+
+def test_a_session_takes_the_kind_of_each_layer_and_one_file_does_not(tmp_path: Path) -> None:
+    model = tiny_model(ARGS)
+    kinds = ["int8", "concat"]
+    model.caches = [KVCache.of(replace(model.args, kv_cache=kind)) for kind in kinds]
+    session = model.session(Bytes())
+    session.feed(TEXT)
+    assert [cache.args.kv_cache for cache in session.copies(kv_caching=True)] == kinds
+    with torch.inference_mode():
+        assert torch.equal(session.logits, model(torch.tensor([ids(TEXT)]), logits="last")[0, -1])
+    with pytest.raises(ValueError, match="several kinds, concat, int8"):
+        session.save(tmp_path / "session")
+    assert [cache.args.kv_cache for cache in model.session(Bytes(), kv_cache="paged").copies(kv_caching=True)] == (
+        ["paged", "paged"]
+    )
 
 
 def test_a_session_serves_from_any_thread_but_one_at_a_time() -> None:
