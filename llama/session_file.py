@@ -463,13 +463,17 @@ def _sizes(model: Model) -> dict[str, Any]:
 
 
 def _place(model: Model) -> str:
-    """Return what may decide the bits of a sum, as far as it tells."""
+    """Return what may decide the bits of a sum: the names that can be read, and how products round."""
+    from llama.exact.probe import rounding_digest  # deferred: only exact mode needs it
+
     device = model.device
     if model.runner is not None:
         return f"{model.runner.name} code {model.runner.code}"
     if device.type == "cuda":
         return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}"
-    return f"torch {torch.__version__} on {device.type}, {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    rounding = rounding_digest(model.state_dict(keep_vars=True).values())
+    return f"torch {torch.__version__} on {device.type}, {cpu}, rounding {rounding}"
 
 
 def _fingerprint(tokenizer: TextCodec, vocab_size: int) -> str:

@@ -7,6 +7,8 @@ import pickle
 import resource
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +21,7 @@ import torch
 from fakes import Bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from native import cpu_flags
 from oracles import bits, tiny_args, tiny_model
 from torch import Tensor
 
@@ -422,6 +425,38 @@ def test_a_mode_is_refused_both_ways_and_so_is_another_machine(tmp_path: Path) -
     session.save(path)
     model.exact = False
     refused(model, path, "model.exact=True, and here it is False")
+
+
+@pytest.mark.skipif("avx512bw" not in cpu_flags(), reason="needs two instruction sets between which oneDNN chooses")
+@pytest.mark.slow
+def test_in_exact_mode_other_kernels_of_the_same_machine_are_refused(tmp_path: Path) -> None:
+    """A session is saved where oneDNN may use all of the CPU, and loaded where it may use AVX2 alone."""
+    script = """
+import sys, torch
+from fakes import Bytes
+from test_session_file import made_of
+model = made_of(dtype=torch.bfloat16)
+model.exact = True
+if sys.argv[1] == "save":
+    session = model.session(Bytes())
+    session.feed("abc")
+    session.save("session")
+else:
+    model.load_session("session", Bytes())
+"""
+
+    def run(what: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        tests = Path(__file__).parent
+        paths = os.pathsep.join(map(str, (tests, tests.parent)))
+        environment = {**os.environ, "PYTHONPATH": paths, **environment}
+        words = [sys.executable, "-c", script, what]
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    assert run("save").returncode == 0
+    assert run("load").returncode == 0
+    refused = run("load", ONEDNN_MAX_CPU_ISA="AVX2")
+    assert refused.returncode == 1
+    assert "which may give other bits; feed the text again" in refused.stderr
 
 
 def test_another_tokenizer_is_refused(saved: tuple[Transformer, Path]) -> None:

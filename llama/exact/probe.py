@@ -4,12 +4,14 @@ A library rounds a row differently when it is alone. In blocks of enough rows it
 to the machine, so it is probed once for each weight's shape and dtype. Knows tensors; does not know a model.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama.digest import Digest
 from llama.ops import linear
 
 SIDE = 16  # what the inner sizes of a product are filled up to
@@ -113,6 +115,18 @@ def is_its_slices(weight: Tensor, slices: int) -> bool:
             for some in (x, x[:1], x[:7])
         )
     return _WHOLE[key]
+
+
+def rounding_digest(weights: Iterable[Tensor]) -> str:
+    """Return a digest of how products with matrices like these round in this process: equal digests, equal kernels.
+
+    A library chooses its kernels by the CPU's instruction set, by its version and by the environment (oneDNN by
+    ONEDNN_MAX_CPU_ISA, for one), for each shape and dtype, and does not report its choice. The bits of a product do.
+    """
+    digest = Digest()
+    for shape, weight in sorted({weight.shape: weight for weight in weights if weight.ndim == 2}.items()):
+        digest.take(str(tuple(shape)), linear(*_sensitive(64, weight[:1024])))  # more outputs take the same kernels
+    return digest.hex()[:16]
 
 
 def _sensitive(rows: int, weight: Tensor) -> tuple[Tensor, Tensor]:
