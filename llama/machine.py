@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama import __version__
 from llama.cgroups import ROOT, folders_of, own_groups, text_of
 from llama.costs import Ceilings
 from llama.ops import HAS_ONEDNN, linear, onednn_linear
@@ -46,13 +47,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the facts that a number needs beside it, ready for JSON.
 
-    `threads` is the count that PyTorch is set to now. `commit` is that of the checkout the package runs from, and
-    `dirty` tells whether the package differs from it; both are None where it was installed without one.
+    `llama_kv` is the version of this package, installed or not. `threads` is the count that PyTorch is set to now.
+    `commit` is that of the checkout the package runs from, and `dirty` tells whether the package differs from it; both
+    are None where it was installed without one.
     """
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "llama_kv": _version("llama-kv") or "not installed",
+        "llama_kv": __version__,
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "llama/costs/__main__.py": ("api checkpoint cli console costs demo machine", ""),
     "llama/cgroups.py": ("", ""),
     "llama/cores.py": ("cgroups", ""),
-    "llama/machine.py": ("cgroups costs ops", "torch"),
+    "llama/machine.py": ("__init__ cgroups costs ops", "torch"),
     "llama/files.py": ("", ""),
     "llama/words.py": ("", ""),
     "llama/palette.py": ("", ""),

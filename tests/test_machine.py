@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import llama
 from llama import machine
 from llama.bench.run import memory
 from llama.bench.run.memory import Peak, peak_resident_bytes, reset_peak_resident, resident_bytes, tensor_peak
@@ -33,10 +34,12 @@ with_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not in
 
 def test_facts_of_the_environment_are_json_and_name_what_a_number_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(machine, "_version", lambda _: None)  # as in a checkout that was never installed
     facts = environment(CPU)
     assert json.loads(json.dumps(facts)) == facts
     assert facts["threads"] == 3
     assert facts["torch"] == torch.__version__
+    assert facts["llama_kv"] == llama.__version__
     assert facts["cpu"]
     assert facts["cores"] >= 1
     assert facts["gpu"] is None

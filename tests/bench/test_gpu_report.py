@@ -301,7 +301,7 @@ def test_steps_that_differ_in_a_bit_are_told_by_their_number(tiny: Cell, monkeyp
 def test_the_page_tells_command_commit_and_hardware(rehearse: Rehearse) -> None:
     _, report, page = rehearse(*only())
     assert report["command"] in page
-    for fact in ("commit", "gpu", "torch", "best read bandwidth that was seen"):
+    for fact in ("commit", "cpu", "torch", "best read bandwidth that was seen"):
         assert f"| {fact} |" in page
 
 

@@ -34,6 +34,7 @@ from llama.bench.report.page import page
 from llama.bench.report.plots import Look, as_png, as_svg, figures, heading
 from llama.bench.report.plots.canvas import bars, new_figure
 from llama.bench.report.stored import read_report
+from llama.bench.report.tables import environment_table
 from llama.bench.report.text import cell_text, report_csv, report_markdown, table_markdown
 from llama.bench.schema import CellRecord, Report
 from llama.files import check_writable
@@ -651,6 +652,12 @@ def test_the_recorded_reports_are_read_back_and_say_what_their_files_say(name: s
     stored = json.loads((folder / "results.json").read_text("utf-8"))
     report = read_report(folder / "results.json")
     assert report_markdown(report) == (folder / "report.md").read_text("utf-8")
+    told = dict(environment_table(report).rows)
+    assert {"llama kv", "gpu"}.isdisjoint(told), "a fact that was not recorded has no row"
+    assert told["best read bandwidth that was seen"].endswith("GB/s (10^9 bytes)"), "nor what reached a ceiling"
+    pages = [file.read_text("utf-8") for file in folder.glob("page.html")]
+    assert all(f"<td>{html.escape(name)}</td>" in text for text in pages for name in told)
+    assert not any("not installed" in text or "by not observed" in text for text in pages)
     for record, before in zip(report["cells"], stored["cells"], strict=True):
         assert record["cell"].items() >= before.pop("cell").items()
         assert record.items() >= before.items()

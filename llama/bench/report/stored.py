@@ -8,7 +8,6 @@ from pathlib import Path
 
 from llama.bench.cell import Cell
 from llama.bench.report.findings import fits
-from llama.bench.report.tables import NOT_OBSERVED
 from llama.bench.schema import Report, new_report
 
 
@@ -24,7 +23,9 @@ def read_report(path: Path) -> Report:
     for comparison in report["comparisons"]:
         comparison.setdefault("path", "plain")
     if (ceilings := report["ceilings"]) is not None:
-        report["ceilings"] = {"read_by": NOT_OBSERVED, "flops_by": NOT_OBSERVED, **ceilings}
+        report["ceilings"] = {"read_by": "", "flops_by": "", **ceilings}
+    if report["environment"].get("llama_kv") == "not installed":  # a checkout's version, which is unknown now
+        del report["environment"]["llama_kv"]
     if (sweep := report["sweep"]) is not None and any("lengths" not in fit for fit in sweep["fits"]):
         sweep["fits"] = fits(sweep["contexts"])
     return report

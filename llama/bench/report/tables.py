@@ -605,16 +605,19 @@ def environment_table(report: Report) -> Table:
     rows += _named(report["environment"])
     ceilings = report["ceilings"]
     if ceilings is not None:
-        read = f"{ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s (10^9 bytes), by {ceilings['read_by']}"
-        flops = f"{_flops(ceilings['flops_per_second'])}/s in {ceilings['dtype']}, by {ceilings['flops_by']}"
+        by = {name: f", by {ceilings[name]}" if ceilings[name] else "" for name in ("read_by", "flops_by")}
+        read = f"{ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s (10^9 bytes){by['read_by']}"
+        flops = f"{_flops(ceilings['flops_per_second'])}/s in {ceilings['dtype']}{by['flops_by']}"
         rows += [["best read bandwidth that was seen", read], ["best matrix rate that was seen", flops]]
     return Table("Machine, versions and model", ["what", "value"], rows)
 
 
 def _named(values: dict[str, Any]) -> list[list[str]]:
-    """Return (name, value) of each as text: no underscores, and sizes in MB."""
+    """Return (name, value) of each that is not None as text: no underscores, and sizes in MB."""
     rows = []
     for key, value in values.items():
+        if value is None:
+            continue
         name = str(key).replace("_", " ")
         if name.endswith(" bytes") and isinstance(value, int):
             rows.append([name.removesuffix(" bytes"), size(value)])
@@ -627,8 +630,7 @@ def _words(value: Any, missing: str = NOT_OBSERVED) -> str:
     if value is None:
         return missing
     if isinstance(value, dict):
-        told = {key: part for key, part in value.items() if part is not None}
-        return ", ".join(" ".join(pair) for pair in _named(told)) or "none"
+        return ", ".join(" ".join(pair) for pair in _named(value)) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
