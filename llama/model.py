@@ -17,7 +17,7 @@ from llama.generation import Generation
 from llama.kv_cache import KVCache, check_lossless, use_kind
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.limits import Positions, check_fed
-from llama.ops import PLAIN, Ops, attention_mass, last_real
+from llama.ops import PLAIN, Ops, attention_mass, check_attention, last_real
 from llama.ownership import Ownership
 from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb
@@ -68,6 +68,9 @@ class Attention(nn.Module):
         xq, rotated = apply_rotary_emb(xq, xk, freqs_cis)
 
         if self.kv_caching:
+            if self.cache.weighs:
+                reader = f"kv_cache={self.cache.args.kv_cache!r} reads the attention weights of its keys"
+                check_attention(self.ops, reader, "choose another kind of cache")
             keys, values = self.cache.update(start_pos, xk if self.cache.unrotated else rotated, xv)
             visible = self.cache.visible(start_pos, xq.shape[1])
             if self.cache.weighs:

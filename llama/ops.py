@@ -9,7 +9,7 @@ https://arxiv.org/abs/2305.13245).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,16 @@ def sum_linear(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
     return ranks.sum(linear(x, weight))
 
 
+_Attend = TypeVar("_Attend", bound=Callable[..., Tensor])
+
+
+def softmax_attention(attend: _Attend) -> _Attend:
+    """Mark a function as one that computes what `attend` below does, so that `attention_mass` gives its weights."""
+    attend.is_softmax_attention = True  # type: ignore[attr-defined]
+    return attend
+
+
+@softmax_attention
 def attend(
     xq: Tensor,
     keys: Tensor,
@@ -182,6 +192,19 @@ def attention_mass(
     return mass
 
 
+def check_attention(ops: "Ops", reader: str, remedy: str) -> None:
+    """Raise ValueError unless `attention_mass` gives the weights of these operations' attention.
+
+    `reader` is a clause that says what needs them.
+    """
+    if not hasattr(ops.attend, "is_softmax_attention"):
+        raise ValueError(
+            f"attend={getattr(ops.attend, '__name__', ops.attend)} of the operations {ops.name!r} is not marked as "
+            f"softmax attention, and {reader}, which are computed for softmax attention only; {remedy}, or mark the "
+            "function with llama.ops.softmax_attention if it computes what llama.ops.attend does"
+        )
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale every vector of x, (..., dim), to a root mean square of one, then each number by its weight, (dim,)."""
     # Normed in float32 or wider, for 16-bit squares overflow or vanish, and rounded before it is weighed. Were the
@@ -199,7 +222,11 @@ def last_real(h: Tensor, lengths: Sequence[int] | None) -> Tensor:
 
 
 class Ops(NamedTuple):
-    """One way to do all of them; research code may make its own, PLAIN._replace(name="mine", attend=mine)."""
+    """One way to do all of them; research code may make its own, PLAIN._replace(name="mine", attend=mine).
+
+    An `attend` that computes something else than softmax attention goes with no cache that `weighs`, and with no
+    recording; one that computes the same is marked with `softmax_attention`.
+    """
 
     name: str
     linear: Callable[[Tensor, Tensor], Tensor]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llama.exact.probe import SIDE, exact_product, is_its_slices, round_up
-from llama.ops import Ops, rms_norm
+from llama.ops import Ops, rms_norm, softmax_attention
 from llama.ranks import Ranks
 from llama.self_comparison import cuts
 
@@ -43,7 +43,8 @@ def exact_ops(device: torch.device, slices: int = 1) -> Ops:
         raise ValueError(f"exact mode on CUDA needs {missing.name}: pip install triton, or take device=cpu") from None
     # The tiles of its product do not depend on how many outputs there are, so only sums need slices.
     sum_by_slices = partial(exact_sum_linear, kernels.linear, slices=slices)
-    return Ops(EXACT, kernels.linear, sum_by_slices, kernels.attend, kernels.rms_norm, exact_silu)
+    attend = softmax_attention(kernels.attend)
+    return Ops(EXACT, kernels.linear, sum_by_slices, attend, kernels.rms_norm, exact_silu)
 
 
 def exact_linear(x: Tensor, weight: Tensor, slices: int = 1) -> Tensor:
@@ -71,6 +72,7 @@ def exact_silu(x: Tensor) -> Tensor:
     return (wide / (1 + (-wide).exp())).type_as(x)
 
 
+@softmax_attention
 def exact_attend(
     xq: Tensor,
     keys: Tensor,

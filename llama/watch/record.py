@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Unpack
 
 import torch
@@ -23,7 +24,7 @@ from llama.kv_cache import KVCache
 from llama.kv_cache.paged import BLOCK, PagedCache
 from llama.kv_cache.quantized import GROUP, QuantizedCache
 from llama.model import Attention, Transformer
-from llama.ops import attention_mass
+from llama.ops import attention_mass, check_attention
 from llama.quantize import weights_of
 from llama.request import Options, Step
 from llama.streaming import TextCodec, encode_prompt
@@ -124,7 +125,8 @@ def record(
 
     `options` as in `model.generate`, as far as they choose tokens or the kind of cache; the seed is 1 unless another is
     given, so that the runs draw alike. `progress` is called at every step of every run. The model is afterwards as it
-    was, after an error too. Raises ValueError as `generate` does, and where several processes share the model.
+    was, after an error too. Raises ValueError as `generate` does, where several processes share the model, and where
+    `attend` of its operations is not marked as softmax attention: its weights would not be those that are shown.
     """
     _check(model, options)
     kv_cache = options.pop("kv_cache", None)
@@ -173,6 +175,8 @@ def _check(model: Transformer, options: Options) -> None:
     if model.ranks.size > 1:
         raise ValueError(f"{model.ranks.size} processes share this model, and each sees a part; watch it in one")
     idle = options.keys() & {"echo", "logprobs", "share_prefix", "prefix", "on_step", "kv_caching"}
+    for layer in model.blocks:
+        check_attention(layer.attention.ops, "a recording shows attention weights", "model.use(llama.ops.PLAIN)")
     if idle:
         raise ValueError(f"a recording is of one text, from its beginning, in both modes; leave out {min(idle)}")
 
@@ -319,6 +323,7 @@ def _hooked_attention(attention: Attention, seen: list[_Seen]) -> Iterator[None]
         where[:] = [cache.key_positions()]  # now: a kind may drop some when it has weighed them
         return keys, values
 
+    @wraps(ops.attend)  # with its mark: a kind may ask for the weights
     def attend(
         xq: Tensor, keys: Tensor, values: Tensor, start_pos: int | Sequence[int], visible: Tensor | None
     ) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from llama import testing
 from llama.args import ModelArgs
 from llama.kv_cache import ConcatCache, KVCache, StaticCache, cache_kind
-from llama.ops import attend, attention_mass
+from llama.ops import PLAIN, attend, attention_mass, softmax_attention
 from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 
 OURS = ["static", "concat", "paged", "int8", "int4", "window", "window:20+3", "window:100+0", "paged:60"]
@@ -316,6 +316,36 @@ def test_keys_of_a_ragged_batch_draw_what_they_draw_in_each_row_alone(starts: li
     for ours, ended in zip(together, told([0, 1, 2], starts, 5, lengths), strict=True):
         assert torch.equal(ours[1], ended[1])
         assert not ended[[0, 2]].any()
+
+
+def sharper(xq: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+    """Attend with scores that are twice as large, so not as `attention_mass` says."""
+    return attend(2 * xq, keys, *rest)
+
+
+@torch.inference_mode()
+def test_a_kind_that_weighs_refuses_attention_whose_weights_are_not_known_and_takes_what_is_marked() -> None:
+    model, tokens = tiny_model(kv_cache="weighing"), some_tokens(1, 6)
+    model(tokens, 0)
+    told = [cache.told[-1] for cache in model.caches]  # type: ignore[union-attr]
+    model.free_cache()
+    model.use(PLAIN._replace(name="mine", attend=sharper))
+    words = "attend=sharper of the operations 'mine' .* kv_cache='weighing' .* choose another kind of cache, or mark"
+    with pytest.raises(ValueError, match=words):
+        model(tokens, 0)
+    assert not any(cache.nbytes for cache in model.caches), "nothing is written"
+    model.use(PLAIN._replace(name="mine", attend=softmax_attention(lambda *given: attend(*given))))
+    model(tokens, 0)
+    for cache, before in zip(model.caches, told, strict=True):
+        assert torch.equal(cache.told[-1], before)  # type: ignore[union-attr]
+    model.use(PLAIN)
+    model.exact = True
+    model(tokens, 0)
+    for cache, before in zip(model.caches, told, strict=True):
+        torch.testing.assert_close(cache.told[-1], before)  # type: ignore[union-attr]
+    model.use(PLAIN._replace(name="mine", attend=sharper))
+    model.kv_cache = "static"
+    model(tokens, 0)
 
 
 def test_attention_mass_is_that_of_the_softmax() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
 from llama.kv_cache import Int8Cache
 from llama.model import Transformer
-from llama.ops import PLAIN
+from llama.ops import PLAIN, softmax_attention
 from llama.quantize import quantize_layers
 from llama.watch.record import LEVELS, MOST_STEPS, Recording, look, record
 
@@ -166,6 +166,21 @@ def test_attention_equals_a_float64_softmax_over_the_uncached_model(model: Trans
     for end, moment in zip(ENDS, recording.moments, strict=True):
         for (queries, keys), weights in zip(asked, moment.attention, strict=True):
             assert close(weights, softmax_in_loops(queries[end - 1], keys[:end]))
+
+
+def test_attention_whose_weights_are_not_known_is_not_shown(model: Transformer) -> None:
+    def mine(xq: Tensor, *rest: Any) -> Tensor:
+        return PLAIN.attend(xq, *rest)
+
+    try:
+        model.use(PLAIN._replace(name="mine", attend=mine))
+        with pytest.raises(ValueError, match=r"attend=mine .* a recording shows .* model\.use"):
+            recorded(model)
+        model.use(PLAIN._replace(name="mine", attend=softmax_attention(mine)))
+        shown = [recorded(model, kv_cache).moments[0].attention for kv_cache in ("static", f"{H2O}:6")]
+    finally:
+        model.use(PLAIN)
+    assert shown == [recorded(model).moments[0].attention] * 2
 
 
 def softmax_in_loops(query: Tensor, keys: Tensor) -> list[list[float]]:
