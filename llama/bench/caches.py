@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
@@ -73,7 +74,8 @@ def default_kinds(args: ModelArgs) -> list[str]:
 
 
 def blank(kind: str) -> KindRecord:
-    return {"kind": kind, "lossless": None, "path": "", "bytes": [], "steps": [], "quality": None, "error": None}
+    unknown: Any = dict.fromkeys(KindRecord.__annotations__)
+    return cast(KindRecord, unknown | {"kind": kind, "path": "", "bytes": [], "steps": []})
 
 
 def run_caches(session: Session) -> None:
@@ -205,8 +207,8 @@ def measure_costs(session: Session, place: int) -> None:
     what = costs_of(record["kind"])
     with noting_error(session, record, what):
         done = session.do(what, "cache_costs", cell, contexts=caches["contexts"])
-        record["lossless"], record["path"] = done["lossless"], done["path"]
-        record["bytes"], record["steps"] = done["bytes"], done["steps"]
+        record["lossless"], record["saves"], record["widens"] = done["lossless"], done["saves"], done["widens"]
+        record["path"], record["bytes"], record["steps"] = done["path"], done["bytes"], done["steps"]
         point = beside_others(done["other_load_cores"], session.report["environment"].get("cores"))
         session.report["cells"][place]["points"] = [point]
 

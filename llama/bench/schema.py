@@ -237,9 +237,13 @@ class NeedleRecall(TypedDict):
 
 
 class CacheQuality(TypedDict):
-    """A kind of cache against the full one on the same tokens, in nats; `parting` is None where there is none."""
+    """A kind of cache against the full one on the same tokens, in nats; `parting` is None where there is none.
+
+    bytes: what the caches held at the end of each text: the greedy one, the scored one, and those that hide needles.
+    """
 
     path: str
+    bytes: list[CacheSize]
     tokens: int
     mean_kl: float
     top1_agreement: float
@@ -251,10 +255,16 @@ class CacheQuality(TypedDict):
 
 
 class KindRecord(TypedDict):
-    """One kind of cache: bytes and step times by context, and its quality; `error` where something was not measured."""
+    """One kind of cache: bytes and step times by context, and its quality; `error` where something was not measured.
+
+    saves: whether the kind predicts fewer bytes for a long text than the full cache. widens: whether it stores a
+    position in fewer bytes than its keys and values take where they are read. None where it was not measured.
+    """
 
     kind: str
     lossless: bool | None
+    saves: bool | None
+    widens: bool | None
     path: str
     bytes: list[CacheSize]
     steps: list[StepTimes]

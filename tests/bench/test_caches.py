@@ -21,7 +21,7 @@ from llama.bench.report.caches import cache_tables, context_of_size
 from llama.bench.report.files import write_report
 from llama.bench.report.plots import figures, heading
 from llama.bench.report.text import report_csv, report_markdown
-from llama.bench.run import worker
+from llama.bench.run import filling, worker
 from llama.bench.run.cache_kind import STEPS, greedy, parting
 from llama.bench.run.jobs import JobDied
 from llama.bench.run.models import find_model
@@ -132,7 +132,8 @@ def test_the_divergence_is_that_of_two_models_in_lockstep(base: Cell, whole: Rep
 def test_greedy_text_is_what_generation_writes_and_its_gaps_are_told(base: Cell) -> None:
     model, tokenizer = load(base.model, device="cpu", dtype="fp32")
     prompt = encode_prompt(tokenizer, read_text())[:20]
-    ids, gaps = greedy(model, prompt, 8)
+    ids, gaps, size = greedy(model, prompt, 8)
+    assert size == {"length": 27, "predicted": 27 * 256, "measured": 27 * 256}, "the last id is not fed"
     assert model.generate_tokens([prompt], 8, temperature=0.0)[0] == [ids]
     with torch.inference_mode(), model.switched(kv_caching=False):
         top = model(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1].topk(2).values
@@ -167,14 +168,78 @@ def test_tables_page_csv_and_both_pictures_show_every_kind(whole: Report, tmp_pa
     assert {row["context_tokens"] for row in rows if row["figures"] == "kind by context"} == {"64", "128"}
 
 
-def test_the_tables_say_what_was_decided_and_that_a_quantised_cache_is_slower_on_the_plain_path(whole: Report) -> None:
+def test_the_tables_say_what_was_decided_and_which_caches_the_plain_path_widens(whole: Report) -> None:
     of_bytes, times, quality = cache_tables(whole)
     assert whole["caches"] is not None
     assert context_of_size(whole["caches"]) == 128
     assert of_bytes.rows[0][1] == of_bytes.rows[0][2] == "256"  # 2 layers, keys and values, 2 heads of 8, 4 bytes
-    assert "slower there than the full one" in times.notes[0]
+    assert "in fewer bits, of int8: this takes" in times.notes[0], "the window keeps its keys as they come"
     assert "20 tokens of" in quality.notes[0]
     assert "fewer than 2,048" in quality.notes[0]
+
+
+def test_a_kind_is_not_judged_on_a_text_at_whose_end_it_holds_no_fewer_bytes(
+    base: Cell, here: Here, tmp_path: Path
+) -> None:
+    """`h2o:100` drops keys in the needle's text of 120 tokens alone; `h2o:140` in none that is measured."""
+    file = Path(__file__).parents[2] / "docs/examples/h2o.py"
+    kinds = [f"{file}:h2o:{budget}" for budget in (40, 100, 140)]
+    report = measured(base, tmp_path, kinds=kinds)
+    assert report["caches"] is not None
+    names = [record["kind"] for record in report["caches"]["kinds"]][1:]
+    *_, times, quality = cache_tables(report)
+    assert times.notes == []
+    small, early, never = ({**dict(zip(quality.heads, row, strict=True))} for row in quality.rows[1:])
+    assert [one["of static after 83"] for one in (small, early, never)] == ["0.51", "1.06", "1.06"]
+    text = ("mean KL, nats", "top-1 agreement", "perplexity", "greedy text parts")
+    for row, judged in ((small, {*text, "needles at 120"}), (early, {"needles at 120"}), (never, set[str]())):
+        assert {name for name in (*text, "needles at 120") if row[name] != "not judged"} == judged
+    assert "the text does not show what its savings cost" in quality.notes[1]
+    first, second, third = report["reading"]
+    assert first.startswith(f"{names[0]} holds 0.51 of the bytes of static after the 83 tokens of the scored text")
+    assert second.startswith(f"{names[1]} holds 0.83 of the bytes of static at 128 tokens; its quality is not judged")
+    assert "100.00%" not in second + third
+    picture = figures(report)["cache_quality"]
+    assert len(picture.axes[0].lines) == 2
+    assert f"not judged, as no bytes are saved at that length: {names[1]}, {names[2]}" in " ".join(
+        " ".join(text.get_text() for text in picture.texts).split()
+    )
+
+
+PROMPT_END = """
+import torch
+
+from llama.kv_cache import KVCache
+
+
+class PromptEnd(KVCache, kind="prompt_end"):
+    lossless = False
+
+    def predicted_bytes(self, *, rows, length, itemsize):
+        return rows * min(length, 8) * self.position_bytes(itemsize)
+
+    def update(self, start_pos, xk, xv):
+        if start_pos > 0:
+            xk, xv = torch.cat((self.keys, xk), dim=1), torch.cat((self.values, xv), dim=1)
+        self.keys, self.values = (xk, xv) if start_pos > 0 else (xk[:, -8:], xv[:, -8:])
+        return xk, xv
+"""
+
+
+def test_a_kind_that_drops_keys_where_a_prompt_ends_is_given_one_prompt_and_a_wrong_prediction_is_told(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt it keeps 8 keys, and all behind it: the steps that are timed."""
+    monkeypatch.setattr(filling, "CHUNK", 32)
+    (tmp_path / "own.py").write_text(PROMPT_END)
+    report = measured(base, tmp_path / "out", kinds=[f"{tmp_path / 'own.py'}:prompt_end", "window:40+4"])
+    assert report["caches"] is not None
+    _, own, window = report["caches"]["kinds"]
+    assert [one["measured"] for one in own["bytes"]] == [(8 + STEPS + 1) * 256] * 2
+    assert [one["measured"] for one in window["bytes"]] == [44 * 256] * 2
+    (note,) = cache_tables(report)[0].notes
+    held = "4,352 bytes at 64, predicted 2,048; 4,352 bytes at 128, predicted 2,048"
+    assert note == f"{own['kind']} does not hold what its predicted_bytes says: {held}"
 
 
 def test_a_budget_decides_on_how_much_text_the_quality_is_measured(base: Cell, here: Here, tmp_path: Path) -> None:
@@ -312,6 +377,7 @@ def test_a_kind_of_ones_own_goes_through_the_command_from_its_file(
     assert cli.run(script.main, ["--preset=caches", "--ckpt_dir", base.model, *words]) == 0
     printed, _ = capsys.readouterr()
     assert printed.count(f"| {file}:own_kind |") == 3
+    assert "not judged" not in printed, "it never saves bytes, so that its quality is its own"
     report: Report = json.loads(next(out.glob("*/results.json")).read_text())
     assert report["caches"] is not None
     quality = report["caches"]["kinds"][1]["quality"]

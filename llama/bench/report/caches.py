@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 
 from llama.bench.report.tables import NOT_MEASURED, Section, Table, environment_table, in_words, megabytes
-from llama.bench.schema import CacheQuality, Caches, KindRecord, Report, StepTimes
+from llama.bench.schema import Caches, CacheSize, KindRecord, Report, StepTimes
+
+NOT_JUDGED = "not judged"
 
 DEFINITIONS = (
     ("kind", "the name of a kind of cache, with its parameters; static keeps all keys and values as they come"),
@@ -48,9 +50,35 @@ def context_of_size(caches: Caches) -> int:
     return max((context for context in caches["contexts"] if context <= 2048), default=caches["contexts"][0])
 
 
-def held_at(record: KindRecord, context: int) -> int | None:
-    """Return the bytes that a kind holds at a context, where they were measured."""
-    return next((one["measured"] for one in record["bytes"] if one["length"] == context), None)
+def held_at(sizes: Sequence[CacheSize], length: int) -> int | None:
+    """Return the bytes that a kind holds at a length, where they were measured."""
+    return next((one["measured"] for one in sizes if one["length"] == length), None)
+
+
+def text_end(caches: Caches, *, greedy: bool = False) -> int:
+    """Return how many positions of the scored text, or of the greedy one, were fed."""
+    plan = caches["plan"]
+    return 0 if plan is None else plan["prompt_len"] + plan["greedy_tokens" if greedy else "tokens"] - 1
+
+
+def share_at(caches: Caches, record: KindRecord, length: int) -> float | None:
+    """Return the bytes that a kind held at the end of a text of its quality, over those of the full cache there."""
+    own, full = record["quality"], caches["kinds"][0]["quality"]
+    held = None if own is None else held_at(own["bytes"], length)
+    whole = None if full is None else held_at(full["bytes"], length)
+    return None if held is None or whole is None else held / whole
+
+
+def is_judged(caches: Caches, record: KindRecord, length: int) -> bool:
+    """Tell whether the quality on a text of `length` is the price of the bytes that a kind saves.
+
+    It is not where a kind that saves bytes on other texts had saved none at the end of this one: it had hardly dropped
+    or compressed anything. The quality of a kind that never saves any is its own.
+    """
+    full, share = caches["kinds"][0], share_at(caches, record, length)
+    whole = {one["length"]: one["measured"] for one in full["bytes"]}
+    saves = record["saves"] or any(one["measured"] < whole.get(one["length"], 0) for one in record["bytes"])
+    return record["lossless"] is True or not saves or (share is not None and share < 1)
 
 
 def step_at(record: KindRecord, context: int) -> StepTimes | None:
@@ -59,16 +87,24 @@ def step_at(record: KindRecord, context: int) -> StepTimes | None:
 
 def _bytes_table(caches: Caches) -> Table:
     at, contexts = context_of_size(caches), caches["contexts"]
-    full = held_at(caches["kinds"][0], at)
+    full = held_at(caches["kinds"][0]["bytes"], at)
     rows = []
     for record in caches["kinds"]:
-        held = held_at(record, at)
+        held = held_at(record["bytes"], at)
         predicted = next((one["predicted"] for one in record["bytes"] if one["length"] == at), None)
         ratio = NOT_MEASURED if held is None or full is None else f"{held / full:.2f}"
         rows.append([record["kind"], _whole(held, at), _whole(predicted, at), ratio,
-                     *(megabytes(held_at(record, context)) for context in contexts)])  # fmt: skip
+                     *(megabytes(held_at(record["bytes"], context)) for context in contexts)])  # fmt: skip
     heads = ["kind", f"bytes per token at {at:,}", "predicted", f"of {caches['kinds'][0]['kind']}"]
-    return Table("Bytes", [*heads, *(f"held at {context:,}" for context in contexts)], rows)
+    notes = [words for record in caches["kinds"] if (words := _off_prediction(record))]
+    return Table("Bytes", [*heads, *(f"held at {context:,}" for context in contexts)], rows, notes)
+
+
+def _off_prediction(record: KindRecord) -> str:
+    """Say where a kind holds other bytes than it predicts."""
+    off = [one for one in record["bytes"] if one["measured"] != one["predicted"]]
+    each = "; ".join(f"{one['measured']:,} bytes at {one['length']:,}, predicted {one['predicted']:,}" for one in off)
+    return f"{record['kind']} does not hold what its predicted_bytes says: {each}" if off else ""
 
 
 def _whole(held: int | None, context: int) -> str:
@@ -81,11 +117,11 @@ def _times_table(caches: Caches) -> Table:
         steps = [step_at(record, context) for context in caches["contexts"]]
         times = [in_words(None if one is None else one["seconds"], scale=1e3, digits=1) for one in steps]
         rows.append([record["kind"], record["path"] or NOT_MEASURED, *times])
-    slow = [one["kind"] for one in caches["kinds"] if one["lossless"] is False and one["path"].startswith("plain")]
+    slow = [one["kind"] for one in caches["kinds"] if one["widens"] and one["path"].startswith("plain")]
     if slow:
         notes.append(
-            f"On the plain path every step builds anew what it reads of {', '.join(slow)}: a quantised cache is "
-            "widened as a whole, so it is slower there than the full one, whatever it saves."
+            f"On the plain path every step widens all that is stored in fewer bits, of {', '.join(slow)}: this takes "
+            "time that the full cache does not take, whatever is saved."
         )
     if len({one["path"] for one in caches["kinds"] if one["path"]}) > 1:
         notes.append("Times on different paths tell of the paths, not of the kinds.")
@@ -96,25 +132,34 @@ def _times_table(caches: Caches) -> Table:
 def _quality_table(report: Report, caches: Caches) -> Table:
     plan = caches["plan"]
     lengths = [] if plan is None else plan["needle_lengths"]
-    rows = [[record["kind"], *_quality(record["quality"], lengths)] for record in caches["kinds"]]
-    heads = ["kind", "path", "mean KL, nats", "top-1 agreement", "perplexity", "greedy text parts"]
+    rows = [[record["kind"], *_quality(caches, record, lengths)] for record in caches["kinds"]]
+    after = f"of {caches['kinds'][0]['kind']} after {text_end(caches):,}"
+    heads = ["kind", "path", after, "mean KL, nats", "top-1 agreement", "perplexity", "greedy text parts"]
     notes = [] if plan is None else [_how(report, caches)]
+    if any(NOT_JUDGED in row for row in rows):
+        notes.append(
+            f"{NOT_JUDGED}: at the end of that text the kind held no fewer bytes than {caches['kinds'][0]['kind']}, so "
+            "the text does not show what its savings cost; give a larger --budget, or a kind that holds less"
+        )
     return Table("Quality", [*heads, *(f"needles at {length:,}" for length in lengths)], rows, notes)
 
 
-def _quality(quality: CacheQuality | None, lengths: Sequence[int]) -> list[str]:
+def _quality(caches: Caches, record: KindRecord, lengths: Sequence[int]) -> list[str]:
+    quality, end = record["quality"], text_end(caches)
     if quality is None:
-        return [NOT_MEASURED] * (5 + len(lengths))
+        return [NOT_MEASURED] * (6 + len(lengths))
+    share, parts, greedy = share_at(caches, record, end), quality["parting"], quality["greedy_tokens"]
     found = {one["length"]: f"{one['found']} of {one['tries']}" for one in quality["needles"]}
-    parts, greedy = quality["parting"], quality["greedy_tokens"]
-    return [
-        quality["path"],
-        f"{quality['mean_kl']:.2g}",
-        f"{quality['top1_agreement']:.2%}",
-        f"{perplexity(quality['nll']):.3f}",
-        f"not in {greedy}" if parts is None else f"at token {parts['token']}, margin {parts['margin']:.2g}",
-        *(found.get(length, NOT_MEASURED) for length in lengths),
+    parting = f"not in {greedy}" if parts is None else f"at token {parts['token']}, margin {parts['margin']:.2g}"
+    figures = [
+        (f"{quality['mean_kl']:.2g}", end),
+        (f"{quality['top1_agreement']:.2%}", end),
+        (f"{perplexity(quality['nll']):.3f}", end),
+        (parting, text_end(caches, greedy=True)),
+        *((found.get(length, NOT_MEASURED), length) for length in lengths),
     ]
+    judged = (words if is_judged(caches, record, length) else NOT_JUDGED for words, length in figures)
+    return [quality["path"], NOT_MEASURED if share is None else f"{share:.2f}", *judged]
 
 
 def perplexity(nll: float) -> float:
@@ -138,14 +183,21 @@ def _how(report: Report, caches: Caches) -> str:
 
 def cache_findings(caches: Caches) -> list[str]:
     """Return what a reader should take from it: of every kind that changes something, what it saves and costs."""
-    at, full, sentences = context_of_size(caches), caches["kinds"][0], []
+    at, end, full, sentences = context_of_size(caches), text_end(caches), caches["kinds"][0], []
     for record in caches["kinds"][1:]:
-        held, whole, quality = held_at(record, at), held_at(full, at), record["quality"]
-        if held is None or whole is None or quality is None or record["lossless"]:
+        held, whole, quality = held_at(record["bytes"], at), held_at(full["bytes"], at), record["quality"]
+        share = share_at(caches, record, end)
+        if held is None or whole is None or quality is None or share is None or record["lossless"]:
+            continue
+        if not is_judged(caches, record, end):
+            sentences.append(
+                f"{record['kind']} holds {held / whole:.2f} of the bytes of {full['kind']} at {at:,} tokens; its "
+                f"quality is {NOT_JUDGED}: after the {end:,} tokens of the scored text it held {share:.2f} of them."
+            )
             continue
         sentences.append(
-            f"{record['kind']} holds {held / whole:.2f} of the bytes of {full['kind']} at {at:,} tokens and finds "
-            f"the same most likely token at {quality['top1_agreement']:.2%} of {quality['tokens']:,} positions, with a "
-            f"mean KL of {quality['mean_kl']:.2g} nats."
+            f"{record['kind']} holds {share:.2f} of the bytes of {full['kind']} after the {end:,} tokens of the scored "
+            f"text, in which it finds the same most likely token at {quality['top1_agreement']:.2%} of "
+            f"{quality['tokens']:,} positions, with a mean KL of {quality['mean_kl']:.2g} nats."
         )
     return sentences

@@ -288,6 +288,7 @@ def _quality_row(record: KindRecord) -> dict[str, Any]:
         return row
     plain = ("path", "tokens", "mean_kl", "top1_agreement", "reference_nll", "nll", "greedy_tokens")
     row |= {name: value for name, value in quality.items() if name in plain}
+    row |= {f"cache_bytes_{one['length']}": one["measured"] for one in quality["bytes"]}
     if quality["parting"] is not None:
         row |= {f"parting_{name}": quality["parting"][name] for name in ("token", "margin")}
     needles = {f"needles_{one['length']}": one["found"] / one["tries"] for one in quality["needles"]}

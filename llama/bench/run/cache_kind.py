@@ -7,7 +7,7 @@ against: 400 MB for 2,048 tokens and a vocabulary of 49,152.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llama.bench.cell import Cell
 from llama.bench.run.engines import forwards_by_runner, path_of
-from llama.bench.run.filling import CHUNK, fill_caches
+from llama.bench.run.filling import CHUNK, fill_prompt, held_bytes, predicted_bytes
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model
 from llama.bench.run.needle import needles
@@ -25,11 +25,13 @@ from llama.bench.schema import CacheQuality, CacheSize, CachesPlan, NeedleRecall
 from llama.bench.statistics import percentiles
 from llama.bench.texts import read_text
 from llama.cores import OtherLoad
+from llama.costs import kv_bytes
 from llama.model import Transformer
 from llama.perplexity import compared, expected, log_probabilities, next_logits
 from llama.streaming import TextCodec, encode_prompt
 
 STEPS = 8  # timed at each context, behind one that warms up
+LONG = 2**20  # positions of a text at which every kind that saves bytes does so
 
 
 def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
@@ -47,12 +49,15 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     others.start()
     with model.switched(kv_caching=True):
         for context in contexts:
-            model.reserve_cache(1, context)
             seconds = _steps_up_to(model, context)
             steps.append({"batch_size": 1, "context": context, "kv_caching": True, "seconds": percentiles(seconds)})
             sizes.append(_size(model, context))
+    cache, itemsize = model.caches[0], model.norm.weight.itemsize
+    whole = kv_bytes(1, cache.args.n_kv_heads, cache.args.head_dim, positions=1, itemsize=itemsize)
     return {
         "lossless": all(cache.lossless for cache in model.caches),
+        "saves": cache.predicted_bytes(rows=1, length=LONG, itemsize=itemsize) < LONG * whole,
+        "widens": cache.position_bytes(itemsize) < whole,
         "path": path_of(model, fast=forwards_by_runner(model) - before, all=len(contexts) * (STEPS + 1)),
         "bytes": sizes,
         "steps": steps,
@@ -65,7 +70,7 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
 def _steps_up_to(model: Transformer, context: int) -> list[float]:
     """Return the seconds of the last STEPS steps of a text of `context` tokens, whose other positions are filled in."""
     begin = context - STEPS - 1
-    fill_caches(model, 0, begin)
+    fill_prompt(model, begin, reserved=context)
     seconds = []
     for position in range(begin, context):
         fed = torch.tensor([[position % model.args.vocab_size]], device=model.device)
@@ -76,14 +81,7 @@ def _steps_up_to(model: Transformer, context: int) -> list[float]:
 
 
 def _size(model: Transformer, length: int) -> CacheSize:
-    itemsize = model.norm.weight.itemsize  # a matrix may be in int8, what the cache is given is not
-    held = [(cache.nbytes, cache.predicted_bytes(rows=1, length=length, itemsize=itemsize))
-            for cache in model.caches]  # fmt: skip
-    return {
-        "length": length,
-        "predicted": sum(predicted for _, predicted in held),
-        "measured": sum(measured for measured, _ in held),
-    }
+    return {"length": length, "predicted": predicted_bytes(model, length), "measured": held_bytes(model)}
 
 
 def cache_reference(cell: Cell, *, plan: CachesPlan, logits: str) -> dict[str, Any]:
@@ -91,15 +89,18 @@ def cache_reference(cell: Cell, *, plan: CachesPlan, logits: str) -> dict[str, A
     model, tokenizer, ids = _opened(cell, plan)
     kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=True)
     nll, before = 0.0, forwards_by_runner(model)
+    sizes: list[CacheSize] = []
     with closing(next_logits(model, ids, prompt_len=plan["prompt_len"])) as steps:
-        for place, (scores, token) in enumerate(zip(steps, ids[plan["prompt_len"] :], strict=True)):
+        scored = _noting_size(model, steps, len(ids) - 1, sizes)
+        for place, (scores, token) in enumerate(zip(scored, ids[plan["prompt_len"] :], strict=True)):
             kept[place] = scores
             nll -= float(log_probabilities(scores)[token])
     nll /= len(kept)
     path = path_of(model, fast=forwards_by_runner(model) - before, all=len(kept))
-    texts, margins = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
+    texts, margins, size = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
     quality: CacheQuality = {
         "path": path,
+        "bytes": [size, *sizes, *_needle_sizes(model, plan)],
         "tokens": len(kept),
         "mean_kl": 0.0,
         "top1_agreement": 1.0,
@@ -117,13 +118,15 @@ def cache_quality(cell: Cell, *, plan: CachesPlan, logits: str, greedy_text: dic
     model, tokenizer, ids = _opened(cell, plan)
     kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=False)
     ours, before = (log_probabilities(scores) for scores in kept), forwards_by_runner(model)
+    sizes: list[CacheSize] = []
     with closing(expected(model, ids, prompt_len=plan["prompt_len"])) as steps:
-        theirs = (logprobs.cpu() for logprobs in steps)
+        theirs = (logprobs.cpu() for logprobs in _noting_size(model, steps, len(ids) - 1, sizes))
         found = compared(ours, theirs, ids, prompt_len=plan["prompt_len"])
     path = path_of(model, fast=forwards_by_runner(model) - before, all=found.tokens)
-    text, _ = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
+    text, _, size = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
     quality: CacheQuality = {
         "path": path,
+        "bytes": [size, *sizes, *_needle_sizes(model, plan)],
         "tokens": found.tokens,
         "mean_kl": found.mean_kl,
         "top1_agreement": found.top1_agreement,
@@ -157,18 +160,18 @@ def _logits_file(path: Path, tokens: int, model: Transformer, *, new: bool) -> T
 
 
 @torch.inference_mode()
-def greedy(model: Transformer, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-    """Return the `count` most likely ids behind a prompt, one after the other, and the gap of each to the runner-up."""
+def greedy(model: Transformer, prompt: Sequence[int], count: int) -> tuple[list[int], list[float], CacheSize]:
+    """Return the `count` most likely ids behind a prompt, the gap of each to the runner-up, and the bytes then."""
     ids, gaps = [], []
     fed, start = torch.tensor([list(prompt)], device=model.device), 0
     with model.switched(kv_caching=True):
-        model.reserve_cache(1, len(prompt) + count)
+        model.reserve_cache(1, len(prompt) + count - 1)
         for _ in range(count):
             top = model(fed, start, logits="last")[0, -1].topk(2)
             ids.append(int(top.indices[0]))
             gaps.append(float(top.values[0] - top.values[1]))
             fed, start = top.indices[None, :1], start + fed.shape[1]
-    return ids, gaps
+        return ids, gaps, _size(model, start)
 
 
 def parting(full: Sequence[int], kind: Sequence[int], margins: Sequence[float]) -> Parting | None:
@@ -177,6 +180,24 @@ def parting(full: Sequence[int], kind: Sequence[int], margins: Sequence[float]) 
         if full_id != kind_id:
             return {"token": token, "full_id": full_id, "kind_id": kind_id, "margin": margin}
     return None
+
+
+def _noting_size(model: Transformer, steps: Iterable[Tensor], length: int, sizes: list[CacheSize]) -> Iterator[Tensor]:
+    """Yield what `steps` yields; add to `sizes` what the caches hold at the last of them, where `length` were fed."""
+    for step in steps:
+        size = _size(model, length)
+        yield step
+    sizes.append(size)
+
+
+def _needle_sizes(model: Transformer, plan: CachesPlan) -> list[CacheSize]:
+    """Return what the caches hold of prompts as long as the texts that hide needles."""
+    sizes = []
+    with model.switched(kv_caching=True):
+        for length in plan["needle_lengths"]:
+            fill_prompt(model, length, reserved=length)
+            sizes.append(_size(model, length))
+    return sizes
 
 
 def _recalled(model: Transformer, tokenizer: TextCodec, plan: CachesPlan) -> list[NeedleRecall]:

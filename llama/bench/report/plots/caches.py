@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from llama.bench.report.caches import context_of_size, held_at, step_at
+from llama.bench.report.caches import context_of_size, held_at, is_judged, step_at, text_end
 from llama.bench.report.plots.canvas import Look, new_figure
 from llama.bench.report.tables import least_to_most
 from llama.bench.schema import Caches
@@ -25,19 +25,26 @@ class _Kind(NamedTuple):
 
 
 def draw_cache_quality(caches: Caches, look: Look) -> Figure | None:
-    """Draw how often each kind finds the full cache's most likely token against the bytes that it holds."""
-    at = context_of_size(caches)
-    points = [
-        _Kind(one["kind"], held / MB, 100 * one["quality"]["top1_agreement"], one["lossless"] is True)
-        for one in caches["kinds"]
-        if (held := held_at(one, at)) is not None and one["quality"] is not None
-    ]
+    """Draw how often each kind finds the full cache's most likely token against the bytes that it holds in that text.
+
+    Kinds that are not judged have no point, and are named below.
+    """
+    at, points, others = text_end(caches), [], []
+    for one in caches["kinds"]:
+        quality = one["quality"]
+        if quality is None or (held := held_at(quality["bytes"], at)) is None:
+            continue
+        if is_judged(caches, one, at):
+            points.append(_Kind(one["kind"], held / MB, 100 * quality["top1_agreement"], one["lossless"] is True))
+        else:
+            others.append(one["kind"])
     if not points:
         return None
     full = caches["kinds"][0]["kind"]
     agreed = least_to_most([one.y for one in points], ".3g", "%")
     heading = f"Memory against quality: {_fewer(points)} agree with {full} on {agreed} of the tokens"
-    figure, ax = _kinds_figure(look, heading, at, points)
+    unjudged = f"; not judged, as no bytes are saved at that length: {', '.join(others)}" if others else ""
+    figure, ax = _kinds_figure(look, heading, at, points, unjudged)
     ax.set_ylabel(f"same most likely token as {full}, %")
     return figure
 
@@ -48,7 +55,7 @@ def draw_cache_time(caches: Caches, look: Look) -> Figure | None:
     points = [
         _Kind(one["kind"], held / MB, 1e3 * step["seconds"]["median"], one["lossless"] is True)
         for one in caches["kinds"]
-        if (held := held_at(one, at)) is not None and (step := step_at(one, at)) is not None
+        if (held := held_at(one["bytes"], at)) is not None and (step := step_at(one, at)) is not None
     ]
     if not points:
         return None
@@ -63,9 +70,11 @@ def _fewer(points: Sequence[_Kind]) -> str:
     return f"kinds that hold {least_to_most([one.x for one in points], ',.3g', ' MB')}"
 
 
-def _kinds_figure(look: Look, heading: str, context: int, points: Sequence[_Kind]) -> tuple[Figure, Axes]:
+def _kinds_figure(
+    look: Look, heading: str, context: int, points: Sequence[_Kind], more: str = ""
+) -> tuple[Figure, Axes]:
     """Return a figure with a named point for each kind; those that lie on one another share their words."""
-    below = f"one row of {context:,} tokens; hollow: a kind that does not keep all it is given"
+    below = f"one row of {context:,} tokens; hollow: a kind that does not keep all it is given{more}"
     figure, (ax,) = new_figure(look, heading, below, heights=[3.2 if look.narrow else 3.8], legend=0)
     for one in points:
         face = CACHE.light if one.lossless else PAPER.light
