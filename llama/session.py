@@ -23,6 +23,7 @@ from llama.kv_cache import KVCache, cache_kind, check_lossless
 from llama.request import Options, common_beginning, listing_options, make_request
 from llama.session_file import Content, Model, load_session, save_session
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
+from llama.words import printable
 
 logger = logging.getLogger(__name__)
 
@@ -436,5 +437,5 @@ class Sessions:
             session = Session(self, codec, max_seq_len=content.max_seq_len, kv_cache=content.kv_cache)
             session.restore(content)
         except ValueError as error:
-            raise ValueError(f"{path} cannot be loaded here: {error}") from error
+            raise ValueError(f"{path} cannot be loaded here: {printable(str(error), 400)}") from error
         return session

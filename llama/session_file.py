@@ -33,6 +33,7 @@ from llama.machine import available_memory
 from llama.ranks import Ranks
 from llama.runner import Execution, Runner
 from llama.streaming import TextCodec, TextStream
+from llama.words import printable
 
 FORMAT, VERSION = "llama-kv session", "1"
 _MOST_HEADER = 2**24  # bytes; a tensor takes about 100
@@ -297,6 +298,8 @@ def _facts(file: Path, text: str) -> _Facts:
         all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
         and all(isinstance(text, str) for text in texts)
         and isinstance(facts.sizes, dict)
+        and isinstance(facts.exact, bool)
+        and isinstance(facts.place, str | None)
         and isinstance(facts.note, str | None)
         and facts.activations in (None, 8, 16)
         and facts.held <= facts.written
@@ -350,12 +353,12 @@ def _check_model(file: Path, facts: _Facts, model: Model) -> None:
         saved, ours = facts.sizes.get(name), sizes.get(name)
         if saved != ours:
             raise ValueError(
-                f"{file} was saved with another model: {name} was {saved!r:.80}, and is {ours!r:.80} here; "
-                "load the model that it was saved with"
+                f"{file} was saved with another model: {printable(name, 40)} was {saved!r:.80}, "
+                f"and is {ours!r:.80} here; load the model that it was saved with"
             )
     if facts.dtype != str(model.dtype):
         raise ValueError(
-            f"{file} was saved with a model in {facts.dtype:.40}, and this one is in {model.dtype}; "
+            f"{file} was saved with a model in {printable(facts.dtype, 40)}, and this one is in {model.dtype}; "
             "load the model in the dtype of then"
         )
     if facts.activations not in (None, ours := model.execution.activations):
