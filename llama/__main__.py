@@ -102,7 +102,7 @@ def main() -> None:
 def overview(name: str) -> int:
     """Print what there is, or which command was meant; return the exit code."""
     if name in ("--help", "-h", "help"):
-        print(HELP, end="")
+        console.put(HELP, end="")
         return 0
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {close[0]}?" if close else "llama-kv --help lists them"

@@ -68,7 +68,7 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
     command, see `llama.cores`. `name` is what the help calls it, by default the file that was started.
     """
     said = logging.StreamHandler()
-    said.setFormatter(_Shown("%(message)s"))
+    said.setFormatter(_Visible("%(message)s"))
     logging.basicConfig(handlers=[said])
     logging.getLogger("llama").setLevel(logging.INFO)  # says on stderr what was chosen for the user
     own = flag_types(command)
@@ -77,7 +77,7 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
     switched_on = {name for name, text in given if text is not None and text.lower() == "true"}
     try:
         if "help" in switched_on:
-            print(help_text(command, name or Path(sys.argv[0]).name))
+            console.put(help_text(command, name or Path(sys.argv[0]).name))
             return 0
         values = read_values(given, types)
         use_threads(values.get("threads"))
@@ -92,15 +92,15 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
         return console.LEFT
     except (ValueError, OSError, RuntimeError, OverflowError, MemoryError, SystemExit) as error:
         if "debug" in switched_on:
-            traceback.print_exc()
+            console.say(traceback.format_exc().rstrip(), longest=sys.maxsize)
         return console.unwritten() or _refused(error)
 
 
-class _Shown(logging.Formatter):
+class _Visible(logging.Formatter):
     """Messages of the library, which name files, as a terminal may show them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return console.shown(super().format(record), sys.stderr)
+        return console.visible(super().format(record))
 
 
 def _refused(error: BaseException) -> int:

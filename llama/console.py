@@ -4,6 +4,7 @@ Knows processes and terminals; does not know what a command does.
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -105,18 +106,33 @@ def standard_input() -> TextIO:
     return sys.stdin
 
 
-def shown(text: str, stream: TextIO | None = None) -> str:
-    """Return the text as it may go to a stream, standard output by default.
+def visible(text: str) -> str:
+    """Return the text with what a terminal would obey made visible; newlines and tabs stay."""
+    return text.translate(_VISIBLE)
 
-    What a terminal would obey is made visible there; a file or a pipe gets the text as it is.
+
+def put(text: str = "", end: str = "\n", *, dim: bool = False, alarm: str | None = None) -> None:
+    """Print a text on standard output: visible on a terminal; a file or a pipe gets it as it is.
+
+    dim: print it dim where the terminal can. alarm: print lines that begin with this word red there.
     """
-    return text.translate(_VISIBLE) if (sys.stdout if stream is None else stream).isatty() else text
+    on_terminal = sys.stdout.isatty()
+    said = visible(text) if on_terminal else text
+    if on_terminal and os.environ.get("TERM") != "dumb":
+        if dim:
+            said = f"\033[2m{said}\033[0m"
+        elif alarm is not None:
+            said = re.sub(rf"^ *{alarm}\b.*", "\033[31m\\g<0>\033[0m", said, flags=re.MULTILINE)
+    print(said, end=end, flush=True)
 
 
-def say(text: str) -> None:
-    """Print a message on standard error, if anyone is there to read it."""
+def say(text: str, *, longest: int = LONGEST_LINE) -> None:
+    """Print a message on standard error, if anyone is there to read it.
+
+    It is visible in a file and a pipe, too: a message is read by people, and what is piped ends on their terminal.
+    """
     with suppress(OSError, ValueError):  # full, left or closed
-        print(shown(without_middle(text, LONGEST_LINE), sys.stderr), file=sys.stderr, flush=True)
+        print(visible(without_middle(text, longest)), file=sys.stderr, flush=True)
 
 
 def unwritten() -> int:

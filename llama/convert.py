@@ -113,7 +113,7 @@ def main(*paths: str, type: str | None = None, tokenizer_path: str | None = None
 
         source, out = paths
         parts = convert(source, out, type=type, tokenizer_path=tokenizer_path, overwrite=overwrite, progress=progress)
-    print(console.shown(summary(Path(out), parts)))
+    console.put(summary(Path(out), parts))
     return 0
 
 

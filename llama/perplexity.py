@@ -324,7 +324,7 @@ def main(
     facts |= {"dtype": dtype_name(model.norm.weight.dtype), "device": str(model.device)}
     facts |= {"execution": str(model.execution), "kv_cache": kv_cache, "prompt_len": prompt_len}
     scored = {"perplexity": score.perplexity, **asdict(score)}
-    print(json_format.dumps({**scored, **facts}, indent=2) if json else console.shown(report(score, facts)))
+    console.put(json_format.dumps({**scored, **facts}, indent=2) if json else report(score, facts))
     return 0
 
 

@@ -15,7 +15,19 @@ from llama import console
 EVERY_S = 10.0
 
 
-class _Lines(tqdm):  # type: ignore[misc]
+class _Bar(tqdm):  # type: ignore[misc]
+    """A bar on standard error whose words, and the lines written above it, act on no terminal."""
+
+    def __str__(self) -> str:
+        return console.visible(super().__str__())
+
+    @classmethod
+    def write(cls, text: str) -> None:
+        """Print a line above the bar."""
+        super().write(console.visible(text), file=sys.stderr)
+
+
+class _Lines(_Bar):
     """Counts as a bar does, and says in lines how far it is; nothing of what is over within ten seconds."""
 
     disable: bool
@@ -42,7 +54,7 @@ class _Lines(tqdm):  # type: ignore[misc]
 def progress_bar(what: str = "", *, total: float | None = None, unit: str = "it", **look: Any) -> "tqdm[None]":
     """Return a bar of so many units, bytes where the unit is "B"; `look` is tqdm's. Of several ranks, the first's."""
     silent = sys.stderr is None or os.environ.get("RANK", "0") != "0"
-    kind = _Lines if silent or not sys.stderr.isatty() else tqdm
+    kind = _Lines if silent or not sys.stderr.isatty() else _Bar
     look = {"unit_scale": unit == "B", "leave": False, "disable": silent, **look}
     return kind(desc=what, total=total, unit=unit, **look)
 

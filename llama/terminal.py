@@ -3,7 +3,6 @@
 Knows `Chat`, and what a terminal shows. Does not know how an answer is made.
 """
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from llama import console
 from llama.chat import Chat, ContextFull, endless
 from llama.cli import in_one_line
-from llama.console import shown
 
 if TYPE_CHECKING:
     from llama.model import Transformer
@@ -102,14 +100,14 @@ class Conversation:
         try:
             with interrupts(self.interactive) as pressed:
                 for piece in pieces:
-                    print(shown(piece), end="", flush=True)
+                    console.put(piece, end="")
                     if pressed:
                         break
         finally:
             self.chat.finish()
-            print(flush=True)
+            console.put()
         self.note(self.summary())
-        print(flush=True)
+        console.put()
 
     def summary(self) -> str:
         """Return what the last answer took, and how much room there is left where that is little."""
@@ -159,8 +157,7 @@ class Conversation:
 
     def note(self, text: str) -> None:
         """Print a line about the conversation, dim where a terminal can."""
-        dim = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        print(f"\033[2m{shown(text)}\033[0m" if dim else text, flush=True)
+        console.put(text, dim=True)
 
     def complain(self, error: Exception) -> None:
         text = in_one_line(error)
@@ -181,10 +178,10 @@ def terminal_lines(note: Callable[[str], None]) -> Iterator[str]:
         try:
             line = input("> ")
         except EOFError:
-            print()
+            console.put()
             return
         except KeyboardInterrupt as stop:
-            print()
+            console.put()
             if not console.is_ctrl_c(stop):
                 raise
             note("/quit or Ctrl-D ends the conversation")

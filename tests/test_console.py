@@ -3,6 +3,7 @@
 Most claims are made of a command of a few lines, in a process of its own; some of inference.py and a tiny checkpoint.
 """
 
+import ast
 import os
 import signal
 import subprocess
@@ -320,6 +321,44 @@ def test_prompts_names_and_errors_reach_a_terminal_with_control_characters_visib
         shown = on_terminal([*infer.split(), *words])
         assert "␛]0;title␇␛[31mred\\x9b2J\\u202e" in shown
         assert not set(shown) & (set(EVIL) - set("\r") - {chr(code) for code in range(32, 127)})
+
+
+def test_whatever_a_command_prints_acts_on_no_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "command.py"
+    file.write_text(
+        "import logging\nfrom llama import cli, console\n\ndef main(*prompts: str) -> int:\n"
+        "    console.put(prompts[0])\n    console.put(prompts[0], dim=True)\n"
+        "    console.put(f'  BAD {prompts[0]}\\nnot BAD', alarm='BAD')\n"
+        "    logging.getLogger('llama').warning(prompts[0])\n"
+        "    raise OSError(2, 'not there', prompts[0].strip('\\r\\x7f'))\n\n"
+        "cli.main(main)\n"
+    )
+    safe = "␛]0;title␇␛[31mred\\x9b2J\\u202e␍␡"
+    lines = [
+        safe,
+        f"\033[2m{safe}\033[0m",
+        f"\033[31m  BAD {safe}\033[0m",
+        "not BAD",
+        safe,
+        f"error: {safe[:-2]}: not there",
+    ]
+    assert on_terminal([sys.executable, str(file), EVIL], TERM="xterm").splitlines() == lines
+    plain = [line.replace("\033[2m", "").replace("\033[31m", "").replace("\033[0m", "") for line in lines]
+    assert on_terminal([sys.executable, str(file), EVIL], TERM="dumb").splitlines() == plain
+    for words in ([EVIL], [EVIL, "--debug"]):  # in a pipe, messages are the same, and texts are as they are
+        done = subprocess.run([sys.executable, str(file), *words], env=environment(), capture_output=True, check=False)
+        assert done.stdout == f"{EVIL}\n{EVIL}\n  BAD {EVIL}\nnot BAD\n".encode()
+        assert done.stderr.decode().splitlines()[:: len(done.stderr.splitlines()) - 1] == [
+            safe,
+            f"error: {safe[:-2]}: not there",
+        ]
+
+
+def test_nothing_prints_but_by_the_console() -> None:
+    # `files` prints what was made where no file takes it, which must be whole.
+    for file in {*(ROOT / "llama").rglob("*.py")} - {ROOT / "llama/console.py", ROOT / "llama/files.py"}:
+        calls = [each.func for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, ast.Call)]
+        assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"], file
 
 
 def test_a_pipe_gets_text_as_it_is(infer: str) -> None:

@@ -104,7 +104,7 @@ MAY_IMPORT = {
     "llama/verify/sessions.py": ("batch model request session session_file streaming verify", "torch"),
     "llama/verify/tolerance.py": ("model", "torch"),
     "llama/verify/certificate.py": ("model verify", "torch"),
-    "llama/verify/results.py": ("files machine verify", "filelock"),
+    "llama/verify/results.py": ("console files machine verify", "filelock"),
     "llama/verify/": (f"{FLOOR} api cli console exact progress tokenizer verify", "torch"),
     "llama/bench/cell.py": ("machine", ""),
     "llama/bench/schema.py": ("bench.cell costs", ""),
@@ -117,7 +117,7 @@ MAY_IMPORT = {
     "llama/bench/report/plots/": ("bench.schema bench.statistics bench.report costs palette", "matplotlib"),
     "llama/bench/report/": ("bench.cell bench.schema bench.statistics bench.report costs files palette", ""),
     "llama/bench/run/directory.py": ("bench", ""),
-    "llama/bench/run/jobs.py": ("bench.cell files parallel", ""),
+    "llama/bench/run/jobs.py": ("bench.cell console files parallel", ""),
     "llama/bench/run/memory.py": ("", "torch"),
     "llama/bench/run/peers.py": ("", "transformers llama_cpp"),
     "llama/bench/run/transformers_engine.py": (

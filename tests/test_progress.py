@@ -48,12 +48,25 @@ def test_work_of_less_than_ten_seconds_leaves_a_log_empty(
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_words_of_a_bar_and_above_it_act_on_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar("\x9b2J\a", total=2) as bar:
+        bar.write("\033]0;title\a")
+        bar.set_description_str("\033[31m")
+    shown = terminal.getvalue()
+    assert "\\x9b2J␇" in shown
+    assert "␛]0;title␇\n" in shown
+    assert "␛[31m" in shown
+    assert not set(shown) & set("\a\x9b")
+
+
 def test_lines_count_and_are_written_beside_other_words(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with seconds_bar("a cell") as bar:
         bar.total = bar.n + 60.0
         bar.update(30.0)
         assert (bar.n, bar.total) == (30.0, 60.0)
-        bar.write("a note", file=sys.stderr)
+        bar.write("a note")
         clock[0] += 11.0
         bar.refresh()
     first, second = capsys.readouterr().err.splitlines()
@@ -80,7 +93,8 @@ def test_on_a_terminal_it_is_a_bar_that_leaves_nothing_behind(monkeypatch: pytes
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress_bar("loading", total=100, unit="B") as bar:
-        assert type(bar) is tqdm
+        assert isinstance(bar, tqdm)
+        assert not isinstance(bar, progress._Lines)
         bar.update(50)
         bar.refresh()
     assert "50.0/100" in terminal.getvalue()

@@ -4,7 +4,6 @@ First every kind's bytes and step times, which take seconds; what these leave of
 the quality is measured. Each kind has a process of its own for both, and what is measured is saved at once.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -116,7 +115,6 @@ def begin(session: Session) -> None:
     session.progress.write(
         f"{len(caches['kinds'])} kinds of cache: bytes and times of all take about {duration(costs)}, and everything "
         f"about {duration(session.progress.total)}, if no kind is slower than {FULL}; the budget is {duration(left)}.",
-        file=sys.stderr,
     )
 
 
@@ -174,7 +172,6 @@ def decide(session: Session) -> list[int]:
     session.progress.write(
         f"quality on {plan['tokens']:,} tokens, {plan['greedy_tokens']} greedy ones, and "
         f"{f'needles in texts of {lengths} tokens' if lengths else 'no needles'}: about {duration(seconds)}.",
-        file=sys.stderr,
     )
     return places
 

@@ -4,7 +4,6 @@ Every engine replays the same conversation by its ids, a process for each repeti
 that begin alike. Everything is measured once, and then again as far as the budget goes.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -114,7 +113,6 @@ def begin(session: Session) -> None:
         f"{len(plan['turns'])} turns up to {context_of(plan):,} tokens, and {plan['rows']} prompts behind "
         f"{plan['shared']:,}: everything once takes about {duration(once)}, of the budget are left "
         f"{duration(session.room)}; all is repeated up to {REPETITIONS} times as far as it goes.",
-        file=sys.stderr,
     )
 
 

@@ -5,7 +5,6 @@ the context and the batch. What is finished is saved at once, and a run that was
 """
 
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -172,7 +171,7 @@ def begin(session: Session, curves: dict[str, int]) -> None:
         f"{duration(plan(session))} in all. Everything once takes about {duration(once)}, of the budget are left "
         f"{duration(session.room)}; cells are repeated up to {REPETITIONS} times as far as it goes."
     )
-    session.progress.write("\n".join([words, *too_little(session, once)]), file=sys.stderr)
+    session.progress.write("\n".join([words, *too_little(session, once)]))
 
 
 def measure_machine(session: Session, cell: Cell) -> None:

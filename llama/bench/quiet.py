@@ -5,7 +5,6 @@ A cell that was disturbed is not wrong: it did what it claims to do, and its tim
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -88,17 +87,17 @@ def wait_until_quiet(minutes: float, look: Callable[[], float | None] | None = N
     asked = f"less than {QUIET_SHARE * cores:.2f} of {cores} cores busy for {QUIET_LOOKS} s"
     with seconds_bar("waiting for a quiet machine") as bar:
         bar.total = 60 * minutes
-        bar.write(f"waiting until others keep {asked}, at most {minutes:g} min", file=sys.stderr)
+        bar.write(f"waiting until others keep {asked}, at most {minutes:g} min")
         while calm < QUIET_LOOKS and time.monotonic() < deadline:
             seen = (look or _look)()
             if seen is None:
-                bar.write("this system does not tell how busy others are, so there is no waiting", file=sys.stderr)
+                bar.write("this system does not tell how busy others are, so there is no waiting")
                 return False
             load, calm = seen, calm + 1 if seen < QUIET_SHARE * cores else 0
             bar.update(min(1.0, bar.total - bar.n))
         quiet = calm >= QUIET_LOOKS
         loud = f"it never got quiet: others keep {load:.2f} cores busy; measuring all the same, and the table is marked"
-        bar.write("the machine is quiet" if quiet else loud, file=sys.stderr)
+        bar.write("the machine is quiet" if quiet else loud)
     return quiet
 
 

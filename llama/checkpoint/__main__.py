@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from llama import cli
+from llama import cli, console
 from llama.checkpoint.doctor import Findings, examine
-from llama.console import shown
 from llama.costs import MB, table
 from llama.demo import demo_model_path
 from llama.files import read_text
@@ -34,10 +33,10 @@ def main(*paths: str, tokenizer_path: str | None = None, sha256: str | None = No
     wrong = False
     if sha256 is not None:
         for line, fits in check_manifest(Path(sha256), path if path.is_dir() else path.parent):
-            print(shown(line))
+            console.put(line)
             wrong |= not fits
     findings = examine(path, tokenizer_path=None if tokenizer_path is None else Path(tokenizer_path))
-    print("\n".join(map(shown, lines(findings))))
+    console.put("\n".join(lines(findings)))
     return int(wrong or bool(findings.obstacles))
 
 

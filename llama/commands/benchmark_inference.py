@@ -332,7 +332,7 @@ def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path
         if json_path is not None:
             keep_json(report, json_path)  # first: whoever reads the page may have left
     finally:
-        print(cell_text(report["cells"][0], color=sys.stdout.isatty()))
+        console.put(cell_text(report["cells"][0]), alarm="VIOLATED")
     return exit_code(report, strict=strict)
 
 
@@ -374,8 +374,8 @@ def run_preset(
         files = write_report(directory.report, directory.folder)
     if json_path is not None:
         keep_json(directory.report, json_path)
-    alarms = alarms_text(directory.report, color=sys.stdout.isatty())
-    print("\n".join([table_markdown(directory.report), *directory.report["reading"], *alarms, "", *map(str, files)]))
+    said = [table_markdown(directory.report), *directory.report["reading"], *alarms_text(directory.report)]
+    console.put("\n".join([*said, "", *map(str, files)]), alarm="VIOLATED")
     return exit_code(directory.report, strict=strict)
 
 

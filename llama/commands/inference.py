@@ -167,12 +167,12 @@ def main(
         code = show(texts, pieces, live=stream)
         seconds = time.perf_counter() - started
         if exact and code == 0:
-            print(slowdown_words(model))
-        size = f"batch {len(texts)}, {console.shown(cache)}, {where(model)}{shared(model)}"
-        print(f"{speed(pieces, seconds)}, prompts included ({size})")
+            console.put(slowdown_words(model))
+        size = f"batch {len(texts)}, {cache}, {where(model)}{shared(model)}"
+        console.put(f"{speed(pieces, seconds)}, prompts included ({size})")
     if watch is not None and code == 0:
         name = Path(ckpt_dir).absolute().name  # "." has none of its own
-        print(watched(Path(watch), model, tokenizer, asked, longest, stop, options, name=name))
+        console.put(watched(Path(watch), model, tokenizer, asked, longest, stop, options, name=name))
     return code
 
 
@@ -308,18 +308,18 @@ def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
     try:
         if live:
             done = f"{texts[0]}\n> "
-            print(console.shown(done), end="", flush=True)
+            console.put(done, end="")
         for row, piece in pieces:
             if live and row == 0:
                 done += piece
-                print(console.shown(piece), end="", flush=True)
+                console.put(piece, end="")
     except KeyboardInterrupt as stop:
         return console.exit_code(stop)
     finally:
         pieces.close()
         for text, result in zip(texts, pieces.results, strict=True):
             page = f"{text}\n> {result['generation']}"
-            print(f"{console.shown(page[len(done) :])}\n\n==================================\n", flush=True)
+            console.put(f"{page[len(done) :]}\n\n==================================\n")
             done = ""
     return 0
 
@@ -347,11 +347,11 @@ class Trace:
         self.tokenizer, self.step = tokenizer, 0
 
     def __call__(self, step: "Step") -> None:
-        print(f"step {self.step}")
+        console.put(f"step {self.step}")
         self.step += 1
         for row in sorted(step.live):
             ids = step.fed[row]
-            print(
+            console.put(
                 f"  row {row}: prev_pos={step.prev_pos[row]} cur_pos={step.cur_pos[row]} "
                 f"fed {len(ids)}: {ids} {self.tokenizer.decode(ids, begins=False)!r}"
             )

@@ -54,8 +54,8 @@ def main(
     if ckpt_dir is None:
         if tokenizer_path is not None:
             raise ValueError("--tokenizer_path goes with --ckpt_dir; give both, or none")
-        print(classic_tables(itemsize or 2))
-        print(fitting_table(_bytes(memory_gb or 24.0), itemsize or 2))
+        console.put(classic_tables(itemsize or 2))
+        console.put(fitting_table(_bytes(memory_gb or 24.0), itemsize or 2))
         return 0
     from llama.api import pick_device, pick_dtype  # here, so that the tables of well-known models need no torch
     from llama.checkpoint import open_checkpoint
@@ -67,12 +67,12 @@ def main(
     checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_path)
     memory = available_memory(device) if memory_gb is None else _bytes(memory_gb)
     itemsize = itemsize or pick_dtype("auto", device).itemsize
-    print(console.shown(formula(ckpt_dir, checkpoint.args, itemsize)))
-    print(cache_table(checkpoint.whole_texts(), itemsize))
+    console.put(formula(ckpt_dir, checkpoint.args, itemsize))
+    console.put(cache_table(checkpoint.whole_texts(), itemsize))
     if memory is not None:
         owner = "this machine" if device.type == "cpu" else device
         left = f", which {owner} has left" if memory_gb is None else ""
-        print(ways_table(checkpoint, memory, f"What fits into {size(memory)}{left}, activations apart"))
+        console.put(ways_table(checkpoint, memory, f"What fits into {size(memory)}{left}, activations apart"))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from filelock import SoftFileLock
 
+from llama import console
 from llama.files import keep_file
 from llama.machine import DTYPES
 from llama.verify.certificate import PASSES, WIDE, Divergence, Figures, quantile
@@ -86,8 +87,8 @@ def write_runs(path: Path, runs: Sequence[Run]) -> None:
 
 def report(runs: Sequence[Run], path: Path) -> int:
     """Print the sum of each group of runs, and return the exit code."""
-    print(f"runs in {path}: {len(runs)}\n")
-    print("\n\n".join(f"{table(group)}\n\n{sentence(group)}" for group in grouped(runs)))
+    console.put(f"runs in {path}: {len(runs)}\n")
+    console.put("\n\n".join(f"{table(group)}\n\n{sentence(group)}" for group in grouped(runs)))
     return int(any(run["figures"]["violations"] for run in runs))
 
 

@@ -195,14 +195,14 @@ def test_a_disturbed_report_says_so_first_wherever_it_is_read() -> None:
         assert DISTURBED in text(report).splitlines()[0]
         assert "DISTURBED" not in text(calm)
     assert f"**DISTURBED** {line}" in report_markdown(report)
-    assert f"DISTURBED {line}" in alarms_text(report, color=True)
+    assert f"DISTURBED {line}" in alarms_text(report)
     shown = page(report)
     assert re.search(rf"<title>[^<]*{DISTURBED}", shown)
     assert re.search(rf"<h1>[^<]*{DISTURBED}</h1>", shown)
     assert "<b>DISTURBED</b> batch 1, cache on" in shown
     assert "DISTURBED" not in page(calm)
-    assert cell_text(report["cells"][0], color=True).startswith(f"{DISTURBED}\nBatch size: 1\n")
-    assert cell_text(report["cells"][1], color=True).startswith("Batch size: 1\n")
+    assert cell_text(report["cells"][0]).startswith(f"{DISTURBED}\nBatch size: 1\n")
+    assert cell_text(report["cells"][1]).startswith("Batch size: 1\n")
     assert validity_table(report).rows[-1] == ["undisturbed", "DISTURBED", "ok", "ok", "ok", "ok", "ok"]
 
 

@@ -39,7 +39,6 @@ from llama.bench.report.text import cell_text, report_csv, report_markdown, tabl
 from llama.bench.schema import CellRecord, Report
 from llama.files import check_writable
 
-RED = "\033[31m"
 TABLE_PLOTS = ["time", "memory", "steps", "crossover"]
 SWEEP_PLOTS = ["speedup", "cache", "context", "batch"]
 VIOLATION = "8 x 263 in, 8 x 32 out, 2352 fed of 2296 worked out"
@@ -91,7 +90,7 @@ def test_a_cell_begins_with_the_lines_that_its_users_know() -> None:
     record["summary"] |= {"tokens_per_second": 126.733, "seconds": {"n": 3, "median": 2.02, "p10": 2.0, "p90": 2.1}}
     record["summary"]["peak_bytes"] = {"n": 3, "median": 2561.4 * 2**20, "p10": 0.0, "p90": 0.0}
     record |= {"weights_bytes": int(2357.13 * 2**20), "text": "Once upon a time"}
-    assert cell_text(record, color=False).startswith(
+    assert cell_text(record).startswith(
         "Batch size: 8\n"
         "Input length: 256 tokens\n"
         "Output length: 32 tokens\n"
@@ -107,7 +106,7 @@ def test_a_cell_begins_with_the_lines_that_its_users_know() -> None:
 
 
 def test_a_cell_tells_mode_spread_count_ledger_and_validity() -> None:
-    text = cell_text(cell_record(batch_size=8), color=False)
+    text = cell_text(cell_record(batch_size=8))
     assert "KV cache: on (static), 101.25 MB" in text
     assert re.search(r"Time per output token: [\d.]+ ms \(p10 [\d.]+, p90 [\d.]+, n = 93\)", text)
     assert re.search(r"Prefill: [\d.]+ tokens/s \(batch size x input length / median time to first token\)", text)
@@ -122,32 +121,25 @@ def test_a_peak_on_cuda_is_named_beside_what_is_reserved_and_in_use() -> None:
     record = cell_record(device="cuda")
     for place, sample in enumerate(record["samples"]):
         sample |= {"peak_reserved_bytes": (600 + place) * 2**20, "device_bytes": None}
-    text = cell_text(record, color=False)
+    text = cell_text(record)
     assert "Peak memory: the bytes in tensors" in text
     assert "Peak memory reserved by the allocator: 602.00 MB" in text
     assert "Taken of the device since before the model: not measured" in text
 
 
-def test_a_violated_point_shows_everywhere_and_is_red_where_there_is_colour() -> None:
+def test_a_violated_point_shows_everywhere() -> None:
     record = with_violation()
     report = table_report([record])
-    (line,) = [line for line in cell_text(record, color=True).splitlines() if RED in line]
-    assert line == f"{RED}  VIOLATED      tokens: {VIOLATION}\033[0m"
-    assert f"  VIOLATED      tokens: {VIOLATION}" in cell_text(record, color=False)
+    assert f"  VIOLATED      tokens: {VIOLATION}" in cell_text(record)
     assert f"**VIOLATED** batch 8, cache on: tokens: {VIOLATION}" in report_markdown(report)
     shown = page(report)
     assert shown.index("VIOLATED") < shown.index(html.escape(SENTENCES[0]))
     assert csv_rows(report)[0]["violated_points"] == "1"
 
 
-def test_colour_is_for_violations_alone() -> None:
-    assert cell_text(cell_record(), color=True) == cell_text(cell_record(), color=False)
-    assert "\033" not in cell_text(with_violation(), color=False)
-
-
 def test_what_was_not_measured_is_never_a_zero() -> None:
     record = with_nothing_told()
-    text = cell_text(record, color=False)
+    text = cell_text(record)
     assert "Model weights memory usage: not measured" in text
     assert "Peak memory usage: not measured" in text
     assert "KV cache: on (its own), bytes not observed" in text
@@ -189,7 +181,7 @@ def test_a_dead_cell_says_so_and_the_others_stand() -> None:
     assert died[2:] == ["died", *["not measured"] * 8, "0"]
     for shown in (table_markdown(report), report_markdown(report), page(report)):
         assert "batch 16, cache off died: its process was killed (signal 9)" in shown
-    assert "This cell: died: its process was killed" in cell_text(dead, color=False)
+    assert "This cell: died: its process was killed" in cell_text(dead)
     assert list(figures(report)) == TABLE_PLOTS[:2] + TABLE_PLOTS[3:]  # steps need both modes
     assert csv_rows(report)[1]["error"] == dead["error"]
 
@@ -199,7 +191,7 @@ def test_a_cell_whose_turn_has_not_come_did_not_die() -> None:
     report = table_report(
         [waiting], crossovers=[], comparisons=[], reading=[], model=None, ceilings=None, environment={}
     )  # type: ignore[list-item]
-    for shown in (table_markdown(report), report_markdown(report), page(report), cell_text(waiting, color=False)):  # type: ignore[arg-type]
+    for shown in (table_markdown(report), report_markdown(report), page(report), cell_text(waiting)):  # type: ignore[arg-type]
         assert "not measured" in shown
         assert "died" not in shown
     assert figures(report) == {}
@@ -306,7 +298,7 @@ def test_a_share_is_the_cells_own_best_where_it_is_all_of_a_ceiling() -> None:
     assert record["limits"] is not None
     for share, own in ((0.999, False), (1.0, True)):
         record["limits"]["prefill_flops_share"] = share
-        assert ("the best that was seen is this cell's own" in cell_text(record, color=False)) == own
+        assert ("the best that was seen is this cell's own" in cell_text(record)) == own
     shown = report_markdown(table_report())
     assert "26.0 GB/s (10^9 bytes), by sum, threads: 2" in shown
     assert "330.00 GFLOP/s in fp32, by linear, 1024 x 1024 x 1024" in shown
@@ -456,7 +448,7 @@ def test_texts_of_others_stay_texts() -> None:
         assert "<img src=http" not in shown
     died = [row for row in rows_of(report_markdown(report), "Every cell") if row[2] == "died"]
     assert len(died[0]) == 12
-    assert "\x1b" not in cell_text(report["cells"][0], color=False).partition("Notes")[0]
+    assert "\x1b" not in cell_text(report["cells"][0]).partition("Notes")[0]
 
 
 @pytest.mark.slow
@@ -628,7 +620,7 @@ def rows_with_parts(**parts: float) -> list[CellRecord]:
 def test_one_sentence_says_what_rules_the_peak_wherever_memory_is_shown(parts: dict[str, float], sentence: str) -> None:
     records = rows_with_parts(**parts)
     report = table_report(records, crossovers=[])
-    assert f"  {sentence}" in cell_text(records[0], color=False).splitlines()
+    assert f"  {sentence}" in cell_text(records[0]).splitlines()
     assert f"- {sentence}" in report_markdown(report).partition("## Time and memory")[2].splitlines()[:3]
     assert heading(figures(report)["memory"]) == sentence.rstrip(".")
     assert f"<figcaption>{sentence.rstrip('.')}<small>" in page(report)
@@ -643,7 +635,7 @@ def test_cells_that_different_parts_rule_are_told_apart_and_a_prediction_is_call
     assert small[0]["ledger"] is not None
     small[0]["ledger"]["measured_peak"] = None
     small[0]["ledger"]["predicted_peak"] = 520 * 2**20
-    assert "500 of 520 MB at the predicted peak are weights." in cell_text(small[0], color=False)
+    assert "500 of 520 MB at the predicted peak are weights." in cell_text(small[0])
 
 
 @pytest.mark.parametrize("name", ["peers", "sweep", "table", "table-logits-all"])

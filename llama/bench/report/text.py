@@ -33,18 +33,13 @@ from llama.bench.report.tables import (
     title,
     work_lines,
 )
-from llama.bench.schema import Caches, CellRecord, Chats, KindRecord, Point, Report, Spread, StepTimes, Summary, Sweep
+from llama.bench.schema import Caches, CellRecord, Chats, KindRecord, Report, Spread, StepTimes, Summary, Sweep
 from llama.bench.statistics import percentiles
 from llama.costs import table
 
-_RED, _PLAIN = "\033[31m", "\033[0m"
 
-
-def cell_text(record: CellRecord, *, color: bool) -> str:
-    """Return one cell for the terminal: what was asked for and came of it, memory, work and validity.
-
-    `color` prints a violated point in red (ANSI).
-    """
+def cell_text(record: CellRecord) -> str:
+    """Return one cell for the terminal: what was asked for and came of it, memory, work and validity."""
     cell, summary, ledger = record["cell"], record["summary"], ledger_table(record)
     first = [
         f"Batch size: {cell['batch_size']}",
@@ -67,7 +62,7 @@ def cell_text(record: CellRecord, *, color: bool) -> str:
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in record["text"])
         blocks += [["=== Sample Output ===", text], _more_figures(record, summary)]
         blocks += [_aligned(ledger) if ledger else [f"Memory ledger: {NOT_MEASURED}"], work_lines(record)]
-    points = [_point_line(point, color=color) for point in record["points"]]
+    points = [f"  {point_mark(point):<{len(NOT_OBSERVED)}}  {point_words(point)}" for point in record["points"]]
     blocks += [["Validity", *points]] if points else []
     blocks += [["Notes", *(f"  {note}" for note in record["notes"])]] if record["notes"] else []
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
@@ -112,11 +107,6 @@ def _cuda_lines(record: CellRecord) -> list[str]:
     ]
 
 
-def _point_line(point: Point, *, color: bool) -> str:
-    line = f"  {point_mark(point):<{len(NOT_OBSERVED)}}  {point_words(point)}"
-    return f"{_RED}{line}{_PLAIN}" if color and point["status"] == "violated" else line
-
-
 def _aligned(shown: Table) -> list[str]:
     lines = [list(shown.heads), *map(list, shown.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -149,11 +139,9 @@ def report_markdown(report: Report) -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def alarms_text(report: Report, *, color: bool) -> list[str]:
-    """Return what a reader must not miss, for the terminal: violations, in red, and what has no figures."""
-    red, plain = (_RED, _PLAIN) if color else ("", "")
-    lines = [(f"{mark} {line}", mark == "VIOLATED") for mark, line in alarms(report)]
-    return [f"{red}{line}{plain}" if is_red else line for line, is_red in lines] + deaths(report)
+def alarms_text(report: Report) -> list[str]:
+    """Return what a reader must not miss, for the terminal: violations, and what has no figures."""
+    return [f"{mark} {line}" for mark, line in alarms(report)] + deaths(report)
 
 
 def markdown(shown: Table) -> str:

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llama import console
 from llama.bench.cell import Cell
 from llama.files import cache_dir
 from llama.parallel import default_timeout, job_store, world_rank, world_size
@@ -57,7 +58,7 @@ class Followers:
             try:
                 _run(job, str(self._told), waiting=lambda: None)
             except (ValueError, JobDied) as error:
-                print(f"rank {world_rank()}: {error}", file=sys.stderr, flush=True)
+                console.say(f"rank {world_rank()}: {error}")
             self._store.set(f"{key}/{world_rank()}", "")
 
     def wait(self) -> None:
