@@ -66,7 +66,7 @@ def refusing(path: Path, reason: str) -> Iterator[None]:
     except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        detail = str(error).strip().partition("\n")[0] or type(error).__name__
+        detail = str(error).strip().partition("\n")[0].removeprefix(str(path)).lstrip(" ,:") or type(error).__name__
         raise CheckpointError(path, f"{reason}: {detail}") from error
 
 

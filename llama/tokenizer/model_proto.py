@@ -96,7 +96,10 @@ def read_model_proto(data: bytes) -> ModelProto:
     if normalizer.get(2, b"") != b"" or normalizer.get(6, b"") != b"":
         raise ValueError("a normalisation that changes the text is not supported, only 'identity', which Llama's is")
     if _flag(normalizer, 4, True):
-        raise ValueError("remove_extra_whitespaces=true is not supported: it changes the text")
+        raise ValueError(
+            "remove_extra_whitespaces=true is not supported: it drops spaces of a text; train with spm_train "
+            "--remove_extra_whitespaces=false, as Llama's was, or set it to false in the file and drop them yourself"
+        )
     if not _flag(normalizer, 5, True) or _flag(trainer, 24, False):
         raise ValueError("escape_whitespaces=false or treat_whitespace_as_suffix=true is not supported")
     return ModelProto(

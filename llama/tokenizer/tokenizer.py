@@ -42,7 +42,7 @@ class Tokenizer:
             try:
                 self._take(read_sentencepiece(data))
             except ValueError as error:
-                raise ValueError(f"{file} is no tokenizer.model of SentencePiece that can be used: {error}") from error
+                raise ValueError(f"{file}: SentencePiece: {error}") from error
         else:
             from llama.tokenizer.tiktoken_file import read_tiktoken
 

@@ -142,7 +142,12 @@ def test_a_tokenizer_that_does_not_fit(meta: Path) -> None:
     (meta / "params.json").write_text(json.dumps(params))
     assert f"has {N_WORDS} tokens but the model only {N_WORDS - 1}" in refusal(meta)
     (meta / "tokenizer.model").write_text("nonsense\n")
-    assert "tokenizer.model: is not a tokenizer that can be used" in refusal(meta)
+    assert "tokenizer.model: is not a tokenizer that can be used: line 1: " in refusal(meta)
+    (meta / "tokenizer.model").write_bytes(b"\n\x03\n\x01a\x12\x02\x18\x02")  # as spm_train writes it by default
+    said = refusal(meta)
+    assert (said.count("tokenizer.model"), said.count("can be used")) == (1, 1)
+    assert "used: SentencePiece: remove_extra_whitespaces=true is not supported: it drops spaces" in said
+    assert "train with spm_train --remove_extra_whitespaces=false" in said
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------

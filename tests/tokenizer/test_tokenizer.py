@@ -417,7 +417,7 @@ def test_the_first_lines_of_metas_file_are_a_tokenizer_too(tmp_path: Path) -> No
         (299, b"IQ== 299", "line 300: token b'!' stands on line 1 already"),
         (5, base64.b64encode(b"xyz") + b" 5", "1 of the 256 single bytes are missing"),
         (299, base64.b64encode(b"x" * 1025) + b" 299", "1025 bytes"),
-        (0, b"\x0a\x0e\x0a\x05<unk>", "no tokenizer.model of SentencePiece"),
+        (0, b"\x0a\x0e\x0a\x05<unk>", ": SentencePiece: "),
         (0, b"no such thing", "Llama 2"),
     ],
 )
