@@ -7,6 +7,7 @@ from operator import attrgetter
 from torch import nn
 
 from llama.kv_cache import KVCache
+from llama.kv_cache.names import read_kind
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
@@ -67,6 +68,8 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
     for name, module in model.named_modules():
         kind = type(module)
         ours = getattr(module, "ops", PLAIN) == PLAIN and getattr(module, "ranks", ALONE).size == 1
+        if isinstance(module, KVCache) and kind not in caches:
+            raise Unsupported(_without_step(module, caches))
         is_no_norm = kind is nn.Identity and name.endswith(("attention.q_norm", "attention.k_norm"))
         if not ours or (kind not in _KNOWN and kind not in caches and not is_no_norm):
             raise Unsupported(f"{kind.__name__} is not one of the modules that the fast step computes")
@@ -85,6 +88,14 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         raise Unsupported("some layers share modules")
     if not blocks:
         raise Unsupported("the model has no layers")
+
+
+def _without_step(cache: KVCache, served: Sequence[type[KVCache]]) -> str:
+    """Return the refusal of a cache, named as it was asked for unless it is of another kind."""
+    names = {kind: name for name, kind in KVCache.kinds.items()}
+    asked = cache.args.kv_cache
+    name = f"kv_cache={asked!r}" if read_kind(asked).name == names.get(type(cache)) else type(cache).__name__
+    return f"{name} has no fast step; these kinds have one: {', '.join(names[kind] for kind in served)}"
 
 
 def _check_weights(module: nn.Module) -> None:

@@ -190,7 +190,7 @@ def test_a_cache_that_the_native_code_does_not_know_is_told_in_the_path(native_s
     record = worker.run_cell(cell, trace=False)["record"]
     assert record["path"] == "plain, int8 weights"
     assert [point["name"] for point in violated(record["points"])] == ["fast step"]
-    assert any("ConcatCache is not one of the modules" in note for note in record["notes"])
+    assert any("kv_cache='concat' has no fast step" in note for note in record["notes"])
 
 
 @MODES

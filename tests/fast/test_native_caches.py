@@ -47,6 +47,14 @@ def pair(kv_cache: str, kind: str = "fp32", args: ModelArgs = ARGS) -> tuple[Tra
     return twins(kind, replace(args, kv_cache=kv_cache))
 
 
+@pytest.mark.parametrize(("kind", "says"), [("window:20+3", "kv_cache='window:20+3'"), ("concat", "kv_cache='concat'")])
+def test_a_kind_without_native_code_is_named_as_it_was_asked_for(
+    kind: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_fast(model_of("fp32", replace(ARGS, kv_cache=kind)), FOLDER)
+    assert f"{says} has no fast step; these kinds have one: static, int8, int4, paged" in caplog.text
+
+
 def same_state(plain: Transformer, fast: Transformer) -> None:
     """Let both go on from what the plain one holds, each with memory of its own."""
     held = plain.caches
