@@ -3,6 +3,7 @@
 Knows the library by its front door. Nothing that takes long is imported before the flags are read.
 """
 
+import json
 import os
 import sys
 import time
@@ -77,7 +78,8 @@ def main(
         prompts: The texts to continue, as plain words or after --prompts; they arrive as they were typed.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         tokenizer_path: Meta's tokenizer.model, where it does not stand in ckpt_dir.
-        prompt_file: A file to read one more prompt from, without its last line end; "-" is standard input.
+        prompt_file: A file that is one more prompt, all of its lines together, without its last line end; "-" is
+            standard input. Lines of JSON are refused.
         max_gen_len: The most tokens to add to each prompt, 64 by default; to an answer in a conversation 512.
         temperature: 0 takes the most likely token each time; higher is more varied.
         top_p: Draw from the most likely tokens that have this probability together.
@@ -226,6 +228,7 @@ def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]
             raise ValueError("--prompt_file=- would be read by one rank of the torchrun alone; give a file")
     if prompt_file is not None:
         texts.append(read_prompt(prompt_file).removesuffix("\n"))
+        check_one_prompt(texts[-1], "standard input" if prompt_file == "-" else prompt_file)
     return texts or list(PROMPTS)
 
 
@@ -242,6 +245,20 @@ def read_prompt(file: str) -> str:
     if len(text) > PROMPT_LIMIT:
         raise ValueError(f"standard input holds more than the {PROMPT_LIMIT / 1e6:,.0f} MB that are read of a prompt")
     return text
+
+
+def check_one_prompt(text: str, name: str) -> None:
+    """Refuse several lines that are each an object or a string of JSON: records, of which each has a prompt."""
+    lines = [line for line in text.split("\n") if line.strip()]
+    try:
+        records = len(lines) > 1 and all(isinstance(json.loads(line), dict | str) for line in lines)
+    except (ValueError, RecursionError):
+        return
+    if records:
+        raise ValueError(
+            f"{name} has {len(lines):,} lines of JSON, and a prompt file is one prompt; give each record's text as a "
+            'word of the command line, or all lines as one: "$(cat FILE)"'
+        )
 
 
 def check_without_a_model(
