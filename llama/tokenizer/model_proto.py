@@ -94,7 +94,10 @@ def read_model_proto(data: bytes) -> ModelProto:
             "only 'bpe', which Llama's are"
         )
     if normalizer.get(2, b"") != b"" or normalizer.get(6, b"") != b"":
-        raise ValueError("a normalisation that changes the text is not supported, only 'identity', which Llama's is")
+        raise ValueError(
+            "a normalisation that changes the text is not supported, only 'identity', which Llama's is; train with "
+            "spm_train --normalization_rule_name=identity"
+        )
     if _flag(normalizer, 4, True):
         raise ValueError(
             "remove_extra_whitespaces=true is not supported: it drops spaces of a text; train with spm_train "

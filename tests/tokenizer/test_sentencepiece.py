@@ -154,7 +154,7 @@ IDENTITY = message(3, b"\x20\x00")
         (GOOD + IDENTITY, "of type 'unigram' is not supported, only 'bpe'"),
         (GOOD + message(2, b"\x18\x03") + IDENTITY, "'word'"),
         (GOOD + BPE, "remove_extra_whitespaces=true"),
-        (GOOD + BPE + message(3, message(2, b"abc")), "normalisation"),
+        (GOOD + BPE + message(3, message(2, b"abc")), "train with spm_train --normalization_rule_name=identity"),
         (GOOD + BPE + message(3, b"\x20\x00", b"\x28\x00"), "escape_whitespaces=false"),
         (GOOD + BPE + message(3, b"\x20\x05"), "the flag in field 4 is 5"),
         (GOOD + BPE + BPE + IDENTITY, "field 2 of the model stands there twice"),
