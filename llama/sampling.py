@@ -30,7 +30,7 @@ class Sampling:
         1 keeps all.
     min_p: only tokens at least min_p times as likely as the most likely one (https://arxiv.org/abs/2407.01082).
 
-    Among equally likely tokens, the lowest id comes first.
+    Tokens are ordered by their logits; of equal ones, the lowest id comes first.
     """
 
     temperature: float = 0.6
@@ -149,7 +149,7 @@ def choose_ahead(
         probs, ids = _probabilities(logits, settings.temperature), None
         if settings.top_k is not None or settings.top_p is not None:
             look = _all_sorted if whole else _candidates
-            probs, ids, sure = look(probs, settings.top_k, settings.top_p)
+            probs, ids, sure = look(logits, probs, settings.top_k, settings.top_p)
         chosen = _drawn(probs, ids, settings.min_p, draws)
     if settings.penalty is not None:
         seen.scatter_(1, chosen[:, None], True)
@@ -182,7 +182,7 @@ def sample(logits: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
     """Choose by one uniform draw in [0, 1) per row: (bsz, vocab) logits and (bsz,) draws -> (bsz,) int64."""
     probs, ids, settings = _probabilities(logits, sampling.temperature), None, sampling.settings
     if settings.top_k is not None or settings.top_p is not None:
-        probs, ids = most_likely(probs, sampling.top_k, sampling.top_p)
+        probs, ids = most_likely(logits, probs, sampling.top_k, sampling.top_p)
     return _drawn(probs, ids, settings.min_p, draws)
 
 
@@ -201,17 +201,18 @@ def _drawn(probs: Tensor, ids: Tensor | None, min_p: Number | None, draws: Tenso
     return chosen if ids is None else ids.gather(-1, chosen[:, None])[:, 0]
 
 
-def most_likely(probs: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+def most_likely(logits: Tensor, probs: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
     """Return the most likely tokens' probabilities, 0 for those that top_k and top_p drop, and their ids.
 
-    Both are (bsz, n), from the most likely token on, equal ones by id.
+    Both are (bsz, n), from the largest logit on, equal ones by id. A high temperature makes the probabilities of
+    different logits the same number, so they give no order.
     """
     share = top_p if top_p < 1 else None
     if not must_sort(probs.shape[-1], top_k):
-        kept, ids, sure = _candidates(probs, top_k, share)
+        kept, ids, sure = _candidates(logits, probs, top_k, share)
         if bool(sure.all()):  # on a GPU a wait, right before that for the ids
             return kept, ids
-    return _all_sorted(probs, top_k, share)[:2]
+    return _all_sorted(logits, probs, top_k, share)[:2]
 
 
 def must_sort(vocab: int, top_k: int | None) -> bool:
@@ -219,20 +220,26 @@ def must_sort(vocab: int, top_k: int | None) -> bool:
     return vocab <= 2 * _CANDIDATES or (top_k is not None and top_k >= _CANDIDATES)
 
 
-def _candidates(probs: Tensor, top_k: Number | None, top_p: Number | None) -> tuple[Tensor, Tensor, Tensor]:
+def _candidates(
+    logits: Tensor, probs: Tensor, top_k: Number | None, top_p: Number | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `most_likely` does, of few tokens alone, and of which rows that is sure to be all, (bsz,) bool."""
-    top, ids = probs.topk(_CANDIDATES, sorted=False)
+    top, ids = logits.topk(_CANDIDATES, sorted=False)
     ids, by_id = ids.sort(-1)
-    top, by_probability = top.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    _, by_logit = top.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(-1, by_logit)
+    top = probs.gather(-1, ids)
     kept = _keep(top, top_k, top_p, probs)
     least = kept.where(kept > 0, 2).amin(-1)
     sure = least > top[:, -1]  # the cut falls above the last candidate and what may tie with it
-    return kept, ids.gather(-1, by_probability), sure
+    return kept, ids, sure
 
 
-def _all_sorted(probs: Tensor, top_k: Number | None, top_p: Number | None) -> tuple[Tensor, Tensor, None]:
-    top, ids = probs.sort(dim=-1, descending=True, stable=True)
-    return _keep(top, top_k, top_p, probs), ids, None
+def _all_sorted(
+    logits: Tensor, probs: Tensor, top_k: Number | None, top_p: Number | None
+) -> tuple[Tensor, Tensor, None]:
+    _, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return _keep(probs.gather(-1, ids), top_k, top_p, probs), ids, None
 
 
 def _keep(top: Tensor, top_k: Number | None, top_p: Number | None, probs: Tensor) -> Tensor:

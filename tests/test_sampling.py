@@ -53,7 +53,7 @@ def support(logits: Tensor, sampling: Sampling) -> set[int]:
 
 def kept(logits: Tensor, top_k: int | None, top_p: float) -> set[int]:
     """Return the ids that `most_likely` leaves a probability."""
-    probs, ids = most_likely(logits.double().softmax(-1), top_k, top_p)
+    probs, ids = most_likely(logits, logits.double().softmax(-1), top_k, top_p)
     return set(ids[probs > 0].tolist())
 
 
@@ -228,15 +228,16 @@ def test_a_look_at_1024_candidates_gives_what_a_full_sort_gives(name: str, vocab
         for top_p in (0.0, 0.2, 0.7, 0.95, 0.9999, 1.0):
             if top_k is None and top_p == 1:
                 continue  # nothing is dropped, so nothing is looked at
-            found, ids = most_likely(probs, top_k, top_p)
+            found, ids = most_likely(probs, probs, top_k, top_p)
             shown = {id: p for id, p in zip(ids[0].tolist(), found[0].tolist(), strict=True) if p > 0}
             expected = {id: p for id, p in full_sort(probs, top_k, top_p).items() if p > 0}
             assert list(shown.items()) == list(expected.items()), (top_k, top_p)
 
 
 def test_where_few_tokens_are_kept_only_the_candidates_are_sorted() -> None:
-    assert most_likely(shaped("peaked", 5000).softmax(-1), None, 0.9)[0].shape == (1, 1024)
-    assert most_likely(shaped("flat", 5000).softmax(-1), None, 0.9)[0].shape == (1, 5000)
+    for name, looked_at in (("peaked", 1024), ("flat", 5000)):
+        logits = shaped(name, 5000)
+        assert most_likely(logits, logits.softmax(-1), None, 0.9)[0].shape == (1, looked_at)
 
 
 rows_of_logits = st.tuples(
@@ -338,6 +339,24 @@ def test_temperature_0_is_the_argmax_whatever_else_is_set(
 def test_a_tiny_temperature_is_greedy_and_finite(temperature: float, top_p: float) -> None:
     logits = torch.tensor([[-3e4, 2.0, 2.1, 3e4, 0.0], [5.0, 1.0, 2.0, 3.0, 4.0]])
     assert sample_with(logits, Sampling(temperature=temperature, top_p=top_p)) == [3, 0]
+
+
+@few
+@given(
+    st.sampled_from([1e-300, 0.7, 1e13, 1e30, 1.7e308]),
+    st.sampled_from([7, 3000]),
+    shares,
+    st.integers(1, 5),
+    st.integers(0, 99),
+)
+def test_top_k_keeps_the_most_likely_however_high_the_temperature(
+    temperature: float, vocab: int, top_p: float, top_k: int, seed: int
+) -> None:
+    """Where all probabilities are the same in float64, the logits still tell the tokens apart."""
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed))
+    largest = logits.topk(top_k).indices
+    chosen = sample_with(logits, Sampling(temperature=temperature, top_p=top_p, top_k=top_k), seed)
+    assert all(id in ids for id, ids in zip(chosen, largest.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("vocab", [7, 3000])
