@@ -147,6 +147,12 @@ def _rope_parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(old, dict) or not isinstance(new, dict) or (old and new):
         raise CheckpointError(path, "needs one of rope_parameters and rope_scaling, in braces")
     theta = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
+    for key, value in (old | new).items():
+        if isinstance(value, dict):
+            raise CheckpointError(
+                path,
+                f"RoPE's {key}={value!r:.80} is not supported; one set of numbers for all layers is",
+            )
     return theta | old | new
 
 

@@ -204,6 +204,11 @@ def test_a_window_of_a_gguf_file_limits_the_length(tmp_path: Path) -> None:
         ("qwen2", {"model_type": "qwen2_moe"}, "'qwen2_moe' is not supported; .*llama.*qwen3"),
         ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer_types=.*not supported"),
         ("mistral", {"sliding_window": "much"}, "sliding_window='much' must be a whole number"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            "RoPE's full_attention={'rope_theta': 1000000.0} is not supported; one set of numbers for all layers is",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; .*yarn"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor='4' must be a number"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1}}, "beta_fast"),
