@@ -45,7 +45,8 @@ def main(command: Callable[..., int], words: list[str] | None = None, *, name: s
 def end_with(work: Callable[[], int]) -> NoReturn:
     """Exit with what `work` returns.
 
-    Ctrl-C and SIGTERM raise KeyboardInterrupt in it. A standard stream may be closed, full, or left by its reader.
+    Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in it.
+    A standard stream may be closed, full, or left by its reader.
     """
     with console.stopping():
         console.open_streams()

@@ -26,7 +26,7 @@ _VISIBLE = {
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, in a command that takes both alike."""
+    """Ctrl-C, SIGTERM or SIGHUP, in a command that ends alike by each."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class Stopped(KeyboardInterrupt):
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:
-    """Return 130 for Ctrl-C and 143 for SIGTERM, as shells do."""
+    """Return 130 for Ctrl-C, 143 for SIGTERM and 129 for SIGHUP, as shells do."""
     return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
 
 
 def is_ctrl_c(stop: KeyboardInterrupt) -> bool:
-    """Return whether a person pressed a key, who may want something else now; SIGTERM ends all."""
+    """Return whether a person pressed a key, who may want something else now; other signals end all."""
     return exit_code(stop) == 128 + signal.SIGINT
 
 
@@ -60,13 +60,14 @@ def _leave(number: int, frame: Any) -> None:
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM raise Stopped in the block; behind it they end the process at once.
+    """Let Ctrl-C, SIGTERM and SIGHUP raise Stopped in the block; behind it they end the process at once.
 
-    Signals that are ignored stay so. A launcher, such as torchrun, ends its processes by SIGTERM, which stays its own.
+    Signals that are ignored stay so. A launcher, such as torchrun, ends its processes by the last two, which stay its
+    own. SIGHUP, which Windows lacks, comes where the terminal is closed: temporary folders are removed then, too.
     """
     ours = [signal.SIGINT] if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _leave) else []
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "WORLD_SIZE" not in os.environ:
-        ours.append(signal.SIGTERM)
+    ends = [signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)] if "WORLD_SIZE" not in os.environ else []
+    ours += [each for each in ends if signal.getsignal(each) is signal.SIG_DFL]
     for each in ours:
         signal.signal(each, stop)
     try:

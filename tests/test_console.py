@@ -135,6 +135,12 @@ def test_inference_meets_such_streams_without_noise(infer: str) -> None:
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 
+def heed_signals() -> None:
+    """Undo what a shell does to a child in the background: signals are ignored, and its children inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def running(line: str, until: str = "waiting\n", **changes: str) -> Iterator["subprocess.Popen[bytes]"]:
     """Start a command, and go on once it has printed `until`."""
@@ -144,8 +150,7 @@ def running(line: str, until: str = "waiting\n", **changes: str) -> Iterator["su
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A shell starts what goes into the background with interrupts ignored, and its children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_signals,
     )
     assert process.stdout is not None
     try:
@@ -160,13 +165,57 @@ def running(line: str, until: str = "waiting\n", **changes: str) -> Iterator["su
         process.communicate()
 
 
-@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-def test_ctrl_c_and_sigterm_are_one_line_behind_what_was_made(command: str, number: int, word: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated"), (signal.SIGHUP, "terminated")],
+)
+def test_a_signal_is_one_line_behind_what_was_made(command: str, number: int, word: str) -> None:
     with running(f"{command} --wait") as process:
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, err.decode()) == (128 + number, f"{word}\n")
     assert out.decode().endswith("what was made\n")
+
+
+def test_a_terminal_that_is_closed_leaves_no_folder_behind(tmp_path: Path) -> None:
+    import fcntl
+    import pty
+    import termios
+
+    def of_this_terminal() -> None:
+        heed_signals()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # which sends SIGHUP when it is closed
+
+    file = tmp_path / "command.py"
+    file.write_text(
+        "import tempfile, time\nfrom llama import cli, console\nfrom llama.progress import progress_bar\n\n"
+        "def main() -> int:\n    with tempfile.TemporaryDirectory(), progress_bar('work', total=9) as bar:\n"
+        "        print('begun', flush=True)\n        while True:\n            bar.refresh()\n"
+        "            time.sleep(0.05)\n\ncli.main(main)\n"
+    )
+    (tmp_path / "temporary").mkdir()
+    terminal, its_other_end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(file)],
+        env=environment(TMPDIR=str(tmp_path / "temporary")),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), its_other_end),
+        start_new_session=True,
+        preexec_fn=of_this_terminal,
+    )
+    os.close(its_other_end)
+    while b"begun" not in os.read(terminal, 1000):
+        pass
+    assert [*(tmp_path / "temporary").iterdir()]
+    os.close(terminal)
+    process.wait(timeout=30)
+    assert not [*(tmp_path / "temporary").iterdir()]
+
+
+def test_a_hangup_that_is_ignored_stays_so(command: str) -> None:
+    with running(f"nohup {command} --wait") as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout is not None
+        assert b"waiting" in os.read(process.stdout.fileno(), 1000)
 
 
 def test_sigterm_is_a_launcher_s_own(command: str) -> None:

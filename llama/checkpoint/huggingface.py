@@ -149,10 +149,8 @@ def _rope_parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     theta = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
     for key, value in (old | new).items():
         if isinstance(value, dict):
-            raise CheckpointError(
-                path,
-                f"RoPE's {key}={value!r:.80} is not supported; one set of numbers for all layers is",
-            )
+            said = f"RoPE's {key}={value!r:.80} is not supported; one set of numbers for all layers is"
+            raise CheckpointError(path, said)
     return theta | old | new
 
 

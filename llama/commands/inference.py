@@ -318,8 +318,8 @@ def as_messages(texts: list[str], tokenizer: "Tokenizer") -> list[list[int]]:
 def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
     """Print every prompt and its continuation, of the first one as it is made if `live`; return the exit code.
 
-    What there is of the text is printed whatever ends it: Ctrl-C and SIGTERM, which are exit codes 130 and 143, or an
-    error, which goes on.
+    What there is of the text is printed whatever ends it: a signal (exit code 130, 143 or 129), or an error,
+    which goes on.
     """
     done = ""  # of the first page, while it is made
     try:
