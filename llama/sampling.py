@@ -47,8 +47,8 @@ class Sampling:
         if self.repetition_penalty == 0:
             raise ValueError("repetition_penalty=0 must be above 0; 1 turns it off")
         whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
-        if self.top_k is not None and not (whole and self.top_k >= 1):
-            raise ValueError(f"top_k={self.top_k!r} must be a whole number of at least 1, or None to keep all")
+        if self.top_k is not None and not (whole and 1 <= self.top_k < 2**63):
+            raise ValueError(f"top_k={self.top_k!r} must be a whole number, at least 1, below 2**63, or None for all")
 
     @property
     def settings(self) -> "Settings":
@@ -156,6 +156,12 @@ def choose_ahead(
     return chosen, sure
 
 
+def check_seed(seed: object) -> None:
+    """Raise ValueError unless a generator of PyTorch can be seeded with `seed`."""
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed={seed!r} must be a whole number from -2**63 to 2**64 - 1")
+
+
 def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Generator]:
     """Return one CPU generator per row: seeded with seed + row, with the row's own of a list, or afresh for None."""
     if seed is None:
@@ -167,8 +173,7 @@ def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Gener
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds were given for {rows} rows; give one int, or one seed per row")
     for seed in seeds:
-        if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed={seed!r} must be a whole number from -2**63 to 2**64 - 1")
+        check_seed(seed)
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 

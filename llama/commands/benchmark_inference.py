@@ -124,13 +124,13 @@ def main(
     if json_path is not None:
         check_writable(json_path)
 
-    os.environ["LLAMA_TIMEOUT"] = str(timeout)  # for the processes that measure
     from llama.bench import quiet
     from llama.bench.run.jobs import followers
     from llama.bench.run.models import make_cell
     from llama.bench.run.peers import GPT2, check_engine
-    from llama.parallel import world_rank
+    from llama.parallel import check_timeout, world_rank
 
+    os.environ["LLAMA_TIMEOUT"] = str(check_timeout(timeout))  # for the processes that measure
     if not repack:
         quantize = mapped(quantize)
     own: Modes = {"engine": "llama", "fast": fast, "quantize": quantize, "activations": activations}

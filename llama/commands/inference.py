@@ -155,7 +155,7 @@ def main(
         raise ValueError("--watch sees one process, and each of a torchrun computes a part; run it without torchrun")
     if conversation and parallel.world_size() > 1:
         raise ValueError("--chat without prompts would be typed to one rank of the torchrun alone; give prompts")
-    parallel.join(parallel.own_device(pick_device(device)), timeout=timeout)
+    parallel.join(parallel.own_device(pick_device(device)), timeout=parallel.check_timeout(timeout))
     model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, **modes, **limits)
     cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
     if conversation:

@@ -794,6 +794,8 @@ def run(*words: str) -> int:
         (["--model", "gpt2"], "--engine transformers"),
         (["--kv_cache", "lru"], "is not a known kind of cache"),
         (["--logits", "some"], "must be last or all"),
+        (["--seed", str(2**64)], f"seed={2**64} must be a whole number from -2**63 to 2**64 - 1"),
+        (["--timeout", "nan"], "timeout=nan must be a number of seconds above 0"),
         (["--repeats", "0"], "repeats=0"),
         (["--budget", "-1", "--preset", "table"], "--budget=-1.0"),
         (["--budget", "inf", "--preset", "table"], "--budget=inf"),

@@ -28,6 +28,7 @@ from llama.packed import PackedWeight
 from llama.parallel import join, own_device, world_size
 from llama.quantize import quantize_layers, weights_of
 from llama.ranks import cut_for
+from llama.sampling import check_seed
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
 
@@ -66,6 +67,7 @@ def make_cell(
     name = ckpt_dir or model or ("llama-3.2-1b" if on.type == "cuda" else "demo")
     cell = Cell(model=name, device=str(on), dtype=dtype_name(pick_dtype(dtype, on)), ranks=world_size(), **rest)
     check_cell(cell)
+    check_seed(cell.seed)
     KVCache.named(cache_kind(cell.kv_cache))
     if name in GPT2:
         return cell
