@@ -6,12 +6,13 @@ the context and the batch. What is finished is saved at once, and a run that was
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from llama.bench.cell import Cell, read_engine, rounding_of
+from llama.bench.cell import Cell, Rounding, read_engine, rounding_of
 from llama.bench.quiet import judge_quiet
 from llama.bench.report.findings import findings, fits, growth
 from llama.bench.report.tables import comparison_words, pairs, stands_apart
@@ -39,6 +40,7 @@ GENERATED = (10, 20, 50, 100, 200)
 CACHE_LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192]
 CONTEXTS = [16, 32, 64, 128, 256, 512, 1024, 2048]
 AGREED_ON = 1024  # tokens of a text: 1 % of them is 10
+RECORDING, WATCHED_STEPS = "the page to step through", 32
 
 _STARTING = 4.0  # seconds that a process needs before it loads a model, and for the ceilings at its end, about
 PEER_IS_SLOWER = 2.0  # what is assumed of an engine before it has run once
@@ -84,6 +86,11 @@ class Session:
     calibration: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     curves: list[str] = field(default_factory=list)  # jobs beside the cells that are still to come
+    pace: dict[Rounding, float] = field(
+        default_factory=dict
+    )  # of each engine: the last cell's time over its prediction
+    watched: Cell | None = None  # the cell whose model the page shows step by step
+    reserved: float = 0.0  # seconds that `room` leaves for that recording
 
     @property
     def report(self) -> Report:
@@ -101,7 +108,7 @@ class Session:
     @property
     def room(self) -> float:
         """The seconds that are left."""
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.deadline - self.reserved - time.monotonic())
 
     def has_room(self, what: str, *, must: bool = False) -> bool:
         """Tell whether a job fits, or `must` run where no budget is kept to; note that it was left out where not."""
@@ -165,7 +172,7 @@ def begin(session: Session, curves: dict[str, int]) -> None:
     session.expected |= {cell.name: expected_seconds(cell, session.calibration) for cell in session.cells}
     session.expected |= {name: expected_of_tokens(tokens, session.calibration) for name, tokens in curves.items()}
     session.curves = list(curves)
-    once = sum(expected_of(session, unmeasured(session))) + sum(session.expected[name] for name in curves)
+    once = sum(expected_of(session, chain(*due(session, 0)))) + sum(session.expected[name] for name in curves)
     words = (
         f"{len(session.cells)} cells and {len(curves)} curves, each repetition in a process of its own: about "
         f"{duration(plan(session))} in all. Everything once takes about {duration(once)}, of the budget are left "
@@ -182,39 +189,61 @@ def measure_machine(session: Session, cell: Cell) -> None:
     report["ceilings"] = best_ceilings(report["ceilings"], machine["ceilings"])
     session.calibration = session.do("how long it will take", "calibrate", cell)
     report["model"] = session.calibration["model"]
+    if session.watched is not None:
+        reserve_recording(session, session.watched)
     session.directory.save()
 
 
-def unmeasured(session: Session) -> list[int]:
-    """Return the places of the cells without a repetition, the quickest first where they do not all fit."""
-    records = enumerate(session.report["cells"])
-    places = [place for place, record in records if not record["samples"] and record["error"] is None]
-    if not session.keeps_to_budget or sum(expected_of(session, places)) <= session.room:
-        return places
-    return sorted(places, key=lambda place: expected_of(session, [place]))
+def reserve_recording(session: Session, cell: Cell) -> None:
+    """Predict how long the recording for the page takes, and reserve that time unless it is too much of the budget.
+
+    The recording generates twice with the cache and once without. A repetition may end late, hence half as much again.
+    """
+    modes = (cell.but(batch_size=1, input_len=4, output_len=WATCHED_STEPS, kv_caching=on) for on in (True, True, False))
+    starts = expected_of_tokens(0, session.calibration)  # one process, and each prediction has its own
+    seconds = sum(expected_seconds(mode, session.calibration) for mode in modes) - 2 * starts
+    session.expected[RECORDING] = seconds
+    session.reserved = 1.5 * seconds if seconds <= session.room / 10 else 0.0
 
 
-def expected_of(session: Session, places: Sequence[int]) -> list[float]:
-    """Return how long a repetition of each of these cells is expected to take."""
-    cells = session.cells
-    return [session.expected[cells[place].name] for place in places]
+def due(session: Session, repetition: int) -> list[list[int]]:
+    """Return the places of the cells that lack this repetition, in groups of one batch and engine, the smallest first.
+
+    A group is a pair with the cache on and off, which says nothing apart; llama.cpp's, which has one mode, is one cell.
+    """
+    found: dict[Cell, list[int]] = {}
+    for place, (cell, record) in enumerate(zip(session.cells, session.report["cells"], strict=True)):
+        if record["error"] is None and len(record["samples"]) <= repetition:
+            found.setdefault(cell.but(kv_caching=True), []).append(place)
+    return sorted(found.values(), key=lambda places: session.cells[places[0]].batch_size)
 
 
-def least(session: Session) -> int | None:
-    """Return the place of the cell that runs whatever it takes: the quickest, where none was measured or tried yet."""
-    places = unmeasured(session)
-    none_yet = 0 < len(places) == len(session.cells)
-    return min(places, key=lambda place: expected_of(session, [place])) if none_yet else None
+def expected_of(session: Session, places: Iterable[int]) -> list[float]:
+    """Return how long a repetition of each of these cells is expected to take: as long as the last, or as predicted.
+
+    A prediction assumes an idle machine, so the cells of an engine that was slower than predicted correct the others.
+    """
+    cells, records = session.cells, session.report["cells"]
+
+    def pace(place: int) -> float:
+        return 1.0 if records[place]["samples"] else session.pace.get(rounding_of(records[place]["cell"]), 1.0)
+
+    return [session.expected[cells[place].name] * pace(place) for place in places]
 
 
 def first_round(session: Session) -> list[int]:
-    """Return the places of the unmeasured cells that get a first repetition, in the order in which they do."""
+    """Return the places of the cells that get a first repetition: whole pairs, until one does not fit in the budget.
+
+    The first pair of a run always gets one.
+    """
     places: list[int] = []
-    must = least(session)
-    for place in unmeasured(session):
-        fits = sum(expected_of(session, [*places, place])) <= session.room
-        if fits or place == must or not session.keeps_to_budget:
-            places.append(place)
+    left = due(session, 0)
+    none_yet = sum(map(len, left)) == len(session.cells)
+    for pair in left:
+        fits = sum(expected_of(session, [*places, *pair])) <= session.room
+        if session.keeps_to_budget and not fits and not (none_yet and not places):
+            break
+        places += pair
     return places
 
 
@@ -223,14 +252,15 @@ def too_little(session: Session, once: float) -> list[str]:
     minutes = session.report["budget_minutes"]
     if not minutes or once <= session.room:
         return []
-    left_out = set(unmeasured(session)) - set(first_round(session))
+    first = first_round(session)
+    left_out = set(chain(*due(session, 0))) - set(first)
     enough = math.ceil((60 * minutes - session.room + once) / 60)
     flags = [f"--budget {enough}", *shorter(session)]
     names = "; ".join(session.cells[place].name for place in sorted(left_out)) or "some curves"
-    too_small, must = "The budget is too small, and", least(session)
-    if must is not None and sum(expected_of(session, [must])) > session.room:
-        name = session.cells[must].name
-        too_small = f"The budget is too small for any cell. The quickest, {name}, is measured all the same;"
+    too_small = "The budget is too small, and"
+    if sum(expected_of(session, first)) > session.room:
+        pair = " and ".join(session.cells[place].name for place in first)
+        too_small = f"The budget is too small for any pair of cells. The run still measures {pair};"
     return [
         f"{too_small} left out are: {names}. "
         f"Everything fits once with {' or with '.join(flags)}; --budget 0 measures every cell once, whatever it takes."
@@ -244,7 +274,7 @@ def shorter(session: Session) -> list[str]:
     for name in [*of_table, *(["input_len"] if base.text is None else [])]:
         lengths = (getattr(base, name) >> halved for halved in range(1, 16))
         for length in (length for length in lengths if length > 1):
-            cells = [session.cells[place].but(**{name: length}) for place in unmeasured(session)]
+            cells = [session.cells[place].but(**{name: length}) for place in chain(*due(session, 0))]
             if sum(expected_seconds(cell, session.calibration) for cell in cells) <= session.room:
                 found.append(f"--{name} {length}")
                 break
@@ -253,15 +283,16 @@ def shorter(session: Session) -> list[str]:
 
 def plan(session: Session) -> float:
     """Return how long all is expected to take that is still to come, as far as the budget goes, and tell the bar."""
-    seconds, room = expected_of(session, first_round(session)), session.room
+    first, room = first_round(session), session.room
+    seconds = expected_of(session, first)
     for curve in (session.expected[name] for name in session.curves):
         whatever = session.report["preset"] == "sweep" and not session.keeps_to_budget
         seconds += [curve] if whatever or sum(seconds) + curve <= room else []
     for repetition in range(1, REPETITIONS):
-        for place, record in enumerate(session.report["cells"]):
-            expected = expected_of(session, [place])
-            more = record["error"] is None and len(record["samples"]) <= repetition
-            if more and sum(seconds + expected) <= room:
+        for pair in due(session, repetition):
+            expected = expected_of(session, pair)
+            measured = all(session.report["cells"][place]["samples"] or place in first for place in pair)
+            if measured and sum(seconds + expected) <= room:
                 seconds += expected
     session.progress.total = session.progress.n + sum(seconds)
     return sum(seconds)
@@ -288,30 +319,33 @@ def duration(seconds: float) -> str:
 
 
 def one_round(session: Session, repetition: int) -> None:
-    """Measure every cell once more, in turn, so that a machine that drifts does so for all of them.
+    """Measure every pair of cells once more, in turn, so that a machine that drifts does so for all of them.
 
-    A repetition runs where it is expected to end within the budget. Without one all run once; else, where not all fit,
-    the quickest come first and the others are left out. The least of it, the quickest cell, always runs.
+    A pair is repeated if both its cells are expected to end within the budget. For the first repetition see
+    `first_round`: what it leaves out is noted.
     """
-    must = least(session)
-    for place in unmeasured(session) if repetition == 0 else range(len(session.cells)):
-        cell, record = session.cells[place], session.report["cells"][place]
-        if len(record["samples"]) > repetition or record["error"] is not None:
+    for pair in due(session, repetition):
+        records = [session.report["cells"][place] for place in pair]
+        if repetition == 0 and pair[0] not in first_round(session):
+            session.report["failures"] += [f"{session.cells[place].name}: no room in the budget" for place in pair]
             continue
-        if repetition > 0 and (not record["samples"] or session.expected[cell.name] > session.room):
+        again = all(record["samples"] for record in records) and sum(expected_of(session, pair)) <= session.room
+        if repetition > 0 and not again:
             continue
-        if repetition == 0 and place != must and not session.has_room(cell.name, must=True):
-            continue
-        session.report["cells"][place] = repeat(session, cell, record)
-        judge_quiet(session.report)
-        session.directory.save()
-        plan(session)
+        for place, record in zip(pair, records, strict=True):
+            session.report["cells"][place] = repeat(session, session.cells[place], record)
+            judge_quiet(session.report)
+            session.directory.save()
+            plan(session)
 
 
 def repeat(session: Session, cell: Cell, record: CellRecord) -> CellRecord:
     """Return the record with one more repetition, or with why there is none."""
     try:
+        predicted = session.expected[cell.name]
         done = session.do(cell.name, "cell", cell, trace=not record["samples"])
+        if not record["samples"]:
+            session.pace[rounding_of(record["cell"])] = max(1.0, session.expected[cell.name] / predicted)
     except (ValueError, JobDied) as error:
         if record["samples"]:
             return {**record, "notes": [*record["notes"], f"a repetition failed: {error}"]}

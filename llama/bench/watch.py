@@ -1,20 +1,21 @@
 """A short generation of the measured model to step through, for the report's page: recorded when all is measured."""
 
-from llama.bench.cell import Cell
-from llama.bench.presets import Session
+from llama.bench.presets import RECORDING, WATCHED_STEPS, Session
 from llama.bench.report.files import keep_steps, steps_of
 
-PROMPT, STEPS = "Once upon a time", 32
+PROMPT = "Once upon a time"
 
 
-def watch(session: Session, cell: Cell) -> None:
-    """Let the report's folder have such a page of the cell's model, by the plain path; nothing is lost where it fails.
+def watch(session: Session) -> None:
+    """Record a generation of the watched cell's model by the plain path into the report's folder, if the budget allows.
 
-    Its few seconds are not part of the budget.
+    A failure is noted, and nothing else is lost.
     """
-    if steps_of(session.directory.folder) is not None:
+    if session.watched is None or steps_of(session.directory.folder) is not None:
         return
-    plain = cell.but(engine="llama", fast=False, exact=False)
-    with session.noting_failure("the page to step through"):
-        done = session.do("recording", "watch", plain, prompt=PROMPT, steps=STEPS)
-        keep_steps(session.directory.folder, done["page"])
+    session.reserved = 0.0
+    if session.has_room(RECORDING, must=True):
+        plain = session.watched.but(engine="llama", fast=False, exact=False)
+        with session.noting_failure(RECORDING):
+            done = session.do(RECORDING, "watch", plain, prompt=PROMPT, steps=WATCHED_STEPS)
+            keep_steps(session.directory.folder, done["page"])

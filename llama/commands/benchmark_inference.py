@@ -101,10 +101,10 @@ def main(
         seed: Which random ids.
         json: Write everything that is known of the run into this file.
         out: The folder that a preset makes its own folder in.
-        budget: Minutes that a preset may take. Each cell is repeated up to 5 times as far as they go, and what does not
-            fit at all is left out, the longest first, and named; the quickest cell always runs. 0 measures every cell
-            once, however long it takes. Of caches it decides on how much text the quality is measured: 2,048 tokens
-            where that fits.
+        budget: Minutes that a preset may take. Each cell is repeated up to 5 times as far as they go. What does not fit
+            at all is left out and named: pairs with the cache on and off, the largest batch first; one pair always
+            runs. 0 measures every cell once, however long it takes. Of caches it decides on how much text the quality
+            is measured: 2,048 tokens where that fits.
         resume: Go on with the newest run of this very preset: finish its cells, or repeat them more often.
         wait_until_quiet: Minutes to wait, before measuring, until other work on this machine is low; 0 does not wait.
         strict: End with exit code 4 where a table was disturbed by other work; it says so in any case.
@@ -361,11 +361,10 @@ def run_preset(
 
     directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
     console.say(f"everything goes into {directory.folder}")
-    session = Session(directory, time.monotonic() + 60 * budget, seconds_bar())
+    session = Session(directory, time.monotonic() + 60 * budget, seconds_bar(), watched=watched)
     try:
         {"caches": run_caches, "chat": run_chat}.get(report["preset"], run_session)(session)
-        if watched is not None:
-            watch(session, watched)
+        watch(session)
     except KeyboardInterrupt as stop:
         console.say(f"{console.in_words(stop)}; what is finished is kept, and --resume goes on")
         return console.exit_code(stop)

@@ -252,6 +252,16 @@ def test_a_budget_decides_on_how_much_text_the_quality_is_measured(base: Cell, h
     assert all(record["quality"] is not None for record in report["caches"]["kinds"]), "the least is always measured"
 
 
+def test_a_budget_of_a_moment_measures_the_costs_of_two_kinds_and_names_all_that_is_left_out(
+    base: Cell, here: Here, tmp_path: Path
+) -> None:
+    report = measured(base, tmp_path, kinds=["int8", "paged"], minutes=0.0001)
+    assert here.done == ["machine static", "calibrate static", "cache_costs static", "cache_costs int8"]
+    left_out = ["paged: bytes and times", "static: quality"]
+    assert report["failures"] == [f"{what}: no room in the budget" for what in left_out]
+    assert script.exit_code(report) == 0
+
+
 def test_a_kind_whose_turn_comes_after_the_end_of_the_budget_is_said_to_lack_its_quality(
     base: Cell, here: Here, tmp_path: Path
 ) -> None:

@@ -86,25 +86,61 @@ def test_without_a_budget_every_cell_is_measured_once(base: Cell, here: Here, tm
     assert report["crossovers"] == []
 
 
-def test_a_budget_of_a_moment_measures_the_quickest_cell_and_names_all_that_is_left_out(
+def test_a_budget_of_a_moment_measures_the_first_pair_and_names_all_that_is_left_out(
     base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = table(base, tmp_path, minutes=0.001).report
     cells = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]
-    (quickest,) = set(here.done) - {"machine", "calibrate"}
-    assert here.done == ["machine", "calibrate", quickest]  # of cells as tiny as these any may be predicted to be it
-    assert [len(record["samples"]) for record in report["cells"]] == [int(name == quickest) for name in cells]
-    left_out = [name for name in cells if name != quickest]
+    assert here.done == ["machine", "calibrate", *cells[:2]]
+    assert [len(record["samples"]) for record in report["cells"]] == [1, 1, 0, 0]
+    assert [one["batch_size"] for one in report["comparisons"]] == [1]
     curves = [f"steps at batch {batch}: no room in the budget" for batch in (1, 2)]
-    assert sorted(report["failures"]) == sorted([*(f"{name}: no room in the budget" for name in left_out), *curves])
+    assert report["failures"] == [*(f"{name}: no room in the budget" for name in cells[2:]), *curves]
     assert all(record["error"] is None for record in report["cells"])
     assert script.exit_code(report) == 0
     said = capsys.readouterr().err
-    assert f"too small for any cell. The quickest, {quickest}, is measured all the same" in said
-    assert f"left out are: {'; '.join(left_out)}." in said
+    assert f"too small for any pair of cells. The run still measures {' and '.join(cells[:2])}; left out are" in said
+    assert f"left out are: {'; '.join(cells[2:])}." in said
     shown = report_markdown(report)
-    assert f"not measured: {left_out[-1]}: no room in the budget" in shown
-    assert f"not measured: {quickest}" not in shown
+    assert f"not measured: {cells[-1]}: no room in the budget" in shown
+    assert f"not measured: {cells[0]}" not in shown
+
+
+@pytest.mark.parametrize("measured", range(1, 6))
+def test_a_budget_that_ends_early_leaves_no_pair_torn(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: int
+) -> None:
+    """With room for one cell more than whole pairs have, that cell runs neither once nor again."""
+    spent: list[str] = []
+    monkeypatch.setattr(Session, "room", property(lambda self: 10.0 * (measured - len(spent))))
+    monkeypatch.setattr(presets, "expected_seconds", lambda cell, calibration: 10.0)
+    here.fail = lambda kind, cell: spent.append(kind) if kind == "cell" else None  # type: ignore[method-assign]
+    report = new_report("table", table_cells(base, []), budget_minutes=1)
+    made = session_of(report, tmp_path, minutes=1)
+    whole = made.do
+
+    def do(what: str, *words: Any, **named: Any) -> dict[str, Any]:
+        done = whole(what, *words, **named)
+        made.expected[what] = 10.0
+        return done
+
+    monkeypatch.setattr(made, "do", do)
+    run_session(made)
+    counts = [len(record["samples"]) for record in report["cells"]]
+    assert counts == {1: [1, 1, 0, 0], 2: [1, 1, 0, 0], 3: [1, 1, 0, 0], 4: [1] * 4, 5: [1] * 4}[measured]
+
+
+def test_an_engine_with_one_mode_is_left_out_with_its_batch(tmp_path: Path) -> None:
+    cells = table_cells(SIX, ["llama.cpp"])
+    directory = RunDirectory(tmp_path, new_report("table", cells, budget_minutes=1))
+    made = Session(directory, time.monotonic() + 100, Bar(), calibration=CALIBRATION)
+    made.expected = {cell.name: 20.0 if cell.engine == "llama" else 1.0 for cell in cells}
+    assert [[cells[place].name for place in pair] for pair in presets.due(made, 0)][:2] == [
+        ["batch 1, cache on", "batch 1, cache off"],
+        ["llama.cpp, batch 1, cache on"],
+    ]
+    kept = [cells[place].batch_size for place in presets.first_round(made)]
+    assert kept == [1, 1, 1, 8, 8, 8]  # 82 s; llama.cpp at batch 16 would fit
 
 
 def test_a_table_of_one_cell_measures_it_whatever_the_budget(base: Cell, here: Here, tmp_path: Path) -> None:
@@ -113,11 +149,11 @@ def test_a_table_of_one_cell_measures_it_whatever_the_budget(base: Cell, here: H
     assert [len(record["samples"]) for record in session.report["cells"]] == [1]
 
 
-def test_a_sweep_with_a_budget_of_a_moment_measures_its_quickest_cell(base: Cell, here: Here, tmp_path: Path) -> None:
+def test_a_sweep_with_a_budget_of_a_moment_measures_its_pair(base: Cell, here: Here, tmp_path: Path) -> None:
     directory = new_run_directory(tmp_path, new_report("sweep", sweep_cells(base), budget_minutes=0.001))
     run_session(Session(directory, time.monotonic() + 0.06, seconds_bar()))
-    assert sorted(len(record["samples"]) for record in directory.report["cells"]) == [0, 1]
-    assert len(here.done) == 3
+    assert [len(record["samples"]) for record in directory.report["cells"]] == [1, 1]
+    assert len(here.done) == 4
 
 
 def test_a_run_that_goes_on_has_its_least_already(base: Cell, here: Here, tmp_path: Path) -> None:
@@ -125,7 +161,7 @@ def test_a_run_that_goes_on_has_its_least_already(base: Cell, here: Here, tmp_pa
     done = len(here.done)
     report = table(base, tmp_path, minutes=0.001, resume=True).report
     assert here.done[done:] == ["machine", "calibrate"]
-    assert sorted(len(record["samples"]) for record in report["cells"]) == [0, 0, 0, 1]
+    assert [len(record["samples"]) for record in report["cells"]] == [1, 1, 0, 0]
 
 
 CALIBRATION = {"input_len": 10, "load_seconds": 2.0, "prefill_seconds": 5.0, "step_seconds": 0.25, "max_seq_len": 256}
@@ -196,16 +232,15 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
         (1000, 15, [0, 1, 2, 3], 5 * 150 + 31),
         (1000, None, [0, 1, 2, 3], 5 * 150 + 31),
         (181, 3, [0, 1, 2, 3], 181),
-        (180, 3, [0, 1, 2, 3], 180),  # no room for the curve, but for the two quickest again
+        (180, 3, [0, 1, 2, 3], 150),  # no room for the curve, nor for a pair again
         (150, 3, [0, 1, 2, 3], 150),
-        (149, 3, [0, 2, 1], 141),  # the curve, the two quickest again, and the quickest a third time
-        (0, 3, [0], 10),  # the least always runs
+        (149, 3, [0, 1], 131),  # the curve, and the first pair again
+        (0, 3, [0, 1], 50),  # the first pair always runs
         (0, 0, [0, 1, 2, 3], 150),
         (0, None, [0, 1, 2, 3], 150),
-        (9, 3, [0], 10),
-        (10, 3, [0], 10),
-        (29, 3, [0], 20),
-        (30, 3, [0, 2], 30),
+        (50, 3, [0, 1], 50),
+        (80, 3, [0, 1], 50),
+        (81, 3, [0, 1], 81),
     ],
 )
 def test_a_plan_measures_all_once_then_curves_then_again_as_far_as_the_budget_goes(
@@ -224,16 +259,16 @@ def test_a_plan_leaves_out_what_is_measured_and_what_died_and_runs_a_sweeps_curv
     planned = session(tmp_path, room=0, budget=0)
     planned.report["cells"][0]["samples"] = [{}]  # type: ignore[typeddict-item]
     planned.report["cells"][3]["error"] = "died: gone"
-    assert presets.unmeasured(planned) == [1, 2]
+    assert presets.due(planned, 0) == [[1], [2]]
     assert session(tmp_path, room=-5, budget=3).room == 0.0
     assert plan(planned) == 60
     assert plan(session(tmp_path, room=0, budget=0, preset="sweep")) == 181
-    assert plan(session(tmp_path, room=0, budget=3, preset="sweep")) == 10
+    assert plan(session(tmp_path, room=0, budget=3, preset="sweep")) == 50
     again = session(tmp_path, room=50, budget=3)
     for record, count in zip(again.report["cells"], (4, 1, 2, 5), strict=True):
         record["samples"] = [{}] * count  # type: ignore[typeddict-item]
     again.curves = []
-    assert plan(again) == 50  # the second of the second cell, and the fifth of the first
+    assert plan(again) == 40  # the second cell's second repetition; the first pair's fifth has no room
 
     dead = session(tmp_path, room=1000, budget=3)
     dead.curves = []
@@ -268,19 +303,19 @@ def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path) -> None:
     assert presets.too_little(session(tmp_path, room=0, budget=0), 180) == []
     (words,) = presets.too_little(session(tmp_path, room=66, budget=2), 180)
     assert words == (
-        "The budget is too small, and left out are: batch 1, cache off; batch 2, cache off. Everything fits once with "
+        "The budget is too small, and left out are: batch 2, cache on; batch 2, cache off. Everything fits once with "
         "--budget 4 or with --input_len 3; --budget 0 measures every cell once, whatever it takes."
     )  # 54 s are spent, and 180 s are to come
     for once, enough in ((186, 4), (186.5, 5)):  # 240 s are four minutes
         (words,) = presets.too_little(session(tmp_path, room=66, budget=2), once)
         assert f"with --budget {enough} or" in words
-    (words,) = presets.too_little(session(tmp_path, room=9, budget=2), 180)
+    (words,) = presets.too_little(session(tmp_path, room=49, budget=2), 180)
     assert words.startswith(
-        "The budget is too small for any cell. The quickest, batch 1, cache on, is measured all the same; left out "
-        "are: batch 1, cache off; batch 2, cache on; batch 2, cache off. Everything fits once with --budget 5; "
+        "The budget is too small for any pair of cells. The run still measures batch 1, cache on and batch 1, cache "
+        "off; left out are: batch 2, cache on; batch 2, cache off. Everything fits once with --budget 5; "
     )
-    (words,) = presets.too_little(session(tmp_path, room=10, budget=2), 180)
-    assert words.startswith("The budget is too small, and left out are: batch 1, cache off; ")
+    (words,) = presets.too_little(session(tmp_path, room=50, budget=2), 180)
+    assert words.startswith("The budget is too small, and left out are: batch 2, cache on; ")
     (words,) = presets.too_little(session(tmp_path, room=170, budget=3), 180)
     assert "left out are: some curves. Everything fits once with --budget 4 or" in words
 
@@ -454,7 +489,7 @@ def test_a_cache_of_ones_own_is_measured_by_its_name(
 def test_the_page_has_a_generation_to_step_through_where_it_is_asked_for(
     base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "STEPS", 3)
+    monkeypatch.setattr(watch, "WATCHED_STEPS", 3)
     words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
     for asked in ("--page_watch", "--resume", "--page_watch=False"):
         flags = ["--resume", "--page_watch"] if asked == "--resume" else [asked]
@@ -474,14 +509,52 @@ def test_the_page_has_a_generation_to_step_through_where_it_is_asked_for(
 def test_that_generation_goes_by_the_plain_path_whatever_is_measured(
     base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "STEPS", 3)
+    monkeypatch.setattr(watch, "WATCHED_STEPS", 3)
     asked: list[Cell] = []
     here.fail = lambda kind, cell: asked.append(cell)  # type: ignore[method-assign]
-    made = session(tmp_path, room=100, budget=3)
+    made = session(tmp_path, room=101, budget=3)
     made.progress = seconds_bar()
-    watch.watch(made, base.but(fast=True, exact=True, batch_size=8))
+    made.watched, made.expected[presets.RECORDING] = base.but(fast=True, exact=True, batch_size=8), 100.0
+    watch.watch(made)
     assert made.report["failures"] == []
     assert [(cell.engine, cell.fast, cell.exact) for cell in asked] == [("llama", False, False)]
+
+
+@pytest.mark.usefixtures("still")
+def test_that_generation_is_part_of_the_budget(base: Cell, here: Here, tmp_path: Path) -> None:
+    """It takes 12 s: a start of 6 s, and three runs of 2 s, the first two steps of each twice."""
+    quick = {**CALIBRATION, "prefill_seconds": 0.0, "step_seconds": 1 / 17}
+    for room, reserved in ((120.1, 18.0), (119.0, 0.0)):
+        made = session(tmp_path, room=room, budget=4)
+        made.calibration = quick
+        presets.reserve_recording(made, base)
+        assert made.expected[presets.RECORDING] == pytest.approx(12.0)
+        assert made.room == pytest.approx(room - reserved)
+    made.deadline = time.monotonic() + 11.9
+    made.watched = base
+    watch.watch(made)
+    assert (here.done, made.report["failures"]) == ([], ["the page to step through: no room in the budget"])
+
+
+@pytest.mark.usefixtures("still")
+def test_an_engine_that_is_slower_than_predicted_corrects_what_its_other_cells_are_expected_to_take(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = session(tmp_path, room=1000, budget=20, base=base)
+    monkeypatch.setattr(presets, "check_machine", lambda *_: None)
+    monkeypatch.setattr(presets, "aggregated", lambda record, done: {**record, "samples": [{}]})
+    monkeypatch.setattr(presets, "with_figures", lambda record, ceilings: record)
+
+    def do(what: str, *_: Any, **__: Any) -> dict[str, Any]:
+        made.expected[what] = 30.0
+        return {"environment": {}, "record": {}}
+
+    monkeypatch.setattr(made, "do", do)
+    records = made.report["cells"]
+    records[0] = presets.repeat(made, made.cells[0], records[0])
+    assert presets.expected_of(made, range(4)) == [30.0, 120.0, 60.0, 240.0]
+    records[1] = presets.repeat(made, made.cells[1], records[1])  # in less time than was predicted
+    assert presets.expected_of(made, range(4)) == [30.0, 30.0, 20.0, 80.0]
 
 
 def test_a_generation_that_cannot_be_recorded_is_noted_and_nothing_is_lost(
