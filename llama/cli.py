@@ -16,13 +16,12 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin
 
 from llama import console
-from llama.cores import crowding_told, use_threads
+from llama.cores import say_if_crowded, use_threads
 
 # A word of two dashes and a name, or of one dash and nothing but a name: `-5 degrees` is a prompt.
 _FLAG = re.compile(r"--\w|-[A-Za-z][\w-]*(=|\Z)")
@@ -34,7 +33,8 @@ _DEBUG_HELP = """
 _THREADS_HELP = """
     --threads=THREADS
         Threads of the CPU that compute, in processes that the command starts, too; by default what MKL_NUM_THREADS or
-        OMP_NUM_THREADS says, or one for each core that this process may use."""
+        OMP_NUM_THREADS says, or one for each core that this process may use; run, chat and watch use fewer if other
+        work occupies cores."""
 
 
 def main(command: Callable[..., int], words: list[str] | None = None, *, name: str | None = None) -> None:
@@ -83,9 +83,9 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
         values = read_values(given, types)
         use_threads(values.get("threads"))
         # What names no device computes little; what takes threads itself gives them to processes that it watches.
-        computes = "device" in own and "threads" not in own
-        with crowding_told(console.say) if computes else nullcontext():
-            return call_through_fire(command, {key: value for key, value in values.items() if key in own})
+        if "device" in own and "threads" not in own:
+            say_if_crowded(console.say)
+        return call_through_fire(command, {key: value for key, value in values.items() if key in own})
     except KeyboardInterrupt as stop:
         console.say(console.in_words(stop))
         return console.exit_code(stop)

@@ -5,18 +5,14 @@ Knows the kernel's files and what OpenMP reads. Does not import torch, so that a
 
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from llama.cgroups import ROOT, folders_of, own_groups, text_of
 
 _COUNTS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # read by torch when it is imported; of both, the first
 _MOST_PER_CORE = 8  # threads that anybody may want, to see what they do
-_LOOK_S = 1.0  # the kernel counts in hundredths of a second
-_GPUS = ("/dev/nvidiactl", "/dev/kfd")  # where there is one it computes, unless it is told not to
 
 # Of all cores. Who loses an eighth of them takes 14 % longer, about as far as repetitions lie apart on a quiet machine;
 # there others keep at most 2 % busy (docs/results).
@@ -79,42 +75,51 @@ def use_threads(asked: int | None) -> None:
         torch.set_num_threads(asked)
 
 
-@contextmanager
-def crowding_told(say: Callable[[str], None]) -> Iterator[None]:
-    """Tell, once, that there are more threads than free cores: at once what is known, after a second what was seen.
+def say_if_crowded(say: Callable[[str], None]) -> None:
+    """Say that there are more threads than cores that this process may use: a late thread delays all others.
 
-    A thread that waits for its core holds up all others, several times a layer. The ranks of a torchrun are busy side
-    by side; they are counted, by the first of them, and not watched. Nor is a machine with a GPU.
+    The ranks of a torchrun on this host count together, and the first of them says so.
     """
     ranks, cores, count = _number("LOCAL_WORLD_SIZE") or 1, usable_cores(), threads()
-    crowded = count > 1 and ranks * count > cores
-    if crowded and not _number("LOCAL_RANK"):
+    if count > 1 and ranks * count > cores and not _number("LOCAL_RANK"):
         say(
             f"{ranks * count} threads on the {cores} core{'s' * (cores > 1)} that this process may use wait for each "
             f"other, which can take many times as long; give --threads {max(1, cores // ranks)}"
         )
-    load = OtherLoad()
-    timer = threading.Timer(_LOOK_S, lambda: _look(load, say))
-    timer.daemon = True
-    if count > 1 and ranks == 1 and not crowded and not any(map(os.path.exists, _GPUS)):
-        load.start()
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
-def _look(load: "OtherLoad", say: Callable[[str], None]) -> None:
-    others, cores, count = load.stop(), os.cpu_count() or 1, threads()
-    if others is None:
-        return
-    free = max(1.0, min(usable_cores(), cores - others))
-    if count > free + 0.5:
-        say(
-            f"other work keeps {others:.1f} of {cores} cores busy, and {count} threads wait for each other, "
-            f"which can take many times as long; --threads {int(free)} may be faster"
-        )
+class FreeCores:
+    """A look at the machine that begins now; `choose_threads` ends it and leaves occupied cores to the other work."""
+
+    def __init__(self) -> None:
+        self._load, self._began = OtherLoad(), time.perf_counter()
+        self._load.start()
+
+    def choose_threads(self, say: Callable[[str], None], *, known: int | None = None) -> None:
+        """Compute with no more threads than there are free cores, and say so; call it before the first computation.
+
+        `known`: the count that an earlier part of the same run computed with, which is used instead of a look.
+
+        Threads meet at barriers several times a layer, where all wait for the one whose core is occupied: a forward can
+        take many times as long as with one thread. A count that the user or a quota sets stays, and so do the ranks of
+        a torchrun, which are busy side by side. Waits until the look has lasted half a second.
+        """
+        count = threads()
+        if count == 1 or (_number("LOCAL_WORLD_SIZE") or 1) > 1 or any(name in os.environ for name in _COUNTS):
+            return
+        if known is not None:
+            use_threads(known)
+            return
+        time.sleep(max(0.0, self._began + LEAST_SECONDS - time.perf_counter()))
+        others, cores = self._load.stop(), os.cpu_count() or 1
+        free = cores if others is None else min(usable_cores(), cores - others)
+        chosen = max(1, int(free + 0.5))
+        if others is not None and chosen < count:
+            use_threads(chosen)
+            say(
+                f"other work occupies {others:.1f} of {cores} cores: computing with {chosen} "
+                f"thread{'s' * (chosen > 1)} instead of {count}; --threads {count} uses them all the same"
+            )
 
 
 def _number(variable: str) -> int | None:
@@ -131,7 +136,8 @@ class OtherLoad:
     """How many cores were busy with the work of others: `start()` before a stretch of work, `stop()` after it.
 
     The kernel counts in hundredths of a second, so a stretch of much less than a second tells little. In a container
-    the others may be all of the host's. Our own children are others, and so is what a hypervisor ran instead of us.
+    the others may be all of the host's. Our own children are others until we have waited for their end, and so is what
+    a hypervisor ran instead of us.
     """
 
     def __init__(self) -> None:
@@ -150,9 +156,8 @@ class OtherLoad:
         return max(0.0, (everyone - all_before - (own - own_before)) / (now - began))
 
     def _clocks(self) -> tuple[float, float, float | None]:
-        """Return the seconds on the wall, those that our threads were busy, and those that all cores were."""
-        own = os.times()
-        return time.perf_counter(), own.user + own.system, _busy_seconds()
+        """Return the seconds on the wall, those of our threads and ended children, and those of all cores."""
+        return time.perf_counter(), sum(os.times()[:4]), _busy_seconds()
 
 
 def _busy_seconds() -> float | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llama import cli, cores
-from llama.cores import OtherLoad, crowding_told, quota, threads, usable_cores
+from llama.cores import FreeCores, OtherLoad, quota, say_if_crowded, threads, usable_cores
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it on Linux")
 
@@ -160,8 +160,7 @@ def test_more_threads_than_cores_are_told_once(counts: None, monkeypatch: pytest
     monkeypatch.setattr(cores, "usable_cores", lambda: 1)
     torch.set_num_threads(2)
     said: list[str] = []
-    with crowding_told(said.append):
-        pass
+    say_if_crowded(said.append)
     (line,) = said
     assert line.startswith("2 threads on the 1 core that this process may use")
     assert line.endswith("give --threads 1")
@@ -190,36 +189,86 @@ def test_ranks_share_the_cores(counts: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     torch.set_num_threads(2)
     said: list[str] = []
-    with crowding_told(said.append):
-        pass
+    say_if_crowded(said.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with crowding_told(said.append):  # the first has told it
-        pass
+    say_if_crowded(said.append)  # the first has told it
     assert [line.partition(" ")[0] for line in said] == ["6"]
-
-
-@pytest.mark.parametrize(("others", "told"), [(1.0, True), (0.4, False), (None, False)])
-def test_other_work_on_the_cores_is_told_once_it_is_seen(
-    others: float | None, told: bool, counts: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(cores, "_LOOK_S", 0.01)
-    monkeypatch.setattr(cores, "_GPUS", ())
-    monkeypatch.setattr(OtherLoad, "stop", lambda self: others)
-    torch.set_num_threads(2)
-    said: list[str] = []
-    with crowding_told(said.append):
-        time.sleep(0.2)
-    assert ["other work keeps 1.0 of 2 cores busy" in line for line in said] == [True] * told
 
 
 def test_one_thread_is_never_too_many(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 1)
-    monkeypatch.setattr(OtherLoad, "start", lambda self: pytest.fail("looked"))
     assert threads() == 1
-    with crowding_told(lambda line: pytest.fail(line)):
-        pass
+    say_if_crowded(lambda line: pytest.fail(line))
+
+
+# ---- cores that other work occupies ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def free_counts(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch compute with 4 threads on 4 cores, as nobody asked for."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    torch.set_num_threads(4)
+
+
+@pytest.mark.parametrize(
+    ("others", "chosen"), [(None, 4), (0.0, 4), (0.5, 4), (0.6, 3), (1.0, 3), (2.6, 1), (3.4, 1), (9.0, 1)]
+)
+def test_occupied_cores_are_left_to_the_other_work_and_that_is_said(
+    others: float | None, chosen: int, free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: others)
+    said: list[str] = []
+    FreeCores().choose_threads(said.append)
+    assert torch.get_num_threads() == chosen
+    assert os.environ.get("OMP_NUM_THREADS") == (None if chosen == 4 else str(chosen))  # for the processes it starts
+    words = f"other work occupies {others} of 4 cores: computing with {chosen} thread{'s' * (chosen > 1)} instead of 4;"
+    assert [line.startswith(words) for line in said] == [True] * (chosen < 4)
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE"])
+def test_a_count_that_is_asked_for_stays_and_so_do_ranks(
+    variable: str, free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "4")
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
+    for known in (None, 1):
+        FreeCores().choose_threads(pytest.fail, known=known)
+        assert torch.get_num_threads() == 4
+
+
+def test_a_run_that_goes_on_computes_with_the_threads_that_it_had(
+    free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
+    FreeCores().choose_threads(pytest.fail, known=2)
+    assert torch.get_num_threads() == 2
+
+
+@on_linux
+def test_a_busy_process_takes_a_thread_away(free_counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child occupies each core, so that at most one core counts as free, whatever runs beside this test."""
+    count = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(cores, "usable_cores", lambda: count)
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    torch.set_num_threads(count + 1)
+    spin = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    children = [subprocess.Popen(spin, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()
+        said: list[str] = []
+        FreeCores().choose_threads(said.append)
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert torch.get_num_threads() <= max(1, count - 1)
+    assert len(said) == 1
 
 
 # ---- who else is busy ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from llama import console
 from llama.bench.cell import Cell, Modes, read_engine
 from llama.bench.run.validity import violated
 from llama.bench.single import measure_cell
+from llama.cores import FreeCores
 from llama.files import check_writable
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def main(
         repack: --repack=False leaves stored weights in their file, mapped; as an engine of a table it is llama:mapped.
         device: Where it computes: auto, cpu, cuda or mps.
         dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
-        threads: Threads of the CPU, for every engine; by default PyTorch's choice.
+        threads: Threads of the CPU, for every engine; by default PyTorch's choice, and fewer if other work occupies
+            cores when the measurement begins.
         seed: Which random ids.
         json: Write everything that is known of the run into this file.
         out: The folder that a preset makes its own folder in.
@@ -112,6 +114,7 @@ def main(
             one of the demo model.
         timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.
     """
+    cores = FreeCores()  # looks while torch is loaded
     logging.getLogger("llama").setLevel(logging.WARNING)  # what a checkpoint consists of stands in the ledger
     if text is not None and input_len is not None:
         raise ValueError("--text has a length of its own; leave out --input_len")
@@ -168,13 +171,16 @@ def main(
             report = plan(preset, cell, engine, command=command, budget=budget)
         if wait_until_quiet:
             quiet.wait_until_quiet(wait_until_quiet)
+            cores = FreeCores()
         if report is None:
+            if cell.device == "cpu":
+                cores.choose_threads(console.say)
             single: dict[str, Any] = {"repeats": repeats, "compare": compare, "command": command}
             return run_cell(cell, **single, json_path=json_path, strict=strict)
         by_default = cell.model == "demo" and cell.ranks == 1
         watched = cell if (by_default if page_watch is None else page_watch) else None
         kept: dict[str, Any] = {"out": Path(out), "resume": resume, "json_path": json_path}
-        return run_preset(report, budget=budget, watched=watched, strict=strict, **kept)
+        return run_preset(report, budget=budget, watched=watched, strict=strict, cores=cores, **kept)
     finally:
         followers().dismiss()
 
@@ -332,7 +338,7 @@ def run_cell(cell: Cell, *, repeats: int, compare: bool, command: str, json_path
         if json_path is not None:
             keep_json(report, json_path)  # first: whoever reads the page may have left
     finally:
-        console.put(cell_text(report["cells"][0]), alarm="VIOLATED")
+        console.put(cell_text(report["cells"][0], report["environment"].get("threads")), alarm="VIOLATED")
     return exit_code(report, strict=strict)
 
 
@@ -345,10 +351,12 @@ def run_preset(
     json_path: Path | None,
     watched: Cell | None,
     strict: bool,
+    cores: FreeCores,
 ) -> int:
     """Measure a preset, print its table, and write its report; what is finished stands there whatever ends the run.
 
-    Its page has a generation of the model of `watched` in it, unless that is None.
+    Its page has a generation of the model of `watched` in it, unless that is None. All cells compute with as many
+    threads as `cores` leaves free now, or as the run that goes on has computed with.
     """
     from llama.bench.caches import run_caches
     from llama.bench.chat import run_chat
@@ -361,6 +369,8 @@ def run_preset(
 
     directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
     console.say(f"everything goes into {directory.folder}")
+    if directory.cells[0].device == "cpu":
+        cores.choose_threads(console.say, known=directory.report["environment"].get("threads"))
     session = Session(directory, time.monotonic() + 60 * budget, seconds_bar(), watched=watched)
     try:
         {"caches": run_caches, "chat": run_chat}.get(report["preset"], run_session)(session)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama import console
+from llama.cores import FreeCores
 
 if TYPE_CHECKING:
     from llama.generation import Stream
@@ -115,6 +116,7 @@ def main(
         max_batch_size: The most prompts at once; by default without limit.
         timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.
     """
+    cores = FreeCores()  # looks while torch and the model are loaded
     conversation = chat and not prompts and prompt_file is None
     if (stream or conversation) and trace:
         asked_for = "--stream" if stream else "--chat without prompts"
@@ -156,6 +158,8 @@ def main(
     if conversation and parallel.world_size() > 1:
         raise ValueError("--chat without prompts would be typed to one rank of the torchrun alone; give prompts")
     parallel.join(parallel.own_device(pick_device(device)), timeout=parallel.check_timeout(timeout))
+    if pick_device(device).type == "cpu":
+        cores.choose_threads(console.say)
     model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, **modes, **limits)
     cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
     if conversation:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import CEILINGS, Here, session_of
 
@@ -961,6 +962,31 @@ def test_the_script_writes_a_preset_into_a_folder(
     assert str(folder / "page.html") in printed.out
     assert run(*words, "--out", str(tmp_path), "--budget", "0", "--resume") == 0
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_all_cells_of_a_run_compute_with_the_threads_that_were_free_when_it_began(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("llama.cores.usable_cores", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    before = torch.get_num_threads()
+    words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--budget", "0"]
+    try:
+        for others, flags in ((1.5, []), (0.0, ["--resume"])):
+            torch.set_num_threads(2)
+            for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+                monkeypatch.delenv(name, raising=False)
+            monkeypatch.setattr("llama.cores.OtherLoad.stop", lambda _, others=others: others)
+            assert run(*words, "--device", "cpu", "--out", str(tmp_path), *flags) == 0
+            (results,) = tmp_path.glob("*/results.json")
+            assert json.loads(results.read_text())["environment"]["threads"] == 1
+            said = "other work occupies 1.5 of 2 cores: computing with 1 thread instead of 2"
+            assert (said in capsys.readouterr().err) == (not flags)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_blank_forms_are_ready_for_json(base: Cell) -> None:

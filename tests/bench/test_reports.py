@@ -149,7 +149,7 @@ def test_what_was_not_measured_is_never_a_zero() -> None:
     assert not re.search(r"\b0\.00? (MB|ms)", text)
     (row,) = rows_of(table_markdown(table_report([record])), "Every cell")
     unknown = ["not measured", "not measured", "not measured", "not observed", "not measured"]
-    assert row[4:] == ["not measured", row[5], *unknown, "3"]
+    assert row[5:] == ["not measured", row[6], *unknown, "3"]
     (fields,) = csv_rows(table_report([record]))
     assert fields["cache_bytes"] == fields["weights_bytes"] == fields["predicted_tensor_peak_bytes"] == ""
 
@@ -159,6 +159,11 @@ def test_the_table_has_a_row_for_each_cell_with_its_count() -> None:
     rows = rows_of(table_markdown(report), "Every cell")
     squares = [[str(batch), mode] for batch in (1, 8, 16) for mode in ("on", "off")]
     assert [row[:2] for row in rows] == squares
+    assert {row[2] for row in rows} == {row["threads"] for row in csv_rows(report)} == {"2"}
+    report["environment"]["threads"] = 1  # as the processes that measured say, whatever was asked for
+    assert {row[2] for row in rows_of(table_markdown(report), "Every cell")} == {"1"}
+    assert {row["threads"] for row in csv_rows(report)} == {"1"}
+    assert ", 1 thread ·" in report_markdown(report).splitlines()[2]
     assert [row[-1] for row in rows] == ["3 (93 steps)", "2 (62 steps)"] * 3
     saved = rows_of(table_markdown(report), "What the cache saves")
     assert [row[0] for row in saved] == ["batch 1", "batch 8", "batch 16"]
@@ -169,7 +174,7 @@ def test_the_table_has_a_row_for_each_cell_with_its_count() -> None:
 def test_a_single_repetition_shows_no_spread() -> None:
     report = table_report([cell_record(n=1)])
     (row,) = rows_of(table_markdown(report), "Every cell")
-    assert "(" not in row[2]
+    assert "(" not in row[3]
     assert row[-1] == "1 (31 steps)"
 
 
@@ -178,7 +183,7 @@ def test_a_dead_cell_says_so_and_the_others_stand() -> None:
     report = table_report([cell_record(batch_size=16), dead])
     alive, died = rows_of(table_markdown(report), "Every cell")
     assert alive[-1] == "3 (93 steps)"
-    assert died[2:] == ["died", *["not measured"] * 8, "0"]
+    assert died[3:] == ["died", *["not measured"] * 8, "0"]
     for shown in (table_markdown(report), report_markdown(report), page(report)):
         assert "batch 16, cache off died: its process was killed (signal 9)" in shown
     assert "This cell: died: its process was killed" in cell_text(dead)
@@ -234,7 +239,7 @@ def test_each_way_of_ours_has_a_table_of_its_own_and_stands_against_every_peer()
     )
     shown = table_markdown(report)
     every = rows_of(shown, "Every cell")
-    assert [(row[2], row[3]) for row in every] == [("llama", "none"), ("llama.cpp", "none"), ("llama.cpp", "int8")]
+    assert [(row[3], row[4]) for row in every] == [("llama", "none"), ("llama.cpp", "none"), ("llama.cpp", "int8")]
     assert len(rows_of(shown, "On the native path, apart from the plain one")) == 1
     assert len(rows_of(shown, "On the native path with int8 weights, apart from the plain one")) == 1
     assert rows_of(shown, "How many times faster ours is, by path") == [
@@ -446,8 +451,8 @@ def test_texts_of_others_stay_texts() -> None:
     for shown in (page(report), report_markdown(report)):
         assert "<script" not in shown
         assert "<img src=http" not in shown
-    died = [row for row in rows_of(report_markdown(report), "Every cell") if row[2] == "died"]
-    assert len(died[0]) == 12
+    died = [row for row in rows_of(report_markdown(report), "Every cell") if row[3] == "died"]
+    assert len(died[0]) == 13
     assert "\x1b" not in cell_text(report["cells"][0]).partition("Notes")[0]
 
 

@@ -180,6 +180,9 @@ def byline(report: Report) -> list[str]:
     names = [] if model is None else [f"{model['name']} ({model['weights']})"]
     gpu, cpu = (report["environment"].get(key) for key in ("gpu", "cpu"))
     machine = [_words(one["name"] if isinstance(one, dict) else one) for one in (gpu, cpu) if one is not None]
+    threads = report["environment"].get("threads")
+    if machine and gpu is None and threads:
+        machine[-1] += f", {threads} thread{'s' * (threads > 1)}"
     return [*names, *machine, report["started"][:16].replace("T", " ")]
 
 
@@ -252,10 +255,11 @@ def result_tables(report: Report) -> list[Table]:
     records = _in_order(report["cells"])
     plain = [record for record in records if not stands_apart(record)]
     agreed = agreements(report)
-    tables = [_cell_table("Every cell", plain, agreed)]
+    threads = report["environment"].get("threads")  # one count for all: processes that differ refuse to share a report
+    tables = [_cell_table("Every cell", plain, agreed, threads)]
     for path in sorted({record["path"] for record in records if stands_apart(record)}):
         apart = [record for record in records if stands_apart(record) and record["path"] == path]
-        tables.append(_cell_table(f"On the {path_words(apart[0])}, apart from the plain one", apart, agreed))
+        tables.append(_cell_table(f"On the {path_words(apart[0])}, apart from the plain one", apart, agreed, threads))
     return [grid for grid in (*tables, speedup_table(report), engines_table(report)) if grid]
 
 
@@ -271,8 +275,10 @@ def _agreement_words(agreed: Mapping[Rounding, float], record: CellRecord) -> st
     return NOT_MEASURED if share is None else f"{share:.2%}"
 
 
-def _cell_table(name: str, records: Sequence[CellRecord], agreed: Mapping[Rounding, float]) -> Table:
-    shown = ("batch_size", "kv_caching")
+def _cell_table(
+    name: str, records: Sequence[CellRecord], agreed: Mapping[Rounding, float], threads: int | None
+) -> Table:
+    shown = ("batch_size", "kv_caching", "threads")
     cells = [record["cell"] for record in records]
     varying = [key for key in Cell.__dataclass_fields__ if key not in shown and len({cell[key] for cell in cells}) > 1]
     heads = [key.replace("_", " ") for key in varying]
@@ -280,10 +286,15 @@ def _cell_table(name: str, records: Sequence[CellRecord], agreed: Mapping[Roundi
     rows = []
     for record in records:
         cell = record["cell"]
-        row = [str(cell["batch_size"]), on_or_off(cell["kv_caching"]), *(_words(cell[key], "none") for key in varying)]
+        row = [
+            str(cell["batch_size"]),
+            on_or_off(cell["kv_caching"]),
+            _words(threads),
+            *(_words(cell[key], "none") for key in varying),
+        ]
         rows.append([*row, *([_agreement_words(agreed, record)] if agreed else []), *_figures(record)])
     heads += ["top-1 as fp32"] if agreed else []
-    return Table(name, ["batch size", "KV cache", *heads, *(head for head, _ in _FIGURES)], rows, notes)
+    return Table(name, ["batch size", "KV cache", "threads", *heads, *(head for head, _ in _FIGURES)], rows, notes)
 
 
 def _figures(record: CellRecord) -> list[str]:

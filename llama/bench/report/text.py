@@ -38,8 +38,11 @@ from llama.bench.statistics import percentiles
 from llama.costs import table
 
 
-def cell_text(record: CellRecord) -> str:
-    """Return one cell for the terminal: what was asked for and came of it, memory, work and validity."""
+def cell_text(record: CellRecord, threads: int | None = None) -> str:
+    """Return one cell for the terminal: what was asked for and came of it, memory, work and validity.
+
+    `threads` are those that computed.
+    """
     cell, summary, ledger = record["cell"], record["summary"], ledger_table(record)
     first = [
         f"Batch size: {cell['batch_size']}",
@@ -60,7 +63,7 @@ def cell_text(record: CellRecord) -> str:
         ]
         # The text of the first row; what could steer a terminal is shown as an escape instead.
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in record["text"])
-        blocks += [["=== Sample Output ===", text], _more_figures(record, summary)]
+        blocks += [["=== Sample Output ===", text], _more_figures(record, summary, threads)]
         blocks += [_aligned(ledger) if ledger else [f"Memory ledger: {NOT_MEASURED}"], work_lines(record)]
     points = [f"  {point_mark(point):<{len(NOT_OBSERVED)}}  {point_words(point)}" for point in record["points"]]
     blocks += [["Validity", *points]] if points else []
@@ -68,7 +71,7 @@ def cell_text(record: CellRecord) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
 
 
-def _more_figures(record: CellRecord, summary: Summary) -> list[str]:
+def _more_figures(record: CellRecord, summary: Summary, threads: int | None) -> list[str]:
     cell, count = record["cell"], summary["seconds"]["n"]
     kind = cell["kv_cache"] if cell["engine"] == "llama" else "its own"
     kind = f"on ({kind})" if cell["kv_caching"] else "off"
@@ -77,7 +80,8 @@ def _more_figures(record: CellRecord, summary: Summary) -> list[str]:
         f"Peak resident memory of the process: {megabytes(median(summary['resident_bytes']))}",
         *(_cuda_lines(record) if cell["device"].startswith("cuda") else []),
         f"KV cache: {kind}, {megabytes(record['cache_bytes'], 'bytes ' + NOT_OBSERVED)}",
-        f"Engine: {cell['engine']} ({record['path']}), {cell['model']} in {cell['dtype']} on {cell['device']}",
+        f"Engine: {cell['engine']} ({record['path']}), {cell['model']} in {cell['dtype']} on {cell['device']}"
+        + (f", threads: {threads}" if threads and cell["device"] == "cpu" else ""),
         f"Repetitions: {count} ({'times are medians' if count > 1 else 'a single one: no spread'})",
         f"Inference time: {_timed(summary['seconds'], 1, 2, 'seconds')}",
         f"Time to first token: {_timed(summary['first_token_seconds'], 1, 3, 'seconds')}",
@@ -178,7 +182,8 @@ def report_csv(report: Report) -> str:
         rows = cells if chat is None else _chat_rows(report, chat)
     rows += [_step_row("crossover", step) for one in report["crossovers"] for step in one["steps"]]
     rows += _sweep_rows(report["sweep"]) if report["sweep"] is not None else []
-    rows = [{"figures": row["figures"], "disturbed": disturbed, **row} for row in rows]
+    whole = {"disturbed": disturbed, "threads": report["environment"].get("threads")}
+    rows = [{"figures": row["figures"], **whole, **row} for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
@@ -202,7 +207,7 @@ def _cell_row(record: CellRecord) -> dict[str, Any]:
         "logits",
     )
     row: dict[str, Any] = {"figures": "cell", "kv_caching": on_or_off(cell["kv_caching"]), "path": record["path"]}
-    row |= {key: cell[key] for key in (*asked, "device", "dtype", "threads")}
+    row |= {key: cell[key] for key in (*asked, "device", "dtype")}
     if summary is not None:
         row |= _spread_row("time", "s", summary["seconds"])
         row |= _spread_row("first_token", "s", summary["first_token_seconds"])
