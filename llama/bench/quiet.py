@@ -13,7 +13,7 @@ from llama.bench.schema import CellRecord, Crossover, Point, Report, Status
 from llama.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, disturbs
 from llama.progress import seconds_bar
 
-UNDISTURBED = "undisturbed"  # the name of the point
+OTHER_WORK = "other work"  # the name of the point; "undisturbed" in reports of before
 
 SPREAD = 1.25  # p90 over p10 of the time: 1.0 to 1.2 where it was quiet, 1.8 where half a core was not (docs/results)
 LEAST_REPETITIONS = 3  # of two, no one tells which is the disturbed one
@@ -29,22 +29,26 @@ def judge_quiet(report: Report) -> None:
     against = {id(one): words for on, off in pairs(report) for one, words in _against(on, off, report["crossovers"])}
     for record in report["cells"]:
         if record["summary"] is not None:
-            point = undisturbed(record, report["environment"].get("cores"), against.get(id(record)))
-            record["points"] = [*(one for one in record["points"] if one["name"] != UNDISTURBED), point]
+            point = other_work(record, report["environment"].get("cores"), against.get(id(record)))
+            record["points"] = [
+                *(one for one in record["points"] if one["name"] not in (OTHER_WORK, "undisturbed")),
+                point,
+            ]
 
 
-def undisturbed(record: CellRecord, cores: int | None, against: str | None = None) -> Point:
+def other_work(record: CellRecord, cores: int | None, against: str | None = None) -> Point:
     """Judge the times of a cell; `against` is what else speaks against them.
 
-    One sign is enough for `disturbed`. `not observed`: neither the load is known, nor are there repetitions enough.
+    One sign is enough for `disturbed`, shown as NOISY. `not observed`: the load is unknown, and there are too few
+    repetitions.
     """
     loads = [one["other_load_cores"] for one in record["samples"] if one["seconds"] >= LEAST_SECONDS]
     known = [load for load in loads if load is not None and record["cell"]["ranks"] == 1]  # ranks are others, too
     seconds = summary_of(record)["seconds"]
     apart, enough = seconds["p90"] / seconds["p10"], seconds["n"] >= LEAST_REPETITIONS
-    said, signs = ["how busy others were is not known"], [against] if against else []
+    said, signs = ["not known how many cores it occupied"], [against] if against else []
     if known and cores is not None:
-        said = [f"others kept {max(known):.2f} of {cores} cores busy"]
+        said = [f"occupied {max(known):.2f} of {cores} cores"]
         signs += said if disturbs(max(known), cores) else []
     said.append(f"n = {seconds['n']}" + ("" if enough else ", too few to judge by"))
     if seconds["n"] > 1:
@@ -52,15 +56,15 @@ def undisturbed(record: CellRecord, cores: int | None, against: str | None = Non
         signs += said[-1:] if apart > SPREAD else []
     words = "; ".join([*said, *([against] if against else [])])
     status: Status = "disturbed" if signs else "ok" if enough or (known and cores is not None) else "not observed"
-    return {"name": UNDISTURBED, "status": status, "detail": words}
+    return {"name": OTHER_WORK, "status": status, "detail": words}
 
 
 def beside_others(load: float | None, cores: int | None) -> Point:
     """Judge times that were taken while others kept `load` cores busy, where that alone is known."""
     if load is None or cores is None:
-        return {"name": UNDISTURBED, "status": "not observed", "detail": "how busy others were is not known"}
+        return {"name": OTHER_WORK, "status": "not observed", "detail": "not known how many cores it occupied"}
     status: Status = "disturbed" if disturbs(load, cores) else "ok"
-    return {"name": UNDISTURBED, "status": status, "detail": f"others kept {load:.2f} of {cores} cores busy"}
+    return {"name": OTHER_WORK, "status": status, "detail": f"occupied {load:.2f} of {cores} cores"}
 
 
 def _against(on: CellRecord, off: CellRecord, crossovers: Sequence[Crossover]) -> list[tuple[CellRecord, str]]:

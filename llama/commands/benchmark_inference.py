@@ -22,7 +22,7 @@ from llama.files import check_writable
 if TYPE_CHECKING:
     from llama.bench.schema import Report
 
-# Exit codes: a measurement is not what it claims to be; a cell died or was refused; with --strict, it was disturbed.
+# Exit codes: a measurement is not what it claims to be; a cell died or was refused; with --strict, a cell was noisy.
 VIOLATED, DIED, DISTURBED = 3, 1, 4
 
 
@@ -109,7 +109,7 @@ def main(
             is measured: 2,048 tokens where that fits.
         resume: Go on with the newest run of this very preset: finish its cells, or repeat them more often.
         wait_until_quiet: Minutes to wait, before measuring, until other work on this machine is low; 0 does not wait.
-        strict: End with exit code 4 where a table was disturbed by other work; it says so in any case.
+        strict: End with exit code 4 if a table was measured under load of other work; it says so in any case.
         page_watch: Let the page of a preset have a short generation of its model, to step through; by default it has
             one of the demo model.
         timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.
@@ -391,7 +391,7 @@ def run_preset(
 def exit_code(report: "Report", *, strict: bool = False) -> int:
     """Return 3 where a validity point is violated, 1 where a cell died or was refused, else 0.
 
-    With `strict` 4 where a cell was disturbed.
+    With `strict` 4 if a cell was measured under load.
     """
     if any(violated(record["points"]) for record in report["cells"]):
         return VIOLATED

@@ -19,7 +19,7 @@ from llama.bench.chat import FED, FROM_DISK, chat_report, run_chat
 from llama.bench.report.chat import chat_findings, chat_sections, chat_tables
 from llama.bench.report.files import write_report
 from llama.bench.report.plots import figures
-from llama.bench.report.tables import DISTURBED, TITLES, disturbances, violations
+from llama.bench.report.tables import NOISY, TITLES, disturbances, violations
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.run import conversation, worker
 from llama.bench.run.conversation import shared_prompts, turns_of
@@ -238,7 +238,7 @@ def test_times_beside_other_work_disturb_a_cell(
     monkeypatch.setattr(OtherLoad, "stop", lambda _: next(loads))
     report = measured(base, tmp_path)
     assert [line.split(":")[0] for line in disturbances(report)] == ["batch 1, cache off"]
-    assert report_markdown(report).startswith(f"# {TITLES['chat']}: {DISTURBED}")
+    assert report_markdown(report).startswith(f"# {TITLES['chat']}: {NOISY}")
 
 
 def test_a_budget_leaves_out_the_longest_but_never_the_first(base: Cell, here: Here, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def _marked(text: str) -> str:
     """Return a cell's text, escaped; on, off and violations in their colours, a spread small beneath its median."""
     if text in ("on", "off"):
         return f'<span class="{text}">{text}</span>'
-    if text.startswith(("VIOLATED", "DISTURBED", "died", "refused")):
+    if text.startswith(("VIOLATED", "NOISY", "died", "refused")):
         return f'<span class="bad">{escape(text)}</span>'
     if text.startswith("not "):
         return f'<span class="faint">{escape(text)}</span>'

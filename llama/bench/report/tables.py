@@ -13,7 +13,7 @@ from llama.bench.schema import CellRecord, Comparison, Fit, Point, Report, Sprea
 from llama.costs import MB, size
 
 NOT_MEASURED, NOT_OBSERVED = "not measured", "not observed"
-DISTURBED = "DISTURBED, do not rely on these times"
+NOISY = "NOISY, do not rely on these times"
 
 TITLES = {
     "table": "With and without KV cache",
@@ -171,7 +171,7 @@ def rate(value: float | None) -> str:
 def title(report: Report) -> str:
     """Return the first line of the report, which says whether its times are to be believed."""
     about = TITLES.get(report["preset"], "A KV cache benchmark")
-    return f"{about}: {DISTURBED}" if disturbances(report) else about
+    return f"{about}: {NOISY}" if disturbances(report) else about
 
 
 def byline(report: Report) -> list[str]:
@@ -463,7 +463,7 @@ def disturbances(report: Report) -> list[str]:
 
 def alarms(report: Report) -> list[tuple[str, str]]:
     """Return what a reader must not miss of the points, each as a mark and a sentence."""
-    marked = (("VIOLATED", violations(report)), ("DISTURBED", disturbances(report)))
+    marked = (("VIOLATED", violations(report)), ("NOISY", disturbances(report)))
     return [(mark, line) for mark, lines in marked for line in lines]
 
 
@@ -479,7 +479,7 @@ def fate(record: CellRecord) -> str:
 
 
 def point_mark(point: Point) -> str:
-    return point["status"].upper() if point["status"] in ("violated", "disturbed") else point["status"]
+    return {"violated": "VIOLATED", "disturbed": "NOISY"}.get(point["status"], point["status"])
 
 
 def point_words(point: Point) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from llama.bench.cell import rounding_of
 from llama.bench.report.contents import report_sections, result_tables
 from llama.bench.report.tables import (
-    DISTURBED,
+    NOISY,
     NOT_MEASURED,
     NOT_OBSERVED,
     Table,
@@ -51,7 +51,7 @@ def cell_text(record: CellRecord, threads: int | None = None) -> str:
     ]
     blocks = [first]
     if any(point["status"] == "disturbed" for point in record["points"]):
-        first.insert(0, DISTURBED)
+        first.insert(0, NOISY)
     if summary is None:
         first.append(f"This cell: {fate(record)}")
     else:
@@ -126,7 +126,7 @@ def table_markdown(report: Report) -> str:
 
     One that was disturbed says so first.
     """
-    first = [f"{DISTURBED}\n"] if disturbances(report) else []
+    first = [f"{NOISY}\n"] if disturbances(report) else []
     return "\n".join([*first, *map(markdown, result_tables(report))])
 
 

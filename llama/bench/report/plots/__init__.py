@@ -11,9 +11,11 @@ from llama.bench.report.plots.canvas import WIDE, Look, as_png, as_svg, heading,
 from llama.bench.report.plots.chat import draw_chat_bytes, draw_chat_time
 from llama.bench.report.plots.sweep import draw_batch, draw_cache, draw_context, draw_speedup
 from llama.bench.report.plots.table import draw_crossover, draw_memory, draw_peers, draw_steps, draw_time
-from llama.bench.report.tables import DISTURBED, disturbances
+from llama.bench.report.tables import NOISY, disturbances
 from llama.bench.schema import Report
 from llama.palette import ALARM
+
+_WITHOUT_TIMES = {"memory", "cache", "cache_quality", "chat_bytes"}  # bytes and quality do not depend on other work
 
 __all__ = ["Look", "as_png", "as_svg", "figures", "heading", "small_words"]
 
@@ -23,9 +25,9 @@ def figures(report: Report, look: Look = WIDE) -> dict[str, Figure]:
     with matplotlib.rc_context(look.style()):
         drawn = {name: draw(look) for name, draw in _painters(report).items()}
         found = {name: figure for name, figure in drawn.items() if figure is not None}
-        for figure in found.values() if disturbances(report) else ():
+        for figure in [found[name] for name in found.keys() - _WITHOUT_TIMES] if disturbances(report) else ():
             # Across the picture, so that it is there too where only a part of it is shown.
-            words, large = DISTURBED.replace(", ", "\n"), 14 if look.narrow else 32
+            words, large = NOISY.replace(", ", "\n"), 14 if look.narrow else 32
             figure.text(
                 0.5, 0.45, words, ha="center", va="center", rotation=20, fontsize=large, color=ALARM.light, alpha=0.3
             )
