@@ -298,6 +298,15 @@ def plan(session: Session) -> float:
     return sum(seconds)
 
 
+def overrun(session: Session) -> list[str]:
+    """Return a sentence about the time by which a run has passed its budget; none if it kept to it, or has none."""
+    over = time.monotonic() - session.deadline
+    if not session.keeps_to_budget or over < 1:
+        return []
+    minutes = session.report["budget_minutes"]
+    return [f"The run passed its budget of {minutes:g} minutes by {duration(over)}: jobs took longer than predicted."]
+
+
 def expected_seconds(cell: Cell, calibration: dict[str, Any]) -> float:
     """Predict how long a repetition of a cell takes, from a prefill and a step of one row."""
     token = calibration["prefill_seconds"] / calibration["input_len"]

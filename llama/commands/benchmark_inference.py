@@ -360,7 +360,7 @@ def run_preset(
     """
     from llama.bench.caches import run_caches
     from llama.bench.chat import run_chat
-    from llama.bench.presets import Session, run_session
+    from llama.bench.presets import Session, overrun, run_session
     from llama.bench.report.files import keep_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
     from llama.bench.run.directory import new_run_directory, resumed_run_directory
@@ -375,6 +375,7 @@ def run_preset(
     try:
         {"caches": run_caches, "chat": run_chat}.get(report["preset"], run_session)(session)
         watch(session)
+        directory.report["reading"] += overrun(session)
     except KeyboardInterrupt as stop:
         console.say(f"{console.in_words(stop)}; what is finished is kept, and --resume goes on")
         return console.exit_code(stop)

@@ -299,6 +299,13 @@ def test_a_job_has_room_or_must_run_and_what_is_left_out_is_kept(
 
 
 @pytest.mark.usefixtures("still")
+def test_a_run_that_passed_its_budget_says_by_how_much(tmp_path: Path) -> None:
+    for room, budget, expected in ((-39.0, 3, True), (-0.9, 3, False), (10.0, 3, False), (-39.0, 0, False)):
+        words = "The run passed its budget of 3 minutes by 39 s: jobs took longer than predicted."
+        assert presets.overrun(session(tmp_path, room=room, budget=budget)) == [words] * expected
+
+
+@pytest.mark.usefixtures("still")
 def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path) -> None:
     assert presets.too_little(session(tmp_path, room=180, budget=3), 180) == []
     assert presets.too_little(session(tmp_path, room=0, budget=0), 180) == []
@@ -950,11 +957,13 @@ def test_the_script_prints_the_familiar_lines_first(base: Cell, here: Here, caps
 
 
 def test_the_script_writes_a_preset_into_a_folder(
-    base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    monkeypatch.setattr("llama.bench.presets.overrun", lambda session: ["late"])
     assert run(*words, "--out", str(tmp_path), "--budget", "0") == 0
     printed = capsys.readouterr()
+    assert "\nlate\n" in printed.out
     assert "4 cells and 2 curves, each repetition in a process of its own: about" in printed.err
     (folder,) = tmp_path.iterdir()
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
