@@ -27,7 +27,7 @@ from llama.bench.run.aggregate import (
 from llama.bench.run.directory import RunDirectory
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.peers import GPT2
-from llama.bench.run.step_times import context_lengths, crossover
+from llama.bench.run.step_times import ENOUGH, context_lengths, crossover
 from llama.bench.schema import Agreement, CellRecord, Report, Sweep
 from llama.bench.statistics import best_ceilings
 from llama.bench.texts import text_path
@@ -149,28 +149,34 @@ def run_session(session: Session) -> None:
     finish(session)
 
 
-def table_curves(session: Session) -> dict[str, int]:
-    """Return the jobs beside the table's cells, and about how many tokens each feeds: steps warm up, and run thrice."""
-    jobs = crossover_cells(session).items()
-    steps = {what: 4 * cell.batch_size * sum(context_lengths(cell.input_len)) for what, cell in jobs}
-    return dict.fromkeys(agreement_cells(session), AGREED_ON) | steps
+def table_curves(session: Session) -> dict[str, tuple[int, int]]:
+    """Return the jobs beside the table's cells: about how many tokens each feeds, and how many contexts it times.
+
+    A step warms up, and is then timed three times or more often.
+    """
+    steps = {}
+    for what, cell in crossover_cells(session).items():
+        contexts = context_lengths(cell.input_len)
+        steps[what] = 4 * cell.batch_size * sum(contexts), len(contexts)
+    return dict.fromkeys(agreement_cells(session), (AGREED_ON, 0)) | steps
 
 
-def sweep_curves(session: Session) -> dict[str, int]:
-    """Return the jobs beside the sweep's cells, and about how many tokens each feeds."""
+def sweep_curves(session: Session) -> dict[str, tuple[int, int]]:
+    """Return the jobs beside the sweep's cells, as `table_curves` does."""
     fed = 4 * session.cells[0].input_len
-    batches = {f"steps at batch {batch}": fed * batch for batch in SWEEP_BATCHES}
-    return {"cache sizes": 0, "steps by context": 4 * sum(CONTEXTS), **batches}
+    batches = {f"steps at batch {batch}": (fed * batch, 1) for batch in SWEEP_BATCHES}
+    return {"cache sizes": (0, 0), "steps by context": (4 * sum(CONTEXTS), len(CONTEXTS)), **batches}
 
 
-def begin(session: Session, curves: dict[str, int]) -> None:
+def begin(session: Session, curves: dict[str, tuple[int, int]]) -> None:
     """Measure what all begins with, and say how long all will take.
 
-    `curves` are the other jobs by name, and how many tokens they feed.
+    `curves` are the other jobs by name, see `table_curves`. A short step is repeated for ENOUGH seconds in both modes.
     """
     measure_machine(session, session.cells[0])
     session.expected |= {cell.name: expected_seconds(cell, session.calibration) for cell in session.cells}
-    session.expected |= {name: expected_of_tokens(tokens, session.calibration) for name, tokens in curves.items()}
+    for name, (tokens, contexts) in curves.items():
+        session.expected[name] = expected_of_tokens(tokens, session.calibration) + 2 * ENOUGH * contexts
     session.curves = list(curves)
     once = sum(expected_of(session, chain(*due(session, 0)))) + sum(session.expected[name] for name in curves)
     words = (

@@ -734,15 +734,21 @@ def test_presets_measure_at_the_sizes_that_the_documentation_names() -> None:
     assert presets.AGREED_ON == 1024
 
 
-def test_a_curve_is_expected_to_feed_each_step_four_times(base: Cell, here: Here, tmp_path: Path) -> None:
+def test_a_curve_is_expected_to_feed_each_step_four_times(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once to warm up, and three times that count: behind 2, 3, 4 and 6 tokens in a table of prompts of six."""
     of_table = session_of(new_report("table", table_cells(base, []), budget_minutes=1), tmp_path / "table", minutes=1)
-    assert presets.table_curves(of_table) == {"steps at batch 1": 4 * 15, "steps at batch 2": 4 * 2 * 15}
+    assert presets.table_curves(of_table) == {"steps at batch 1": (4 * 15, 4), "steps at batch 2": (4 * 2 * 15, 4)}
     of_sweep = session_of(new_report("sweep", sweep_cells(base), budget_minutes=1), tmp_path / "sweep", minutes=1)
     assert presets.sweep_curves(of_sweep) == {
-        **{"cache sizes": 0, "steps by context": 4 * (4 + 8 + 16 + 32)},
-        **{"steps at batch 1": 4 * 6, "steps at batch 2": 4 * 2 * 6},
+        **{"cache sizes": (0, 0), "steps by context": (4 * (4 + 8 + 16 + 32), 4)},
+        **{"steps at batch 1": (4 * 6, 1), "steps at batch 2": (4 * 2 * 6, 1)},
     }
+    of_sweep.calibration = CALIBRATION
+    monkeypatch.setattr(presets, "measure_machine", lambda *_: None)
+    presets.begin(of_sweep, {"a": (10, 0), "b": (10, 4)})
+    assert of_sweep.expected["b"] == of_sweep.expected["a"] + 2 * 4 * 0.3
 
 
 def test_what_stands_beside_the_cells_is_measured_with_the_cache_on_and_whole_weights(
