@@ -1,11 +1,15 @@
 """What the library computes, as digests: recorded on one commit and compared on another, on the same machine.
 
     python scripts/compare_outputs.py outputs.json              # records; on the next commit, compares
-    python scripts/compare_outputs.py outputs.json --record     # records anew
+    python scripts/compare_outputs.py outputs.json --record     # records again
+
+Beside the JSON file stands outputs.session.
 
 For a change that must not change results. Of the demo model: exact-mode logits in four dtypes, fed in one pass and in
-steps; greedy and sampled ids of 20 prompts with the cache on and off; logits of the fast step in fp32 and int8; and the
-shape of a benchmark's report, whose figures are of the hour. Bits belong to a machine and to its count of threads.
+steps; greedy and sampled ids of 20 prompts with the cache on and off, together, one by one and behind a prefix that
+they share; the same with every kind of cache; logits of native code in four forms of the weights; a chat of five turns;
+a session in exact mode, saved when the file was recorded and continued by each later run; and the shape of a
+benchmark's report, without its figures. Bits belong to a machine and to its count of threads.
 """
 
 import hashlib
@@ -22,13 +26,16 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from llama import Transformer, cli, load
+from llama import Chat, Transformer, cli, load
 from llama.bench.single import benchmark_inference
 from llama.files import check_writable, keep_file, read_text
 
 SUBJECTS = ("The history of", "In biology,", "She opened", "def main():", "Once, far away,")
 PROMPTS = [f"{subject} {word}" for subject in SUBJECTS for word in ("the", "a", "one", "every")]
+WORDS = ("rivers", "bread", "the moon", "clocks", "rust")
 TOKENS = 48
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 7}
 
 
 def main(*prompts: str, record: bool = False) -> int:
@@ -36,7 +43,7 @@ def main(*prompts: str, record: bool = False) -> int:
 
     Args:
         prompts: The file.
-        record: Record anew where the file is there.
+        record: Record again if the file exists.
     """
     if len(prompts) != 1:
         raise ValueError(f"{len(prompts)} files were given; name one, outputs.json for example")
@@ -44,7 +51,10 @@ def main(*prompts: str, record: bool = False) -> int:
     before = None if record or not file.exists() else recorded(file)
     if before is None:
         check_writable(file)
-    found = dict(outputs())
+    saved = file.with_suffix(".session")
+    if before is None:
+        saved.unlink(missing_ok=True)
+    found = dict(outputs(saved))
     if before is None:
         keep_file(file, (json.dumps(found, indent=2) + "\n").encode())
         print(f"{len(found)} digests recorded in {file}")
@@ -65,24 +75,65 @@ def recorded(file: Path) -> dict[str, str]:
         raise ValueError(f"{file} holds no digests ({error}); give another file, or --record to replace it") from None
 
 
-def outputs() -> Iterator[tuple[str, str]]:
-    """Yield the name of every output, and its digest."""
+def outputs(saved: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of every output, and its digest; `saved` is a file of a session, written if it is not there."""
     for dtype in ("fp32", "bf16", "fp16", "fp64"):
         model, tokenizer = load("demo", dtype=dtype, exact=True)
         yield from logits_of(f"exact {dtype}", model, tokens_of(tokenizer))
+        if dtype == "fp32":
+            yield "a saved session, continued", of_session(model, tokenizer, saved)
     model, tokenizer = load("demo")
-    for kv_caching in (True, False):
-        for name, options in {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "seed": 7}}.items():
-            results = model.generate(tokenizer, PROMPTS, 24, kv_caching=kv_caching, logprobs=True, **options)
-            yield f"{name} ids, cache {'on' if kv_caching else 'off'}", digest([result["ids"] for result in results])
+    yield from generations(model, tokenizer)
     yield from logits_of("plain fp32", model, tokens_of(tokenizer))
-    for quantize in (None, "int8"):
-        model, tokenizer = load("demo", fast=True, quantize=quantize)
-        yield f"path, quantize={quantize}", str(model.execution)
-        yield from logits_of(f"fast {quantize or 'fp32'}", model, tokens_of(tokenizer))
+    for dtype, quantize in (("fp32", None), ("bf16", None), ("fp32", "int8"), ("fp32", "stored")):
+        model, tokenizer = load("demo", dtype=dtype, fast=True, quantize=quantize)
+        name = f"fast {dtype}, quantize={quantize}"
+        yield f"{name}: path", str(model.execution)
+        yield from logits_of(name, model, tokens_of(tokenizer))
+        yield f"{name}: greedy ids", ids_of(model, tokenizer, PROMPTS, **GREEDY)
+    yield "a chat of five turns", digest(chat(model, tokenizer))
     report = benchmark_inference(batch_size=2, input_len=16, output_len=4, compare=True)
     yield "a benchmark's report", digest(shape_of(report))
     yield "a benchmark's points", digest([point["name"] for point in report["points"]])
+
+
+def generations(model: Transformer, tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """Yield digests of the ids and log-probabilities of the plain path."""
+    for kv_caching in (True, False):
+        cache = f"cache {'on' if kv_caching else 'off'}"
+        for name, options in {"greedy": GREEDY, "sampled": SAMPLED}.items():
+            yield f"{name} ids, {cache}", ids_of(model, tokenizer, PROMPTS, kv_caching=kv_caching, **options)
+            alone = [ids_of(model, tokenizer, [prompt], kv_caching=kv_caching, **options) for prompt in PROMPTS[::5]]
+            yield f"{name} ids alone, {cache}", digest(alone)
+    behind = [f"{' '.join(PROMPTS)} {prompt}" for prompt in PROMPTS[:4]]
+    yield "ids behind a shared prefix", ids_of(model, tokenizer, behind, share_prefix=True, **GREEDY)
+    session = model.session(tokenizer)
+    session.feed(" ".join(PROMPTS))
+    yield "ids behind a session", ids_of(model, tokenizer, PROMPTS[:4], prefix=session, **GREEDY)
+    for kind in ("static", "concat", "paged", "int8", "int4", "window:24+4"):
+        yield f"ids with {kind}", ids_of(model, tokenizer, behind, kv_cache=kind, **SAMPLED)
+
+
+def ids_of(model: Transformer, tokenizer: Any, prompts: list[str], **options: Any) -> str:
+    results = model.generate(tokenizer, prompts, 24, logprobs=True, **options)
+    return digest([(result["ids"], result["logprobs"]) for result in results])
+
+
+def chat(model: Transformer, tokenizer: Any) -> list[str]:
+    conversation = Chat(model, tokenizer, system="You answer in one sentence.")
+    return ["".join(conversation.say(f"Tell me about {word}.", 16, temperature=0.0)) for word in WORDS]
+
+
+def of_session(model: Transformer, tokenizer: Any, saved: Path) -> str:
+    if not saved.exists():
+        session = model.session(tokenizer)
+        session.feed(" ".join(PROMPTS))
+        session.generate(8, **GREEDY)
+        session.save(saved)
+    session = model.load_session(saved, tokenizer)
+    ids = session.generate(16, **GREEDY)["ids"]
+    session.append(" And then")
+    return digest([ids, digest_of(session.logits)])
 
 
 def tokens_of(tokenizer: Any) -> Tensor:
@@ -92,8 +143,9 @@ def tokens_of(tokenizer: Any) -> Tensor:
 
 @torch.inference_mode()
 def logits_of(name: str, model: Transformer, tokens: Tensor) -> Iterator[tuple[str, str]]:
-    with model.switched(kv_caching=False):
-        yield f"{name} logits, one pass", digest_of(model(tokens))
+    model.kv_caching = False
+    yield f"{name} logits, one pass", digest_of(model(tokens))
+    model.kv_caching = True
     steps = [model(tokens[:, pos : pos + 1], pos) for pos in range(tokens.shape[1])]
     yield f"{name} logits, in steps", digest_of(torch.cat(steps, dim=1))
     model.free_cache()
