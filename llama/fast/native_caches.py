@@ -4,7 +4,8 @@ What a kind's `update` does before it writes is done here, by the kind's own met
 it takes. Knows the kinds that are served; the native forward knows addresses and sizes only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from ctypes import Array
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from llama.fast.fingerprint import TensorFacts
 from llama.fast.native_description import NativeModel, check_tensor
+from llama.fast.native_library import LayerCache
 from llama.fast.supported import Unsupported
 from llama.kv_cache import KVCache, PagedCache, StaticCache
 from llama.kv_cache.counting import CountingCache
@@ -54,27 +56,26 @@ class Call:
 
 @dataclass(frozen=True)
 class Taken:
-    """Room in every layer's cache: `kind` and `slots` as native code is told of them.
+    """Room in every layer's cache: `kind`, `slots` and `layers` as native code is told of them.
 
     live: the rows of which the cache holds something; the others have ended, and nothing of theirs can be read.
     """
 
     kind: int
     slots: int
+    layers: Array[LayerCache]
     live: Sequence[int]
 
 
 class _Tables:
     """The layers' tables of blocks as native code reads them, and for which calls they go on to serve."""
 
-    def __init__(self, caches: Sequence[PagedCache], described: NativeModel | None) -> None:
+    def __init__(self, caches: Sequence[PagedCache], layers: Iterable[LayerCache]) -> None:
         self.width = max((len(table) for cache in caches for table in cache.tables), default=0)
         self._held: list[Tensor] = []
         self._alike = all(cache.tables == caches[0].tables for cache in caches)
         self._tables = [list(table) for table in caches[0].tables] if caches and self._alike else []
-        if described is None:
-            return
-        for layer, cache in zip(described.layers, caches, strict=True):
+        for layer, cache in zip(layers, caches, strict=True):
             if not (self._alike and self._held):
                 padded = [[*table, *[0] * (self.width - len(table))] for table in cache.tables]
                 self._held.append(torch.tensor(padded, dtype=torch.int32, device="cpu"))
@@ -100,13 +101,14 @@ class _Tables:
 
 
 class NativeCaches:
-    """Of which model the layers were told the addresses of their caches' buffers, and of which buffers."""
+    """Where the buffers of every layer's cache lie, of which model's caches that was told, and of which buffers."""
 
     def __init__(self) -> None:
         self._told: NativeModel | None = None
         self._facts: TensorFacts | None = None
         self._slots = 0
-        self._tables = _Tables([], None)
+        self._layers = (LayerCache * 0)()
+        self._tables = _Tables([], [])
 
     def take(self, described: NativeModel, call: Call) -> Taken:
         """Make room in every layer's cache for what a call will write. Raises Unsupported, and what `update` does."""
@@ -119,7 +121,7 @@ class NativeCaches:
             slots = self._take_groups(described, cast(list[QuantizedCache], described.caches), call)
         gone = kind is PagedCache and not all(call.kept)
         live = [row for row, kept in enumerate(call.kept) if kept] if gone else range(call.rows)
-        return Taken(KINDS[kind], slots, live)
+        return Taken(KINDS[kind], slots, self._layers, live)
 
     def _take_static(self, described: NativeModel, caches: list[StaticCache], call: Call) -> int:
         length = max(map(sum, zip(call.starts, call.lengths, strict=True)))
@@ -163,12 +165,12 @@ class NativeCaches:
             cache._take(call.starts, call.kept, like=like)
         shape = (BLOCK, *like.shape[2:])
         self._tell(described, dict.fromkeys(("keys", "values"), (shape, like.dtype)), own_length=True)
-        self._tables = _Tables(caches, described)
+        self._tables = _Tables(caches, self._layers)
         self._slots = self._tables.width
         return self._slots
 
     def _holds(self, described: NativeModel, *, look: bool) -> bool:
-        """Tell whether the layers know where their caches' buffers lie; without a `look`, those are still there."""
+        """Tell whether it is known where the caches' buffers lie; without a `look`, they still lie there."""
         if self._told is not described or self._facts is None:
             return False
         return not look or self._facts.hold(_buffers(described))
@@ -180,17 +182,17 @@ class NativeCaches:
         *,
         own_length: bool = False,
     ) -> None:
-        """Tell every layer where the buffers of its cache lie, which must be of these shapes and dtypes.
+        """Note where the buffers of every layer's cache lie, which must be of these shapes and dtypes.
 
         With `own_length` every layer's have a length of their own, and `shapes` are without it.
         """
         self._told = self._facts = None
-        for layer, cache in zip(described.layers, described.caches, strict=True):
+        self._layers = (LayerCache * len(described.caches))()  # a new one: calls under way may read the one before
+        for layer, cache in zip(self._layers, described.caches, strict=True):
             for name, (shape, dtype) in shapes.items():
                 buffer = cache.get_buffer(name)
                 length = cache.get_buffer("keys").shape[:1] if own_length else ()
                 setattr(layer, name, check_tensor(buffer, (*length, *shape), dtype))
-            layer.table = None
         self._told, self._facts = described, TensorFacts(cast(list[Tensor], _buffers(described)))
         self._slots = next(iter(shapes.values()))[0][1]
 

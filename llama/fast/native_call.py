@@ -49,6 +49,7 @@ class Frame:
             sin=cos_sin[1].data_ptr(),
             kind=0 if cache is None else cache.kind,
             slots=0 if cache is None else cache.slots,
+            caches=None if cache is None else cache.layers,
             places=places,
             kept=kept,
             logits=self._logits.data_ptr(),

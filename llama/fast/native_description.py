@@ -53,10 +53,6 @@ class NativeModel:
     attentions: list[Attention]
     caches: list[KVCache]
 
-    @property
-    def layers(self) -> list[Layer]:
-        return list(self.sizes.layers[: self.sizes.layer_count])
-
 
 def describe(model: Transformer) -> NativeModel:
     """Return what native code has to know of the model. Raises Unsupported."""

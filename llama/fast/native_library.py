@@ -30,6 +30,13 @@ class Layer(ctypes.Structure):
         ("ffn_norm", c_void_p),
         *((name, c_void_p) for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")),  # or none
         *((name, Matrix) for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")),
+    )
+
+
+class LayerCache(ctypes.Structure):
+    """Where the buffers of one layer's cache lie, under their names there; null for those that its kind lacks."""
+
+    _fields_ = (
         *((name, c_void_p) for name in ("keys", "values")),
         *((f"{side}_{part}", c_void_p) for side in ("key", "value") for part in ("codes", "scale", "zero")),
         ("table", c_void_p),
@@ -63,6 +70,7 @@ class NativeBatch(ctypes.Structure):
         ("sin", c_void_p),
         ("kind", c_int64),  # of the cache, see native_caches.py
         ("slots", c_int64),
+        ("caches", POINTER(LayerCache)),  # of every layer, or none
         ("places", c_void_p),
         ("kept", c_void_p),
         ("logits", c_void_p),

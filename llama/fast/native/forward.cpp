@@ -16,11 +16,15 @@ struct Layer {
     const void *attention_norm, *ffn_norm;
     const void *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;  // or null; a norm's weights are those of a head
     Matrix wq, wk, wv, wo, w1, w2, w3;
-    // Of the layer's cache, or null:
+};
+
+struct LayerCache {  // what a text has stored in one layer; what its kind does not use is null
     void *keys, *values;         // (rows, slots, kv_heads, head_dim); those of INT8 and INT4 are the newest TOKENS
     Quantized key, value;        // (rows, slots, kv_heads, ...)
     const std::int32_t* table;   // (rows, slots) of PAGED: the blocks of keys and values, (blocks, PAGE, ...), of a row
 };
+
+constexpr LayerCache NO_CACHE{};
 
 // What a cache holds. Between a step and the next the plain path may write and read the same.
 enum Kind : Int {
@@ -50,6 +54,7 @@ struct Batch {
     Int all;                 // whether the logits of all positions are wanted, (rows, width, vocab), else (rows, vocab)
     const float *cos, *sin;  // (positions, head_dim), as rope.py has them
     Int kind, slots;         // of the cache; slots: positions that it has room for, groups or blocks
+    const LayerCache* caches;  // of every layer; null if the kind is NONE
     const Int *places, *kept;  // (rows,): which row of the cache each is, and how many of its tokens are to be kept
     float* logits;
     const Choice* choice;  // to be made from these logits, or null
@@ -208,6 +213,7 @@ struct Forward {
         all.wait();
         for (Int l = 0; l < model.layer_count; l++) {
             const Layer& layer = model.layers[l];
+            const LayerCache& cache = batch.caches ? batch.caches[l] : NO_CACHE;
             each_block([&](Int first, Int count) {
                 normed(h + first * model.dim, count, team, (const T*)layer.attention_norm, scaled, own);
                 product(layer.wq, own, count, team, q + first * queries);
@@ -215,13 +221,13 @@ struct Forward {
                 product(layer.wv, own, count, team, v + slot * kv);
                 team.wait();
                 for (Int t = team.rank; t < count; t += team.size)
-                    place(layer, first + t, k + (slot + t) * kv, v + (slot + t) * kv);
+                    place(layer, cache, first + t, k + (slot + t) * kv, v + (slot + t) * kv);
             });
-            if (grouped()) recall(layer, all);
+            if (grouped()) recall(cache, all);
             all.wait();
-            if (grouped()) keep(layer, all);
+            if (grouped()) keep(cache, all);
             each_block([&](Int first, Int count) {
-                attend(layer, first, count, team, attention + all.rank * attention_bytes);
+                attend(cache, first, count, team, attention + all.rank * attention_bytes);
                 team.wait();
                 rows_rounded(q + first * queries, count, team, queries, own);
                 added(layer.wo, own, count, team, h + first * model.dim, gate + slot * widest());
@@ -360,7 +366,7 @@ struct Forward {
     }
 
     // Turn a token's queries and keys by its position, and put its keys and values where they belong.
-    void place(const Layer& layer, Int t, float* k, float* v) const {
+    void place(const Layer& layer, const LayerCache& cache, Int t, float* k, float* v) const {
         complete(q + t * queries, model.heads, layer.q_bias, layer.q_norm);
         complete(k, model.kv_heads, layer.k_bias, layer.k_norm);
         complete(v, model.kv_heads, layer.v_bias, nullptr);
@@ -370,24 +376,24 @@ struct Forward {
             for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to + i), store(k + i, widen(to + i));
         }
         turn(k, model.kv_heads, position[t]);
-        T *to_keys = place_of(layer.table, layer.keys, keys, row[t], position[t]),
-          *to_values = place_of(layer.table, layer.values, values, row[t], position[t]);
+        T *to_keys = place_of(cache.table, cache.keys, keys, row[t], position[t]),
+          *to_values = place_of(cache.table, cache.values, values, row[t], position[t]);
         for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to_keys + i), narrow(widen(v + i), to_values + i);
     }
 
     // Bring what the cache has of groups that are not full to where attention reads it as it came.
-    void recall(const Layer& layer, const Team& all) const {
+    void recall(const LayerCache& cache, const Team& all) const {
         for (Int r = 0; r < batch.rows; r++)
             for (Int p = first_own(r) + all.rank; p < batch.starts[r]; p += all.size) {
                 const Int from = place_of_newest(r, p), to = place_of_own(r, p);
-                std::memcpy(values + to, (const T*)layer.values + from, kv * sizeof(T));
-                std::memcpy((unturned ? unturned : keys) + to, (const T*)layer.keys + from, kv * sizeof(T));
+                std::memcpy(values + to, (const T*)cache.values + from, kv * sizeof(T));
+                std::memcpy((unturned ? unturned : keys) + to, (const T*)cache.keys + from, kv * sizeof(T));
                 if (unturned) turn_rounded(unturned + to, keys + to, kv, p);
             }
     }
 
     // Quantise the groups that this call filled, and keep the newest one as it came.
-    void keep(const Layer& layer, const Team& all) const {
+    void keep(const LayerCache& cache, const Team& all) const {
         const T* ks = unturned ? unturned : keys;
         Int task = 0;
         for (Int r = 0; r < batch.rows; r++) {
@@ -395,20 +401,20 @@ struct Forward {
             const Int end = batch.starts[r] + batch.kept[r];
             for (Int group = first_own(r) / TOKENS; group < end / TOKENS; group++)
                 for (Int head = 0; head < model.kv_heads; head++)
-                    if (task++ % all.size == all.rank) keep_group(layer, ks, r, group, head);
+                    if (task++ % all.size == all.rank) keep_group(cache, ks, r, group, head);
             for (Int p = (end - 1) / TOKENS * TOKENS; p < end; p++) {  // also where it is full: it may be fed once more
                 if (task++ % all.size != all.rank) continue;
                 const Int from = place_of_own(r, p), to = place_of_newest(r, p);
-                std::memcpy((T*)layer.keys + to, ks + from, kv * sizeof(T));
-                std::memcpy((T*)layer.values + to, values + from, kv * sizeof(T));
+                std::memcpy((T*)cache.keys + to, ks + from, kv * sizeof(T));
+                std::memcpy((T*)cache.values + to, values + from, kv * sizeof(T));
             }
         }
     }
 
-    void keep_group(const Layer& layer, const T* ks, Int row, Int group, Int head) const {
+    void keep_group(const LayerCache& cache, const T* ks, Int row, Int group, Int head) const {
         const Int d = model.head_dim, from = place_of_own(row, group * TOKENS) + head * d;
-        const Quantized key = group_of(layer.key, row, group, head, d);
-        const Quantized value = group_of(layer.value, row, group, head, TOKENS * d / PART);
+        const Quantized key = group_of(cache.key, row, group, head, d);
+        const Quantized value = group_of(cache.value, row, group, head, TOKENS * d / PART);
         if (batch.kind == INT8)
             make_keys<8>(ks + from, kv, d, key), make_values<8>(values + from, kv, d, value);
         else
@@ -421,8 +427,8 @@ struct Forward {
     }
 
     // Attention over a block's tokens; what comes out stands where the queries stood.
-    void attend(const Layer& layer, Int first, Int count, const Team& team, char* scratch) const {
-        if (apart) return attend_apart(layer, first, count, team, scratch);
+    void attend(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
+        if (apart) return attend_apart(cache, first, count, team, scratch);
         Int task = 0;
         for (Int t = first; t < first + count;) {
             Int end = t;  // tokens of one row that look at its keys together
@@ -430,14 +436,14 @@ struct Forward {
             // All heads of a token read its keys in one go.
             const Int heads = end - t > 1 ? rep : model.heads;
             for (Int head = 0; head < model.heads; head += heads)
-                if (task++ % team.size == team.rank) look(layer, t, end - t, head, heads, scratch);
+                if (task++ % team.size == team.rank) look(cache, t, end - t, head, heads, scratch);
             t = end;
         }
     }
 
     // The same where tokens are too few to share out: threads share the chunks of their keys, each a stretch of them,
     // which memory gives faster than every other chunk, and then the heads.
-    void attend_apart(const Layer& layer, Int first, Int count, const Team& team, char* scratch) const {
+    void attend_apart(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
         const Int d = model.head_dim;
         Look it(*this, scratch);
         Int tasks = 0;
@@ -453,7 +459,7 @@ struct Forward {
                 for (Int head = 0; head < model.heads; head += heads, task++) {
                     if (task < begin || task >= end) continue;
                     begin_look(it, t, 1, head, heads);
-                    look_at(it, layer, t, 1, head, heads, from, parts + place_of_part(t, head, from));
+                    look_at(it, cache, t, 1, head, heads, from, parts + place_of_part(t, head, from));
                 }
         team.wait();
         for (Int i = team.rank; i < count * model.heads; i += team.size) {
@@ -465,12 +471,12 @@ struct Forward {
     }
 
     // Let tokens t .. t + count - 1, of one row, look at their past with `heads` heads, those of whole kv heads.
-    void look(const Layer& layer, Int t, Int count, Int head, Int heads, char* scratch) const {
+    void look(const LayerCache& cache, Int t, Int count, Int head, Int heads, char* scratch) const {
         Look it(*this, scratch);
         begin_look(it, t, count, head, heads);
         for (Int i = 0; i < heads * count; i++) begin_sums(it, i);
         for (Int from = 0; from <= position[t + count - 1]; from += KEYS) {
-            look_at(it, layer, t, count, head, heads, from, it.parts);
+            look_at(it, cache, t, count, head, heads, from, it.parts);
             for (Int i = 0; i < heads * count; i++)
                 if (from <= position[t + i % count]) merge(it, i, it.parts + i * part_size());
         }
@@ -524,17 +530,17 @@ struct Forward {
     }
 
     // Look at the chunk of keys that begins at `from`; the parts of all queries stand at `to` one behind the other.
-    void look_at(Look& it, const Layer& layer, Int t, Int count, Int head, Int heads, Int from, float* to) const {
+    void look_at(Look& it, const LayerCache& cache, Int t, Int count, Int head, Int heads, Int from, float* to) const {
         const Int d = model.head_dim, group = std::min(rep, heads) * count, size = part_size();
         const Int seen = std::min(KEYS, position[t + count - 1] + 1 - from);
         const Int quantized = grouped() ? std::clamp<Int>(first_own(row[t]) - from, 0, seen) : 0;
         const bool at_once = heads == model.heads && count == 1 && !grouped();
-        if (at_once) score_all(it, layer, row[t], from, seen);
+        if (at_once) score_all(it, cache, row[t], from, seen);
         for (Int i = 0; i < heads * count; i += group) {
             const Int at = (head + i / count) / rep * d;
-            const Chunk chunk = chunk_at(layer, row[t], from + quantized, from + seen, at);
+            const Chunk chunk = chunk_at(cache, row[t], from + quantized, from + seen, at);
             for (Int key = 0; key < quantized; key += TOKENS)
-                score(it, layer, row[t], from + key, at / d, group, it.wide + i * d, it.scores + i * KEYS + key);
+                score(it, cache, row[t], from + key, at / d, group, it.wide + i * d, it.scores + i * KEYS + key);
             for (Int key = quantized; key < seen && !at_once; key += chunk.run)
                 all_dots(it.queries + i * d, d, group, chunk.keys[(key - quantized) / chunk.run], chunk.stride,
                          std::min(chunk.run, seen - key), d, it.scores + i * KEYS + key, KEYS);
@@ -545,27 +551,27 @@ struct Forward {
                                             to + (i + j) * size + LANES, size);
             });
             for (Int key = 0; key < quantized; key += TOKENS)
-                add(it, layer, row[t], from + key, at / d, group, it.scores + i * KEYS + key, to + i * size + LANES);
+                add(it, cache, row[t], from + key, at / d, group, it.scores + i * KEYS + key, to + i * size + LANES);
         }
     }
 
     // Where keys and values of positions `from` to `end` stand as they came, `at` numbers behind a token's first.
-    Chunk chunk_at(const Layer& layer, Int row, Int from, Int end, Int at) const {
+    Chunk chunk_at(const LayerCache& cache, Int row, Int from, Int end, Int at) const {
         Chunk chunk{{}, {}, kv, batch.kind == PAGED ? PAGE : KEYS};
         for (Int p = from, i = 0; p < end; p += chunk.run, i++) {
-            chunk.keys[i] = place_of(layer.table, layer.keys, keys, row, p) + at;
-            chunk.values[i] = place_of(layer.table, layer.values, values, row, p) + at;
+            chunk.keys[i] = place_of(cache.table, cache.keys, keys, row, p) + at;
+            chunk.values[i] = place_of(cache.table, cache.values, values, row, p) + at;
         }
         return chunk;
     }
 
     // The scores of a token's queries, all heads of a key in one go: memory gives bytes that lie together faster than a
     // head's pieces. The values are asked for meanwhile.
-    void score_all(Look& it, const Layer& layer, Int row, Int from, Int seen) const {
+    void score_all(Look& it, const LayerCache& cache, Int row, Int from, Int seen) const {
         for (Int first = 0; first < seen; first += LANES) {
             for (Int key = first; key < std::min(first + LANES, seen); key++) {
-                const T* ks = place_of(layer.table, layer.keys, keys, row, from + key);
-                const T* vs = place_of(layer.table, layer.values, values, row, from + key);
+                const T* ks = place_of(cache.table, cache.keys, keys, row, from + key);
+                const T* vs = place_of(cache.table, cache.values, values, row, from + key);
                 for (Int i = 0; i < kv; i += 64 / Int(sizeof(T))) __builtin_prefetch(vs + i, 0, 2);
                 for (Int head = 0; head < model.heads; head += rep, ks += model.head_dim)
                     by_rows(rep, [&](auto rows, Int r) {
@@ -594,9 +600,9 @@ struct Forward {
     }
 
     // The scores of the group of keys at `p`, for so many queries of a kv head.
-    void score(Look& it, const Layer& layer, Int row, Int p, Int head, Int count, const float* wide, float* to) const {
+    void score(Look& it, const LayerCache& cache, Int row, Int p, Int head, Int count, const float* wide, float* to) const {
         const Int d = model.head_dim;
-        const Quantized group = group_of(layer.key, row, p / TOKENS, head, d);
+        const Quantized group = group_of(cache.key, row, p / TOKENS, head, d);
         by_rows(count, [&](auto rows, Int r) {
             constexpr int ROWS = decltype(rows)::value;
             if (batch.kind == INT8)
@@ -607,9 +613,9 @@ struct Forward {
     }
 
     // Add the group's values at `p`, by their weights.
-    void add(Look& it, const Layer& layer, Int row, Int p, Int head, Int count, const float* weights, float* to) const {
+    void add(Look& it, const LayerCache& cache, Int row, Int p, Int head, Int count, const float* weights, float* to) const {
         const Int d = model.head_dim;
-        const Quantized group = group_of(layer.value, row, p / TOKENS, head, TOKENS * d / PART);
+        const Quantized group = group_of(cache.value, row, p / TOKENS, head, TOKENS * d / PART);
         by_rows(count, [&](auto rows, Int r) {
             constexpr int ROWS = decltype(rows)::value;
             float* sums = to + r * part_size();
