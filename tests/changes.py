@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -326,6 +327,20 @@ def replace_the_call_of_an_instance(model: Transformer) -> None:
     attention._call_impl = lambda *given: 2 * attention.forward(*given)  # type: ignore[method-assign]
 
 
+def replace_the_compiled_call_of_an_instance(model: Transformer) -> None:
+    """As Module.compile does."""
+    attention = model.blocks[0].attention
+    attention._compiled_call_impl = lambda *given: 2 * attention.forward(*given)
+
+
+def louder_plain(model: Transformer, *given: Any) -> Tensor:
+    return 2 * Transformer._plain(model, *given)
+
+
+def replace_a_method_of_the_model(model: Transformer) -> None:
+    model._plain = MethodType(louder_plain, model)  # type: ignore[method-assign]
+
+
 def keep_keys_unrotated(model: Transformer) -> None:
     for cache in model.caches:
         cache.unrotated = not cache.unrotated
@@ -399,7 +414,7 @@ CHANGES: dict[str, Change] = {
         *(keep_a_weight_as_a_buffer, keep_a_weight_as_an_attribute, take_the_memory_of_a_matrix),
         *(assign_zeros_without_memory, replace_the_call_of_an_instance, keep_keys_unrotated, weigh_what_is_kept),
         *(be_of_another_class, turn_by_another_class, change_the_order_of_layers, leave_eps_to_pytorch),
-        *(want_gradients_of_angles,),
+        *(want_gradients_of_angles, replace_the_compiled_call_of_an_instance, replace_a_method_of_the_model),
     )
 }
 

@@ -1,20 +1,21 @@
 """What a fast step relies on in a model, noted when the model is looked at, and compared at every call.
 
-A fast step computes from weights, past the modules that hold them. So whatever would change what the modules compute
-has to show here: which modules there are, what hangs on them, the code that they run, and of every weight where it
-lies, and how. What is noted are facts, not copies: no weight is held, and nothing that was derived from one.
+A fast step computes from weights and does not call the modules. So it notes every fact that decides what the modules
+compute: the modules, their classes, attributes and hooks, and the address, dtype, sizes and strides of every weight.
+Facts are no copies: neither a weight nor anything derived from one is stored.
 
-Not seen, and not to be seen: numbers written into a weight, which a step reads anew at every call, and what another
-thread does to a model while a call is under way. Knows torch, and the files whose code the plain path runs.
+Not detected:
+    - a replaced function, method of a class, or constant of PyTorch or of this library: the fast step computes what the
+      installed library computes. An assignment on an instance is detected (`supported.check_modules`).
+    - a change by another thread while a call runs.
+Numbers written into a weight need no detection: a step reads them at every call. Knows torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Sized
-from operator import attrgetter, is_
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Sequence, Sized
+from operator import is_
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # None unless torch.compile looks at every frame
 from torch._C._dynamo.guards import TensorGuards  # dynamo's own check of many tensors at a time
@@ -24,91 +25,16 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from llama import layers, limits, model, ops, packed, quantize, rope, rows, sampling
-from llama.fast.supported import PATH, Unsupported
-from llama.kv_cache import contract, counting, paged, quantized, static
+from llama.fast.supported import Unsupported
 from llama.model import Transformer
 
 Description = TypeVar("Description")
 
 # ---- the moment: what holds for every model --------------------------------------------------------------------------
 
-_FILES = (contract, counting, paged, quantized, static, layers, limits, model, ops, packed, quantize, rope, rows)
-# Numbers of ours by which native code was written.
-_NUMBERS: dict[tuple[Any, str], object] = {
-    (packed, "GROUP"): 32,
-    (packed, "LANES"): 16,
-    (packed, "UNIT"): 256,
-    (paged, "BLOCK"): 16,
-    (quantized, "GROUP"): 32,
-    (quantized, "SCALES"): torch.float16,
-    (quantized.Int8Cache, "bits"): 8,
-    (quantized.Int8Cache, "unrotated"): False,
-    (quantized.Int4Cache, "bits"): 4,
-    (quantized.Int4Cache, "unrotated"): True,
-}
-_CALLS = {"__call__", "_call_impl", "_wrapped_call_impl"}  # of a module, by which its forward is reached
-_FIELDS: dict[type, tuple[str, ...]] = {  # what modules hold, and a property of the class would cover
-    model.RMSNorm: ("weight", "eps"),
-    model.Attention: ("head_dim", "cache", "kv_caching"),
-    layers.ColumnParallelLinear: ("weight", "bias"),
-    layers.RowParallelLinear: ("weight", "bias"),
-    layers.VocabParallelEmbedding: ("weight",),
-    quantize.PackedLinear: ("weight", "bias", "activations"),
-    quantize.PackedEmbedding: ("weight", "dtype"),
-}
-_TORCH = (
-    (nn.Module, (*_CALLS, "__getattr__")),
-    (nn.Embedding, ("forward",)),
-    (nn.Identity, ("forward",)),
-    (F, ("linear", "embedding", "rms_norm", "scaled_dot_product_attention")),
-)
-
-
-def _classes() -> Iterator[type]:
-    """Yield the classes whose methods the plain path runs."""
-    bases = nn.Module | rope.RopeTable | rows.Rows
-    for file in _FILES:
-        own = (one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__)
-        yield from (one for one in own if issubclass(one, bases))
-
-
-def _code() -> Iterator[tuple[Any, str, object]]:
-    """Yield the code that the plain path runs: whose it is, its name, and what stands there now."""
-    ours = {file.__name__ for file in _FILES}
-    for file in _FILES:
-        yield from ((file, name, getattr(file, name)) for name in sorted(PATH & vars(file).keys()))
-    for owner in _classes():
-        # What a class inherits may be replaced in that class alone.
-        names = PATH & {name for base in owner.__mro__ if base.__module__ in ours for name in vars(base)}
-        names |= _CALLS if issubclass(owner, nn.Module) else set()
-        yield from ((owner, name, getattr(owner, name)) for name in sorted(names))
-    yield from ((owner, name, getattr(owner, name)) for owner, names in _TORCH for name in names)
-    yield from ((owner, name, number) for (owner, name), number in _NUMBERS.items())
-
-
-_OWNERS, _NAMES, _CODE = zip(*_code(), strict=True)
-_FUNCTIONS = [value for value in _CODE if isinstance(value, FunctionType)]
-_BODIES = [function.__code__ for function in _FUNCTIONS]  # which a reload in place replaces
-_BARE = [(owner, name) for owner, names in _FIELDS.items() for name in names]
-
-
-def _replaced_before() -> str | None:
-    """Return the name of code of ours that had been replaced before it was noted here, if any."""
-    ours = {file.__file__ for file in _FILES}
-    for owner, name, value in zip(_OWNERS, _NAMES, _CODE, strict=True):
-        elsewhere = owner in dict(_TORCH) or isinstance(value, ModuleType | bool) or (owner, name) in _NUMBERS
-        elsewhere |= name in _CALLS and issubclass(owner, nn.Module)
-        if not elsewhere and (not isinstance(value, FunctionType) or value.__code__.co_filename not in ours):
-            return f"{owner.__name__}.{name}"
-    return None
-
-
-_REPLACED = _replaced_before()
-
 
 def check_moment() -> None:
-    """Raise Unsupported where PyTorch is in a mode, or code was replaced, that may change what the modules compute."""
+    """Raise Unsupported if PyTorch is in a mode that may change what the modules compute."""
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
     for mode in modes:
         if type(mode) is not DeviceContext:  # a default device: every buffer of a fast step names its own
@@ -123,30 +49,6 @@ def check_moment() -> None:
         raise Unsupported("the model is being traced")
     if _module._global_forward_hooks or _module._global_forward_pre_hooks:
         raise Unsupported("a hook watches all modules")
-    if _REPLACED is not None:
-        raise Unsupported(f"{_REPLACED} was replaced")
-    unchanged = list(map(is_, map(getattr, _OWNERS, _NAMES), _CODE))
-    if not all(unchanged):
-        place = unchanged.index(False)
-        raise Unsupported(f"{_OWNERS[place].__name__}.{_NAMES[place]} was replaced")
-    if list(map(attrgetter("__code__"), _FUNCTIONS)) != _BODIES:
-        raise Unsupported("the code of a function was replaced in its place")
-    for owner, name in _BARE:
-        if hasattr(owner, name):
-            raise Unsupported(f"{owner.__name__}.{name} is covered by the class's own")
-
-
-_SAMPLER = sampling.Sampler
-# What chooses a token on the plain path.
-_CHOOSING: list[tuple[Any, str, object]] = [
-    (_SAMPLER, "__call__", _SAMPLER.__call__),
-    *((sampling, name, value) for name, value in vars(sampling).items() if isinstance(value, FunctionType)),
-]
-
-
-def is_our_sampler(sampler: object) -> bool:
-    """Tell whether tokens are chosen as `llama.sampling` does it, by nothing of somebody's own."""
-    return type(sampler) is _SAMPLER and all(getattr(owner, name) is value for owner, name, value in _CHOOSING)
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.batch import Batch, Chosen
-from llama.fast.fingerprint import Described, is_our_sampler
+from llama.fast.fingerprint import Described
 from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.kv_cache import StaticCache
@@ -27,7 +27,7 @@ from llama.model import Transformer, TransformerBlock
 from llama.ops import attend, last_real, without_cudnn
 from llama.quantize import quantized_weights
 from llama.rope import apply_rotary_emb
-from llama.sampling import Settings, choose_ahead, must_sort
+from llama.sampling import Sampler, Settings, choose_ahead, must_sort
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class GraphRunner:
         """Return what all further steps choose; see Generation.run_ahead."""
         if self._retired or batch.request.on_step is not None or batch.lasting or self._watched(model):
             return iter(())  # who wants to see every step, or its logits, has the loop take it
-        if not is_our_sampler(batch.sampler):
+        if type(batch.sampler) is not Sampler:
             return iter(())  # and so has who chooses in a way of their own
         try:
             buffers = self.buffers_of(model, *batch.tokens.shape)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from llama.batch import Batch, Chosen
-from llama.fast.fingerprint import is_our_sampler
 from llama.fast.native_caches import Call, Taken
 from llama.fast.native_description import NativeModel
 from llama.fast.native_library import Choice, NativeBatch, NativeForward
-from llama.sampling import Sampling
+from llama.sampling import Sampler, Sampling
 
 
 class Frame:
@@ -104,14 +103,15 @@ class Chooser:
         rows = len(batch.cur_pos)
         self._run, self._batch = run, batch
         self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
-        seen = batch.sampler.seen if is_our_sampler(batch.sampler) else None
+        self._ours = type(batch.sampler) is Sampler
+        seen = batch.sampler.seen if self._ours else None
         self._choice, self._seen = choice_by(batch.request.sampling, self._ids, seen), marks_of(seen)
         self._able = False
 
     def begin(self, frame: Frame) -> None:
         """Let a frame's runs choose, too."""
         vocab = frame.described.sizes.output.columns
-        self._able = is_our_sampler(self._batch.sampler) and all(len(marks) == vocab for marks in self._seen)
+        self._able = self._ours and all(len(marks) == vocab for marks in self._seen)
         if self._able:
             frame.choose_by(self._choice)
 

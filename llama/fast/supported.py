@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from torch import nn
 
+from llama.generation import Generation
 from llama.kv_cache import KVCache
 from llama.kv_cache.names import read_kind
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -22,19 +23,6 @@ _KNOWN = {
     *(PackedLinear, PackedEmbedding, PackedWeight, MappedWeight),
 }
 _WEIGHTS = {"weight", "bias", "raw", *Parts._fields}
-# What the plain path runs of our files: functions, methods, and the names under which it reaches PyTorch.
-PATH = {
-    *("forward", "_call_impl", "_compiled_call_impl", "__call__", "_plain", "last_real"),
-    *("rms_norm", "sum_linear", "linear", "onednn_linear", "_onednn_serves"),
-    *("attend", "_attend_in_step", "_attend_behind_past", "without_cudnn", "_mask"),
-    *("apply_rotary_emb", "rotate", "_rotate", "_cos_sin", "at", "up_to"),
-    *("update", "check", "visible", "rope_positions", "key_positions", "rows", "unrotated", "weighs", "weigh"),
-    *("room", "fits", "_grow", "_enlarge", "_allocate", "_write", "sizes", "_refusal", "_note_ends"),
-    *("quantize", "dequantize", "_packed", "_unpacked", "_run", "_newest", "value_parts", "_whole", "_keep", "_take"),
-    *("_refuse_what_is_gone", "rotated", "real", "_take_one", "_give_back", "_slots", "_gathered"),
-    *("parts", "parts_at", "_held", "_widened", "unpack_codes", "in_8_bits", "check_fed", "row_starts", "check_room"),
-    *("torch", "nn", "F"),
-}
 
 
 class Unsupported(Exception):
@@ -55,7 +43,7 @@ class WarnOnce:
 
 
 def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
-    """Raise Unsupported where a module, hook, method or operation of the user's own would be ignored.
+    """Raise Unsupported where a module, hook, method of an instance or operation of the user's own would be ignored.
 
     And where a layer's cache is none of the kinds that the step serves.
     """
@@ -63,8 +51,9 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:
         raise Unsupported(f"the model's operations are {model.ops.name}")
-    if type(model.rope) is not RopeTable or PATH & vars(model.rope).keys():
+    if type(model.rope) is not RopeTable:
         raise Unsupported("the angles are not those of a RopeTable as it is")
+    _check_attributes(model.rope)
     for name, module in model.named_modules():
         kind = type(module)
         ours = getattr(module, "ops", PLAIN) == PLAIN and getattr(module, "ranks", ALONE).size == 1
@@ -75,9 +64,7 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
             raise Unsupported(f"{kind.__name__} is not one of the modules that the fast step computes")
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
             raise Unsupported(f"a hook watches {kind.__name__}")
-        own = {name for name in PATH & vars(module).keys() if vars(module)[name] is not None}
-        if own:
-            raise Unsupported(f"{kind.__name__}.{min(own)} was replaced")
+        _check_attributes(module)
         _check_weights(module)
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise Unsupported("the embedding has a max_norm")
@@ -96,6 +83,18 @@ def _without_step(cache: KVCache, served: Sequence[type[KVCache]]) -> str:
     asked = cache.args.kv_cache
     name = f"kv_cache={asked!r}" if read_kind(asked).name == names.get(type(cache)) else type(cache).__name__
     return f"{name} has no fast step; these kinds have one: {', '.join(names[kind] for kind in served)}"
+
+
+def _check_attributes(instance: object) -> None:
+    """Raise Unsupported if an attribute of the instance covers a method or a setting of its class.
+
+    Attributes of `Generation` are exempt: its methods call the forward, and the others are slots that every model sets.
+    """
+    kind = type(instance)
+    for name, value in vars(instance).items():
+        covered = getattr(kind, name, value)
+        if covered is not value and covered is not vars(Generation).get(name, value):
+            raise Unsupported(f"{kind.__name__}.{name} was assigned on an instance")
 
 
 def _check_weights(module: nn.Module) -> None:

@@ -17,25 +17,22 @@ import torch
 import torch.nn.functional as F
 from changes import CHANGES, check_alike, outcome
 from fakes import Ids
+from generations import GREEDY
 from native import ARGS, EVERYTHING, FOLDER, KINDS, VOCAB, model_of, needs_a_compiler, served, twins
 from oracles import some_tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import llama.model
-import llama.rope
-import llama.sampling
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
-from llama.fast.fingerprint import Fingerprint
+from llama.fast.fingerprint import Fingerprint, check_moment
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_description import check_tensor
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
-from llama.kv_cache import StaticCache
 from llama.layers import RowParallelLinear
-from llama.model import Attention, RMSNorm, Transformer, TransformerBlock
+from llama.model import Transformer
 
 pytestmark = needs_a_compiler
 TOKENS = some_tokens(2, 50, vocab_size=VOCAB)
@@ -105,9 +102,8 @@ def test_what_changes_no_number_stays_fast() -> None:
         model.register_buffer("steer", torch.zeros(3))
         model.blocks[0].register_buffer("steer", torch.zeros(3))
         model.blocks[0]._compiled_call_impl = None  # as PyTorch has it
-    sample = llama.sampling.sample
-    with patched(llama.sampling, "sample", lambda *given: sample(*given)):
-        assert go_on(plain, fast, TOKENS, 0)
+        model.generate = model.generate  # type: ignore[method-assign]
+    assert go_on(plain, fast, TOKENS, 0)
 
 
 def test_what_was_undone_is_fast_again() -> None:
@@ -181,13 +177,6 @@ class Counter(TorchDispatchMode):
 
 
 @contextmanager
-def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, replacement)
-        yield
-
-
-@contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -215,42 +204,8 @@ def hook_for_all(register: Callable[..., Any], hook: Callable[..., Any]) -> Iter
         handle.remove()
 
 
-def twice(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *given, **named: 2 * original(*given, **named)
-
-
 def louder(module: nn.Module, given: Any, out: Any) -> Any:
     return 2 * out if isinstance(module, RowParallelLinear) else None
-
-
-def louder_keys(
-    cache: StaticCache, at: Any, xk: Tensor, xv: Tensor, update: Callable[..., Any] = StaticCache.update
-) -> Any:
-    return update(cache, at, 2 * xk, xv)
-
-
-@contextmanager
-def covered(owner: type, name: str, value: property) -> Iterator[None]:
-    """Let a property of the class stand over what its modules hold by that name."""
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-
-
-@contextmanager
-def reloaded(function: Any, replacement: Any) -> Iterator[None]:
-    """Let a function run other code, as what reloads a file in its place does."""
-    code, function.__code__ = function.__code__, replacement.__code__
-    try:
-        yield
-    finally:
-        function.__code__ = code
-
-
-def louder_block(self: Any, x: Any, start_pos: Any, freqs_cis: Any) -> Any:
-    return x + 2 * self.attention(self.attention_norm(x), start_pos, freqs_cis)
 
 
 MOMENTS: dict[str, Callable[[], Any]] = {
@@ -265,22 +220,6 @@ MOMENTS: dict[str, Callable[[], Any]] = {
     "pre-hook for all modules": lambda: hook_for_all(
         nn.modules.module.register_module_forward_pre_hook, lambda module, given: None
     ),
-    "class patched": lambda: patched(Attention, "forward", twice(Attention.forward)),
-    "norm patched": lambda: patched(RMSNorm, "forward", twice(RMSNorm.forward)),
-    "cache patched": lambda: patched(StaticCache, "update", louder_keys),
-    "torch.nn patched": lambda: patched(nn.Module, "__call__", twice(nn.Module.__call__)),
-    "attention of torch patched": lambda: patched(
-        F, "scaled_dot_product_attention", twice(F.scaled_dot_product_attention)
-    ),
-    "rotation patched": lambda: patched(llama.model, "apply_rotary_emb", lambda xq, xk, _: (xq, xk)),
-    "angles patched": lambda: patched(llama.rope, "_rotate", lambda x, cos, sin: x),
-    "product patched": lambda: patched(llama.ops, "onednn_linear", lambda x, weight, *_: 2 * F.linear(x, weight)),
-    "call of a class patched": lambda: patched(Attention, "__call__", twice(Attention.__call__)),
-    "inner call of a class patched": lambda: patched(RMSNorm, "_call_impl", twice(RMSNorm._call_impl)),
-    "kind of cache patched": lambda: patched(StaticCache, "unrotated", True),
-    "property over a weight": lambda: covered(RMSNorm, "weight", property(lambda norm: 2 * norm._parameters["weight"])),
-    "property over a number": lambda: covered(RMSNorm, "eps", property(lambda norm: 0.5)),
-    "code reloaded": lambda: reloaded(TransformerBlock.forward, louder_block),
     "inference mode": torch.inference_mode,
     "no gradients": torch.no_grad,
     "forward-mode derivatives": torch.autograd.forward_ad.dual_level,
@@ -328,24 +267,38 @@ def test_a_generation_in_a_moment(moment: str, kv_caching: bool) -> None:
             assert (served(fast) > before) == (moment in SERVED)
 
 
-def test_a_class_patched_before_the_fast_step_is_imported_is_seen(tmp_path: Any) -> None:
-    import subprocess
-    import sys
+TRANSFORMS: dict[str, Callable[[Transformer], Any]] = {
+    "torch.func": lambda model: torch.func.grad(lambda scale: (scale * model(TOKENS)).sum())(torch.ones(())),
+    "torch.compile": lambda model: torch.compile(model, backend="eager")(TOKENS),
+    "a compiled module": lambda model: (model.blocks[0].feed_forward.compile(backend="eager"), model(TOKENS))[1],
+}
 
-    script = (
-        "import functools, sys\n"
-        "from llama.model import Attention\n"
-        "original = Attention.forward\n"
-        "@functools.wraps(original)\n"
-        "def forward(*given): return 2 * original(*given)\n"
-        "Attention.forward = forward\n"
-        "from llama.fast.fingerprint import check_moment\n"
-        "from llama.fast.supported import Unsupported\n"
-        "try: check_moment()\n"
-        "except Unsupported as why: sys.exit('Attention.forward was replaced' not in str(why))\n"
-        "sys.exit(2)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_what_transforms_a_computation_gets_that_of_the_modules(transform: str) -> None:
+    plain, fast = twins("fp32")
+    assert torch.equal(TRANSFORMS[transform](fast), TRANSFORMS[transform](plain))
+    assert served(fast) == 0
+    torch.compiler.reset()
+
+
+def test_the_steps_of_a_compiled_model_are_not_taken_ahead() -> None:
+    plain, fast = twins("fp32")
+    fast.compile(backend="eager")
+    assert fast.generate_tokens([[1, 2, 3]], 5, **GREEDY) == plain.generate_tokens([[1, 2, 3]], 5, **GREEDY)
+    assert served(fast) == 0
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is:DeprecationWarning")
+def test_tracing_is_seen() -> None:
+    def traced(x: Tensor) -> Tensor:
+        with pytest.raises(Unsupported, match="being traced"):
+            check_moment()
+        return x
+
+    torch.jit.trace(traced, torch.ones(1), check_trace=False)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("default", ["meta", "cpu"])
