@@ -2,13 +2,14 @@
 
 A step is taken when it is asked for, so whoever reads the tokens may have changed the model since the one before: then
 everything is looked at, as it is for any other call. Where nobody did, what was found, and the room in the caches, hold
-for a stretch of steps. Knows the loop's batch, and the runner.
+for a stretch of steps. Knows the loop's batch; of the runner, what `StepRunner` names.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import must_look
@@ -17,14 +18,20 @@ from llama.fast.native_call import Chooser, Frame
 from llama.limits import check_fed
 from llama.model import Transformer
 
-if TYPE_CHECKING:
-    from llama.fast.native_runner import NativeRunner
+
+class StepRunner(Protocol):
+    """The part of a runner that finds what computes a step; see NativeRunner."""
+
+    watch: Callable[[int, int], None] | None
+
+    def may_run_ahead(self, model: Transformer) -> bool: ...
+    def frame(self, model: Transformer, tokens: Tensor, call: Call) -> Frame | None: ...
 
 
 class Ahead:
     """A generation whose steps are taken ahead of the loop."""
 
-    def __init__(self, runner: "NativeRunner", model: Transformer, batch: Batch, choose: Chooser) -> None:
+    def __init__(self, runner: StepRunner, model: Transformer, batch: Batch, choose: Chooser) -> None:
         self._runner, self._model, self._batch, self._choose = runner, model, batch, choose
         self._starts = [end - 1 for end in batch.cur_pos]
         self._newest: list[int] = batch.window(self._starts, 1)[:, 0].tolist()
