@@ -49,7 +49,7 @@ MISTAKES = {
             "index-zero",
             40,
             "Every call writes from position 0 on, over the beginning of the text",
-            "update is told start_pos. What is it used for in your code?",
+            "update is given rows. What is rows.starts used for in your code?",
         ),
         Mistake(
             "wrong-axis",
@@ -168,19 +168,19 @@ MISTAKES = {
             "rows-at-one-position",
             15,
             "Rows of different lengths are not kept at their own positions",
-            "start_pos may be a list, one position per row: feed prompts of 3 and 5 tokens together.",
+            "rows.starts has one position per row: feed prompts of 3 and 5 tokens together.",
         ),
         Mistake(
             "stale-text",
             15,
             "A new text, from position 0 on, still finds the one before it in the cache",
-            "Position is an argument: which keys may be used after a call with start_pos=0?",
+            "rows says the positions of each call: which keys may be used after a call whose rows start at 0?",
         ),
         Mistake(
             "own-counter",
             10,
             "A text that goes back to an earlier position goes on at the old one: the cache counts by itself",
-            "There is nothing to count: start_pos says where the new keys belong.",
+            "There is nothing to count: rows.starts says where the new keys belong.",
         ),
         Mistake(
             "rows-do-not-grow",
@@ -204,7 +204,7 @@ MISTAKES = {
             "limits-ignored",
             5,
             "A text or batch beyond the limits is not refused by ValueError, or one within them is",
-            "llama/limits.py has a function that says it in words.",
+            "ModelArgs has a method that raises it with a message: check_room.",
         ),
         # ---- the loop ----
         Mistake(

@@ -56,7 +56,7 @@ def main(tree: str, facts: str, limits: str) -> None:
     for experiment in EXPERIMENTS:
         found[experiment.__name__] = _guarded(experiment, tree)
     partial = Path(f"{facts}.partial")
-    partial.write_text(json.dumps(found, default=str), encoding="utf-8")  # a position may be a tensor, and wrong
+    partial.write_text(json.dumps(found, default=str), encoding="utf-8")  # a submission may pass anything as a position
     partial.replace(facts)
 
 
@@ -326,16 +326,20 @@ def limits(found: Facts) -> None:
     """One token past max_seq_len, and a row past max_batch_size, given to the cache itself."""
     import torch
 
+    from llama.rows import Rows
+
     with torch.inference_mode():
         model = spelling_model()
         cache = model.caches[0]
         model.reserve_cache(1, MAX_SEQ_LEN)
         full = torch.ones(1, MAX_SEQ_LEN, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-        cache.update(0, full, full)
-        found["length"] = _outcome(lambda: cache.update(MAX_SEQ_LEN, 7 * full[:, :1], 7 * full[:, :1]))
+        cache.update(Rows.at([0], [MAX_SEQ_LEN]), full, full)
+        past = Rows.at([MAX_SEQ_LEN], [1])
+        found["length"] = _outcome(lambda: cache.update(past, 7 * full[:, :1], 7 * full[:, :1]))
         model.free_cache()
-        rows = torch.ones(MAX_ROWS + 1, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-        found["rows"] = _outcome(lambda: cache.update(0, rows, rows))
+        more = torch.ones(MAX_ROWS + 1, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+        rows = Rows.at([0] * len(more), [2] * len(more))
+        found["rows"] = _outcome(lambda: cache.update(rows, more, more))
 
 
 def _outcome(write: Callable[[], tuple["Tensor", "Tensor"]]) -> Facts:

@@ -135,6 +135,19 @@ class ModelArgs:
             self._derive("rope_scaling", RopeScaling(factor=32 if (self.dim, self.n_layers) in _FACTOR_32 else 8))
         self._check_values()
 
+    def check_room(self, rows: int, length: int) -> None:
+        """Raise ValueError if `rows` rows, or texts of `length` positions, are more than the limits allow.
+
+        A bounded kind of cache limits what it stores, not how long a text gets: then `length` is 0.
+        """
+        if self.max_batch_size is not None and rows > self.max_batch_size:
+            raise ValueError(f"{rows} rows are more than max_batch_size={self.max_batch_size}")
+        if length > self.max_seq_len:
+            raise ValueError(
+                f"a text of {length} positions goes past max_seq_len={self.max_seq_len}; "
+                "build or load the model with a larger max_seq_len"
+            )
+
     def share(self, ranks: int) -> "ModelArgs":
         """Return the sizes of what each of `ranks` holds; KV heads that are fewer are held several times.
 

@@ -58,16 +58,7 @@ class LanguageModel(Protocol):
     def device(self) -> torch.device: ...
     @property
     def ranks(self) -> Ranks: ...
-    @property
-    def batch_rows(self) -> Rows: ...
-    def __call__(
-        self,
-        tokens: Tensor,
-        start_pos: Sequence[int],
-        *,
-        logits: Literal["all", "last"],
-        lengths: Sequence[int],
-    ) -> Tensor: ...
+    def __call__(self, tokens: Tensor, start_pos: Rows, *, logits: Literal["all", "last"]) -> Tensor: ...
     def reserve_cache(self, rows: int, length: int) -> None: ...
     def free_cache(self) -> None: ...
     def bound(self, kv_cache: str | None) -> int | None: ...
@@ -84,11 +75,6 @@ class Generation:
     def ownership(self) -> Ownership:
         """Who may use the model now."""
         return Ownership()
-
-    @cached_property
-    def batch_rows(self) -> Rows:
-        """What the rows of a call are, for the caches."""
-        return Rows()
 
     def bound(self, kv_cache: str | None) -> int | None:
         """Return how many positions a cache of that kind, or the model's own, holds at most; None: no such number."""
@@ -213,7 +199,6 @@ def _generate(model: LanguageModel, batch: Batch) -> Generator[Token, None, None
     with _running(model, batch):
         batch.begin(model.args.vocab_size, model.device)
         logits, echo = _prefill(model, batch)
-        model.batch_rows.live = batch.live
         yield from echo
         if not batch.live:
             return
@@ -271,7 +256,7 @@ def _share_prefix(model: LanguageModel, batch: Batch) -> int:
     shared, rows, begin = batch.request.shared, len(batch.cur_pos), batch.held
     if shared > begin:
         logger.info("%d tokens that all %d prompts begin with are fed once", shared - begin, rows)
-        _run(model, batch, batch.tokens[:1, begin:shared], [begin], [shared - begin])
+        _run(model, batch, batch.tokens[:1, begin:shared], Rows.at([begin], [shared - begin]))
         begin = shared
     if begin:
         with model.ownership.acting():
@@ -283,33 +268,38 @@ def _share_prefix(model: LanguageModel, batch: Batch) -> int:
 def _decode(model: LanguageModel, batch: Batch) -> Tensor:
     """Feed every row's newest token, or without a cache its whole prefix; return the next logits, (bsz, vocab)."""
     prev_pos = [pos - 1 for pos in batch.cur_pos] if model.kv_caching else [0] * len(batch.cur_pos)
-    return _feed(model, batch, prev_pos)[:, -1]
+    active = [row in batch.live for row in range(len(prev_pos))]
+    return _feed(model, batch, prev_pos, active=active)[:, -1]
 
 
-def _feed(model: LanguageModel, batch: Batch, prev_pos: list[int], logits: Literal["all", "last"] = "last") -> Tensor:
+def _feed(
+    model: LanguageModel,
+    batch: Batch,
+    prev_pos: list[int],
+    *,
+    logits: Literal["all", "last"] = "last",
+    active: Sequence[bool] | None = None,
+) -> Tensor:
     """Run the model on tokens[:, prev_pos:cur_pos]."""
     lengths = [cur - prev for prev, cur in zip(prev_pos, batch.cur_pos, strict=True)]
-    return _run(model, batch, batch.window(prev_pos, max(lengths)), prev_pos, lengths, logits)
+    rows = Rows.at(prev_pos, lengths, active=active)
+    return _run(model, batch, batch.window(prev_pos, rows.width), rows, logits)
 
 
 def _run(
-    model: LanguageModel,
-    batch: Batch,
-    fed: Tensor,
-    prev_pos: list[int],
-    lengths: list[int],
-    logits: Literal["all", "last"] = "last",
+    model: LanguageModel, batch: Batch, fed: Tensor, rows: Rows, logits: Literal["all", "last"] = "last"
 ) -> Tensor:
-    """Run the model on `fed`, of which row b has lengths[b] real tokens from prev_pos[b] on; tell `on_step` before."""
+    """Run the model on `fed`; call `on_step` before."""
     if batch.request.on_step is not None:
+        prev_pos, lengths = list(rows.starts), rows.lengths
         ids = [row[:length] for row, length in zip(fed.tolist(), lengths, strict=True)]
         cur_pos = [prev + length for prev, length in zip(prev_pos, lengths, strict=True)]
         batch.request.on_step(Step(prev_pos, cur_pos, ids, frozenset(batch.live)))
         batch.disturbed = True
     with model.ownership.acting(undisturbed=not batch.disturbed):
         batch.disturbed = False
-        batch.fed += sum(lengths)
-        return model(fed, prev_pos, logits=logits, lengths=lengths)
+        batch.fed += sum(rows.lengths)
+        return model(fed, rows, logits=logits)
 
 
 def _choose(model: LanguageModel, batch: Batch, logits: Tensor) -> Chosen:
@@ -347,7 +337,6 @@ def _running(model: LanguageModel, batch: Batch) -> Iterator[None]:
                     model.reserve_cache(len(request.prompts), request.longest)
             yield
         finally:
-            model.batch_rows.live = None
             with model.ownership.acting():
                 back()
 

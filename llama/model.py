@@ -16,7 +16,6 @@ from llama.args import ModelArgs
 from llama.generation import Generation
 from llama.kv_cache import KVCache, check_lossless, use_kind
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from llama.limits import Positions, check_fed
 from llama.ops import PLAIN, Ops, attention_mass, check_attention, last_real
 from llama.ownership import Ownership
 from llama.ranks import current_ranks
@@ -57,10 +56,10 @@ class Attention(nn.Module):
         self.cache = KVCache.of(args.share(current_ranks().size))  # holds no memory before it is used
         self.kv_caching = args.kv_caching
         self.ops: Ops = PLAIN
-        self.fed_by: Rows | None = None  # whose rows were fed last: models may share a layer
+        self.fed_by: Ownership | None = None  # that of the model that was fed last: models may share a layer
 
-    def forward(self, x: Tensor, start_pos: Positions, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
-        """Map (bsz, seqlen, dim), whose first tokens stand at `start_pos`, to the same shape."""
+    def forward(self, x: Tensor, rows: Rows, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
+        """Map (bsz, seqlen, dim) to the same shape."""
         xq = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_heads, head_dim)
         xk = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_kv_heads, head_dim)
         xv = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -71,15 +70,14 @@ class Attention(nn.Module):
             if self.cache.weighs:
                 reader = f"kv_cache={self.cache.args.kv_cache!r} reads the attention weights of its keys"
                 check_attention(self.ops, reader, "choose another kind of cache")
-            keys, values = self.cache.update(start_pos, xk if self.cache.unrotated else rotated, xv)
-            visible = self.cache.visible(start_pos, xq.shape[1])
+            keys, values = self.cache.update(rows, xk if self.cache.unrotated else rotated, xv)
+            visible = self.cache.visible(rows, xq)
             if self.cache.weighs:
-                real = self.cache.batch_rows.real(*xq.shape[:2])
-                self.cache.weigh(attention_mass(xq, keys, start_pos, visible, real))
+                self.cache.weigh(attention_mass(xq, keys, rows, visible))
         else:
             keys, values, visible = rotated, xv, None
 
-        output = self.ops.attend(xq, keys, values, start_pos, visible)
+        output = self.ops.attend(xq, keys, values, rows, visible)
         out: Tensor = self.wo(output.flatten(-2))
         return out
 
@@ -109,8 +107,8 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
-    def forward(self, x: Tensor, start_pos: Positions, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), start_pos, freqs_cis)
+    def forward(self, x: Tensor, rows: Rows, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), rows, freqs_cis)
         out: Tensor = h + self.feed_forward(self.ffn_norm(h))
         return out
 
@@ -135,9 +133,9 @@ class Transformer(nn.Module, Generation, Sessions):
             self.output.weight = self.tok_embeddings.weight
         self.rope = RopeTable.of(args)
         self.ownership = Ownership()
-        self.batch_rows = Rows()
         self.ops = PLAIN
-        self.caches = self.caches  # which are told of the same rows
+        for cache in self.caches:
+            cache.rope = self.rope
 
     def bound(self, kv_cache: str | None = None) -> int | None:
         cache = self.first_attention.cache
@@ -257,7 +255,7 @@ class Transformer(nn.Module, Generation, Sessions):
     def forward(
         self,
         tokens: Tensor,
-        start_pos: Positions | Tensor = 0,
+        start_pos: int | Sequence[int] | Tensor | Rows = 0,
         *,
         logits: Literal["all", "last"] = "all",
         lengths: Sequence[int] | None = None,
@@ -267,34 +265,48 @@ class Transformer(nn.Module, Generation, Sessions):
         `tokens` is (bsz, seqlen) int64, and its first column stands at `start_pos`, an int or one per row. With the
         cache on, positions before `start_pos` must have been fed by earlier calls. `logits="last"` gives those of the
         last token only, (bsz, 1, vocab); where rows are padded on the right, `lengths` says how many tokens of each
-        are real, and its own last one is taken. Raises ValueError on what the limits or the cache do not allow.
+        are real, and its own last one is taken. A `Rows` in the place of `start_pos` says all of that. Raises
+        ValueError on what the limits or the cache do not allow.
         """
-        if isinstance(start_pos, Tensor):
-            start_pos = start_pos.tolist()
-        begins = start_pos == 0 or (isinstance(start_pos, Sequence) and not any(start_pos))
+        rows = Rows.of(tokens, start_pos, lengths)
         compiling = torch.compiler.is_compiling()  # into a graph goes the plain path
         if compiling and self.runner is not None and self.runner.exact:
             raise ValueError(
                 "exact mode computes by native code here, which no graph can hold; do not compile the model"
             )
+        begins, on = rows.start == 0, self.kv_caching
         with nullcontext() if compiling else self.ownership.call(shared=lambda: not self.kv_caching, begins=begins):
-            cache, on = self.first_attention.cache, self.kv_caching
             if on:
                 self._take_caches(begins=begins)
-            starts = check_fed(tokens, start_pos, logits, lengths, self.args, kv_caching=on, cache=cache)
-            self.batch_rows.lengths, self.batch_rows.rope = lengths, self.rope
+            self.check_rows(rows, logits)
             runner = None if compiling else self.runner
-            done = None if runner is None else runner(self, tokens, starts, logits=logits, lengths=lengths)
-            return self._plain(tokens, starts, logits, lengths) if done is None else done
+            done = None if runner is None else runner(self, tokens, rows, logits=logits)
+            return self._plain(tokens, rows, logits) if done is None else done
 
-    def _plain(self, tokens: Tensor, start_pos: Positions, logits: str, lengths: Sequence[int] | None) -> Tensor:
+    def check_rows(self, rows: Rows, logits: str) -> None:
+        """Raise ValueError for rows that the limits or the cache do not allow, and for unknown `logits`."""
+        cache, on, furthest = self.first_attention.cache, self.kv_caching, max(rows.starts)
+        self.args.check_room(len(rows.starts), 0 if on and cache.bound else rows.end)
+        if furthest > 0 and not on:
+            raise ValueError(
+                f"start_pos={furthest} needs the KV cache, which is off: feed the whole prefix at start_pos=0"
+            )
+        if furthest > 0 and cache.nbytes == 0:
+            raise ValueError(
+                f"start_pos={furthest} with an empty KV cache: feed the positions before it first "
+                "(generate, free_cache, switching off and asking for exact mode empty the cache)"
+            )
+        if logits not in ("all", "last"):
+            raise ValueError(f"logits={logits!r} must be 'all' or 'last'")
+
+    def _plain(self, tokens: Tensor, rows: Rows, logits: str) -> Tensor:
         """Compute what `forward` returns, by the modules."""
-        freqs_cis = self.rope.at(self.first_attention.cache.rope_positions(start_pos), tokens.shape[1], tokens.device)
+        freqs_cis = self.rope.at(self.first_attention.cache.rope_starts(rows), rows.width, tokens.device)
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
-            h = layer(h, start_pos, freqs_cis)
+            h = layer(h, rows, freqs_cis)
         if logits == "last":
-            h = last_real(h, lengths)
+            h = last_real(h, rows.lengths)
         scores: Tensor = self.output(self.norm(h))
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
@@ -304,7 +316,7 @@ class Transformer(nn.Module, Generation, Sessions):
         return cast(TransformerBlock, self.layers[0]).attention
 
     def _take_caches(self, *, begins: bool) -> None:
-        """Tell caches that do not know it of this model's rows: new ones, and those of layers that two models share.
+        """Give caches that lack them this model's angles: new ones, and those of layers that two models share.
 
         Raises RuntimeError in the middle of a text where another model has fed the layers since.
         """
@@ -317,10 +329,10 @@ class Transformer(nn.Module, Generation, Sessions):
         if begins:
             self._check_kinds(caches)
         ends = _attentions((self.layers[0], self.layers[-1]))  # all layers would cost more
-        if all(one.fed_by is self.batch_rows is one.cache.batch_rows for one in ends):
+        if all(one.fed_by is self.ownership and one.cache.rope is self.rope for one in ends):
             return
-        others = [one.fed_by for one in ends if one.fed_by is not self.batch_rows]
-        if not begins and any(rows is not None and rows.rope is not None for rows in others):
+        others = [one.fed_by for one in ends if one.fed_by is not self.ownership]
+        if not begins and any(owner is not None and owner.fed for owner in others):
             raise RuntimeError(
                 "another model, which shares layers with this one, has fed them since this text was begun; feed it "
                 "again from start_pos=0, or, where the caches hold it again, set model.caches = model.caches"
@@ -330,7 +342,7 @@ class Transformer(nn.Module, Generation, Sessions):
     def _check_kinds(self, caches: Sequence[KVCache]) -> None:
         """Refuse kinds of cache that cannot serve one text together, or cannot serve exact mode."""
         kinds = {(type(cache), cache.args.kv_cache, cache.bound) for cache in caches}
-        if len(kinds) > 1 and any(kind.rope_positions is not KVCache.rope_positions for kind, _, _ in kinds):
+        if len(kinds) > 1 and any(kind.rope_starts is not KVCache.rope_starts for kind, _, _ in kinds):
             names = ", ".join(sorted(f"{name} ({kind.__name__})" for kind, name, _ in kinds))
             raise ValueError(
                 f"the caches of the layers are {names}, which rotate queries by different positions, and the model "
@@ -340,8 +352,9 @@ class Transformer(nn.Module, Generation, Sessions):
             check_lossless(caches)
 
     def _tell_caches(self) -> None:
+        self.ownership.fed = True
         for attention in _attentions(self.layers):
-            attention.fed_by = attention.cache.batch_rows = self.batch_rows
+            attention.fed_by, attention.cache.rope = self.ownership, self.rope
 
 
 def _attentions(layers: Iterable[nn.Module]) -> list[Attention]:

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from llama.ranks import Ranks
+from llama.rows import Rows
 
 HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
 
@@ -69,25 +70,25 @@ def attend(
     xq: Tensor,
     keys: Tensor,
     values: Tensor,
-    start_pos: int | Sequence[int],
+    rows: Rows,
     visible: Tensor | None = None,
 ) -> Tensor:
     """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
 
-    xq is (bsz, seqlen, n_heads, head_dim), and its query i stands at start_pos + i. keys and values are
+    xq is (bsz, seqlen, n_heads, head_dim), and query i of a row stands at the row's start + i. keys and values are
     (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. Or `visible` says which keys a query sees, (seqlen,
     kv_len) or (bsz, seqlen, kv_len) of bool; all of them must then be finite, also where no query looks.
     """
-    if isinstance(start_pos, int):
-        return _attend_in_step(xq, keys, values, start_pos, visible)
+    if rows.start is not None:
+        return _attend_in_step(xq, keys, values, rows.start, visible)
     # Rows at different positions are attended one by one, each over its own keys, so that a row gives what it gives
     # alone.
-    rows = []
-    for row, pos in enumerate(start_pos):
+    outputs = []
+    for row, start in enumerate(rows.starts):
         one = slice(row, row + 1)
         seen = visible if visible is None or visible.ndim == 2 else visible[one]
-        rows.append(_attend_in_step(xq[one], keys[one], values[one], pos, seen))
-    return torch.cat(rows)
+        outputs.append(_attend_in_step(xq[one], keys[one], values[one], start, seen))
+    return torch.cat(outputs)
 
 
 def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, visible: Tensor | None) -> Tensor:
@@ -162,24 +163,21 @@ def _mask(start_pos: int, seqlen: int, device: torch.device) -> Tensor:
     return positions <= positions[start_pos:, None]
 
 
-def attention_mass(
-    xq: Tensor, keys: Tensor, start_pos: int | Sequence[int], visible: Tensor | None, real: Sequence[int]
-) -> Tensor:
+def attention_mass(xq: Tensor, keys: Tensor, rows: Rows, visible: Tensor | None) -> Tensor:
     """Return how much attention every key draws, (bsz, n_kv_heads, kv_len), in float32 or wider.
 
-    Of an explicit softmax, summed over the queries and over the heads that share the key. Of row b the real[b] first
-    queries count; the others pad it, and may see anything. The rest as in `attend`.
+    Of an explicit softmax, summed over the queries and over the heads that share the key. Of each row the first
+    queries count that are kept; the others pad it, and may see anything. The rest as in `attend`.
     """
-    if not isinstance(start_pos, int):
-        rows = [slice(row, row + 1) for row in range(len(start_pos))]
-        each = [visible if visible is None or visible.ndim == 2 else visible[row] for row in rows]
-        parts = zip(rows, start_pos, each, strict=True)
-        return torch.cat([attention_mass(xq[row], keys[row], pos, seen, real[row]) for row, pos, seen in parts])
+    if rows.start is None:
+        each = [slice(row, row + 1) for row in range(len(rows.starts))]
+        seen = [visible if visible is None or visible.ndim == 2 else visible[row] for row in each]
+        parts = zip(each, seen, strict=True)
+        return torch.cat([attention_mass(xq[row], keys[row], rows.row(row.start), mask) for row, mask in parts])
     seqlen, kv_len = xq.shape[1], keys.shape[1]
-    if visible is None:
-        end = start_pos + seqlen  # what lies past it is not read
-        drawn = attention_mass(xq, keys[:, :end], start_pos, _mask(start_pos, seqlen, xq.device), real)
-        return F.pad(drawn, (0, kv_len - end))
+    if visible is None:  # what lies past the end is not read
+        drawn = attention_mass(xq, keys[:, : rows.end], rows, _mask(rows.start, seqlen, xq.device))
+        return F.pad(drawn, (0, kv_len - rows.end))
     wide = torch.promote_types(xq.dtype, torch.float32)
     shared = xq.shape[2] // keys.shape[2]
     queries = xq.to(wide).reshape(*xq.shape[:2], -1, shared, xq.shape[-1])
@@ -187,7 +185,7 @@ def attention_mass(
     scores = queries @ keys.to(wide).permute(0, 2, 3, 1)[:, :, None] / xq.shape[-1] ** 0.5
     hidden = ~(visible if visible.ndim == 2 else visible[:, None, None])
     shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)  # (bsz, n_kv_heads, shared, seqlen, kv_len)
-    pads = torch.arange(seqlen, device=xq.device) >= torch.tensor(real, device=xq.device)[:, None]  # (bsz, seqlen)
+    pads = torch.arange(seqlen, device=xq.device) >= torch.tensor(rows.kept, device=xq.device)[:, None]
     mass: Tensor = shares.masked_fill(pads[:, None, None, :, None], 0).sum((2, 3))
     return mass
 
@@ -212,11 +210,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
 
 
-def last_real(h: Tensor, lengths: Sequence[int] | None) -> Tensor:
+def last_real(h: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return each row's last real vector, (bsz, 1, dim)."""
-    if lengths is None or len(set(lengths)) == 1:
-        end = h.shape[1] if lengths is None else lengths[0]
-        return h[:, end - 1 : end]
+    if len(set(lengths)) == 1:
+        return h[:, lengths[0] - 1 : lengths[0]]
     ends = torch.tensor(lengths, device=h.device) - 1
     return h[torch.arange(h.shape[0], device=h.device), ends][:, None]
 
@@ -231,7 +228,7 @@ class Ops(NamedTuple):
     name: str
     linear: Callable[[Tensor, Tensor], Tensor]
     sum_linear: Callable[[Tensor, Tensor, Ranks], Tensor]
-    attend: Callable[[Tensor, Tensor, Tensor, int | Sequence[int], Tensor | None], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, Rows, Tensor | None], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     silu: Callable[[Tensor], Tensor]  # x * sigmoid(x), element by element
 

@@ -22,6 +22,7 @@ class Ownership:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self.fed = False  # whether its model has fed layers, which others may share
         self._process = os.getpid()  # the one that made the model
         self._generating = False
         self._acting: threading.Thread | None = None  # the thread that acts for the generation now

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from llama.files import TEXT_LIMIT, read_text
 from llama.kv_cache import cache_kind
-from llama.limits import check_room
 from llama.machine import dtype_name
 from llama.model import Transformer
 from llama.parallel import world_size
@@ -155,9 +154,7 @@ def next_logits(
 ) -> Generator[Tensor, None, None]:
     """Yield the logits, (vocab,), of which `expected` gives the log-probabilities."""
     _check_prompt(len(ids), prompt_len=prompt_len)
-    check_room(
-        1, 0 if model.bound() else len(ids) - 1, model.args
-    )  # now, not after all the steps that there is room for
+    model.args.check_room(1, 0 if model.bound() else len(ids) - 1)  # now, not after all the steps before the limit
     tokens = torch.tensor(ids, device=model.device)[None]  # (1, length)
     starts = [0, *range(prompt_len, len(ids) - 1)]
     with model.switched(kv_caching=True):

@@ -97,17 +97,18 @@ class RopeTable:
         factor = scaling.attention_factor if isinstance(scaling, LinearScaling | YarnScaling) else 1.0
         return RopeTable(freqs, factor)
 
-    def at(self, start_pos: int | Sequence[int], seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return (cos, sin) for `seqlen` positions from `start_pos`, each (1 or bsz, seqlen, 1, head_dim) float32.
+    def at(self, starts: Sequence[int], seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin) for `seqlen` positions from each start, each (1 or bsz, seqlen, 1, head_dim) float32.
 
-        Both numbers of a pair share cos; sin comes signed, -sin for the first and +sin for the second.
+        Rows that start together share one. Both numbers of a pair share cos; sin comes signed, -sin for the first and
+        +sin for the second.
         """
-        if isinstance(start_pos, int):
-            cos, sin = self.up_to(start_pos + seqlen, device)
-            return cos[None, start_pos : start_pos + seqlen], sin[None, start_pos : start_pos + seqlen]
-        cos, sin = self.up_to(max(start_pos) + seqlen, device)
-        starts = torch.tensor(start_pos, device="cpu").to(device, non_blocking=True)
-        positions = starts[:, None] + torch.arange(seqlen, device=device)  # (bsz, seqlen)
+        first, end = starts[0], max(starts) + seqlen
+        cos, sin = self.up_to(end, device)
+        if len(set(starts)) == 1:
+            return cos[None, first:end], sin[None, first:end]
+        places = torch.tensor(starts, device="cpu").to(device, non_blocking=True)
+        positions = places[:, None] + torch.arange(seqlen, device=device)  # (bsz, seqlen)
         return cos[positions], sin[positions]
 
     def up_to(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,13 @@
 Knows what is asked of a runner; does not know how one works.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
+
+from llama.rows import Rows
 
 if TYPE_CHECKING:
     from llama.batch import Batch, Chosen
@@ -56,10 +58,9 @@ class Runner(Protocol):
         self,
         model: "Transformer",
         tokens: Tensor,
-        start_pos: int | Sequence[int],
+        rows: Rows,
         *,
         logits: Literal["all", "last"],
-        lengths: Sequence[int] | None,
     ) -> Tensor | None:
         """Return what the model's forward returns, or None where the plain path has to serve."""
         ...

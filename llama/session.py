@@ -261,7 +261,7 @@ class Session:
         begin = self._begin(len(ids) - 1)
         fed = torch.tensor([ids[begin:]], device=self.model.device)
         with self._noting(len(ids)), torch.inference_mode(), self.model.ownership.acting():
-            logits = self.model(fed, [begin], logits="last", lengths=[len(ids) - begin])[:, -1]
+            logits = self.model(fed, begin, logits="last")[:, -1]
         self.fed += len(ids) - begin
         self.tokens, self._logits = ids, logits
         self._held = self._written = len(ids) * self.model.kv_caching

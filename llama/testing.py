@@ -19,6 +19,7 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.kv_cache import KVCache, cache_kind
 from llama.model import Transformer
+from llama.rows import Rows
 
 SIZES = ModelArgs(
     dim=48, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, ffn_dim=40, vocab_size=61, max_seq_len=128,
@@ -78,7 +79,7 @@ def lossless_to_the_bit_in_exact_mode(args: ModelArgs) -> bool:
         return False
     model, tokens = tiny_model(args, dtype=torch.float32), some_tokens(args, rows=2)
     stepped(model, tokens[:, :2], [0])
-    if model.caches[0].visible(0, 2) is not None:
+    if model.caches[0].visible(Rows.at([0], [2]), torch.zeros(1, 2, args.n_heads, args.head_dim)) is not None:
         return False
     model.exact = True  # which compares the model with itself, cached and not
     wanted = uncached(model, tokens)
@@ -217,22 +218,16 @@ def bad_writes_are_refused(args: ModelArgs) -> bool:
     args = replace(args, max_batch_size=2)
     cache = KVCache.of(args)
     heads, width = args.n_kv_heads, args.head_dim
-    refused(partial(cache.update, 0, *torch.randn(2, 3, 1, heads, width)))  # a row too many
-    cache.update(0, torch.randn(2, 3, heads, width), torch.randn(2, 3, heads, width))
-    before = cloned(cache.state())
-    shapes: list[tuple[tuple[int, ...], int | list[int]]] = [
-        ((2, 1, heads + 1, width), 3),
-        ((2, 1, heads, width), [3]),
-        ((2, 0, heads, width), 3),
-    ]
-    for shape, start in shapes:
-        refused(partial(cache.update, start, torch.randn(shape), torch.randn(shape)))
+    refused(partial(cache.update, Rows.at([0] * 3, [1] * 3), *torch.randn(2, 3, 1, heads, width)))  # a row too many
+    cache.update(Rows.at([0, 0], [3, 3]), torch.randn(2, 3, heads, width), torch.randn(2, 3, heads, width))
+    before, step = cloned(cache.state()), Rows.at([3, 3], [1, 1])
+    for shape in ((2, 1, heads + 1, width), (1, 1, heads, width), (2, 2, heads, width), (2, 0, heads, width)):
+        refused(partial(cache.update, step, torch.randn(shape), torch.randn(shape)))
     new = torch.randn(2, 1, heads, width)
-    refused(lambda: cache.update(3, new.double(), new.double()))
-    refused(lambda: cache.update(-1, new, new))
+    refused(lambda: cache.update(step, new.double(), new.double()))
     if cache.bound is None:
         past = torch.randn(2, args.max_seq_len - 2, heads, width)
-        refused(lambda: cache.update(3, past, past))
+        refused(lambda: cache.update(Rows.at([3, 3], [past.shape[1]] * 2), past, past))
     if not same_tensors(before, cache.state()):
         raise Broken("a write that was refused has changed the cache")
     return True

@@ -167,7 +167,7 @@ def replace_a_method_of_an_instance(model: Transformer) -> None:
 def replace_a_method_of_a_cache(model: Transformer) -> None:
     cache = model.blocks[0].attention.cache
     update = type(cache).update
-    cache.update = lambda start_pos, xk, xv: update(cache, start_pos, xk, 2 * xv)  # type: ignore[method-assign]
+    cache.update = lambda rows, xk, xv: update(cache, rows, xk, 2 * xv)  # type: ignore[method-assign]
 
 
 def replace_a_module(model: Transformer) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llama.generation import Generation
+from llama.rows import Rows
 
 NAN = -1  # in a script: the model's logits are not numbers here
 
@@ -67,12 +68,11 @@ class Scripted(Generation):
     calls: list[Call] = field(default_factory=list)
     reserved: tuple[int, int] | None = None
 
-    def __call__(
-        self, tokens: Tensor, start_pos: Sequence[int], *, logits: Literal["all", "last"], lengths: Sequence[int]
-    ) -> Tensor:
-        ends = [start + length for start, length in zip(start_pos, lengths, strict=True)]
+    def __call__(self, tokens: Tensor, start_pos: Rows, *, logits: Literal["all", "last"]) -> Tensor:
+        starts, lengths = list(start_pos.starts), start_pos.lengths
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         fed = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        self.calls.append(Call(fed, list(start_pos), logits))
+        self.calls.append(Call(fed, starts, logits))
         self.begun = self.begun or ends  # the first call is fed the prompts
         scores = torch.zeros(len(ends), tokens.shape[1] if logits == "all" else 1, self.args.vocab_size)
         for row, (script, end, begun, length) in enumerate(zip(self.scripts, ends, self.begun, lengths, strict=True)):

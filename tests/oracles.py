@@ -18,6 +18,7 @@ from llama import testing
 from llama.args import ModelArgs, RopeScaling
 from llama.kv_cache import ConcatCache, StaticCache
 from llama.model import Transformer
+from llama.rows import Rows
 
 # Logits of about 3 with roundings of 1e-16 were measured to stay within 3e-12 of each other; a wrong formula does not.
 FP64_TOLERANCE = 1e-10
@@ -68,7 +69,8 @@ def watched(model: Transformer) -> Iterator[Watch]:
 
     def before(_: nn.Module, given: tuple[Any, ...]) -> None:
         watch.widths.append(given[0].shape[1])
-        watch.starts.append(given[1] if len(given) > 1 else 0)
+        start_pos = given[1] if len(given) > 1 else 0
+        watch.starts.append(list(start_pos.starts) if isinstance(start_pos, Rows) else start_pos)
 
     def after(*_: object) -> None:
         watch.nbytes.append(cache_nbytes(model))

@@ -189,9 +189,9 @@ def test_a_stop_id_inside_the_prompt_does_not_cut_it(echo: bool) -> None:
 @pytest.mark.parametrize("kv_caching", [True, False])
 def test_an_id_used_elsewhere_for_padding_is_an_ordinary_token(pad: int, kv_caching: bool) -> None:
     model = scripted([pad, 11, pad], [pad, pad, 22])
-    prompts = [[pad, 1, pad], [pad]]
+    prompts = [[pad, 1, pad], [pad, 2]]
     ids, _ = model.generate_tokens(prompts, 3, kv_caching=kv_caching, echo=True, **GREEDY)
-    assert ids == [[pad, 1, pad, pad, 11, pad], [pad, pad, pad, 22]]
+    assert ids == [[pad, 1, pad, pad, 11, pad], [pad, 2, pad, pad, 22]]
     assert model.calls[0].fed == prompts
     assert [call.fed[0][-1] for call in model.calls] == [pad, pad, 11]
 

@@ -29,7 +29,7 @@ FILES = [
 
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
-    "args rope ranks ops layers packed quantize limits rows kv_cache ownership self_comparison model sampling request "
+    "args rope ranks ops layers packed quantize rows kv_cache ownership self_comparison model sampling request "
     "batch runner streaming generation session session_file digest costs cores machine files parallel perplexity "
     "testing"
 )
@@ -40,29 +40,28 @@ MAY_IMPORT = {
     "llama/args.py": ("", ""),
     "llama/rope.py": ("args", "torch"),
     "llama/ranks.py": ("", "torch"),
-    "llama/ops.py": ("ranks", "torch"),
+    "llama/ops.py": ("ranks rows", "torch"),
     "llama/layers.py": ("ops ranks", "torch"),
     "llama/packed.py": ("", "torch"),
     "llama/quantize.py": ("ops packed", "torch"),
-    "llama/limits.py": ("args", "torch"),
-    "llama/rows.py": ("", ""),
-    "llama/kv_cache/": ("args limits rope rows kv_cache", "torch"),
+    "llama/rows.py": ("", "torch"),
+    "llama/kv_cache/": ("args rope rows kv_cache", "torch"),
     "llama/ownership.py": ("", "torch"),
     "llama/self_comparison.py": ("args", "torch"),
     "llama/model.py": (
-        "args rope layers limits ops ownership ranks rows runner exact.switch kv_cache generation session",
+        "args rope layers ops ownership ranks rows runner exact.switch kv_cache generation session",
         "torch",
     ),
     "llama/sampling.py": ("", "torch"),
     "llama/request.py": ("sampling", "torch"),
     "llama/batch.py": ("request sampling", "torch"),
     "llama/streaming.py": ("batch", ""),
-    "llama/runner.py": ("", "torch"),
+    "llama/runner.py": ("rows", "torch"),
     "llama/generation.py": ("batch ownership ranks request rows runner streaming", "torch"),
     "llama/session.py": ("batch generation kv_cache request session_file streaming words", "torch"),
     "llama/session_file.py": ("args digest exact.probe files kv_cache machine ranks runner streaming words", "torch"),
     "llama/digest.py": ("", "torch"),
-    "llama/testing.py": ("args kv_cache model", "torch"),
+    "llama/testing.py": ("args kv_cache model rows", "torch"),
     "llama/costs/__init__.py": ("args", ""),
     "llama/costs/__main__.py": ("api checkpoint cli console costs demo machine", ""),
     "llama/cgroups.py": ("", ""),
@@ -73,7 +72,7 @@ MAY_IMPORT = {
     "llama/palette.py": ("", ""),
     "llama/json_files.py": ("files", ""),
     "llama/parallel.py": ("ranks", "torch fairscale"),
-    "llama/perplexity.py": ("api cli console files kv_cache limits machine model parallel progress streaming", "torch"),
+    "llama/perplexity.py": ("api cli console files kv_cache machine model parallel progress streaming", "torch"),
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/template_child.py": ("", "jinja2"),
     "llama/tokenizer/template.py": ("words", ""),
@@ -88,15 +87,15 @@ MAY_IMPORT = {
         "args costs files json_files ranks rope model packed quantize tokenizer words checkpoint",
         "torch numpy safetensors gguf",
     ),
-    "llama/exact/triton_kernels.py": ("", "torch triton"),
+    "llama/exact/triton_kernels.py": ("rows", "torch triton"),
     "llama/exact/switch.py": ("args exact kv_cache ops quantize runner self_comparison", "torch"),
-    "llama/exact/": ("digest ops ranks self_comparison exact", "torch"),
+    "llama/exact/": ("digest ops ranks rows self_comparison exact", "torch"),
     "llama/fast/triton_kernels.py": ("", "torch triton"),
     "llama/fast/native_build.py": ("", ""),
     "llama/fast/native_library.py": ("fast", ""),
     "llama/fast/graph_ops.py": ("ops rope", "torch"),
     "llama/fast/": (f"{FLOOR} fast", "torch"),
-    "llama/watch/record.py": ("args cores costs kv_cache model ops quantize request streaming", "torch"),
+    "llama/watch/record.py": ("args cores costs kv_cache model ops quantize request rows streaming", "torch"),
     "llama/watch/page.py": ("palette words watch.record", ""),
     "llama/watch/write.py": ("files model progress request streaming watch", ""),
     "llama/watch/": ("", ""),
@@ -149,7 +148,7 @@ MAY_IMPORT = {
     "benchmark_inference.py": ("bench.single cli commands.benchmark_inference console", ""),
     "inference.py": ("cli commands.inference", ""),
     # the course kit: what runs a submission imports nothing of ours, and what tries one is given the submission's own
-    "course/probe.py": ("model", "torch"),
+    "course/probe.py": ("model rows", "torch"),
     "course/kit/": ("kv_cache", ""),
     "course/make.py": ("cli", "course"),
     "course/grade.py": ("cli files words", "course"),
@@ -157,7 +156,7 @@ MAY_IMPORT = {
     "scripts/gpu_report.py": ("bench cli console costs files", "torch"),
     "scripts/record_llama_cpp_ids.py": ("cli console demo", "llama_cpp"),
     "scripts/compare_quantized.py": ("api cli console costs files model progress streaming tokenizer", "torch"),
-    "scripts/compare_outputs.py": ("api bench cli console files model", "torch"),
+    "scripts/compare_outputs.py": ("api bench chat cli console files model", "torch"),
     "scripts/make_animation.py": ("cli files", "selenium PIL"),
     "scripts/compare_ranks.py": ("args bench cli console parallel", "torch"),
 }

@@ -110,7 +110,7 @@ def oracle(model: Transformer, ids: Tensor | Sequence[int], rotations: np.ndarra
 
 def rotations_of(model: Transformer) -> np.ndarray:
     """Return by what the model turns each pair at each position, (max_seq_len, head_dim / 2) complex."""
-    cos, sin = model.rope.at(0, model.args.max_seq_len, CPU)  # (1, max_seq_len, 1, head_dim)
+    cos, sin = model.rope.at([0], model.args.max_seq_len, CPU)  # (1, max_seq_len, 1, head_dim)
     return torch.complex(cos.double(), sin.double())[0, :, 0, 1::2].numpy()
 
 

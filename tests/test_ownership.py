@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from llama.model import Transformer
 from llama.perplexity import expected
-from llama.rows import Rows
 
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [20, 3], [5] * 6]
 LENGTH = 12
@@ -222,20 +221,6 @@ def test_uncached_calls_run_beside_each_other(model: Transformer) -> None:
     found = in_threads(*(lambda some=some: model(some) for some in tokens * 4))  # type: ignore[misc]
     assert all(isinstance(one, Tensor) for one in found)
     assert all(torch.equal(one, other) for one, other in zip(found, expected * 4, strict=True))
-
-
-def test_an_uncached_call_reads_nothing_that_one_beside_it_writes(model: Transformer) -> None:
-    class Foreign(Rows):
-        def real(self, rows: int, seqlen: int) -> list[int]:
-            raise AssertionError("these may be another call's")
-
-    model.kv_caching = False
-    tokens = some_tokens(2, 9)
-    expected = model(tokens, lengths=[4, 9])
-    model.batch_rows = Foreign()
-    for cache in model.caches:
-        cache.batch_rows = model.batch_rows
-    assert torch.equal(model(tokens, lengths=[4, 9]), expected)
 
 
 def test_a_stream_may_go_on_in_another_thread(model: Transformer) -> None:

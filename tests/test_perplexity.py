@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from llama.perplexity import (
     windows,
     with_cache_kind,
 )
+from llama.rows import Rows
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the other dog looks on. " * 2
 
@@ -36,15 +36,15 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the other dog looks on.
 class HalfRounded(StaticCache, kind="half_rounded"):
     """Keeps values in steps of a half."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        return super().update(start_pos, xk, (xv * 2).round() / 2)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        return super().update(rows, xk, (xv * 2).round() / 2)
 
 
 class OldHalfRounded(StaticCache, kind="old_half_rounded"):
     """Keeps values in steps of a half once they are not among those that are being fed: what is read tells how."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         rounded = (values * 2).round() / 2
         rounded[:, -xv.shape[1] :] = xv
         return keys, rounded

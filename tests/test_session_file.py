@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from native import cpu_flags
 from oracles import bits, tiny_args, tiny_model
 from torch import Tensor
+from writes import write
 
 from llama.digest import Digest
 from llama.kv_cache import KVCache, PagedCache, cache_kind
@@ -192,7 +193,7 @@ def test_the_caller_may_be_in_inference_mode_or_not(tmp_path: Path) -> None:
         loaded.append(" more")
         with torch.no_grad():
             for cache, start in zip(model.caches, (0, 0), strict=True):
-                cache.update(start, torch.randn(1, 1, 2, 32), torch.randn(1, 1, 2, 32))
+                write(cache, start, torch.randn(1, 1, 2, 32), torch.randn(1, 1, 2, 32))
 
 
 @pytest.mark.parametrize("kv_cache", ["poisoned", "poisoned_concat", "paged", "int8", "int4", "window:20+3"])

@@ -2,7 +2,6 @@ import torch
 
 from llama.kv_cache import KVCache
 from llama.kv_cache.contract import query_positions
-from llama.limits import check_room, row_starts
 
 
 class HeavyHitters(KVCache, kind="h2o"):
@@ -27,14 +26,14 @@ class HeavyHitters(KVCache, kind="h2o"):
     def predicted_bytes(self, *, rows, length, itemsize):
         return rows * min(length, self.budget) * (self.position_bytes(itemsize) + 4 + 4)
 
-    def update(self, start_pos, xk, xv):
-        check_room(len(xk), max(self.check(start_pos, xk, xv)), self.args)
-        starts, real = row_starts(start_pos, len(xk)), self.batch_rows.real(*xk.shape[:2])
-        first, real = torch.tensor([starts, real], device=xk.device)[..., None].int()  # (bsz, 1) each
+    def update(self, rows, xk, xv):
+        self.check(rows, xk, xv)
+        self.args.check_room(len(xk), rows.end)
+        first, real = torch.tensor([rows.starts, rows.kept], device=xk.device)[..., None].int()  # (bsz, 1) each
         steps = torch.arange(xk.shape[1], device=xk.device).int()
         new = torch.where(steps < real, first + steps, -1)  # (bsz, seqlen); what pads a row is nowhere
         drawn = torch.zeros(new.shape, device=xk.device)
-        if any(starts):  # else a text begins, and nothing is held
+        if any(rows.starts):  # else a text begins, and nothing is held
             old = self.positions[: len(xk)]
             new = torch.cat((old.masked_fill(old >= first, -1), new), dim=1)
             drawn = torch.cat((self.mass[: len(xk)], drawn), dim=1)
@@ -56,8 +55,8 @@ class HeavyHitters(KVCache, kind="h2o"):
     def key_positions(self):
         return self.positions
 
-    def visible(self, start_pos, seqlen):
-        keys, queries = self.positions[:, None], query_positions(start_pos, seqlen, self.positions.device)
+    def visible(self, rows, xq):
+        keys, queries = self.positions[:, None], query_positions(rows, self.positions.device)
         return (keys >= 0) & (keys <= queries)
 
     def rewind(self, position):

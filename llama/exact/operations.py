@@ -9,7 +9,7 @@ know a model. On CUDA, `triton_kernels` does the same.
 Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from llama.exact.probe import SIDE, exact_product, is_its_slices, round_up
 from llama.ops import Ops, rms_norm, softmax_attention
 from llama.ranks import Ranks
+from llama.rows import Rows
 from llama.self_comparison import cuts
 
 QUERIES, KEYS = 16, 64  # in a tile of attention
@@ -77,19 +78,18 @@ def exact_attend(
     xq: Tensor,
     keys: Tensor,
     values: Tensor,
-    start_pos: int | Sequence[int],
+    rows: Rows,
     visible: Tensor | None = None,
 ) -> Tensor:
     """Do what `llama.ops.attend` does, each query in the same place of the same tile wherever it is fed."""
     if visible is not None:
         raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
     _compare_attention(xq, keys)
-    if isinstance(start_pos, int):
-        return _attend_in_step(xq, keys, values, start_pos)
-    rows = [slice(row, row + 1) for row in range(len(start_pos))]
-    return torch.cat(
-        [_attend_in_step(xq[row], keys[row], values[row], pos) for row, pos in zip(rows, start_pos, strict=True)]
-    )
+    if rows.start is not None:
+        return _attend_in_step(xq, keys, values, rows.start)
+    each = [slice(row, row + 1) for row in range(len(rows.starts))]
+    parts = zip(each, rows.starts, strict=True)
+    return torch.cat([_attend_in_step(xq[row], keys[row], values[row], start) for row, start in parts])
 
 
 def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int) -> Tensor:

@@ -16,12 +16,12 @@ pass: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (a kernel's parameters are Triton's, and Triton is not typed)
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from llama.rows import Rows
 
 # A product's tile, and how much of the sum it takes in a step. Triton multiplies nothing narrower than 16.
 ROWS = tl.constexpr(16)
@@ -74,26 +74,26 @@ def attend(
     xq: Tensor,
     keys: Tensor,
     values: Tensor,
-    start_pos: int | Sequence[int],
+    rows: Rows,
     visible: Tensor | None = None,
 ) -> Tensor:
     """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
 
-    xq is (bsz, seqlen, n_heads, head_dim), and its query i stands at start_pos + i, which may be one per row. keys and
-    values are (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. What lies past start_pos + seqlen is never
-    read. Raises ValueError on keys that stand elsewhere.
+    xq is (bsz, seqlen, n_heads, head_dim), and query i of a row stands at the row's start + i. keys and values are
+    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. What lies past a row's last query is never read. Raises
+    ValueError on keys that stand elsewhere.
     """
     if visible is not None:
         raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
     _check(xq=xq, keys=keys, values=values)
     bsz, seqlen, n_heads, head_dim = xq.shape
     kv_len, n_kv_heads = keys.shape[1:3]
-    starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
+    starts = rows.starts
     if keys.shape != values.shape or keys.shape != (bsz, kv_len, n_kv_heads, head_dim) or n_heads % n_kv_heads:
         shapes = f"xq {tuple(xq.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
         raise ValueError(f"rows, head_dim, or heads that are to share keys do not agree: {shapes}")
     if len(starts) != bsz or not all(0 <= start <= kv_len - seqlen for start in starts):
-        raise ValueError(f"start_pos={start_pos} must be one per row (of {bsz}), from 0 to {kv_len} keys - {seqlen}")
+        raise ValueError(f"start_pos={list(starts)} must be one per row (of {bsz}), from 0 to {kv_len} keys - {seqlen}")
     keys, values = (kept if kept.stride(-1) == 1 else kept.contiguous() for kept in (keys, values))
     steps = (*keys.stride()[:3], *values.stride()[:3])
     sizes = (n_heads, n_heads // n_kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), head_dim**-0.5)

@@ -27,6 +27,7 @@ from llama.model import Transformer, TransformerBlock
 from llama.ops import attend, last_real, without_cudnn
 from llama.quantize import quantized_weights
 from llama.rope import apply_rotary_emb
+from llama.rows import Rows
 from llama.sampling import Sampler, Settings, choose_ahead, must_sort
 
 logger = logging.getLogger(__name__)
@@ -141,10 +142,9 @@ class GraphRunner:
         self,
         model: Transformer,
         tokens: Tensor,
-        start_pos: int | Sequence[int],
+        rows: Rows,
         *,
         logits: Literal["all", "last"],
-        lengths: Sequence[int] | None,
     ) -> Tensor | None:
         """Lend a generation's caches the buffers that graphs know, and run its prompt; leave others to the modules."""
         if self._retired or model.first_attention.cache.nbytes:
@@ -159,7 +159,7 @@ class GraphRunner:
             if not (self.takes_prompts and logits == "last" and model.generating and torch.is_inference_mode_enabled()):
                 return None
             self._described.of(model)
-            scores = self.prompt(model, tokens, lengths, cache)
+            scores = self.prompt(model, tokens, rows.lengths, cache)
             self.forwards += 1
             return scores
         except Unsupported as why:  # said by `run_ahead`, where there is one
@@ -337,7 +337,7 @@ class GraphRunner:
         self,
         model: Transformer,
         tokens: Tensor,
-        lengths: Sequence[int] | None,
+        lengths: Sequence[int],
         cache: Sequence[tuple[Tensor, Tensor]] | None,
     ) -> Tensor:
         """Feed prompts, (bsz, seqlen), to an empty cache, or none; return the logits behind each, (bsz, 1, vocab).
@@ -352,7 +352,7 @@ class GraphRunner:
                 h, *made = self.layer(block, h, freqs_cis)
                 for buffer, fed in zip(cache[layer], made, strict=True) if cache is not None else ():
                     buffer[:bsz, : fed.shape[1]] = fed
-        scores: Tensor = model.output(model.norm(last_real(h, lengths or [seqlen] * bsz)))
+        scores: Tensor = model.output(model.norm(last_real(h, lengths)))
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     # ---- buffers ----------------------------------------------------------------------------------------------------
@@ -510,7 +510,9 @@ def run_layer(block: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, Tenso
     products = (attention.wq(normed), attention.wk(normed), attention.wv(normed))
     xq, xk, xv = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)
     xq, xk = apply_rotary_emb(xq, xk, freqs_cis)
-    h = h + attention.wo(attend(xq, xk, xv, 0).flatten(-2))
+    bsz, seqlen = h.shape[:2]
+    rows = Rows((0,) * bsz, seqlen, (seqlen,) * bsz, (True,) * bsz)
+    h = h + attention.wo(attend(xq, xk, xv, rows).flatten(-2))
     return h + block.feed_forward(block.ffn_norm(h)), xk, xv
 
 

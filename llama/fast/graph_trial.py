@@ -89,12 +89,12 @@ def try_prompts(model: Transformer, layer: RunLayer) -> float:
     runner = GraphRunner(layer=layer)
     for rows, length in (*_shapes(model, None), (1, PROMPT)):
         with _filled(model, runner, rows, min(length, model.args.max_seq_len)) as (buffers, ids, expected):
-            runner.prompt(model, ids, None, buffers.cache)
+            runner.prompt(model, ids, [ids.shape[1]] * rows, buffers.cache)
             behind = model(ids[:, -1:], ids.shape[1] - 1, logits="last")[:, 0]  # over the cache that it left
             _compare(model, behind, expected, "logits behind a prompt")
-            ours = runner.prompt(model, ids, None, buffers.cache)[:, 0]
+            ours = runner.prompt(model, ids, [ids.shape[1]] * rows, buffers.cache)[:, 0]
             _compare(model, ours, expected, "a prompt's logits")
-            seconds = _timed(model, partial(runner.prompt, model, ids, None, buffers.cache))
+            seconds = _timed(model, partial(runner.prompt, model, ids, [ids.shape[1]] * rows, buffers.cache))
     return seconds
 
 

@@ -5,7 +5,7 @@ everything is looked at, as it is for any other call. Where nobody did, what was
 for a stretch of steps. Knows the loop's batch; of the runner, what `StepRunner` names.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -15,8 +15,8 @@ from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import must_look
 from llama.fast.native_caches import Call, ends_noted, steps_left
 from llama.fast.native_call import Chooser, Frame
-from llama.limits import check_fed
 from llama.model import Transformer
+from llama.rows import Rows
 
 
 class StepRunner(Protocol):
@@ -39,7 +39,7 @@ class Ahead:
         self._frame: Frame | None = None
         self._left = 0  # steps
         self._live = 0  # rows that grow
-        self._kept: list[int] = []  # how many tokens of each row the caches keep
+        self._kept: Sequence[int] = ()  # how many tokens of each row the caches keep
         self._ends: list[list[int]] = []  # where the caches note how far each row was written
 
     def steps(self) -> Iterator[Chosen]:
@@ -75,17 +75,16 @@ class Ahead:
 
     def _begin_stretch(self) -> Frame | None:
         """Look at the model where other code may have run, take room for a step, and return what computes it."""
-        model, starts, rows = self._model, self._starts, len(self._starts)
+        model, starts, bsz = self._model, self._starts, len(self._starts)
         tokens = torch.tensor(self._newest, dtype=torch.int64, device="cpu")[:, None]
-        model.batch_rows.lengths = lengths = [1] * rows
+        rows = Rows.at(starts, [1] * bsz, active=[row in self._batch.live for row in range(bsz)])
         look = must_look(model)
         if look:
             if not self._runner.may_run_ahead(model):
                 return None
-            cache = model.first_attention.cache
-            check_fed(tokens, starts, "last", lengths, model.args, kv_caching=True, cache=cache)
-        self._live, self._kept = len(self._batch.live), model.batch_rows.real(rows, 1)
-        call = Call(starts, lengths, self._kept, range(rows), width=1, all=False, look=look)
+            model.check_rows(rows, "last")
+        self._live, self._kept = len(self._batch.live), rows.kept
+        call = Call(starts, rows.lengths, rows.kept, range(bsz), width=1, all=False, look=look)
         frame = self._runner.frame(model, tokens, call)
         if frame is None or frame.cache is None or not frame.closed:
             return None

@@ -20,7 +20,6 @@ from llama.kv_cache import KVCache, PagedCache, StaticCache
 from llama.kv_cache.counting import CountingCache
 from llama.kv_cache.paged import BLOCK
 from llama.kv_cache.quantized import GROUP, Int4Cache, Int8Cache, QuantizedCache
-from llama.limits import check_room
 
 # What `native/forward.cpp` calls them.
 KINDS: dict[type[KVCache] | None, int] = {None: 0, StaticCache: 1, Int8Cache: 2, Int4Cache: 3, PagedCache: 4}
@@ -140,7 +139,7 @@ class NativeCaches:
             raise Unsupported("the layers' caches were written up to different positions")
         first._refuse_what_is_gone(call.starts, call.kept)
         length = max(call.starts) + call.width
-        check_room(call.rows, length, first.args)
+        first.args.check_room(call.rows, length)
         groups = -(-length // GROUP)
         if not (self._holds(described, look=call.look) and _has_groups(first, call.rows, groups)):
             like = _like(described)
@@ -159,7 +158,7 @@ class NativeCaches:
             raise Unsupported("every row has ended")
         if self._holds(described, look=call.look) and self._tables.serve(caches, call):
             return self._slots
-        check_room(call.rows, max(call.starts) + call.width, caches[0].args)
+        caches[0].args.check_room(call.rows, max(call.starts) + call.width)
         like = _like(described)
         for cache in caches:
             cache._take(call.starts, call.kept, like=like)

@@ -19,7 +19,7 @@ from llama.kv_cache import Int4Cache, Int8Cache, KVCache, PagedCache, StaticCach
 from llama.model import Attention, RMSNorm, Transformer, TransformerBlock
 from llama.packed import Format, MappedWeight, QuantizedWeight, part_sizes
 from llama.quantize import PackedEmbedding, PackedLinear, quantized_weights
-from llama.rows import Rows
+from llama.rope import RopeTable
 
 CACHES = (StaticCache, Int8Cache, Int4Cache, PagedCache)  # the kinds that native code reads where they lie
 # The bits, span and whether there are zeros of packed weights that it reads.
@@ -60,7 +60,7 @@ def describe(model: Transformer) -> NativeModel:
     dtype = model.norm.weight.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise Unsupported(f"there is native code for float32 and bfloat16, not for {dtype}")
-    _check_caches([block.attention.cache for block in model.blocks], model.batch_rows)
+    _check_caches([block.attention.cache for block in model.blocks], model.rope)
     sizes = _sizes(model)
     sizes.norm = check_tensor(model.norm.weight, (sizes.dim,), dtype)
     sizes.embedding = _matrix(model.tok_embeddings.weight, model.tok_embeddings.weight.shape[0], sizes.dim, sizes)
@@ -78,14 +78,14 @@ def describe(model: Transformer) -> NativeModel:
     )
 
 
-def _check_caches(caches: Sequence[KVCache], rows: Rows) -> None:
-    """Raise Unsupported where a cache of this model is none that native code serves; `rows` are those of the model."""
+def _check_caches(caches: Sequence[KVCache], rope: RopeTable) -> None:
+    """Raise Unsupported where a cache of this model is none that native code serves; `rope`: the model's angles."""
     kinds = {type(cache) for cache in caches}
     if len(kinds) > 1:
         raise Unsupported("the layers' caches are of different kinds")
     for cache in caches:
-        if cache.batch_rows is not rows:
-            raise Unsupported("a layer's cache is not told of the model's rows")
+        if cache.rope is not rope:
+            raise Unsupported("a layer's cache has other angles than the model")
 
 
 def check_tensor(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:

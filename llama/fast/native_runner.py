@@ -1,7 +1,7 @@
 """The fast step of a CPU: a whole forward, prompts too, as one native function over the model's weights and cache."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from ctypes import addressof, c_int64
 from dataclasses import replace
 from operator import add
@@ -21,6 +21,7 @@ from llama.fast.native_description import NativeModel, check_tensor, describe
 from llama.fast.native_library import NativeForward
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
 from llama.model import Transformer
+from llama.rows import Rows
 from llama.sampling import Sampling
 
 logger = logging.getLogger(__name__)
@@ -52,22 +53,17 @@ class NativeRunner:
         self,
         model: Transformer,
         tokens: Tensor,
-        start_pos: int | Sequence[int],
+        rows: Rows,
         *,
         logits: Literal["all", "last"],
-        lengths: Sequence[int] | None,
     ) -> Tensor | None:
         """Return what `model(...)` returns, or None where the plain path has to do it, which is said once.
 
         Raises ValueError where it would return None, and is `exact`.
         """
-        bsz, seqlen = tokens.shape
-        # Calls without a cache may run beside each other, and then the rows are perhaps those of another.
-        kept = model.batch_rows.real(bsz, seqlen) if model.kv_caching else [seqlen] * bsz
-        starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
-        if logits == "all" or lengths is None:
-            lengths = [seqlen] * bsz
-        call = Call(starts, lengths, kept, range(bsz), width=seqlen, all=logits == "all", look=must_look(model))
+        bsz, width, whole = len(rows.starts), rows.width, logits == "all"
+        lengths = (width,) * bsz if whole else rows.lengths
+        call = Call(rows.starts, lengths, rows.kept, range(bsz), width=width, all=whole, look=must_look(model))
         frame = self.frame(model, tokens, call)
         if frame is None:
             return None

@@ -7,7 +7,7 @@ Shapes: xk and xv are (bsz, seqlen, n_kv_heads, head_dim).
 To add a kind, subclass KVCache in a file of your own and choose it by name (docs/kv_cache_kinds.md):
 
     class Mine(KVCache, kind="mine"):
-        def update(self, start_pos, xk, xv): ...
+        def update(self, rows, xk, xv): ...
 
     model = Transformer(ModelArgs(..., kv_cache="mine"))        # or "mine.py:mine", or "mine:PARAMS"
 """
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.kv_cache.names import cache_kind, read_kind
-from llama.limits import row_starts
 from llama.rope import RopeTable, rotate
 from llama.rows import Rows
 
@@ -61,7 +60,7 @@ class KVCache(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
-        self.batch_rows = Rows()  # of a model's caches all have one, which is told what is fed
+        self.rope: RopeTable | None = None  # the model's angles, for kinds that rotate keys; None: there is no model
         self.reserved = (0, 0)
         self.configure(read_kind(args.kv_cache).params)
         # Buffers follow the module's .to(); persistent=False keeps them out of checkpoints.
@@ -89,11 +88,11 @@ class KVCache(nn.Module):
 
     # ---- what attention asks -----------------------------------------------------------------------------------------
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        """Store xk and xv from `start_pos` on and return all keys and values up to the furthest of them.
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        """Store xk and xv of the rows, and return all keys and values up to the furthest of them.
 
-        `start_pos` is an int where all rows stand at the same position, else one per row. What is returned has shape
-        (bsz, kv_len, n_kv_heads, head_dim); past a row's own end it is undefined and must not be read. Raises
+        xk and xv are (bsz, seqlen, n_kv_heads, head_dim), and stand at each row's start and behind it. What is returned
+        is (bsz, kv_len, n_kv_heads, head_dim); past a row's own end it is undefined and must not be read. Raises
         ValueError, with nothing written, on what `check` refuses.
         """
         raise NotImplementedError
@@ -105,26 +104,30 @@ class KVCache(nn.Module):
         """
         return None
 
-    def visible(self, start_pos: int | Sequence[int], seqlen: int) -> Tensor | None:
+    def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
         """Return which keys of the last update each query may see, (seqlen, kv_len) or (bsz, seqlen, kv_len) of bool.
 
-        Query i stands at start_pos + i. None: all keys at or before it, which stand at 0 .. kv_len - 1. A kind that
-        drops keys says here from which position on a query of a chunk may look; what may be seen must be finite.
+        xq is (bsz, seqlen, n_heads, head_dim); query i of a row stands at the row's start + i. None: all keys at or
+        before it, which stand at 0 .. kv_len - 1. A kind that drops keys says here from which position on a query of a
+        chunk may look; what may be seen must be finite.
         """
         positions = self.key_positions()
         if positions is None:
             return None
-        return positions[..., None, :] <= query_positions(start_pos, seqlen, positions.device)
+        return positions[..., None, :] <= query_positions(rows, positions.device)
 
-    def rope_positions(self, start_pos: int | Sequence[int]) -> int | Sequence[int]:
-        """Return by which positions RoPE rotates the queries: their own, or, where `unrotated`, those of the kind."""
-        return start_pos
+    def rope_starts(self, rows: Rows) -> Sequence[int]:
+        """Return the positions by which RoPE rotates each row's first query, the others follow.
+
+        They are the rows' own starts, or, for a kind that is `unrotated`, those that it counts itself.
+        """
+        return rows.starts
 
     def weigh(self, mass: Tensor) -> None:
         """Take the attention that every key of the last update drew, (bsz, n_kv_heads, kv_len), where `weighs`.
 
         Summed over the queries of the call and over the heads that share the key. Each query gives each head 1. Those
-        that pad a row, and all of a row that has ended, give nothing: the real ones are as `batch_rows.real` says.
+        that pad a row, and all of a row that has ended, give nothing: `rows.kept` says how many of a row count.
         """
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -179,7 +182,7 @@ class KVCache(nn.Module):
 
     def copy(self) -> "KVCache":
         """Return a cache of the same kind that holds the same: in memory of its own, or shared until one is written."""
-        return deepcopy(self, {id(shared): shared for shared in (self.args, self.batch_rows)})
+        return deepcopy(self, {id(shared): shared for shared in (self.args, self.rope)})
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return what is held as tensors by name, from which `restore` goes on; they may be the buffers themselves.
@@ -202,16 +205,15 @@ class KVCache(nn.Module):
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
-    def check(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> list[int]:
-        """Return each row's end, `start_pos + seqlen`; raise ValueError for a write that must not happen.
+    def check(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
+        """Raise ValueError for a write that must not happen.
 
-        Limits are checked where memory is taken, see `check_room`: a model has checked them before it asks a cache.
+        Limits are checked where memory is taken, by `args.check_room`: a model has checked them before it asks a cache.
         """
-        wanted = (self.args.n_kv_heads, self.args.head_dim)
-        if xk.shape != xv.shape or xk.ndim != 4 or xk.shape[2:] != wanted or 0 in xk.shape:
+        wanted = (len(rows.starts), rows.width, self.args.n_kv_heads, self.args.head_dim)
+        if xk.shape != wanted or xv.shape != wanted:
             raise ValueError(
-                f"the KV cache takes keys and values of shape (bsz, seqlen, {wanted[0]}, {wanted[1]}), "
-                f"not {tuple(xk.shape)} and {tuple(xv.shape)}"
+                f"the KV cache takes keys and values of shape {wanted}, not {tuple(xk.shape)} and {tuple(xv.shape)}"
             )
         held = xk if self.keys is None else self.keys
         for new in (xk, xv):
@@ -225,15 +227,13 @@ class KVCache(nn.Module):
                 "gradients cannot flow through the KV cache: set kv_caching=False to train, "
                 "or run the model under torch.inference_mode()"
             )
-        bsz, seqlen = xk.shape[:2]
-        return [start + seqlen for start in row_starts(start_pos, bsz)]
 
     def rotated(self, keys: Tensor, places: Tensor, furthest: int) -> Tensor:
         """Return keys, (bsz, kv_len, n_kv_heads, head_dim), as RoPE rotates them by `places`, (..., kv_len).
 
         For kinds that are `unrotated`; `furthest` is not below any place.
         """
-        rope = self.batch_rows.rope or RopeTable.of(self.args)
+        rope = self.rope or RopeTable.of(self.args)
         cos, sin = rope.up_to(furthest + 1, keys.device)
         if keys.dtype not in (torch.float32, torch.float64):
             return rotate(keys, (cos[places], sin[places]))
@@ -261,26 +261,26 @@ class KVCache(nn.Module):
         with torch.inference_mode(False):  # or the buffer could not be written outside inference mode
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    def _write(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> None:
+    def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
         """Copy xk and xv into the buffers, which must have the room."""
         assert self.keys is not None
         assert self.values is not None
-        bsz, seqlen = xk.shape[:2]
-        if isinstance(start_pos, int):
-            self.keys[:bsz, start_pos : start_pos + seqlen] = xk
-            self.values[:bsz, start_pos : start_pos + seqlen] = xv
+        bsz = len(rows.starts)
+        if rows.start is not None:
+            self.keys[:bsz, rows.start : rows.end] = xk
+            self.values[:bsz, rows.start : rows.end] = xv
             return
-        rows = torch.arange(bsz, device=xk.device)[:, None]
-        starts = torch.tensor(start_pos, device="cpu").to(xk.device, non_blocking=True)
-        positions = starts[:, None] + torch.arange(seqlen, device=xk.device)
-        self.keys[rows, positions] = xk
-        self.values[rows, positions] = xv
+        each = torch.arange(bsz, device=xk.device)[:, None]
+        starts = torch.tensor(rows.starts, device="cpu").to(xk.device, non_blocking=True)
+        positions = starts[:, None] + torch.arange(rows.width, device=xk.device)
+        self.keys[each, positions] = xk
+        self.values[each, positions] = xv
 
 
-def query_positions(start_pos: int | Sequence[int], seqlen: int, device: torch.device) -> Tensor:
-    """Return where the queries of a call stand, (seqlen, 1), or (bsz, seqlen, 1) where rows stand apart."""
-    starts = torch.tensor(start_pos, device="cpu").to(device, non_blocking=True)
-    return starts[..., None, None] + torch.arange(seqlen, device=device)[:, None]
+def query_positions(rows: Rows, device: torch.device) -> Tensor:
+    """Return where the queries of a call stand, (seqlen, 1), or (bsz, seqlen, 1) if rows start apart."""
+    starts = torch.tensor(rows.starts if rows.start is None else rows.start, device="cpu").to(device, non_blocking=True)
+    return starts[..., None, None] + torch.arange(rows.width, device=device)[:, None]
 
 
 def check_state(state: Mapping[str, Tensor], sizes: Mapping[str, tuple[Sequence[int], torch.dtype | None]]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache.contract import KVCache
-from llama.limits import check_room, row_starts
+from llama.rows import Rows
 
 BLOCK = 16  # positions
 
@@ -152,22 +152,20 @@ class PagedCache(KVCache, kind="paged"):
         for pool, held in (("keys", keys), ("values", values)):
             self.get_buffer(pool).flatten(0, 1)[slots] = held.flatten(0, 1)
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        ends = self.check(start_pos, xk, xv)
-        bsz, seqlen = xk.shape[:2]
-        starts = row_starts(start_pos, bsz)
-        check_room(bsz, max(ends), self.args)
-        real = self.batch_rows.real(bsz, seqlen)
-        self._take(starts, real, like=xk)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(rows, xk, xv)
+        bsz, width = len(rows.starts), rows.width
+        self.args.check_room(bsz, rows.end)
+        self._take(rows.starts, rows.kept, like=xk)
         assert self.keys is not None
         assert self.values is not None
-        slots, kept = self._slots(starts, real, seqlen, xk.device)
+        slots, kept = self._slots(rows.starts, rows.kept, width, xk.device)
         for pool, new in ((self.keys, xk), (self.values, xv)):
             pool.flatten(0, 1)[slots] = new.flatten(0, 1)[kept]
-        keys, values = self._gathered(self.keys, max(ends), bsz), self._gathered(self.values, max(ends), bsz)
-        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
-            if count < seqlen:  # what is not kept is attended to under a mask, and so must be finite
-                keys[row, start : start + seqlen], values[row, start : start + seqlen] = xk[row], xv[row]
+        keys, values = self._gathered(self.keys, rows.end, bsz), self._gathered(self.values, rows.end, bsz)
+        for row, (start, count) in enumerate(zip(rows.starts, rows.kept, strict=True)):
+            if count < width:  # what is not kept is attended to under a mask, and so must be finite
+                keys[row, start : start + width], values[row, start : start + width] = xk[row], xv[row]
         return keys, values
 
     def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.kv_cache.contract import check_state
 from llama.kv_cache.counting import CountingCache
-from llama.limits import check_room, row_starts
+from llama.rows import Rows
 
 # docs/log.md shows what else was tried. Tokens that share a channel's scale of the keys, and numbers of a token that
 # share one of the values; and the dtype of scales and zeros.
@@ -67,19 +67,17 @@ class QuantizedCache(CountingCache):
         codes = self._buffers["key_codes"]
         return None if codes is None else codes.shape[1] * GROUP
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        ends = self.check(start_pos, xk, xv)
-        bsz, seqlen = xk.shape[:2]
-        starts = row_starts(start_pos, bsz)
-        real = self.batch_rows.real(bsz, seqlen)
-        self._refuse_what_is_gone(starts, real)
-        check_room(bsz, max(ends), self.args)
-        self._take(bsz, -(-max(ends) // GROUP), like=xk)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(rows, xk, xv)
+        starts, bsz = rows.starts, len(rows.starts)
+        self._refuse_what_is_gone(starts, rows.kept)
+        self.args.check_room(bsz, rows.end)
+        self._take(bsz, -(-rows.end // GROUP), like=xk)
         keys, values = self._whole("key", starts, xk), self._whole("value", starts, xv)
-        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+        for row, (start, count) in enumerate(zip(starts, rows.kept, strict=True)):
             self._keep("key", row, start, start + count, keys[row])
             self._keep("value", row, start, start + count, values[row])
-        self._note_ends(starts, real)
+        self._note_ends(starts, rows.kept)
         if self.unrotated:
             keys = self.rotated(keys, torch.arange(keys.shape[1], device=keys.device), keys.shape[1] - 1)
         return keys, values

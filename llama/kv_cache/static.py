@@ -1,11 +1,11 @@
 """The static cache: memory taken once, and written in place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from llama.kv_cache.contract import KVCache
-from llama.limits import check_room
+from llama.rows import Rows
 
 
 class StaticCache(KVCache, kind="static"):
@@ -17,15 +17,15 @@ class StaticCache(KVCache, kind="static"):
 
     preallocates = True
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        ends = self.check(start_pos, xk, xv)
-        bsz, end = len(ends), max(ends)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(rows, xk, xv)
+        bsz, end = len(rows.starts), rows.end
         if not self.fits(bsz, end):
-            check_room(bsz, end, self.args)
+            self.args.check_room(bsz, end)
             self._grow(bsz, end, like=xk)
         assert self.keys is not None
         assert self.values is not None
-        self._write(start_pos, xk, xv)
+        self._write(rows, xk, xv)
         return self.keys[:bsz, :end], self.values[:bsz, :end]
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:

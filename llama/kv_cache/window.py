@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache.counting import CountingCache
-from llama.limits import check_room, row_starts
+from llama.rows import Rows
 
 DEFAULT_SINKS = 4  # of which the paper finds that more help no further
 
@@ -62,26 +62,24 @@ class WindowCache(CountingCache, kind="window"):
     def slots(self) -> None:
         return None
 
-    def rope_positions(self, start_pos: int | Sequence[int]) -> int | Sequence[int]:
-        return min(start_pos, self.last) if isinstance(start_pos, int) else [min(pos, self.last) for pos in start_pos]
+    def rope_starts(self, rows: Rows) -> Sequence[int]:
+        return [min(start, self.last) for start in rows.starts]
 
     def key_positions(self) -> Tensor | None:
         return self._positions
 
-    def visible(self, start_pos: int | Sequence[int], seqlen: int) -> Tensor | None:
+    def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
         return self._seen
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        self.check(start_pos, xk, xv)
-        bsz, seqlen = xk.shape[:2]
-        starts = row_starts(start_pos, bsz)
-        real = self.batch_rows.real(bsz, seqlen)
-        self._refuse_what_is_gone(starts, real)
-        check_room(bsz, 0, self.args)
-        self._take(bsz, min(max(starts) + seqlen, self.window + self.sinks), like=xk)
-        whole = None if seqlen == 1 else self._chunk(starts, xk, xv)  # before what it looks at is written over
-        self._keep(starts, real, xk, xv)
-        self._note_ends(starts, real)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(rows, xk, xv)
+        starts, bsz = rows.starts, len(rows.starts)
+        self._refuse_what_is_gone(starts, rows.kept)
+        self.args.check_room(bsz, 0)
+        self._take(bsz, min(rows.end, self.window + self.sinks), like=xk)
+        whole = None if rows.width == 1 else self._chunk(starts, xk, xv)  # before what it looks at is written over
+        self._keep(starts, rows.kept, xk, xv)
+        self._note_ends(starts, rows.kept)
         return self._step(starts) if whole is None else whole
 
     def _refusal(self, start: int, end: int) -> str | None:

@@ -27,6 +27,7 @@ from llama.model import Attention, Transformer
 from llama.ops import attention_mass, check_attention
 from llama.quantize import weights_of
 from llama.request import Options, Step
+from llama.rows import Rows
 from llama.streaming import TextCodec, encode_prompt
 
 LIKELY = 5  # of the most likely next tokens
@@ -318,21 +319,19 @@ def _hooked_attention(attention: Attention, seen: list[_Seen]) -> Iterator[None]
     update = cache.update
     where: list[Tensor | None] = [None]
 
-    def updated(start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = update(start_pos, xk, xv)
+    def updated(rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = update(rows, xk, xv)
         where[:] = [cache.key_positions()]  # now: a kind may drop some when it has weighed them
         return keys, values
 
     @wraps(ops.attend)  # with its mark: a kind may ask for the weights
-    def attend(
-        xq: Tensor, keys: Tensor, values: Tensor, start_pos: int | Sequence[int], visible: Tensor | None
-    ) -> Tensor:
-        end = xq.shape[1] + (start_pos if isinstance(start_pos, int) else start_pos[0])
+    def attend(xq: Tensor, keys: Tensor, values: Tensor, rows: Rows, visible: Tensor | None) -> Tensor:
+        end = rows.starts[0] + rows.width
         seen[-1].end = end
         positions, weights = look(xq[:1, -1:], keys[:1], end, visible, where[0])
         seen[-1].positions.append(positions)
         seen[-1].attention.append(weights)
-        return ops.attend(xq, keys, values, start_pos, visible)
+        return ops.attend(xq, keys, values, rows, visible)
 
     try:
         vars(cache)["update"], attention.ops = updated, ops._replace(attend=attend)
@@ -358,7 +357,7 @@ def look(
     index = index[stand[index].argsort()]
     shared = keys[:, index].repeat_interleave(query.shape[2] // keys.shape[2], dim=2)  # one for each head
     everything = torch.ones(1, len(index), dtype=torch.bool, device=device)
-    weights = attention_mass(query, shared, 0, everything, [1])[0]  # (n_heads, len(index))
+    weights = attention_mass(query, shared, Rows.at([0], [1]), everything)[0]  # (n_heads, len(index))
     levels = (weights * LEVELS).round().to(torch.uint8).cpu()
     return tuple(stand[index].tolist()), bytes(levels.flatten().tolist())
 

@@ -218,10 +218,10 @@ class PromptEnd(KVCache, kind="prompt_end"):
     def predicted_bytes(self, *, rows, length, itemsize):
         return rows * min(length, 8) * self.position_bytes(itemsize)
 
-    def update(self, start_pos, xk, xv):
-        if start_pos > 0:
+    def update(self, rows, xk, xv):
+        if rows.start > 0:
             xk, xv = torch.cat((self.keys, xk), dim=1), torch.cat((self.values, xv), dim=1)
-        self.keys, self.values = (xk, xv) if start_pos > 0 else (xk[:, -8:], xv[:, -8:])
+        self.keys, self.values = (xk, xv) if rows.start > 0 else (xk[:, -8:], xv[:, -8:])
         return xk, xv
 """
 
@@ -378,8 +378,8 @@ def test_a_kind_of_ones_own_goes_through_the_command_from_its_file(
     file, out = tmp_path / "own_kind.py", tmp_path / "out"
     file.write_text(
         "from llama.kv_cache import ConcatCache\n\n\nclass Own(ConcatCache, kind='own_kind'):\n    lossless = False\n\n"
-        "    def update(self, start_pos, xk, xv):\n"
-        "        keys, values = super().update(start_pos, xk, xv)\n"
+        "    def update(self, rows, xk, xv):\n"
+        "        keys, values = super().update(rows, xk, xv)\n"
         "        return keys, (values * 4).round() / 4\n"
     )
     words = ["--kv_cache", f"{file}:own_kind", "--budget", "0", "--threads", "1", "--out", str(out)]

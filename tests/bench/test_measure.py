@@ -447,10 +447,10 @@ def test_a_cache_that_overflows_in_silence_is_found_out() -> None:
         def reserve(self, rows: int, length: int) -> None:
             super().reserve(rows, length - 4)
 
-        def update(self, start_pos: Any, xk: Any, xv: Any) -> Any:
-            if self.keys is not None and start_pos + xk.shape[1] > self.keys.shape[1]:
+        def update(self, rows: Any, xk: Any, xv: Any) -> Any:
+            if self.keys is not None and rows.end > self.keys.shape[1]:
                 return self.keys, self.values
-            return super().update(start_pos, xk, xv)
+            return super().update(rows, xk, xv)
 
     cell = CELL.but(kv_cache="dropping")
     assert faults_of(engine_for(cell), cell) == {"no overflow"}

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from llama.bench.run.needle import DEPTHS, Haystack, Try, finds, needles, recall
 from llama.bench.texts import read_text, text_path
 from llama.kv_cache import StaticCache
 from llama.perplexity import with_cache_kind
+from llama.rows import Rows
 
 PROSE = read_text()[:20_000].rpartition("\n\n")[0]
 HAY = Haystack(Bytes(), PROSE)
@@ -26,8 +26,8 @@ NEEDLE = re.compile(r" The magic number of (\w+) is (\d{4})\.")
 class NewestAlone(StaticCache, kind="newest_alone"):
     """Forgets what the newest 64 positions do not hold: its values are zeros."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         kept = values.clone()
         kept[:, : max(0, values.shape[1] - 64)] = 0
         return keys, kept

@@ -7,7 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from course.holes import HOLES, AnchorLost, cut
 from course.make import KIT, ROOT, make
 from course.make import main as make_main
 from llama import cli
+from llama.rows import Rows
 
 TRY = """
 import sys
@@ -104,6 +105,17 @@ def test_the_task_names_files_and_functions_that_exist(made: Path) -> None:
         assert f"def {name}(" in contract
     for hole in HOLES:
         assert hole.number is None or f"TODO {hole.number}, `{hole.file}`" in task
+
+
+def test_the_task_explains_every_field_of_rows(made: Path) -> None:
+    task = (made / "TASK.md").read_text()
+    explained = re.findall(r"^\| `rows\.(\w+)` \| (?:int|tuple)", task, flags=re.MULTILINE)
+    assert sorted(explained) == sorted(field.name for field in fields(Rows))
+    examples = re.findall(r"\| (\(\d, \d\)) \| (\w+) \| (\d) \| (\d) \| (\(\d, \d\)) \|", task)
+    assert len(examples) == 3
+    for starts, start, width, end, lengths in examples:
+        rows = Rows.at(ast.literal_eval(starts), ast.literal_eval(lengths))
+        assert [str(rows.start), str(rows.width), str(rows.end)] == [start, width, end]
 
 
 @pytest.mark.parametrize("hole", HOLES, ids=lambda hole: f"{hole.file}:{hole.function}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracles import tiny_args, tiny_model
 from torch import Tensor
+from writes import rows_of
 
 from llama.args import YarnScaling
 from llama.exact import (
@@ -197,7 +198,7 @@ def test_gradients_are_refused_in_words() -> None:
 def test_a_cache_with_places_of_its_own_is_refused() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="choose kv_cache=static or concat"):
-        exact_attend(x, x, x, 0, torch.zeros(1, dtype=torch.int64))
+        exact_attend(x, x, x, rows_of(0, x), torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
@@ -208,10 +209,10 @@ def test_the_switch_takes_true_and_false_only(value: Any) -> None:
 
 def test_what_lies_past_a_position_is_never_read() -> None:
     x, keys = torch.randn(2, 3, 4, 8), torch.randn(2, 20, 2, 8)
-    clean = exact_attend(x, keys, keys, 5)
+    clean = exact_attend(x, keys, keys, rows_of(5, x))
     poisoned = keys.clone()
     poisoned[:, 8:] = torch.nan
-    assert torch.equal(exact_attend(x, poisoned, poisoned, 5), clean)
+    assert torch.equal(exact_attend(x, poisoned, poisoned, rows_of(5, x)), clean)
 
 
 def test_exact_operations_equal_their_plain_twins_to_rounding() -> None:
@@ -236,7 +237,7 @@ def test_a_product_for_each_block_alone_serves_where_no_padding_does(
 def test_attention_keeps_its_bits_at_long_lengths(dtype: torch.dtype) -> None:
     stream = torch.Generator().manual_seed(2)
     xq, keys, values = (torch.randn(1, 1300, n, 24, generator=stream).to(dtype) for n in (4, 2, 2))
-    whole = exact_attend(xq, keys, values, 0)
+    whole = exact_attend(xq, keys, values, rows_of(0, xq))
     for start, end in [
         (0, 1),
         (15, 17),
@@ -248,7 +249,9 @@ def test_attention_keeps_its_bits_at_long_lengths(dtype: torch.dtype) -> None:
         (1023, 1025),
         (1299, 1300),
     ]:
-        assert torch.equal(exact_attend(xq[:, start:end], keys, values, start), whole[:, start:end]), (start, end)
+        assert torch.equal(
+            exact_attend(xq[:, start:end], keys, values, rows_of(start, xq[:, start:end])), whole[:, start:end]
+        ), (start, end)
 
 
 def test_what_it_costs_is_measured_and_leaves_the_model_as_it_was() -> None:

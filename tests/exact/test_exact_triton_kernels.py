@@ -12,10 +12,12 @@ import pytest
 import torch
 from interpreter import assert_claims_hold_interpreted, compiled, interpreted, made, triton, with_cuda
 from torch import Tensor
+from writes import rows_of
 
 from llama.exact import triton_kernels
 from llama.model import RMSNorm
 from llama.ops import attend, linear
+from llama.rows import Rows
 
 KERNELS = (triton_kernels._linear, triton_kernels._attend, triton_kernels._rms_norm)
 DTYPES = [torch.float32, torch.float64]  # the interpreter's bfloat16 is wrong
@@ -38,11 +40,17 @@ def assert_same_product(x: Tensor, weight: Tensor) -> None:
     assert ((product - expected).abs() <= bound).all()
 
 
+def attend_exactly(
+    xq: Tensor, keys: Tensor, values: Tensor, start_pos: int | list[int], visible: Tensor | None = None
+) -> Tensor:
+    return triton_kernels.attend(xq, keys, values, rows_of(start_pos, xq), visible)
+
+
 def assert_attends(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int | list[int]) -> None:
-    output = triton_kernels.attend(xq, keys, values, start_pos)
+    output = attend_exactly(xq, keys, values, start_pos)
     assert output.dtype == xq.dtype
     atol = FP64_TOLERANCE if output.dtype == torch.float64 else FP32_TOLERANCE
-    expected = attend(xq.double(), keys.double(), values.double(), start_pos)
+    expected = attend(xq.double(), keys.double(), values.double(), rows_of(start_pos, xq))
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
 
 
@@ -103,10 +111,10 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(slope: Tensor) -> None:
 def test_what_lies_past_a_rows_own_end_is_never_read(seqlen: int, start_pos: int | list[int]) -> None:
     """Not even multiplied by zero: zero times nan is nan."""
     xq, keys, values = made(2, seqlen, 2, 16), made(2, 70, 1, 16), made(2, 70, 1, 16)
-    expected = triton_kernels.attend(xq, keys, values, start_pos)
+    expected = attend_exactly(xq, keys, values, start_pos)
     for row, start in enumerate([start_pos] * 2 if isinstance(start_pos, int) else start_pos):
         keys[row, start + seqlen :] = values[row, start + seqlen :] = torch.nan
-    assert torch.equal(triton_kernels.attend(xq, keys, values, start_pos), expected)
+    assert torch.equal(attend_exactly(xq, keys, values, start_pos), expected)
     assert expected.isfinite().all()
 
 
@@ -153,13 +161,15 @@ def test_norms_are_rounded_before_the_weight_comes() -> None:
 @pytest.mark.parametrize(
     ("refused", "call"),
     [
-        ("whose keys stand at 0, 1, 2", lambda x: triton_kernels.attend(x, x, x, 0, torch.arange(3))),
-        (r"start_pos=\[0, 0\] must be one per row \(of 1\)", lambda x: triton_kernels.attend(x, x, x, [0, 0])),
-        ("start_pos=1 must be .* from 0 to 3 keys - 3", lambda x: triton_kernels.attend(x, x, x, 1)),
-        ("start_pos=-1 must be", lambda x: triton_kernels.attend(x, x, x, -1)),
-        (r"do not agree: .*keys \(1, 2, 2, 4\)", lambda x: triton_kernels.attend(x[:, :1], x[:, :2], x, 0)),
-        ("do not agree", lambda x: triton_kernels.attend(x, x[..., :3], x[..., :3], 0)),
-        ("do not agree", lambda x: triton_kernels.attend(x[:, :, :1], x, x, 0)),
+        ("whose keys stand at 0, 1, 2", lambda x: attend_exactly(x, x, x, 0, torch.arange(3))),
+        (
+            r"start_pos=\[0, 0\] must be one per row \(of 1\)",
+            lambda x: triton_kernels.attend(x, x, x, Rows.at([0, 0], [3, 3])),
+        ),
+        (r"start_pos=\[1\] must be .* from 0 to 3 keys - 3", lambda x: attend_exactly(x, x, x, 1)),
+        (r"do not agree: .*keys \(1, 2, 2, 4\)", lambda x: attend_exactly(x[:, :1], x[:, :2], x, 0)),
+        ("do not agree", lambda x: attend_exactly(x, x[..., :3], x[..., :3], 0)),
+        ("do not agree", lambda x: attend_exactly(x[:, :, :1], x, x, 0)),
         ("last sizes must agree", lambda x: triton_kernels.linear(x, x[0, :, 0, :3])),
         ("last sizes must agree", lambda x: triton_kernels.rms_norm(x, x[0, 0, 0, :3], 1e-5)),
         (
@@ -169,7 +179,7 @@ def test_norms_are_rounded_before_the_weight_comes() -> None:
         ("one device .* on cpu, .* on meta", lambda x: triton_kernels.linear(x, x[0, 0].to("meta"))),
         ("float32 or float64 .given x torch.int64", lambda x: triton_kernels.linear(x.long(), x[0, 0].long())),
         ("no gradient: run .*inference_mode", lambda x: triton_kernels.linear(x, x[0, 0].clone().requires_grad_())),
-        ("no gradient", lambda x: triton_kernels.attend(x, x, x.clone().requires_grad_(), 0)),
+        ("no gradient", lambda x: attend_exactly(x, x, x.clone().requires_grad_(), 0)),
     ],
 )
 def test_what_the_kernels_cannot_take_is_refused_in_words(refused: str, call: Callable[[Tensor], Tensor]) -> None:
@@ -250,20 +260,20 @@ def norms_keep_their_bits(**kind: Any) -> None:
 
 def attention_keeps_its_bits(**kind: Any) -> None:
     xq, xk, xv = (made(3, 140, heads, 20, **kind) for heads in (2, 1, 1))
-    whole = triton_kernels.attend(xq, xk, xv, 0)  # as without a cache
+    whole = attend_exactly(xq, xk, xv, 0)  # as without a cache
     keys, values = (torch.full((3, 200, 1, 20), torch.nan).to(xk) for _ in range(2))
     start = 0
     for end in (5, *range(6, 20), 50, *range(60, 68), 127, 128, 129, 140):  # through a cache, in pieces
         keys[:, start:end], values[:, start:end] = xk[:, start:end], xv[:, start:end]
-        assert torch.equal(triton_kernels.attend(xq[:, start:end], keys, values, start), whole[:, start:end])
+        assert torch.equal(attend_exactly(xq[:, start:end], keys, values, start), whole[:, start:end])
         start = end
     starts = [77, 0, 15]
     ragged = torch.stack([xq[row, pos : pos + 3] for row, pos in enumerate(starts)])
     expected = torch.stack([whole[row, pos : pos + 3] for row, pos in enumerate(starts)])
-    assert torch.equal(triton_kernels.attend(ragged, keys, values, starts), expected)
+    assert torch.equal(attend_exactly(ragged, keys, values, starts), expected)
     for row, pos in enumerate(starts):
         one = slice(row, row + 1)
-        assert torch.equal(triton_kernels.attend(ragged[one], keys[one], values[one], pos), expected[one])
+        assert torch.equal(attend_exactly(ragged[one], keys[one], values[one], pos), expected[one])
 
 
 CLAIMS = [products_keep_their_bits, norms_keep_their_bits, attention_keeps_its_bits]

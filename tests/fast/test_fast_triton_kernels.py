@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from interpreter import assert_claims_hold_interpreted, compiled, interpreted, made, triton, with_cuda
 from torch import Tensor
+from writes import rows_of
 
 from llama.args import ModelArgs
 from llama.fast import triton_kernels as fused
@@ -25,6 +26,7 @@ from llama.model import RMSNorm, Transformer
 from llama.ops import attend
 from llama.request import Options
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies
+from llama.rows import Rows
 
 EPS = 1e-5
 # Numbers of about 1, made of sums of up to 1100 products, which are off by some 30 roundings of 6e-8 where signs are
@@ -105,7 +107,7 @@ def attention_is_projected_and_added(
     q, h = made(rows, n_heads, head_dim, **kind), made(rows, dim, **kind)
     keys, values = (made(rows + 2, slots, n_kv_heads, head_dim, **kind) for _ in range(2))
     wo = matrix(dim, n_heads * head_dim, **kind)
-    attended = attend(q[:, None].double(), keys[:rows].double(), values[:rows].double(), at)
+    attended = attend(q[:, None].double(), keys[:rows].double(), values[:rows].double(), rows_of(at, q[:, None]))
     expected = h.double() + F.linear(attended.reshape(rows, -1), wo.double())
     for kept in (keys, values):
         kept[rows:] = torch.nan
@@ -216,7 +218,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(slope: Tensor) -> None:
     """No float holds exp(500). A later chunk of keys may raise the peak that is taken off, or not."""
     q, keys, values = made(1, 1, 16).abs(), made(1, 140, 1, 16).abs() * slope[:, None, None], made(1, 140, 1, 16)
     out = fused.attend_project(q, keys, values, torch.tensor([139]), torch.eye(16), torch.zeros(1, 16))
-    assert_close(out, attend(q[:, None].double(), keys.double(), values.double(), 139).view(1, 16))
+    assert_close(out, attend(q[:, None].double(), keys.double(), values.double(), Rows.at([139], [1])).view(1, 16))
 
 
 @interpreted

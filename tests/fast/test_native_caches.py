@@ -30,6 +30,7 @@ from native import (
 )
 from oracles import bits, some_tokens, tiny_args
 from torch import Tensor
+from writes import rows_of
 
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
@@ -62,14 +63,22 @@ def same_state(plain: Transformer, fast: Transformer) -> None:
 
 
 def check_step(
-    plain: Transformer, fast: Transformer, tokens: Tensor, start: int | list[int], kind: str = "fp32", **how: object
+    plain: Transformer,
+    fast: Transformer,
+    tokens: Tensor,
+    start: int | list[int],
+    kind: str = "fp32",
+    *,
+    lengths: list[int] | None = None,
+    live: list[int] | None = None,
+    **how: object,
 ) -> None:
     """Feed both from equal states, and compare the logits of the rows that are live."""
     same_state(plain, fast)
-    before = served(fast)
-    theirs, ours = plain(tokens, start, **how), fast(tokens, start, **how)
+    before, rows = served(fast), rows_of(start, tokens, lengths=lengths, live=live)
+    theirs, ours = plain(tokens, rows, **how), fast(tokens, rows, **how)
     assert served(fast) == before + 1
-    live = sorted(plain.batch_rows.live) if plain.batch_rows.live is not None else list(range(len(tokens)))
+    live = list(range(len(tokens))) if live is None else live
     theirs = theirs[live]  # what a row that has ended gets may come of memory that nobody wrote
     torch.testing.assert_close(ours[live], theirs, rtol=0, atol=tolerance(kind, theirs))
 
@@ -142,10 +151,8 @@ def test_ragged_rows_keep_their_own_tokens_only(kv_cache: str, kind: str) -> Non
 def test_rows_that_ended_are_not_kept(kv_cache: str) -> None:
     plain, fast = pair(kv_cache)
     check_step(plain, fast, TOKENS[:, :60], 0)
-    for model in (plain, fast):
-        model.batch_rows.live = {0, 2}
     for position in range(60, 70):
-        check_step(plain, fast, TOKENS[:, position : position + 1], position, logits="last")
+        check_step(plain, fast, TOKENS[:, position : position + 1], position, logits="last", live=[0, 2])
     check_held(plain, fast, [70, 60, 70])
 
 
@@ -478,10 +485,9 @@ def test_layers_that_hold_different_kinds_or_ends_stay_plain(caplog: pytest.LogC
     for model in (plain, fast):
         model(TOKENS[:, :40])
         model.caches[1]._ends[0] = 39  # type: ignore[attr-defined]
-        model.batch_rows.live = {1, 2}
-    before = served(fast)
+    before, tokens = served(fast), TOKENS[:, 40:41]
     with caplog.at_level(logging.WARNING, "llama"):
-        fast(TOKENS[:, 40:41], 40)
+        fast(tokens, rows_of(40, tokens, live=[1, 2]))
     assert served(fast) == before
     assert "different positions" in caplog.text
     mixed = model_of("fp32", replace(ARGS, kv_cache="int8"))

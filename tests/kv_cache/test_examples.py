@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from oracles import some_tokens, tiny_args, tiny_model
+from writes import write
 
 from llama.kv_cache import KVCache, cache_kind
+from llama.rows import Rows
 from llama.testing import CLAIMS, check_cache_kind
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -74,7 +76,7 @@ def test_beyond_the_last_n_only_even_positions_stay_and_every_query_sees_what_it
     tokens = some_tokens(2, 21)
     model(tokens[:, :20], 0)
     cache = model.caches[0]
-    seen = cache.visible(0, 20)
+    seen = cache.visible(Rows.at([0, 0], [20, 20]), torch.zeros(2, 20, 1, 1))
     assert seen is not None
     positions = [torch.arange(20)[row].tolist() for row in seen[0]]
     assert positions[3] == [0, 1, 2, 3]
@@ -93,7 +95,7 @@ def made_up(*, rows: int, length: int) -> torch.Tensor:
 def test_heavy_hitters_stay_and_the_others_go() -> None:
     cache = KVCache.of(tiny_model(kv_cache=example("h2o:6")).args)
     keys = made_up(rows=2, length=12)
-    cache.update(0, keys, keys)
+    write(cache, 0, keys, keys)
     mass = torch.full((2, 2, 12), 0.1)
     mass[0, :, 1], mass[0, 1, 4], mass[0, 0, 7] = 5.0, 3.0, 2.0  # row 0 looks at 1, 4 and 7, one head or both
     mass[1, :, [0, 2, 3]] = 1.0
@@ -102,7 +104,7 @@ def test_heavy_hitters_stay_and_the_others_go() -> None:
     assert torch.equal(cache.state()["keys"][0], keys[0, [1, 4, 7, 9, 10, 11]])
     # Mass adds up: what was heavy stays heavy when nobody looks, and what grows heavy takes the place of the lightest.
     new = made_up(rows=2, length=1)
-    returned, _ = cache.update(12, new, new)
+    returned, _ = write(cache, 12, new, new)
     assert returned.shape[1] == 7, "a query sees all that is held, and itself"
     drawn = torch.zeros(2, 2, 7)
     drawn[0, :, 3] = 9.0  # row 0 looks at position 9

@@ -1,6 +1,6 @@
 """Every kind of cache keeps the contract, and one that does not is caught; names, and what is asked of a kind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,13 @@ import pytest
 import torch
 from oracles import some_tokens, tiny_model
 from torch import Tensor
+from writes import rows_of
 
 from llama import testing
 from llama.args import ModelArgs
 from llama.kv_cache import ConcatCache, KVCache, StaticCache, cache_kind
 from llama.ops import PLAIN, attend, attention_mass, softmax_attention
+from llama.rows import Rows
 from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 
 OURS = ["static", "concat", "paged", "int8", "int4", "window", "window:20+3", "window:100+0", "paged:60"]
@@ -36,8 +38,8 @@ def test_every_kind_that_the_library_registers_is_tried() -> None:
 class Rounds(StaticCache, kind="rounds"):
     """Says that it is lossless, and is not."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        return super().update(start_pos, xk, (xv * 16).round() / 16)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        return super().update(rows, xk, (xv * 16).round() / 16)
 
 
 class Remembers(StaticCache, kind="remembers"):
@@ -46,8 +48,8 @@ class Remembers(StaticCache, kind="remembers"):
     lossless = False
     extra: Tensor | None = None
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         values = values if self.extra is None else values + self.extra
         self.extra = xv.mean() if self.extra is None else self.extra + xv.mean()
         return keys, values
@@ -58,8 +60,8 @@ class Crosstalk(StaticCache, kind="crosstalk"):
 
     lossless = False
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         return keys, values + xv.mean()
 
 
@@ -94,8 +96,8 @@ class Rewinds(KVCache.kinds["concat"], kind="rewinds"):  # type: ignore[misc]
 
     lossless = False
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         self.most = max(getattr(self, "most", 0), keys.shape[1])
         return keys, values * (2 if keys.shape[1] < self.most else 1)
 
@@ -117,8 +119,8 @@ class Counts(StaticCache, kind="counts beside its buffers"):
         super().free()
         self.calls = 0
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         self.calls += 1
         return keys, values * (2 if self.calls == 1 else 1)
 
@@ -134,9 +136,8 @@ class Believes(StaticCache, kind="believes every state"):
 class Takes(StaticCache, kind="takes anything"):
     """Refuses nothing."""
 
-    def check(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> list[int]:
-        starts = [start_pos] * len(xk) if isinstance(start_pos, int) else start_pos
-        return [max(start, 0) + xk.shape[1] for start in starts]
+    def check(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
+        pass
 
 
 BREAKS = {
@@ -300,11 +301,13 @@ def test_keys_of_a_ragged_batch_draw_what_they_draw_in_each_row_alone(starts: li
     model, begun, tokens = tiny_model(kv_cache="weighing"), some_tokens(3, 6), some_tokens(3, 5, seed=1)
     lengths = [2, 5, 1]
 
-    def told(rows: list[int], starts: list[int], width: int, lengths: list[int] | None) -> list[Tensor]:
+    def told(
+        rows: list[int], starts: list[int], width: int, lengths: list[int] | None, live: set[int] | None = None
+    ) -> list[Tensor]:
         model.free_cache()
         if any(starts):
             model(begun[rows], 0)
-        model(tokens[rows, :width], starts, lengths=lengths)
+        model(tokens[rows, :width], rows_of(starts, tokens[rows, :width], lengths=lengths, live=live))
         return [cache.told[-1] for cache in model.caches]  # type: ignore[union-attr]
 
     together = told([0, 1, 2], starts, 5, lengths)
@@ -312,8 +315,7 @@ def test_keys_of_a_ragged_batch_draw_what_they_draw_in_each_row_alone(starts: li
         for ours, alone in zip(together, told([row], [start], length, None), strict=True):
             torch.testing.assert_close(ours[row, :, : start + length], alone[0, :, : start + length])
             assert not ours[row, :, start + length :].any()
-    model.batch_rows.live = {1}
-    for ours, ended in zip(together, told([0, 1, 2], starts, 5, lengths), strict=True):
+    for ours, ended in zip(together, told([0, 1, 2], starts, 5, lengths, live={1}), strict=True):
         assert torch.equal(ours[1], ended[1])
         assert not ended[[0, 2]].any()
 
@@ -354,22 +356,23 @@ def test_attention_mass_is_that_of_the_softmax() -> None:
     visible = torch.rand(2, 3, 7) > 0.3
     visible[..., 0] = True
     for start, seen in ((4, None), ([4, 1], None), (4, visible), ([4, 1], visible), (4, visible[0])):
-        mass, padded = (attention_mass(xq, keys, start, seen, real) for real in ([3, 3], [3, 1]))
+        both = [rows_of(start, xq, lengths=real) for real in ([3, 3], [3, 1])]
+        mass, padded = (attention_mass(xq, keys, rows, seen) for rows in both)
         for key in range(7):
             values = torch.zeros_like(keys)
             values[:, key] = 1
-            shares = attend(xq, keys, values, start, seen)[..., 0].unflatten(2, (2, 2)).sum(3)  # (bsz, seqlen, 2)
+            shares = attend(xq, keys, values, both[0], seen)[..., 0].unflatten(2, (2, 2)).sum(3)  # (bsz, seqlen, 2)
             torch.testing.assert_close(mass[..., key], shares.sum(1))
             torch.testing.assert_close(padded[..., key], torch.stack((shares[0].sum(0), shares[1, 0])))
 
 
 def test_a_query_that_pads_a_row_may_see_nothing_or_what_is_no_number() -> None:
-    xq, keys = torch.randn(1, 2, 4, 8), torch.randn(1, 4, 2, 8)
-    alone = attention_mass(xq[:, :1], keys, 2, None, [1])
+    xq, keys, padded = torch.randn(1, 2, 4, 8), torch.randn(1, 4, 2, 8), Rows.at([2], [1], width=2)
+    alone = attention_mass(xq[:, :1], keys, Rows.at([2], [1]), None)
     nothing = torch.tensor([[True] * 3 + [False], [False] * 4])
-    torch.testing.assert_close(attention_mass(xq, keys, 2, nothing, [1]), alone)
+    torch.testing.assert_close(attention_mass(xq, keys, padded, nothing), alone)
     keys[:, 3] = torch.nan
-    torch.testing.assert_close(attention_mass(xq, keys, 2, None, [1]), alone)
+    torch.testing.assert_close(attention_mass(xq, keys, padded, None), alone)
 
 
 def test_a_model_in_another_dtype_takes_its_cache_along() -> None:
@@ -402,10 +405,10 @@ def test_whatever_a_kind_makes_somebody_raise_is_told_with_the_claim(gives: str)
     name = f"odd_{gives.replace(' ', '_')}"
 
     class Odd(ConcatCache, kind=name):
-        def update(self, start_pos: Any, xk: Tensor, xv: Tensor) -> Any:
+        def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> Any:
             if gives == "an error":
                 raise KeyError("mine")
-            keys, values = super().update(start_pos, xk, xv)
+            keys, values = super().update(rows, xk, xv)
             return None if gives == "nothing" else (keys.bfloat16(), values)
 
     with pytest.raises(Broken, match="Error where this was tried: A"):

@@ -15,6 +15,7 @@ from fakes import Ids
 from oracles import bits, some_tokens, tiny_args, tiny_model
 from threads import elsewhere, in_threads
 from torch import Tensor
+from writes import write
 
 from llama.kv_cache import KVCache, PagedCache
 from llama.kv_cache.paged import BLOCK
@@ -47,16 +48,15 @@ def in_use(*caches: PagedCache) -> int:
 def test_blocks_are_taken_as_a_row_grows() -> None:
     cache = made()
     for start, end, blocks in ((0, 1, 1), (1, BLOCK, 1), (BLOCK, BLOCK + 1, 2), (BLOCK + 1, 5 * BLOCK, 5)):
-        cache.update(start, *new(1, end - start))
+        write(cache, start, *new(1, end - start))
         assert in_use(cache) == blocks
     assert cache.nbytes <= 5 * BLOCK * HEADS * HEAD_DIM * 2 * 4 * 9 // 8
 
 
 def test_padding_takes_no_blocks() -> None:
     cache = made()
-    cache.batch_rows.lengths = [3, 100, 40]
     xk, xv = new(3, 100)
-    keys, values = cache.update(0, xk, xv)
+    keys, values = write(cache, 0, xk, xv, lengths=[3, 100, 40])
     assert [len(table) for table in cache.tables] == [1, 7, 3]
     for row, length in enumerate((3, 100, 40)):
         assert torch.equal(keys[row, :length], xk[row, :length])
@@ -67,10 +67,10 @@ def test_sixteen_rows_that_share_a_thousand_tokens_take_a_fifth_of_a_static_cach
     """1,000 shared and 64 of their own: 62 blocks once, one of which each row copies, and 4 or 5 more a row."""
     xk, xv = new(1, 1000)
     cache = made()
-    cache.update(0, xk, xv)
+    write(cache, 0, xk, xv)
     cache.spread(16)
     own = new(16, 64)
-    keys, values = cache.update(1000, *own)
+    keys, values = write(cache, 1000, *own)
     assert torch.equal(keys[:, :1000], xk.expand(16, -1, -1, -1))
     assert torch.equal(values, torch.cat((xv.expand(16, -1, -1, -1), own[1]), dim=1))
     static = 16 * 1064 * HEADS * HEAD_DIM * 2 * 4
@@ -81,26 +81,25 @@ def test_sixteen_rows_that_share_a_thousand_tokens_take_a_fifth_of_a_static_cach
 def test_a_shared_block_is_copied_before_a_row_writes_into_it() -> None:
     cache = made()
     xk, xv = new(1, BLOCK + 4)
-    cache.update(0, xk, xv)
+    write(cache, 0, xk, xv)
     cache.spread(3)
     assert in_use(cache) == 2
     fresh = new(3, 1)
-    keys, _ = cache.update(BLOCK + 4, *fresh)
+    keys, _ = write(cache, BLOCK + 4, *fresh)
     assert torch.equal(keys[:, -1:], fresh[0])
     assert in_use(cache) == 1 + 3
-    cache.update(2, *new(3, 1))  # into the first block, which all of them share
+    write(cache, 2, *new(3, 1))  # into the first block, which all of them share
     assert in_use(cache) == 2 * 3
 
 
 def test_rows_that_end_give_their_blocks_back_and_the_others_take_them() -> None:
     cache = made()
-    cache.update(0, *new(4, 64))
+    write(cache, 0, *new(4, 64))
     size = cache.nbytes
-    cache.batch_rows.live = {0}
-    kept, _ = cache.update(64, *new(4, 1))
+    kept, _ = write(cache, 64, *new(4, 1), live={0})
     assert in_use(cache) == 5
     for position in range(65, 64 + 3 * 64):
-        keys, _ = cache.update(position, *new(4, 1))
+        keys, _ = write(cache, position, *new(4, 1), live={0})
     assert torch.equal(keys[0, :65], kept[0])
     assert cache.nbytes == size
     assert in_use(cache) == 16
@@ -153,11 +152,11 @@ def test_a_prefix_is_shared_only_where_there_is_one_and_the_cache_is_on() -> Non
 def test_a_pool_that_is_too_small_says_what_would_do_and_nothing_is_lost() -> None:
     cache = made("paged:4")
     xk, xv = new(2, 2 * BLOCK)
-    cache.update(0, xk, xv)
+    write(cache, 0, xk, xv)
     with pytest.raises(ValueError, match="6 blocks of 16 positions are needed, and the pool may have 4; take a larger"):
-        cache.update(2 * BLOCK, *new(2, 1))
+        write(cache, 2 * BLOCK, *new(2, 1))
     assert in_use(cache) == 4
-    keys, values = cache.update(2 * BLOCK - 1, xk[:, -1:], xv[:, -1:])
+    keys, values = write(cache, 2 * BLOCK - 1, xk[:, -1:], xv[:, -1:])
     assert torch.equal(keys, xk)
     assert torch.equal(values, xv)
 
@@ -168,11 +167,10 @@ def test_padding_that_is_not_kept_is_finite_where_a_mask_hides_it() -> None:
     sizes = cache.args.n_kv_heads, cache.args.head_dim
     assert isinstance(cache, PagedCache)
     whole = torch.ones(2, 64, *sizes)
-    cache.update(0, whole, whole)
+    write(cache, 0, whole, whole)
     assert cache.keys is not None
     cache.keys.fill_(torch.nan)
-    cache.batch_rows.lengths = [3, 40]
-    keys, values = cache.update(0, whole[:, :40], whole[:, :40])
+    keys, values = write(cache, 0, whole[:, :40], whole[:, :40], lengths=[3, 40])
     assert torch.equal(keys, whole[:, :40])
     assert torch.equal(values, whole[:, :40])
 
@@ -183,7 +181,7 @@ def test_padding_that_is_not_kept_is_finite_where_a_mask_hides_it() -> None:
 def test_a_copy_that_goes_while_blocks_are_taken_gives_back_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage may be collected anywhere: here just when it was seen that the copy shares the newest block."""
     cache = made()
-    cache.update(0, *new(1, BLOCK + 4))
+    write(cache, 0, *new(1, BLOCK + 4))
     copies, grow = [cache.copy()], PagedCache._grow
 
     def collect(self: PagedCache, more: int, like: Tensor) -> None:
@@ -191,14 +189,14 @@ def test_a_copy_that_goes_while_blocks_are_taken_gives_back_what_it_had(monkeypa
         grow(self, more, like)
 
     monkeypatch.setattr(PagedCache, "_grow", collect)
-    keys, _ = cache.update(BLOCK + 4, *new(1, 1))
-    assert torch.equal(cache.update(BLOCK + 5, *new(1, 1))[0][:, :-1], keys)
+    keys, _ = write(cache, BLOCK + 4, *new(1, 1))
+    assert torch.equal(write(cache, BLOCK + 5, *new(1, 1))[0][:, :-1], keys)
     assert in_use(cache) == 2
 
 
 def test_copies_that_go_while_the_pool_grows_do_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = made()
-    cache.update(0, *new(1, BLOCK))
+    write(cache, 0, *new(1, BLOCK))
     copies, put = [cache.copy() for _ in range(5)], PagedCache.__setattr__
 
     told: list[PagedCache] = []
@@ -211,22 +209,22 @@ def test_copies_that_go_while_the_pool_grows_do_not_stop_it(monkeypatch: pytest.
             copies.clear()
 
     monkeypatch.setattr(PagedCache, "__setattr__", collect)
-    cache.update(BLOCK, *new(1, 20 * BLOCK))
+    write(cache, BLOCK, *new(1, 20 * BLOCK))
     assert not copies
-    cache.update(21 * BLOCK, *new(1, 1))
+    write(cache, 21 * BLOCK, *new(1, 1))
     assert in_use(cache) == 22
 
 
 def test_a_copy_that_goes_in_another_thread_waits_for_nobody() -> None:
     cache = made()
-    cache.update(0, *new(1, BLOCK))
+    write(cache, 0, *new(1, BLOCK))
     copies = [cache.copy()]
     thread = threading.Thread(target=copies.clear, daemon=True)
     with cache.pool.lock:  # as while blocks are taken
         thread.start()
         thread.join(20)
         assert not thread.is_alive()
-    cache.update(BLOCK, *new(1, 1))
+    write(cache, BLOCK, *new(1, 1))
     assert in_use(cache) == 2
 
 
@@ -244,14 +242,14 @@ def often_switched() -> Iterator[None]:
 def test_copies_come_and_go_in_threads_while_a_text_grows() -> None:
     cache, length = made(), 12 * BLOCK
     xk, xv = new(1, length)
-    cache.update(0, xk[:, :BLOCK], xv[:, :BLOCK])
+    write(cache, 0, xk[:, :BLOCK], xv[:, :BLOCK])
     kept: list[PagedCache] = []
     grown = False
 
     def grow() -> Tensor:
         nonlocal grown
         for at in range(BLOCK, length):
-            keys, _ = cache.update(at, xk[:, at : at + 1], xv[:, at : at + 1])
+            keys, _ = write(cache, at, xk[:, at : at + 1], xv[:, at : at + 1])
         grown = True
         return keys
 
@@ -269,10 +267,10 @@ def test_copies_come_and_go_in_threads_while_a_text_grows() -> None:
         keys, *others = in_threads(grow, come_and_go, come_and_go)
     assert others == [None, None]
     assert torch.equal(keys, xk)
-    cache.update(length, *new(1, 1))
+    write(cache, length, *new(1, 1))
     assert in_use(cache, *kept) >= 13
     kept.clear()
-    cache.update(length + 1, *new(1, 1))
+    write(cache, length + 1, *new(1, 1))
     assert in_use(cache) == 13
 
 
@@ -352,5 +350,5 @@ def test_a_fork_that_is_used_at_once_is_right_or_refused_in_a_sentence() -> None
     assert session.generate(20, temperature=0.0)["ids"] == expected[0]
     for cache in session._caches:
         assert isinstance(cache, PagedCache)
-        cache.update(len(session.tokens), *[t.double() for t in new(1, 1)])
+        write(cache, len(session.tokens), *[t.double() for t in new(1, 1)])
         assert in_use(cache) == len(cache.tables[0])

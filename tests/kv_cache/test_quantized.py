@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import tiny_args
 from torch import Tensor
+from writes import write
 
 from llama.args import ModelArgs
 from llama.kv_cache import KVCache
@@ -69,11 +70,11 @@ def test_full_groups_are_the_loops_and_the_newest_tokens_are_as_they_came(kind: 
     length = 2 * GROUP + 5
     xk, xv = numbers(length), numbers(length, seed=1)
     cache = KVCache.of(args(kind))
-    keys, values = cache.update(0, xk[None], xv[None])
+    keys, values = write(cache, 0, xk[None], xv[None])
     assert torch.equal(values[0], xv)  # a prompt is attended to in full precision
     torch.testing.assert_close(keys[0], angles(xk, kind))
     new = numbers(1, seed=2)
-    keys, values = cache.update(length, new[None], new[None])
+    keys, values = write(cache, length, new[None], new[None])
     held_keys, held_values = rounded(xk, xv, KINDS[kind])
     held_keys, held_values = torch.cat((held_keys, new)), torch.cat((held_values, new))
     # A number that lies half-way between two codes may go either way in float32.
@@ -92,11 +93,11 @@ def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_
     xk, xv = numbers(100, seed=seed), numbers(100, seed=seed + 1)
     new = numbers(1, seed=3)[None]
     whole, cut = KVCache.of(args(kind)), KVCache.of(args(kind))
-    whole.update(0, xk[None], xv[None])
+    write(whole, 0, xk[None], xv[None])
     edges = sorted({0, 100, *cuts})
     for a, b in pairwise(edges):
-        cut.update(a, xk[None, a:b], xv[None, a:b])
-    for ours, theirs in zip(cut.update(100, new, new), whole.update(100, new, new), strict=True):
+        write(cut, a, xk[None, a:b], xv[None, a:b])
+    for ours, theirs in zip(write(cut, 100, new, new), write(whole, 100, new, new), strict=True):
         # A group that was filled in two calls was rounded from the same numbers.
         assert torch.equal(ours, theirs)
 
@@ -111,15 +112,13 @@ def test_padding_is_never_held(kind: str, lengths: list[int]) -> None:
     for row, (keys, values) in enumerate(rows):
         xk[row, : len(keys)], xv[row, : len(values)] = keys, values
     cache = KVCache.of(args(kind))
-    cache.batch_rows.lengths = lengths
-    cache.update(0, xk, xv)
-    cache.batch_rows.lengths = None
+    write(cache, 0, xk, xv, lengths=lengths)
     new = numbers(len(rows), 1, seed=7)
-    together = cache.update(lengths, new, new)
+    together = write(cache, lengths, new, new)
     for row, ((keys, values), length) in enumerate(zip(rows, lengths, strict=True)):
         alone = KVCache.of(args(kind))
-        alone.update(0, keys[None], values[None])
-        for ours, theirs in zip(together, alone.update(length, new[row : row + 1], new[row : row + 1]), strict=True):
+        write(alone, 0, keys[None], values[None])
+        for ours, theirs in zip(together, write(alone, length, new[row : row + 1], new[row : row + 1]), strict=True):
             assert torch.equal(ours[row, : length + 1], theirs[0])
 
 
@@ -149,12 +148,12 @@ def test_a_constant_comes_back_as_it_was(bits: int, value: float) -> None:
 def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not(kind: str) -> None:
     cache = KVCache.of(args(kind))
     xk = numbers(1, 3 * GROUP)
-    cache.update(0, xk, xk)
+    write(cache, 0, xk, xk)
     with pytest.raises(ValueError, match=f"go on from {GROUP}"):
-        cache.update(GROUP + 1, xk[:, :1], xk[:, :1])
+        write(cache, GROUP + 1, xk[:, :1], xk[:, :1])
     with pytest.raises(ValueError, match="would leave a gap"):
-        cache.update(3 * GROUP + 1, xk[:, :1], xk[:, :1])
+        write(cache, 3 * GROUP + 1, xk[:, :1], xk[:, :1])
     assert not cache.rewind(GROUP + 1)
     for position in (3 * GROUP - 1, 2 * GROUP, GROUP, 0):
         assert cache.rewind(position)
-        cache.update(position, xk[:, :1], xk[:, :1])
+        write(cache, position, xk[:, :1], xk[:, :1])

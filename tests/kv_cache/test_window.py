@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import some_tokens, tiny_args, tiny_model
 from torch import Tensor
+from writes import rows_of, write
 
 from llama.args import ModelArgs
 from llama.kv_cache import KVCache
@@ -55,14 +56,16 @@ def numbers(length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     )  # type: ignore[return-value]
 
 
-def attended(cache: KVCache, xq: Tensor, xk: Tensor, xv: Tensor, start: int | Sequence[int]) -> Tensor:
+def attended(
+    cache: KVCache, xq: Tensor, xk: Tensor, xv: Tensor, start: int | Sequence[int], lengths: Sequence[int] | None = None
+) -> Tensor:
     """Attend a call's queries, (bsz, seqlen, heads, head_dim), not rotated yet, through a cache."""
-    keys, values = cache.update(start, xk, xv)
-    places = cache.rope_positions(start)
-    first = [places] * len(xq) if isinstance(places, int) else places
+    keys, values = write(cache, start, xk, xv, lengths=lengths)
+    rows = rows_of(start, xq)
+    first = cache.rope_starts(rows)
     ahead = torch.arange(xq.shape[1])[:, None, None]
     rotated = torch.stack([turned(row, place + ahead) for row, place in zip(xq, first, strict=True)])
-    return attend(rotated, keys, values, start, cache.visible(start, xq.shape[1]))
+    return attend(rotated, keys, values, rows, cache.visible(rows, rotated))
 
 
 @given(
@@ -90,9 +93,7 @@ def test_rows_at_positions_of_their_own_each_have_their_window(lengths: list[int
         for whole, part in zip(padded, text, strict=True):
             whole[row, :length] = part[:length]
     cache = KVCache.of(args(window, sinks))
-    cache.batch_rows.lengths = lengths
-    prompt = attended(cache, *padded, 0)
-    cache.batch_rows.lengths = None
+    prompt = attended(cache, *padded, 0, lengths)
     newest = [torch.stack([text[i][-1:] for text in texts]) for i in range(3)]
     step = attended(cache, newest[0], newest[1], newest[2], lengths)
     for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
@@ -156,7 +157,7 @@ def test_a_start_that_the_window_cannot_serve_is_refused_and_the_text_goes_on(st
     attended(cache, xq[None, :10], xk[None, :10], xv[None, :10], 0)
     before = {name: tensor.clone() for name, tensor in cache.state().items()}
     with pytest.raises(ValueError, match=words):
-        cache.update(start, xk[None, :1], xv[None, :1])
+        write(cache, start, xk[None, :1], xv[None, :1])
     assert all(torch.equal(before[name], tensor) for name, tensor in cache.state().items())
     step = attended(cache, xq[None, 10:], xk[None, 10:], xv[None, 10:], 10)[0]
     torch.testing.assert_close(step, by_loops(xq, xk, xv, 5, 2)[10:], atol=TOLERANCE, rtol=TOLERANCE)

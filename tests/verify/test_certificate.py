@@ -32,6 +32,7 @@ from llama.args import ModelArgs
 from llama.generation import Step
 from llama.kv_cache import KVCache
 from llama.model import Transformer
+from llama.rows import Rows
 
 LENGTH = 24  # max_seq_len of the tiny models
 # Logits of about 3, rounded at ten places or so in each of two layers. In units of the dtype's epsilon, 9 to 13 were
@@ -43,8 +44,9 @@ GQA = [(4, 4), (4, 2), (4, 1), (2, 2)]  # heads and kv heads: groups of 1, 2 and
 class NewestFirst(KVCache, kind="newest_first"):
     """A kind as a researcher would add one: all slots at once, the newest position in the first of them."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        ends = self.check(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(rows, xk, xv)
+        ends = [start + rows.width for start in rows.starts]
         if self.keys is None or len(self.keys) < len(ends):
             size = (len(ends), self.args.max_seq_len, self.args.n_kv_heads, self.args.head_dim)
             self.keys, self.values = xk.new_zeros(size), xv.new_zeros(size)
@@ -64,9 +66,9 @@ class Window(KVCache, kind="own window"):
 
     size = 5
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        (end,) = set(self.check(start_pos, xk, xv))
-        if end == 1:
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(rows, xk, xv)
+        if rows.end == 1:
             self.keys, self.values = xk, xv
         else:
             assert self.keys is not None
@@ -74,7 +76,7 @@ class Window(KVCache, kind="own window"):
             self.keys, self.values = (
                 torch.cat((held[:, -self.size + 1 :], new), dim=1) for held, new in ((self.keys, xk), (self.values, xv))
             )
-        self.end = end
+        self.end = rows.end
         return self.keys, self.values
 
     def key_positions(self) -> Tensor:
@@ -265,7 +267,7 @@ def test_no_cache_is_asked_while_caching_is_off() -> None:
     """Catches bug 3: an uncached path that still writes to a cache, or reads from one."""
 
     class Untouchable(KVCache, kind="untouchable"):
-        def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
             raise AssertionError("the cache was touched")
 
         def key_positions(self) -> Tensor | None:

@@ -19,6 +19,7 @@ from llama.kv_cache import KVCache, StaticCache
 from llama.model import Transformer
 from llama.ops import PLAIN
 from llama.rope import RopeTable
+from llama.rows import Rows
 from llama.verify.certificate import (
     PASSES,
     WIDE,
@@ -55,8 +56,9 @@ def first_of(figures: Figures, way: str) -> str:
 class Mirrored(KVCache, kind="mirrored"):
     """A researcher's kind: all slots at once, position p in the slot p from the end."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        ends, size = self.check(start_pos, xk, xv), self.args.max_seq_len
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(rows, xk, xv)
+        ends, size = [start + rows.width for start in rows.starts], self.args.max_seq_len
         if self.keys is None or self.values is None or len(self.keys) < len(ends):
             shape = (len(ends), size, self.args.n_kv_heads, self.args.head_dim)
             self.keys, self.values = xk.new_zeros(shape), xv.new_zeros(shape)
@@ -144,24 +146,24 @@ def test_the_reference_has_the_same_weights_and_ties_in_float64() -> None:
 class StaleKeys(StaticCache, kind="stale_keys"):
     """Writes, for a single token, the key of the call before."""
 
-    def _write(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> None:
-        super()._write(start_pos, self.before if xk.shape[1] == 1 and start_pos != 0 else xk, xv)
+    def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
+        super()._write(rows, self.before if rows.width == 1 and rows.start != 0 else xk, xv)
         self.before = xk[:, -1:]
 
 
 class OneOff(StaticCache, kind="one_off"):
     """Returns each key one position late."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         return torch.cat((keys[:, :1], keys[:, :-1]), dim=1), values
 
 
 class OldestDropped(StaticCache, kind="oldest_dropped"):
     """A window that loses the oldest position once there are more than six."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         self.places = range(int(xk.shape[1] == 1 and keys.shape[1] > 6), keys.shape[1])
         return keys[:, self.places.start :], values[:, self.places.start :]
 
@@ -175,9 +177,9 @@ class OldestDropped(StaticCache, kind="oldest_dropped"):
 class OtherRow(StaticCache, kind="other_row"):
     """Writes the keys of the first row into the last one, too."""
 
-    def _write(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> None:
+    def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
         xk = torch.cat((xk[:-1], xk[:1])) if xk.shape[1] == 1 else xk
-        super()._write(start_pos, xk, xv)
+        super()._write(rows, xk, xv)
 
 
 @pytest.mark.parametrize("kind", ["stale_keys", "one_off", "oldest_dropped", "other_row"])
@@ -198,10 +200,8 @@ class LateUncached(RopeTable):
         super().__init__(model.rope.freqs)
         self.model = model
 
-    def at(self, start_pos: int | Sequence[int], seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if not self.model.kv_caching:
-            start_pos = 1
-        return super().at(start_pos, seqlen, device)
+    def at(self, starts: Sequence[int], seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        return super().at(starts if self.model.kv_caching else [1], seqlen, device)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -258,8 +258,8 @@ def test_a_cached_run_that_feeds_the_whole_prefix_is_found(monkeypatch: pytest.M
 class HalfKeys(StaticCache, kind="half_keys"):
     """Keeps the keys of a float32 model in 16 bits, and of no other."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        return super().update(start_pos, xk.bfloat16().float() if xk.dtype == torch.float32 else xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        return super().update(rows, xk.bfloat16().float() if xk.dtype == torch.float32 else xk, xv)
 
 
 def test_a_fault_too_small_for_any_choice_is_found() -> None:
@@ -274,8 +274,8 @@ def test_a_fault_too_small_for_any_choice_is_found() -> None:
 class Huge(StaticCache, kind="huge"):
     """Returns values a hundred times as large, in float32 alone."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         return keys, values * 100 if values.dtype == torch.float32 else values
 
 
@@ -319,10 +319,9 @@ class NotANumber(StaticCache, kind="not_a_number"):
 
     only_parts = False
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
-        started = start_pos if isinstance(start_pos, int) else max(start_pos)
-        if keys.shape[1] > 6 and (not self.only_parts or (xk.shape[1] > 1 and started)):
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        if keys.shape[1] > 6 and (not self.only_parts or (rows.width > 1 and max(rows.starts))):
             keys[:, 6] = torch.nan
         return keys, values
 

@@ -23,6 +23,7 @@ from llama import cli
 from llama.fast.native_call import Frame
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
+from llama.rows import Rows
 from llama.verify import __main__, certificate, results, tolerance
 from llama.verify.certificate import Figures
 from llama.verify.sessions import SESSIONS
@@ -33,8 +34,8 @@ SMALL = ("--batch_size=2", "--tokens=4", "--prompt_len=4", "--device=cpu")
 class OldestForgotten(StaticCache, kind="oldest_forgotten"):
     """Has the oldest key wrong."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         keys[:, 0] = 0
         return keys, values
 
@@ -224,8 +225,8 @@ def test_a_bug_is_code_1_and_the_sentence_names_it(command: Command) -> None:
 class Infinite(StaticCache, kind="infinite"):
     """Overflows."""
 
-    def update(self, start_pos: int | Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(start_pos, xk, xv)
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
         return keys, values + torch.inf
 
 

@@ -6,6 +6,7 @@ Feeding a long text would cost minutes of arithmetic that says nothing about a c
 import torch
 
 from llama.model import Transformer
+from llama.rows import Rows
 
 CHUNK = 512  # positions that are written at a time: a kind may return copies of all that a call's queries see
 
@@ -42,12 +43,11 @@ def fill_caches(model: Transformer, start: int, end: int, *, chunk: int = CHUNK)
     drew the same attention.
     """
     weight, stream = model.norm.weight, torch.Generator().manual_seed(start)
-    model.batch_rows.lengths, model.batch_rows.rope = None, model.rope
     for begin in range(start, end, chunk):
         seqlen = min(chunk, end - begin)
         for cache in model.caches:
             shape = (2, 1, seqlen, cache.args.n_kv_heads, cache.args.head_dim)
             new = torch.randn(shape, generator=stream).to(weight)
-            keys, _ = cache.update(begin, new[0], new[1])
+            keys, _ = cache.update(Rows.at([begin], [seqlen]), new[0], new[1])
             if cache.weighs:
                 cache.weigh(torch.ones(1, keys.shape[2], keys.shape[1], dtype=torch.float32, device=weight.device))
