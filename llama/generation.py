@@ -62,6 +62,7 @@ class LanguageModel(Protocol):
     def reserve_cache(self, rows: int, length: int) -> None: ...
     def free_cache(self) -> None: ...
     def bound(self, kv_cache: str | None) -> int | None: ...
+    def put_back(self, caches: list[Any]) -> None: ...
     def run_ahead(self, batch: Batch) -> Iterator[Chosen]: ...
 
 
@@ -350,7 +351,7 @@ def _switch(model: LanguageModel, kv_caching: bool, kv_cache: str | list[Any] | 
         model.free_cache()
         model.kv_caching = caching
         if caches is not None:
-            model.caches = caches
+            model.put_back(caches)
 
     try:
         if isinstance(kv_cache, list):

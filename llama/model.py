@@ -169,7 +169,12 @@ class Transformer(nn.Module, Generation, Sessions):
     def caches(self, value: list[KVCache]) -> None:
         with self.ownership.changing():
             self._check_kinds(value)
-            for layer, cache in zip(self.blocks, value, strict=True):
+            self.put_back(value)
+
+    def put_back(self, caches: list[KVCache]) -> None:
+        """Give the layers the caches that they had before, whatever their kinds."""
+        with self.ownership.changing():
+            for layer, cache in zip(self.blocks, caches, strict=True):
                 layer.attention.cache = cache
             self._tell_caches()
 
@@ -207,7 +212,7 @@ class Transformer(nn.Module, Generation, Sessions):
         compares the model with itself, which empties the cache, and raises ValueError where a bit differs. Where a
         runner serves the model, it is what is compared, and what it cannot serve raises ValueError from then on.
         """
-        return self.ops.name == "exact" or (self.runner is not None and self.runner.exact is True)
+        return self.ops.exact or (self.runner is not None and self.runner.exact is True)
 
     @exact.setter
     def exact(self, value: bool) -> None:

@@ -231,6 +231,7 @@ class Ops(NamedTuple):
     attend: Callable[[Tensor, Tensor, Tensor, Rows, Tensor | None], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     silu: Callable[[Tensor], Tensor]  # x * sigmoid(x), element by element
+    exact: bool = False  # whether exact mode made them; leave it out of your own
 
 
 PLAIN = Ops("plain", linear, sum_linear, attend, rms_norm, F.silu)

@@ -55,7 +55,7 @@ def default_timeout() -> float:
 def check_timeout(seconds: float) -> float:
     """Return a time that can be waited; raise ValueError for any other."""
     if not 0 < seconds <= LONGEST_TIMEOUT:
-        raise ValueError(f"timeout={seconds} must be a number of seconds above 0, at most {LONGEST_TIMEOUT:g}")
+        raise ValueError(f"--timeout={seconds} must be a number of seconds above 0, at most {LONGEST_TIMEOUT:g}")
     return seconds
 
 

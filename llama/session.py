@@ -136,11 +136,16 @@ class Session:
 
     def fork(self) -> "Session":
         """Return a session of the same text, which goes its own way; what is held is shared where the kind can."""
-        with self._in_use(), self.model.ownership.hold():  # so that nobody writes meanwhile into what is shared
+        with self._in_use(), self.model.ownership.hold():  # so that what is shared is not written meanwhile
             branch = copy(self)
             branch.tokens, branch._caches, branch.fed = list(self.tokens), [cache.copy() for cache in self._caches], 0
-            branch._lock = threading.Lock()
         return branch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())  # a copy is in the middle of no call
 
     def save(self, path: str | PathLike[str]) -> None:
         """Keep the session in a file, from which `model.load_session` goes on.
@@ -155,6 +160,12 @@ class Session:
                 raise ValueError(
                     f"the session's layers have caches of several kinds, {', '.join(name for _, name in kinds)}, and a "
                     "file names one; save a session whose layers have one kind of cache"
+                )
+            kind = type(self._caches[0])
+            if KVCache.named(self.kv_cache) is not kind:
+                raise ValueError(
+                    f"a file would name the session's cache {self.kv_cache!r}, and that is another kind than its "
+                    f"{kind.__name__}; register it: class {kind.__name__}(..., kind=NAME)"
                 )
             content = Content(
                 kv_cache=self.kv_cache,
@@ -321,7 +332,7 @@ class Session:
                 with model.ownership.acting():
                     if model.kv_caching is not caching:
                         model.kv_caching = caching
-                    model.caches = own
+                    model.put_back(own)
 
     def _look_at_the_model(self) -> None:
         """Forget what is held where it was computed in another way than the model computes now."""

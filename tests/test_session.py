@@ -427,6 +427,41 @@ def test_while_a_session_is_saved_or_forked_no_other_thread_may_change_it(under_
     assert torch.equal(after.logits, session.logits)
 
 
+@pytest.mark.parametrize("act", ["session", "generation"])
+def test_the_models_own_caches_come_back_whatever_their_kinds(act: str) -> None:
+    """Kinds that the setter would refuse, put in place layer by layer, stay the user's affair."""
+    model, session = made()
+    model.blocks[0].attention.cache = KVCache.of(replace(model.args, kv_cache="window:20+3"))
+    before = model.caches
+    if act == "session":
+        session.feed(TEXT)
+    else:
+        model.generate_tokens([ids(TEXT)], 2, kv_cache="paged", **GREEDY)
+    assert all(now is then for now, then in zip(model.caches, before, strict=True))
+
+
+def test_a_deep_copy_of_a_session_is_in_no_call() -> None:
+    _, session = made()
+    session.feed(TEXT)
+    copies: list[Session] = []
+    session.generate(3, on_step=lambda _: copies.append(copy.deepcopy(session)), **GREEDY)
+    copies[0].feed(TEXT + "!")
+    assert copies[0].tokens == ids(TEXT + "!")
+
+
+class Unnamed(StaticCache):
+    """Is registered by no name."""
+
+
+def test_a_kind_that_no_name_leads_to_is_not_saved(tmp_path: Path) -> None:
+    model = tiny_model(ARGS)
+    model.caches = [Unnamed(model.args) for _ in model.caches]
+    session = model.session(Bytes())
+    session.feed(TEXT)
+    with pytest.raises(ValueError, match=r"session's cache 'static', and that is another kind .* Unnamed"):
+        session.save(tmp_path / "session")
+
+
 def test_a_session_takes_the_kind_of_each_layer_and_one_file_does_not(tmp_path: Path) -> None:
     model = tiny_model(ARGS)
     kinds = ["int8", "concat"]

@@ -29,6 +29,7 @@ from writes import write
 from llama.digest import Digest
 from llama.kv_cache import KVCache, PagedCache, cache_kind
 from llama.model import Transformer
+from llama.ops import HAS_ONEDNN
 from llama.quantize import quantize_layers, quantized_weights
 from llama.request import Options
 from llama.session import Session
@@ -427,6 +428,18 @@ def test_a_mode_is_refused_both_ways_and_so_is_another_machine(tmp_path: Path) -
     session.save(path)
     model.exact = False
     refused(model, path, "model.exact=True, and here it is False")
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of the flags' other switches
+@pytest.mark.skipif(not HAS_ONEDNN, reason="needs two libraries that multiply")
+def test_in_exact_mode_products_by_another_library_are_refused(tmp_path: Path) -> None:
+    model, session = made(dtype=torch.bfloat16)
+    model.exact = True
+    session.feed("abc")
+    session.save(tmp_path / "session")
+    model.load_session(tmp_path / "session", Bytes())
+    with torch.backends.mkldnn.flags(enabled=False):
+        refused(model, tmp_path / "session", "which may give other bits; feed the text again")
 
 
 @pytest.mark.skipif("avx512bw" not in cpu_flags(), reason="needs two instruction sets between which oneDNN chooses")

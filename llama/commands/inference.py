@@ -253,7 +253,7 @@ def read_prompt(file: str) -> str:
 
 def check_one_prompt(text: str, name: str) -> None:
     """Refuse several lines that are each an object or a string of JSON: records, of which each has a prompt."""
-    lines = [line for line in text.split("\n") if line.strip()]
+    lines = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     try:
         records = len(lines) > 1 and all(isinstance(json.loads(line), dict | str) for line in lines)
     except (ValueError, RecursionError):

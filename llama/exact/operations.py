@@ -24,8 +24,6 @@ from llama.self_comparison import cuts
 QUERIES, KEYS = 16, 64  # in a tile of attention
 TILES = 256  # tiles at a time, and so scores of 256 x 16 queries at once in memory
 
-EXACT = "exact"  # the name of the operations that exact mode makes
-
 Product = Callable[[Tensor, Tensor], Tensor]  # x @ weight.T, with the same bits for a row in any company
 
 
@@ -37,7 +35,7 @@ def exact_ops(device: torch.device, slices: int = 1) -> Ops:
     if device.type != "cuda":
         by_slices = partial(exact_linear, slices=slices)
         sum_by_slices = partial(exact_sum_linear, exact_product, slices=slices)
-        return Ops(EXACT, by_slices, sum_by_slices, exact_attend, rms_norm, exact_silu)
+        return Ops("exact", by_slices, sum_by_slices, exact_attend, rms_norm, exact_silu, exact=True)
     try:
         from llama.exact import triton_kernels as kernels
     except ModuleNotFoundError as missing:
@@ -45,7 +43,7 @@ def exact_ops(device: torch.device, slices: int = 1) -> Ops:
     # The tiles of its product do not depend on how many outputs there are, so only sums need slices.
     sum_by_slices = partial(exact_sum_linear, kernels.linear, slices=slices)
     attend = softmax_attention(kernels.attend)
-    return Ops(EXACT, kernels.linear, sum_by_slices, attend, kernels.rms_norm, exact_silu)
+    return Ops("exact", kernels.linear, sum_by_slices, attend, kernels.rms_norm, exact_silu, exact=True)
 
 
 def exact_linear(x: Tensor, weight: Tensor, slices: int = 1) -> Tensor:

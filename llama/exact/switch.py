@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
-from llama.exact.operations import EXACT, exact_ops
+from llama.exact.operations import exact_ops
 from llama.kv_cache import check_lossless
 from llama.ops import PLAIN, Ops
 from llama.quantize import quantized_weights
@@ -58,14 +58,14 @@ def _switch_off(model: "Transformer") -> None:
         if model.runner is not None and model.runner.exact:
             model.runner.exact = False
         for module in model.modules():
-            if _ops_of(module).name == EXACT:
+            if _ops_of(module).exact:
                 module.ops = PLAIN  # type: ignore[assignment]
 
 
 def _ops_of(module: nn.Module) -> Ops:
     """Return the operations by which a module computes; PLAIN for a module that needs none."""
-    ops: Ops = getattr(module, "ops", PLAIN)
-    return ops
+    ops = getattr(module, "ops", PLAIN)
+    return ops if isinstance(ops, Ops) else PLAIN
 
 
 def _by(runner: Runner | None) -> str:
@@ -81,7 +81,7 @@ def _check(model: "Transformer") -> None:
     if model.runner is not None and model.runner.exact is None:
         raise ValueError(f"exact mode and the fast step ({model.runner.name}) exclude each other: choose one")
     check_lossless(model.caches)
-    own = next((ops for ops in map(_ops_of, model.modules()) if ops != PLAIN and ops.name != EXACT), None)
+    own = next((ops for ops in map(_ops_of, model.modules()) if ops != PLAIN and not ops.exact), None)
     if own is not None:
         raise ValueError(
             f"exact mode replaces all operations of the model, and cannot keep the operations {own.name!r} that were "

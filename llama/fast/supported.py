@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from torch import nn
 
-from llama.generation import Generation
+from llama.generation import Generation, LanguageModel
 from llama.kv_cache import KVCache
 from llama.kv_cache.names import read_kind
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -88,12 +88,13 @@ def _without_step(cache: KVCache, served: Sequence[type[KVCache]]) -> str:
 def _check_attributes(instance: object) -> None:
     """Raise Unsupported if an attribute of the instance covers a method or a setting of its class.
 
-    Attributes of `Generation` are exempt: its methods call the forward, and the others are slots that every model sets.
+    Those of `Generation` and of `LanguageModel` are exempt: they are called around forwards, or every model sets them.
     """
     kind = type(instance)
     for name, value in vars(instance).items():
         covered = getattr(kind, name, value)
-        if covered is not value and covered is not vars(Generation).get(name, value):
+        around = name in vars(LanguageModel) or covered is vars(Generation).get(name, value)
+        if covered is not value and not around:
             raise Unsupported(f"{kind.__name__}.{name} was assigned on an instance")
 
 

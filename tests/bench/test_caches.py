@@ -17,9 +17,10 @@ from llama import cli, load
 from llama.bench import caches, presets
 from llama.bench.caches import AMOUNTS, PROMPT_LEN, caches_report, default_kinds, run_caches
 from llama.bench.cell import Cell
-from llama.bench.report.caches import cache_tables, context_of_size
+from llama.bench.report.caches import NOT_JUDGED, cache_tables, context_of_size
 from llama.bench.report.files import write_report
 from llama.bench.report.plots import figures, heading
+from llama.bench.report.stored import read_report
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.run import filling, worker
 from llama.bench.run.cache_kind import STEPS, greedy, parting
@@ -127,6 +128,18 @@ def test_the_divergence_is_that_of_two_models_in_lockstep(base: Cell, whole: Rep
         assert (found["tokens"], found["top1_agreement"]) == (wanted.tokens, wanted.top1_agreement)
         assert found["mean_kl"] == pytest.approx(wanted.mean_kl, rel=1e-6, abs=1e-12)
         assert (found["nll"], found["reference_nll"]) == pytest.approx((wanted.other_nll, wanted.reference_nll))
+
+
+def test_a_report_without_the_bytes_of_its_texts_is_read_and_judges_no_quality(run: Whole, tmp_path: Path) -> None:
+    """As they were written before kinds were compared at one length."""
+    report = json.loads(next(run.out.rglob("results.json")).read_text())
+    for kind in report["caches"]["kinds"]:
+        del kind["saves"], kind["widens"], kind["quality"]["bytes"]
+    (tmp_path / "results.json").write_text(json.dumps(report))
+    old = read_report(tmp_path / "results.json")
+    (row,) = [line for line in report_markdown(old).splitlines() if line.startswith("| int8 ") and NOT_JUDGED in line]
+    assert "%" not in row
+    assert "int8" in report_csv(old)
 
 
 def test_greedy_text_is_what_generation_writes_and_its_gaps_are_told(base: Cell) -> None:

@@ -882,7 +882,7 @@ def run(*words: str) -> int:
         (["--kv_cache", "lru"], "is not a known kind of cache"),
         (["--logits", "some"], "must be last or all"),
         (["--seed", str(2**64)], f"seed={2**64} must be a whole number from -2**63 to 2**64 - 1"),
-        (["--timeout", "nan"], "timeout=nan must be a number of seconds above 0"),
+        (["--timeout", "nan"], "--timeout=nan must be a number of seconds above 0"),
         (["--repeats", "0"], "repeats=0"),
         (["--budget", "-1", "--preset", "table"], "--budget=-1.0"),
         (["--budget", "inf", "--preset", "table"], "--budget=inf"),

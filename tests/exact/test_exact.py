@@ -271,17 +271,18 @@ def test_research_code_may_do_one_operation_its_own_way() -> None:
     assert not model.exact
 
 
+@pytest.mark.parametrize("name", ["capped", "exact"])
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_exact_mode_refuses_operations_of_ones_own_and_leaves_them(everywhere: bool) -> None:
+def test_exact_mode_refuses_operations_of_ones_own_and_leaves_them(everywhere: bool, name: str) -> None:
     model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
-    mine = PLAIN._replace(name="capped", attend=lambda *given: torch.tanh(attend(*given)))
+    mine = PLAIN._replace(name=name, attend=lambda *given: torch.tanh(attend(*given)))
     if everywhere:
         model.use(mine)
     else:
         model.blocks[1].attention.ops = mine
     before, tokens = [module.ops for module in model.modules() if hasattr(module, "ops")], torch.tensor([[1, 2, 3]])
     logits = model(tokens)
-    with pytest.raises(ValueError, match=r"the operations 'capped' .* model\.use\(PLAIN\)"):
+    with pytest.raises(ValueError, match=rf"the operations '{name}' .* model\.use\(PLAIN\)"):
         model.exact = True
     assert not model.exact
     assert [module.ops for module in model.modules() if hasattr(module, "ops")] == before

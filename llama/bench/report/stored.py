@@ -24,6 +24,11 @@ def read_report(path: Path) -> Report:
         comparison.setdefault("path", "plain")
     if (ceilings := report["ceilings"]) is not None:
         report["ceilings"] = {"read_by": "", "flops_by": "", **ceilings}
+    for kind in (report["caches"] or {"kinds": []})["kinds"]:
+        kind.setdefault("saves", True)  # so that a quality without its bytes is not judged
+        kind.setdefault("widens", False)
+        if kind["quality"] is not None:
+            kind["quality"].setdefault("bytes", [])
     if report["environment"].get("llama_kv") == "not installed":  # a checkout's version, which is unknown now
         del report["environment"]["llama_kv"]
     if (sweep := report["sweep"]) is not None and any("lengths" not in fit for fit in sweep["fits"]):
