@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from llama import __version__
 from llama.cgroups import ROOT, folders_of, own_groups, text_of
-from llama.costs import Ceilings
 from llama.ops import HAS_ONEDNN, linear, onednn_linear
 
 # How this library calls the dtypes that it computes in, everywhere: in flags, in reports, in certificates.
@@ -37,6 +36,19 @@ _FINALISTS = 3  # ways that are tried again, as long as there is time
 # limit, use and, in memory.stat, the part of the use that the kernel gives back when asked (cached files)
 _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+class Ceilings(TypedDict):
+    """What a machine can do at best: bytes read, and FLOPs of a matrix product in `dtype`, a second.
+
+    `read_by` and `flops_by` name what reached them.
+    """
+
+    read_bytes_per_second: float
+    read_by: str
+    flops_per_second: float
+    flops_by: str
+    dtype: str
 
 
 def dtype_name(dtype: torch.dtype) -> str:

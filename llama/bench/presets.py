@@ -31,7 +31,8 @@ from llama.bench.run.step_times import ENOUGH, context_lengths, crossover
 from llama.bench.schema import Agreement, CellRecord, Report, Sweep
 from llama.bench.statistics import best_ceilings
 from llama.bench.texts import text_path
-from llama.costs import RELEASED, Ceilings, forwards
+from llama.costs import RELEASED, forwards
+from llama.machine import Ceilings
 
 REPETITIONS = 5
 BATCHES = (1, 8, 16)

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Literal, TypedDict, cast
 
 from llama.bench.cell import Cell
-from llama.costs import Ceilings
+from llama.machine import Ceilings
 
 SCHEMA = "llama-kv/benchmark/1"
 

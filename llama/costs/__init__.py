@@ -7,25 +7,10 @@ positions a row, `itemsize` the bytes of a number.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 from llama.args import ModelArgs
 
 MB = 2**20
-
-
-class Ceilings(TypedDict):
-    """What a machine can do at best: bytes read, and FLOPs of a matrix product in `dtype`, a second.
-
-    `read_by` and `flops_by` name what reached them.
-    """
-
-    read_bytes_per_second: float
-    read_by: str
-    flops_per_second: float
-    flops_by: str
-    dtype: str
-
 
 # Meta's params.json of the released models (https://github.com/meta-llama/llama-models), with the head tied where the
 # released weights have none of its own.
