@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from llama.model import Transformer
     from llama.tokenizer import Tokenizer
     from llama.tokenizer.chat import Dialog
-
-__version__ = "0.1.0"
+    from llama.version import __version__ as __version__
 
 __all__ = [
     "Chat",
@@ -36,6 +35,7 @@ _HOMES = {
     "LinearScaling": "args",
     "RopeScaling": "args",
     "YarnScaling": "args",
+    "__version__": "version",
     "Tokenizer": "tokenizer",
     "Transformer": "model",
     "load": "api",

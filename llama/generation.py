@@ -70,7 +70,7 @@ class Generation:
     """Mix into a LanguageModel to let it generate."""
 
     ranks: Ranks = ALONE
-    runner: Runner | None = None  # the slot for a faster way to run forwards
+    runner: Runner[Any] | None = None  # the slot for a faster way to run forwards
 
     @cached_property
     def ownership(self) -> Ownership:
@@ -106,7 +106,7 @@ class Generation:
         Every row's newest token, not fed yet, stands before its cur_pos. The batch stays as it is but for `fed`: the
         loop appends what was chosen. At most as many steps are asked for as the longest row grows.
         """
-        return iter(()) if self.runner is None else self.runner.run_ahead(self, batch)  # type: ignore[arg-type]
+        return iter(()) if self.runner is None else self.runner.run_ahead(self, batch)
 
     @listing_options()
     def generate_tokens(

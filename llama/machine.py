@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama import __version__
 from llama.cgroups import ROOT, folders_of, own_groups, text_of
 from llama.ops import HAS_ONEDNN, linear, onednn_linear
+from llama.version import __version__
 
 # How this library calls the dtypes that it computes in, everywhere: in flags, in reports, in certificates.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

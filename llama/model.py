@@ -21,7 +21,7 @@ from llama.ownership import Ownership
 from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb
 from llama.rows import Rows
-from llama.runner import Execution
+from llama.runner import Execution, Runner
 from llama.session import Sessions
 
 __all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
@@ -118,6 +118,7 @@ class Transformer(nn.Module, Generation, Sessions):
 
     layers: nn.ModuleList
     ops: Ops
+    runner: "Runner[Transformer] | None"
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()

@@ -5,15 +5,14 @@ Knows what is asked of a runner; does not know how one works.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
+from llama.batch import Batch, Chosen
 from llama.rows import Rows
 
-if TYPE_CHECKING:
-    from llama.batch import Batch, Chosen
-    from llama.model import Transformer
+Model = TypeVar("Model", contravariant=True)  # the class of models that a runner serves
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Execution:
         return ", ".join(parts)
 
 
-class Runner(Protocol):
+class Runner(Protocol[Model]):
     """A faster way to run forwards; `llama.fast.choose` picks one.
 
     forwards: how many it has run. takes_prompts: whether prompts are among them. watch: called right before each
@@ -56,7 +55,7 @@ class Runner(Protocol):
 
     def __call__(
         self,
-        model: "Transformer",
+        model: Model,
         tokens: Tensor,
         rows: Rows,
         *,
@@ -65,7 +64,7 @@ class Runner(Protocol):
         """Return what the model's forward returns, or None where the plain path has to serve."""
         ...
 
-    def run_ahead(self, model: "Transformer", batch: "Batch") -> "Iterator[Chosen]":
+    def run_ahead(self, model: Model, batch: Batch) -> Iterator[Chosen]:
         """See `llama.generation.Generation.run_ahead`."""
         ...
 

@@ -1,31 +1,48 @@
 """The switch of exact mode: nothing is promised before the model was compared with itself; and what the mode costs.
 
-A model with a runner that can keep its bits is compared as that runs it, and no operation is changed. Knows the model's
-layers, and how many slices ranks can share; does not know how an operation is done, nor what a runner does.
+A model with a runner that can keep its bits is compared as that runs it, and no operation is changed. Knows
+`ExactModel`, and how many slices ranks can share; does not know how an operation is done, nor what a runner does.
 """
 
 import math
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.exact.operations import exact_ops
-from llama.kv_cache import check_lossless
+from llama.kv_cache import KVCache, check_lossless
 from llama.ops import PLAIN, Ops
-from llama.quantize import quantized_weights
+from llama.ownership import Ownership
+from llama.packed import QuantizedWeight
+from llama.ranks import Ranks
 from llama.runner import Runner
-from llama.self_comparison import first_difference
-
-if TYPE_CHECKING:
-    from llama.model import Transformer  # which imports this file, once its setter is called
+from llama.self_comparison import CachedModel, first_difference
 
 
-def set_exact(model: "Transformer", value: bool) -> None:
+class ExactModel(CachedModel, Protocol):
+    """What is needed of a model to switch exact mode; `llama.Transformer` has it."""
+
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def runner(self) -> Runner[Any] | None: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def ownership(self) -> Ownership: ...
+    @property
+    def caches(self) -> Sequence[KVCache]: ...
+    def modules(self) -> Iterator[nn.Module]: ...
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+
+def set_exact(model: ExactModel, value: bool) -> None:
     """Switch exact mode on or off; see `Transformer.exact`, which calls this."""
     if not isinstance(value, bool):
         raise ValueError(f"exact={value!r} must be True or False")
@@ -44,7 +61,7 @@ def set_exact(model: "Transformer", value: bool) -> None:
         raise
 
 
-def _switch_on(model: "Transformer") -> None:
+def _switch_on(model: ExactModel) -> None:
     if model.runner is None:
         use_exact_ops(model)
         return
@@ -52,7 +69,7 @@ def _switch_on(model: "Transformer") -> None:
         model.runner.exact = True
 
 
-def _switch_off(model: "Transformer") -> None:
+def _switch_off(model: ExactModel) -> None:
     """Release the model's runner from exact mode, or put PLAIN back wherever the mode has put its own operations."""
     with model.ownership.changing():
         if model.runner is not None and model.runner.exact:
@@ -68,11 +85,11 @@ def _ops_of(module: nn.Module) -> Ops:
     return ops if isinstance(ops, Ops) else PLAIN
 
 
-def _by(runner: Runner | None) -> str:
+def _by(runner: Runner[Any] | None) -> str:
     return "" if runner is None else f" by {runner.name} code (leave out exact, or fast)"
 
 
-def _check(model: "Transformer") -> None:
+def _check(model: ExactModel) -> None:
     """Refuse what exact mode cannot go together with."""
     if slices_of(model.args) % model.ranks.size:
         raise ValueError(
@@ -87,7 +104,7 @@ def _check(model: "Transformer") -> None:
             f"exact mode replaces all operations of the model, and cannot keep the operations {own.name!r} that were "
             "put in place of the plain ones; call model.use(PLAIN) first, or leave exact mode off"
         )
-    if model.runner is None and quantized_weights(model):
+    if model.runner is None and any(isinstance(module, QuantizedWeight) for module in model.modules()):
         raise ValueError(
             "exact mode computes with quantised weights by native code alone, which does not serve this model; load it "
             "with fast, which says why where it does not, or without quantize"
@@ -99,20 +116,19 @@ def slices_of(args: ModelArgs) -> int:
     return math.gcd(args.n_heads, args.ffn_dim, args.vocab_size, 24)
 
 
-def use_exact_ops(model: "Transformer") -> None:
+def use_exact_ops(model: ExactModel) -> None:
     """Let every module compute by the operations of exact mode, a layer's products in the slices of its rank."""
     whole = slices_of(model.args)
     of_kv = math.gcd(whole, model.args.n_kv_heads)
-    kv = {id(layer) for block in model.blocks for layer in (block.attention.wk, block.attention.wv)}
     with model.ownership.changing():
-        for module in model.modules():
+        for name, module in model.named_modules():
             if hasattr(module, "ops"):
-                slices = of_kv if id(module) in kv else whole
+                slices = of_kv if name.endswith((".wk", ".wv")) else whole
                 module.ops = exact_ops(model.device, max(1, slices // model.ranks.size))  # type: ignore[assignment]
 
 
 @torch.inference_mode()
-def slowdown(model: "Transformer", *, prompt: int = 64, repeats: int = 5, patience: float = 3.0) -> tuple[float, float]:
+def slowdown(model: ExactModel, *, prompt: int = 64, repeats: int = 5, patience: float = 3.0) -> tuple[float, float]:
     """Return how many times as long one row takes in exact mode: to prefill `prompt` tokens, and a cached step.
 
     The ratios of the median seconds, both ways timed in turns, `repeats` times after one that warms up; or fewer, and
@@ -145,7 +161,7 @@ def slowdown(model: "Transformer", *, prompt: int = 64, repeats: int = 5, patien
     return prefill, step
 
 
-def slowdown_words(model: "Transformer") -> str:
+def slowdown_words(model: ExactModel) -> str:
     """Return a sentence that says what exact mode costs this model here, measured now."""
     if model.runner is not None:
         return f"exact mode by {model.runner.name} code takes no longer: the fast step is the same without it"
@@ -153,7 +169,7 @@ def slowdown_words(model: "Transformer") -> str:
     return f"exact mode: a short prompt takes {prefill:.1f} times as long as without it, a step {step:.1f} times"
 
 
-def _timed(model: "Transformer", tokens: Tensor, start_pos: int) -> float:
+def _timed(model: ExactModel, tokens: Tensor, start_pos: int) -> float:
     started = time.perf_counter()
     model(tokens, start_pos).sum().item()  # the sum is on the host once the logits are made
     return time.perf_counter() - started
