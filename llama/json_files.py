@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from llama.files import read_regular
 
 # Braces, brackets and commas, wherever they stand, bound the memory of all values together: an empty object takes 20
 # times its two bytes. The largest tokenizers have some 6 thousand, 0.6 and 2 million of them.
-_MOST_OF = {"{": 1 << 16, "[": 3 << 18, ",": 1 << 22}
+MOST_OF: Mapping[str, int] = {"{": 1 << 16, "[": 3 << 18, ",": 1 << 22}
 _MOST_DIGITS = 64  # some files say 10^30 where a length has no limit
 _LONG_NUMBER = re.compile(rf"[0-9]{{{_MOST_DIGITS + 1}}}")
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
@@ -29,18 +30,19 @@ def read_json(path: Path, *, limit: int) -> dict[str, Any]:
     return parse_object(read_regular(path, limit=limit))
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[str, Any]:
     """Return the object that the bytes spell in JSON.
 
     Raises ValueError for what readers understand in different ways: bytes that are no UTF-8, halves of characters,
     repeated keys, NaN, infinity and numbers beyond float64. Likewise for whole numbers of more than 64 digits, more
-    values than any real file has, and nesting that Python's own reader refuses.
+    values than any real file has, and nesting that Python's own reader refuses. `most_of` limits how often a character
+    may occur, texts included.
     """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
-    for sign, most in _MOST_OF.items():
+    for sign, most in most_of.items():
         if text.count(sign) > most:
             raise ValueError(f"it has {text.count(sign):,} times {sign!r}, and the limit is {most:,}")
     try:

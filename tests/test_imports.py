@@ -59,7 +59,10 @@ MAY_IMPORT = {
     "llama/runner.py": ("batch rows", "torch"),
     "llama/generation.py": ("batch ownership ranks request rows runner streaming", "torch"),
     "llama/session.py": ("batch generation kv_cache request session_file streaming words", "torch"),
-    "llama/session_file.py": ("args digest exact.probe files kv_cache machine ranks runner streaming words", "torch"),
+    "llama/session_file.py": (
+        "args digest exact.probe files kv_cache machine ranks runner streaming untrusted words",
+        "torch",
+    ),
     "llama/digest.py": ("", "torch"),
     "llama/testing.py": ("args kv_cache model rows", "torch"),
     "llama/costs/__init__.py": ("args", ""),
@@ -71,6 +74,7 @@ MAY_IMPORT = {
     "llama/words.py": ("", ""),
     "llama/palette.py": ("", ""),
     "llama/json_files.py": ("files", ""),
+    "llama/untrusted/": ("json_files words", ""),
     "llama/parallel.py": ("ranks", "torch fairscale"),
     "llama/perplexity.py": ("api cli console files kv_cache machine model parallel progress streaming", "torch"),
     # wings: each knows the floor and itself, and another one where its name says so
@@ -84,7 +88,7 @@ MAY_IMPORT = {
     "llama/tokenizer/": ("tokenizer", ""),
     "llama/checkpoint/__main__.py": ("checkpoint cli console costs demo files progress", ""),
     "llama/checkpoint/": (
-        "args costs files json_files ranks rope model packed quantize tokenizer words checkpoint",
+        "args costs files json_files ranks rope model packed quantize tokenizer untrusted words checkpoint",
         "torch numpy safetensors gguf",
     ),
     "llama/exact/triton_kernels.py": ("rows", "torch triton"),

@@ -28,7 +28,14 @@ from types import ModuleType
 from fuzz.watch import ROOT, watching
 from hypothesis import HealthCheck, given, settings
 
-INSTRUMENTED = ["llama.checkpoint", "llama.json_files", "llama.files", "llama.words", "llama.tokenizer"]
+INSTRUMENTED = [
+    "llama.checkpoint",
+    "llama.json_files",
+    "llama.files",
+    "llama.words",
+    "llama.tokenizer",
+    "llama.untrusted",
+]
 KEPT = ROOT / "build" / "fuzz"
 _AT_ONCE = 200  # examples of a strategy, between as many mutations
 

@@ -3,7 +3,9 @@
 Grammars draw files that are nearly right, since random bytes hardly ever pass a magic number.
 """
 
+import io
 import json
+import math
 import struct
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from llama.checkpoint import huggingface
 from llama.checkpoint.base import CheckpointError, needed_shapes
 from llama.checkpoint.gguf_header import parse_header as parse_gguf
-from llama.checkpoint.safetensors_file import parse_header as parse_safetensors
+from llama.checkpoint.safetensors_file import DTYPES, weights_header
 from llama.json_files import parse_object
 
 
@@ -33,19 +35,16 @@ def run_gguf(data: bytes) -> None:
 
 def run_safetensors(data: bytes) -> None:
     try:
-        spans, begin = parse_safetensors(data)
-    except ValueError:
+        header = weights_header(io.BytesIO(data), len(data))
+    except ValueError as error:
+        _check_message(str(error))
         return
-    held = 0
-    for dtype, shape, first in spans.values():
-        count = dtype.itemsize
-        for size in shape:
-            count *= size
-        assert first >= 0
-        assert count > 0
-        assert begin + first + count <= len(data)
-        held += count
-    assert begin + held == len(data)  # with no overlap and no hole
+    end = 0
+    for span in header.tensors.values():  # with no overlap and no hole
+        assert span.begin == end < span.end
+        assert span.end - span.begin == math.prod(span.shape) * DTYPES[span.dtype].itemsize
+        end = span.end
+    assert header.data + end == len(data)
 
 
 def run_json(data: bytes) -> None:
