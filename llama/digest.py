@@ -4,6 +4,7 @@ Knows tensors; does not know what they are for.
 """
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -44,6 +45,19 @@ class Digest:
         if self._lanes is not None:
             whole.update(self._lanes.cpu().numpy().data)
         return whole.hexdigest()
+
+
+def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the digest of named tensors, whose order counts."""
+    digest = Digest()
+    for name, tensor in tensors:
+        digest.take(name, tensor)
+    return digest.hex()
+
+
+def digest_of_text(text: str) -> str:
+    """Return the digest of a text, as many digits as that of tensors."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from llama.batch import Batch, Token
 from llama.generation import LanguageModel, grow
 from llama.kv_cache import KVCache, cache_kind, check_lossless
 from llama.request import Options, common_beginning, listing_options, make_request
-from llama.session_file import Content, Model, load_session, save_session
+from llama.session_file import Content, load_session, save_session
+from llama.session_origin import Model
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 from llama.words import printable
 

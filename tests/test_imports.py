@@ -29,8 +29,8 @@ FILES = [
 # The plain floor knows no wing: the operations, the model, its cache, the loop, and the tools beside them.
 FLOOR = (
     "args rope ranks ops layers packed quantize rows kv_cache ownership self_comparison model sampling request "
-    "batch runner streaming generation session session_file digest costs cores machine files parallel perplexity "
-    "testing"
+    "batch runner streaming generation session session_file session_origin digest costs cores machine files parallel "
+    "perplexity testing"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
@@ -58,11 +58,9 @@ MAY_IMPORT = {
     "llama/streaming.py": ("batch", ""),
     "llama/runner.py": ("batch rows", "torch"),
     "llama/generation.py": ("batch ownership ranks request rows runner streaming", "torch"),
-    "llama/session.py": ("batch generation kv_cache request session_file streaming words", "torch"),
-    "llama/session_file.py": (
-        "args digest exact.probe files kv_cache machine ranks runner streaming untrusted words",
-        "torch",
-    ),
+    "llama/session.py": ("batch generation kv_cache request session_file session_origin streaming words", "torch"),
+    "llama/session_file.py": ("digest files kv_cache machine session_origin streaming untrusted", "torch"),
+    "llama/session_origin.py": ("args digest exact.probe ranks runner streaming words", "torch"),
     "llama/digest.py": ("", "torch"),
     "llama/testing.py": ("args kv_cache model rows", "torch"),
     "llama/costs/__init__.py": ("args", ""),
