@@ -29,7 +29,7 @@ from llama.streaming import TextCodec
 from llama.untrusted.safetensors_header import Span, read_header
 
 FORMAT, VERSION = "llama-kv session", "1"
-_HEADER_LIMIT = 1 << 24  # bytes; a tensor takes about 100, and the note is a part of it
+_HEADER_LIMIT = 1 << 24  # bytes, at least 64 a tensor; the note, which may be any text, is a part of it
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
@@ -138,8 +138,8 @@ def save_session(path: str | PathLike[str], content: Content, model: Model, toke
     )
     try:
         replace_private(Path(path), (_header(facts, tensors), *map(_bytes_of, tensors.values())))
-    except OSError as error:
-        raise ValueError(f"the session cannot be saved as {Path(path)}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the session cannot be saved as {Path(path)}: {_reason(error)}") from error
 
 
 def _tensors(content: Content) -> dict[str, Tensor]:
@@ -149,8 +149,7 @@ def _tensors(content: Content) -> dict[str, Tensor]:
         named["logits"] = content.logits
     for layer, state in enumerate(content.layers):
         named |= {f"layers.{layer}.{name}": tensor for name, tensor in state.items()}
-    strange = {name: tensor.dtype for name, tensor in named.items() if tensor.dtype not in _NAMES}
-    if strange:
+    if strange := {name: tensor.dtype for name, tensor in named.items() if tensor.dtype not in _NAMES}:
         raise ValueError(f"kv_cache={content.kv_cache!r} holds what a file cannot: {strange}")
     named = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
     return dict(sorted(named.items(), key=lambda item: -item[1].itemsize))
@@ -167,6 +166,8 @@ def _header(facts: _Facts, tensors: Mapping[str, Tensor]) -> bytes:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
+    if (size := len(encoded)) > _HEADER_LIMIT:
+        raise ValueError(f"the header would have {size} bytes, and the limit is {_HEADER_LIMIT}; shorten session.note")
     return len(encoded).to_bytes(8, "little") + encoded
 
 
@@ -191,32 +192,23 @@ def load_session(path: str | PathLike[str], model: Model, tokenizer: TextCodec |
             check_origin(model, vars(facts))
             if tokenizer is not None and fingerprint(tokenizer, model.args.vocab_size) != facts.tokenizer:
                 raise ValueError(
-                    "it was saved with another tokenizer, for which its ids are another text; give that one, or none, "
-                    "to go on by ids"
+                    "it was saved with another tokenizer, whose ids are another text; give that one, or none for ids"
                 )
             tensors = _read_tensors(file, facts, spans, model)
         if weights_digest(model) != facts.weights:
             raise ValueError(
-                "it was saved with other weights than this model has, or with the same in another layout (quantize, "
-                "repack); load the model as it was saved with"
+                "it was saved with other weights, or in another layout (quantize, repack); load the model as it was"
             )
         return _content(facts, tensors, model), IdsOnly(facts.tokenizer) if tokenizer is None else tokenizer
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ValueError(f"the session {Path(path)} cannot be loaded: {reason}") from error
+        raise ValueError(f"the session {Path(path)} cannot be loaded: {_reason(error)}") from error
 
 
 def _read_facts(file: BinaryIO) -> tuple[_Facts, dict[str, Span]]:
     """Return the facts, and the tensors' spans in order. The file's next byte is the first tensor's."""
     try:
-        header = read_header(
-            file,
-            os.fstat(file.fileno()).st_size,
-            dtypes={name: dtype.itemsize for name, dtype in _DTYPES.items()},
-            header_limit=_HEADER_LIMIT,
-            tensor_limit=1 << 18,  # what such a header can describe
-            most_of={},  # a note may be any text
-        )
+        size, dtypes = os.fstat(file.fileno()).st_size, {name: dtype.itemsize for name, dtype in _DTYPES.items()}
+        header = read_header(file, size, dtypes=dtypes, header_limit=_HEADER_LIMIT, tensor_limit=1 << 18, most_of={})
     except ValueError as error:
         raise ValueError(f"it is not a session, or is damaged: {error}") from error
     said = header.metadata
@@ -272,9 +264,7 @@ def _content(facts: _Facts, tensors: dict[str, Tensor], model: Model) -> Content
     if logits is not None and (logits.shape != (1, vocab) or not logits.is_floating_point() or not len(ids)):
         raise _damaged("its logits")
     if facts.bound is None and len(ids) > limit:
-        raise ValueError(
-            f"it has a text of {len(ids)} tokens, more than max_seq_len={limit}; load the model with a larger one"
-        )
+        raise ValueError(f"it has {len(ids)} tokens, more than max_seq_len={limit}; load the model with a larger one")
     layers: list[dict[str, Tensor]] = [{} for _ in range(model.args.n_layers if facts.held else 0)]
     for name, tensor in tensors.items():
         word, layer, part = (*name.split(".", 2), "", "")[:3]
@@ -296,6 +286,11 @@ def _check_alone(model: Model) -> None:
             f"a session of a model that {model.ranks.size} processes share is held by all of them, and a file by one; "
             "start without torchrun to save or load it"
         )
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """Return what the system reports, without the path, which the message has already."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _damaged(what: str) -> ValueError:

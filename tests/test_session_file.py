@@ -297,6 +297,20 @@ def test_a_save_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
     assert text_of(model.load_session(path, Bytes())) == "<bos>abc"
 
 
+def test_a_note_that_no_session_could_be_loaded_with_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    model, session = made()
+    session.feed("abc")
+    session.note = "{" * (1 << 17) + "[,]" * (1 << 20)
+    session.save(path)
+    assert model.load_session(path, Bytes()).note == session.note
+    before = path.read_bytes()
+    session.note = "x" * (1 << 24)
+    with pytest.raises(ValueError, match=r"header .* 1677\d+ bytes, and the limit is 16777216; shorten session.note"):
+        session.save(path)
+    assert path.read_bytes() == before
+
+
 def test_where_a_file_cannot_be_is_said_in_one_sentence(tmp_path: Path) -> None:
     _, session = made()
     session.feed("abc")
