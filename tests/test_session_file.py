@@ -456,7 +456,7 @@ def test_in_exact_mode_products_by_another_library_are_refused(tmp_path: Path) -
     session.save(tmp_path / "session")
     model.load_session(tmp_path / "session", Bytes())
     with torch.backends.mkldnn.flags(enabled=False):
-        refused(model, tmp_path / "session", "which may give other bits; feed the text again")
+        refused(model, tmp_path / "session", "the bits may differ here; feed the text again")
 
 
 @pytest.mark.skipif("avx512bw" not in cpu_flags(), reason="needs two instruction sets between which oneDNN chooses")
