@@ -97,6 +97,8 @@ class ModelArgs:
 
     The names are those of Meta's params.json, so `ModelArgs(**params)` works and an unknown key is refused by name.
     `n_kv_heads`, `head_dim` and `ffn_dim` may be left out; they then follow from the others as in Meta's code.
+    `rope_theta=None` switches RoPE off (NoPE, https://arxiv.org/abs/2305.19466). Checkpoint formats cannot store that:
+    readers and exports refuse it.
     """
 
     dim: int = 4096
@@ -107,7 +109,7 @@ class ModelArgs:
     multiple_of: int = 256  # the FFN width is rounded up to a multiple of this
     ffn_dim_multiplier: float | None = None
     norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
+    rope_theta: float | None = 500000.0  # None: no RoPE, queries and keys are not rotated
     use_scaled_rope: bool = False  # Meta's switch; works out rope_scaling where that is not given
     max_batch_size: int | None = None  # a limit, not a size; None: no limit
     max_seq_len: int = 2048  # a limit, not a size
@@ -184,10 +186,10 @@ class ModelArgs:
                 _check_count(name, getattr(self, name))
         if self.vocab_size != -1:
             _check_count("vocab_size", self.vocab_size)
-        for name in ("norm_eps", "rope_theta"):
-            _check_positive(name, getattr(self, name))
-        if self.ffn_dim_multiplier is not None:
-            _check_positive("ffn_dim_multiplier", self.ffn_dim_multiplier)
+        _check_positive("norm_eps", self.norm_eps)
+        for name in ("rope_theta", "ffn_dim_multiplier"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         for name in ("use_scaled_rope", "kv_caching", "tied_head", "attention_bias", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -196,7 +198,13 @@ class ModelArgs:
         _check_count("ffn_dim", self.ffn_dim)  # a tiny ffn_dim_multiplier rounds it to nothing
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
-        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+        if self.rope_theta is None:
+            if self.rope_scaling is not None:
+                raise ValueError(
+                    f"rope_scaling={self.rope_scaling!r} scales angles of RoPE, which rope_theta=None switches off; "
+                    "leave out rope_scaling and use_scaled_rope, or state rope_theta"
+                )
+        elif isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
             raise ValueError(f"rope_theta={self.rope_theta} must be above 1 for YaRN, which takes its logarithm")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of numbers")

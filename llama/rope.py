@@ -18,8 +18,13 @@ from torch import Tensor
 from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 
 
-def rope_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Return the angle in radians that rotates each pair per position, (head_dim / 2,) float32, fastest first."""
+def rope_frequencies(head_dim: int, theta: float | None) -> Tensor:
+    """Return the angle in radians that rotates each pair per position, (head_dim / 2,) float32, fastest first.
+
+    Without a theta there is no RoPE: all angles are 0, and a rotation by 0 changes no bit of a finite number.
+    """
+    if theta is None:
+        return torch.zeros(head_dim // 2)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / (theta**exponents)
 
@@ -69,13 +74,15 @@ def yarn_frequencies(freqs: Tensor, theta: float, rule: YarnScaling) -> Tensor:
 def scaled_frequencies(args: ModelArgs) -> Tensor:
     """Return the angle that rotates each pair of a model per position, (head_dim / 2,) float32."""
     freqs, scaling = rope_frequencies(args.head_dim, args.rope_theta), args.rope_scaling
+    if scaling is None or args.rope_theta is None:
+        return freqs
     if isinstance(scaling, RopeScaling):
         return scale_frequencies(freqs, **asdict(scaling))
     if isinstance(scaling, LinearScaling):
         return freqs / scaling.factor
     if isinstance(scaling, YarnScaling):
         return yarn_frequencies(freqs, args.rope_theta, scaling)
-    return freqs if scaling is None else freqs / torch.tensor(scaling, dtype=torch.float32)  # a divisor for each
+    return freqs / torch.tensor(scaling, dtype=torch.float32)  # a divisor for each
 
 
 class RopeTable:

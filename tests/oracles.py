@@ -106,7 +106,7 @@ class InputDtypeRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
 
 
 def hf_config(args: ModelArgs) -> LlamaConfig:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta or 1.0}
     if isinstance(args.rope_scaling, RopeScaling):
         scaling = args.rope_scaling
         rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor}
@@ -175,6 +175,8 @@ def hf_llama(model: Transformer) -> LlamaForCausalLM:
     for module in hf.modules():
         if isinstance(module, LlamaRMSNorm):
             module.__class__ = InputDtypeRMSNorm
+    if model.args.rope_theta is None:  # theirs always rotates
+        hf.model.rotary_emb.inv_freq.zero_()
     return hf
 
 

@@ -194,6 +194,8 @@ def test_a_model_that_cannot_be_shared_out_evenly_says_to_how_many_it_can(
         ),
         (lambda: ModelArgs(dim=8, n_heads=2, rope_scaling=4.0), "must be a RopeScaling, LinearScaling, YarnScaling"),
         (lambda: ModelArgs(dim=8, n_heads=2, qk_norm=1), "qk_norm=1 must be True or False"),
+        (lambda: ModelArgs(rope_theta=None, rope_scaling=LinearScaling(2.0)), "which rope_theta=None switches off"),
+        (lambda: ModelArgs(rope_theta=None, use_scaled_rope=True), "leave out rope_scaling and use_scaled_rope"),
     ],
 )
 def test_rope_scaling_that_makes_no_sense_is_refused(make: Callable[[], object], reason: str) -> None:

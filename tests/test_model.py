@@ -76,8 +76,9 @@ def test_logits_equal_those_of_transformers(args: ModelArgs, rows: int, length: 
         torch.testing.assert_close(model(tokens), single, rtol=0, atol=fp32_tolerance(expected, args))
 
 
-def test_cached_steps_equal_transformers_own_cached_steps() -> None:
-    model = tiny_model()
+@pytest.mark.parametrize("rope_theta", [10000.0, None])
+def test_cached_steps_equal_transformers_own_cached_steps(rope_theta: float | None) -> None:
+    model = tiny_model(rope_theta=rope_theta)
     hf, tokens, past = hf_llama(model), some_tokens(2, 9), None
     for start, end in [(0, 4), (4, 5), (5, 6), (6, 9)]:
         with torch.no_grad():
@@ -90,8 +91,9 @@ def test_cached_steps_equal_transformers_own_cached_steps() -> None:
 # --- Gradients, with the cache off
 
 
-def test_gradients_equal_those_of_transformers() -> None:
-    model = tiny_model(kv_caching=False)
+@pytest.mark.parametrize("rope_theta", [10000.0, None])
+def test_gradients_equal_those_of_transformers(rope_theta: float | None) -> None:
+    model = tiny_model(kv_caching=False, rope_theta=rope_theta)
     hf, tokens = hf_llama(model), some_tokens(2, 7)
     nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
     nn.functional.cross_entropy(hf(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import hf_config, some_tokens, tiny_args, tiny_model
+from oracles import FP64_TOLERANCE, bits, hf_config, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from llama.args import RopeScaling
+from llama.kv_cache import KVCache
 from llama.model import Transformer
 from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_frequencies
 
@@ -183,6 +184,31 @@ def test_turning_equals_that_of_transformers_in_its_order_of_pairs(
     expected = apply_rotary_pos_emb(half_split(xq), half_split(xk), cos, sin, unsqueeze_dim=2)
     for made, wanted in zip(apply_rotary_emb(xq, xk, freqs_cis), expected, strict=True):
         assert torch.equal(half_split(made), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_without_a_theta_queries_and_keys_keep_their_bits(dtype: torch.dtype) -> None:
+    args = tiny_args(rope_theta=None)
+    table, x = RopeTable.of(args), torch.randn(2, 50, 2, 8, dtype=dtype)
+    for made in apply_rotary_emb(x, x, table.at([1000, 3], 50, CPU)):
+        assert torch.equal(bits(made), bits(x))
+    by_a_kind = KVCache.of(args).rotated(x, torch.arange(1000, 1050), 1049)  # as window and int4 do
+    assert torch.equal(bits(by_a_kind), bits(x))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["static", "concat", "paged", "int8", "int4", "window:20+3"])
+def test_without_rope_one_layer_sees_no_order_in_the_past(kind: str) -> None:
+    """So no kind rotates, also a kind that rotates keys by itself. With RoPE, the logits differ."""
+    tokens = some_tokens(2, 12)
+    shuffled = tokens[:, [7, 2, 9, 0, 4, 10, 1, 3, 8, 6, 5, 11]]
+    for rope_theta, alike in ((None, True), (10000.0, False)):
+        model = tiny_model(n_layers=1, kv_cache=kind, rope_theta=rope_theta)
+        lasts = []
+        for text in (tokens, shuffled):
+            model(text[:, :5], 0)
+            lasts += [model(text[:, at : at + 1], at) for at in range(5, 12)][-1:]
+        assert torch.allclose(*lasts, rtol=0, atol=FP64_TOLERANCE) == alike
 
 
 def half_split(x: Tensor) -> Tensor:

@@ -112,6 +112,13 @@ HISTORIES: tuple[Callable[[Session], None], ...] = (
 )
 
 
+def test_a_session_without_rope_goes_on_too(tmp_path: Path) -> None:
+    _, kept = made("window:20+3", rope_theta=None)
+    fed(kept)
+    loaded = reloaded(kept, tmp_path / "session")
+    assert loaded.generate(8, **SAMPLED) == kept.generate(8, **SAMPLED)
+
+
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
 @pytest.mark.parametrize("kv_cache", KINDS)
 def test_every_kind_goes_on_as_if_it_had_never_been_saved(
@@ -399,6 +406,7 @@ OTHER_MODELS: dict[str, tuple[Callable[[], Transformer], str]] = {
         "dtype was 'torch.float64', and is 'torch.float32' here; load the model in that dtype",
     ),
     "theta": (lambda: made(rope_theta=5e5)[0], "rope_theta was 10000.0, and is 500000.0 here"),
+    "no RoPE": (lambda: made(rope_theta=None)[0], "rope_theta was 10000.0, and is None here"),
     "vocabulary": (lambda: made(vocab_size=300)[0], "vocab_size was 258, and is 300 here"),
     "exact": (lambda: exact(made()[0]), "exact was False, and is True here; set model.exact to that value"),
     "activations": (lambda: rounding(made()[0]), "activations was 16, and is 8 here"),

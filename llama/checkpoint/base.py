@@ -296,6 +296,8 @@ def make_args(path: Path, **sizes: Any) -> ModelArgs:
     """Return ModelArgs(**sizes), held to limits that keep a hostile file from costing time or memory."""
     with refusing(path, "describes a model that cannot be built"):
         args = ModelArgs(**sizes)
+    if args.rope_theta is None:
+        raise CheckpointError(path, "rope_theta=None must be a finite number above 0: no format describes NoPE")
     for name, limit in _LIMITS.items():
         if getattr(args, name) > limit:
             raise CheckpointError(path, f"{name}={getattr(args, name)} is above the limit of {limit}")

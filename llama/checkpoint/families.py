@@ -105,6 +105,8 @@ def numbered(names: Mapping[str, str], n_layers: int) -> dict[str, str]:
 
 def family_of(args: ModelArgs) -> Family:
     """Return the family in whose words a model of ours is written. Raises ValueError where none has them."""
+    if args.rope_theta is None:
+        raise ValueError("rope_theta=None: a model without RoPE has no name in other formats; save its state_dict()")
     switches = (args.attention_bias, args.qk_norm)
     for family in GGUF_FAMILIES.values():
         if (family.attention_bias, family.qk_norm) == switches:

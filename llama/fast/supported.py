@@ -51,6 +51,8 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:
         raise Unsupported(f"the model's operations are {model.ops.name}")
+    if model.args.rope_theta is None:
+        raise Unsupported("rope_theta=None: models without RoPE have no fast step")
     if type(model.rope) is not RopeTable:
         raise Unsupported("the angles are not those of a RopeTable as it is")
     _check_attributes(model.rope)

@@ -118,6 +118,13 @@ def test_a_rule_that_gguf_cannot_name_arrives_as_its_divisors(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "gguf"])
+def test_a_model_without_rope_is_refused_by_name_and_writes_nothing(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ValueError, match=r"rope_theta=None: .* no name in other formats; save its state_dict\(\)"):
+        export(kind, model_of(rope_theta=None), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "gguf"])
 def test_a_dtype_that_no_format_has_is_refused(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ValueError, match=r"torch\.float64 cannot be written; bring the model to fp32, fp16 or bf16"):
         export(kind, model_of(torch.float64), tmp_path)

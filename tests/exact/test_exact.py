@@ -33,7 +33,7 @@ SHAPES: list[dict[str, Any]] = [
     {},
     {"dim": 48, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 131, "tied_head": True},
     {"dim": 80, "n_heads": 5, "n_kv_heads": 1, "vocab_size": 97, "multiple_of": 8},
-    {"dim": 64, "n_heads": 8, "n_kv_heads": 8, "vocab_size": 200, "n_layers": 3, "head_dim": 12},
+    {"dim": 64, "n_heads": 8, "n_kv_heads": 8, "vocab_size": 200, "n_layers": 3, "head_dim": 12, "rope_theta": None},
     {"attention_bias": True, "qk_norm": True, "rope_scaling": YarnScaling(4.0, 64)},
 ]
 

@@ -122,6 +122,13 @@ def test_a_model_that_native_code_does_not_run_is_refused_and_that_is_not_passed
     fast.exact = True
 
 
+def test_a_model_without_rope_has_no_exact_native_code() -> None:
+    model = model_of("fp32", replace(ARGS, rope_theta=None))
+    model.runner = NativeRunner(FOLDER)
+    with pytest.raises(ValueError, match="rope_theta=None: models without RoPE have no fast step"):
+        model.exact = True
+
+
 def test_where_native_code_does_not_serve_the_plain_operations_do_and_quantised_weights_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
