@@ -130,6 +130,7 @@ class Cell:
         mode += ", fast" if self.fast else ""
         mode += f", {self.quantize} weights" if self.quantize else ""
         mode += f", {self.activations}-bit activations" if self.activations != 16 else ""
+        mode += f", {self.kv_cache} cache" if self.kv_caching and self.kv_cache != "static" else ""
         return mode if self.engine == "llama" else f"{self.engine}, {mode}"
 
     @property

@@ -148,8 +148,8 @@ def _rope_parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(path, "needs one of rope_parameters and rope_scaling, in braces")
     theta = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
     for key, value in (old | new).items():
-        if isinstance(value, dict):
-            said = f"RoPE's {key}={value!r:.80} is not supported; one set of numbers for all layers is"
+        if isinstance(value, dict) or key.endswith("_attention"):  # one set for each kind of layer
+            said = f"gives RoPE's {key}={value!r:.80}, and this library has one RoPE for all layers; load another model"
             raise CheckpointError(path, said)
     return theta | old | new
 

@@ -207,7 +207,7 @@ def test_a_window_of_a_gguf_file_limits_the_length(tmp_path: Path) -> None:
         (
             "qwen3",
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
-            "RoPE's full_attention={'rope_theta': 1000000.0} is not supported; one set of numbers for all layers is",
+            "gives RoPE's full_attention={'rope_theta': 1000000.0}, and this library has one RoPE for all layers",
         ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; .*yarn"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor='4' must be a number"),
