@@ -16,7 +16,7 @@ from llama.args import ModelArgs
 from llama.generation import Generation
 from llama.kv_cache import KVCache, check_lossless, use_kind
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from llama.ops import PLAIN, Ops, attention_mass, check_attention, last_real
+from llama.ops import PLAIN, Ops, Scoring, attention_mass, check_attention, last_real
 from llama.ownership import Ownership
 from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb
@@ -43,8 +43,9 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over what is fed, and over the past where the cache is on."""
 
-    def __init__(self, args: ModelArgs) -> None:
+    def __init__(self, args: ModelArgs, layer: int = 0) -> None:
         super().__init__()
+        self.layer = layer
         self.head_dim = args.head_dim
         queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         self.wq = ColumnParallelLinear(args.dim, queries, bias=args.attention_bias)
@@ -72,12 +73,15 @@ class Attention(nn.Module):
                 check_attention(self.ops, reader, "choose another kind of cache")
             keys, values = self.cache.update(rows, xk if self.cache.unrotated else rotated, xv)
             visible = self.cache.visible(rows, xq)
+            # The positions before `weigh`, in which a kind may drop keys.
+            scoring = Scoring(self.layer, self.cache.key_positions(), self.ops.score_mod)
             if self.cache.weighs:
-                self.cache.weigh(attention_mass(xq, keys, rows, visible))
+                self.cache.weigh(attention_mass(xq, keys, rows, visible, scoring))
         else:
             keys, values, visible = rotated, xv, None
+            scoring = Scoring(self.layer, None, self.ops.score_mod)
 
-        output = self.ops.attend(xq, keys, values, rows, visible)
+        output = self.ops.attend(xq, keys, values, rows, visible, scoring)
         out: Tensor = self.wo(output.flatten(-2))
         return out
 
@@ -100,9 +104,9 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """One layer: attention, then the MLP, each on normed input and added to it."""
 
-    def __init__(self, args: ModelArgs) -> None:
+    def __init__(self, args: ModelArgs, layer: int = 0) -> None:
         super().__init__()
-        self.attention = Attention(args)
+        self.attention = Attention(args, layer)
         self.feed_forward = FeedForward(args)
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
@@ -127,7 +131,7 @@ class Transformer(nn.Module, Generation, Sessions):
         self.args = args
         self.ranks = current_ranks()
         self.tok_embeddings = VocabParallelEmbedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
+        self.layers = nn.ModuleList(TransformerBlock(args, layer) for layer in range(args.n_layers))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = ColumnParallelLinear(args.dim, args.vocab_size, gather_output=True)
         if args.tied_head:
@@ -226,7 +230,7 @@ class Transformer(nn.Module, Generation, Sessions):
         """How forwards are executed now."""
         kinds = {str(module.stored_as) for module in self.modules() if hasattr(module, "stored_as")}
         bits = min((vars(module).get("activations", 16) for module in self.modules()), default=16)
-        name = self.ops.name if self.runner is None else self.runner.name
+        name = str(self.ops) if self.runner is None else self.runner.name
         return Execution(name, min(kinds, default=None), bits, self.exact)
 
     def use(self, ops: Ops) -> None:

@@ -65,6 +65,24 @@ def softmax_attention(attend: _Attend) -> _Attend:
     return attend
 
 
+ScoreMod = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+class Scoring(NamedTuple):
+    """What attention's scores may depend on besides queries and keys.
+
+    layer: the number of the layer, as the model was built. key_positions: where the keys stand, (kv_len,) or (bsz,
+    kv_len); None: at 0 .. kv_len - 1. score_mod: that of the operations, see `Ops`.
+    """
+
+    layer: int = 0
+    key_positions: Tensor | None = None
+    score_mod: ScoreMod | None = None
+
+
+UNCHANGED = Scoring()
+
+
 @softmax_attention
 def attend(
     xq: Tensor,
@@ -72,27 +90,41 @@ def attend(
     values: Tensor,
     rows: Rows,
     visible: Tensor | None = None,
+    scoring: Scoring = UNCHANGED,
 ) -> Tensor:
     """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
 
     xq is (bsz, seqlen, n_heads, head_dim), and query i of a row stands at the row's start + i. keys and values are
     (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. Or `visible` says which keys a query sees, (seqlen,
-    kv_len) or (bsz, seqlen, kv_len) of bool; all of them must then be finite, also where no query looks.
+    kv_len) or (bsz, seqlen, kv_len) of bool; all of them must then be finite, also where no query looks. With a
+    `scoring.score_mod` all scores are in memory at once, (bsz, n_heads, seqlen, kv_len) in float32 or wider.
     """
     if rows.start is not None:
-        return _attend_in_step(xq, keys, values, rows.start, visible)
+        return _attend_in_step(xq, keys, values, rows.start, visible, scoring)
     # Rows at different positions are attended one by one, each over its own keys, so that a row gives what it gives
     # alone.
-    outputs = []
+    each = _row_by_row(rows, visible, scoring)
+    return torch.cat([_attend_in_step(xq[one], keys[one], values[one], *rest) for one, rest in each])
+
+
+def _row_by_row(
+    rows: Rows, visible: Tensor | None, scoring: Scoring
+) -> Iterator[tuple[slice, tuple[int, Tensor | None, Scoring]]]:
+    """Yield for each row its slice, and its start, `visible` and `scoring`."""
+    stand = scoring.key_positions
     for row, start in enumerate(rows.starts):
         one = slice(row, row + 1)
         seen = visible if visible is None or visible.ndim == 2 else visible[one]
-        outputs.append(_attend_in_step(xq[one], keys[one], values[one], start, seen))
-    return torch.cat(outputs)
+        own = scoring if stand is None or stand.ndim == 1 else scoring._replace(key_positions=stand[one])
+        yield one, (start, seen, own)
 
 
-def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, visible: Tensor | None) -> Tensor:
+def _attend_in_step(
+    xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, visible: Tensor | None, scoring: Scoring
+) -> Tensor:
     """Attend where all rows stand at the same position."""
+    if scoring.score_mod is not None:
+        return _attend_by_weights(xq, keys, values, start_pos, visible, scoring)
     seqlen = xq.shape[1]
     end = start_pos + seqlen
     mask, causal = None, False
@@ -163,31 +195,77 @@ def _mask(start_pos: int, seqlen: int, device: torch.device) -> Tensor:
     return positions <= positions[start_pos:, None]
 
 
-def attention_mass(xq: Tensor, keys: Tensor, rows: Rows, visible: Tensor | None) -> Tensor:
+def attention_weights(
+    xq: Tensor, keys: Tensor, start_pos: int, visible: Tensor | None, scoring: Scoring = UNCHANGED
+) -> Tensor:
+    """Return the weights of an explicit softmax, (bsz, n_heads, seqlen, kv_len), in float32 or wider.
+
+    All rows start at `start_pos`. Where `visible` is None, kv_len ends with the last query: what lies past it is not
+    read. A query that may see nothing has weights of 0. The rest as in `attend`.
+    """
+    asked = start_pos + torch.arange(xq.shape[1], device=xq.device)[:, None]  # (seqlen, 1)
+    stand = scoring.key_positions
+    stand = torch.arange(keys.shape[1], device=xq.device) if stand is None else stand
+    if visible is None:
+        keys, stand = keys[:, : start_pos + xq.shape[1]], stand[..., : start_pos + xq.shape[1]]
+        visible = stand[..., None, :] <= asked
+    wide = torch.promote_types(xq.dtype, torch.float32)
+    queries = torch.unflatten(xq.to(wide), 2, (keys.shape[2], -1))
+    queries = queries.permute(0, 2, 3, 1, 4)  # (bsz, n_kv_heads, shared, seqlen, head_dim)
+    scores = queries @ keys.to(wide).permute(0, 2, 3, 1)[:, :, None] / xq.shape[-1] ** 0.5
+    scores = scores.flatten(1, 2)  # (bsz, n_heads, seqlen, kv_len)
+    if scoring.score_mod is not None:
+        places = asked[None, None], stand.long().reshape(-1, 1, 1, stand.shape[-1])
+        scores = _checked(scoring.score_mod(scores, *places, scoring.layer), scores, scoring.score_mod)
+    hidden = ~(visible if visible.ndim == 2 else visible[:, None])
+    weights: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
+    return weights
+
+
+def _checked(changed: Tensor, scores: Tensor, score_mod: ScoreMod) -> Tensor:
+    """Return changed scores in the dtype of `scores`. Raises ValueError unless they have the same shape."""
+    shape = getattr(changed, "shape", None)
+    if shape != scores.shape:
+        found = type(changed).__name__ if shape is None else tuple(shape)
+        raise ValueError(
+            f"score_mod={_called(score_mod)} returned {found}; it must return a tensor of the shape of the scores, "
+            f"{tuple(scores.shape)}"
+        )
+    return changed.to(scores.dtype)
+
+
+def _attend_by_weights(
+    xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, visible: Tensor | None, scoring: Scoring
+) -> Tensor:
+    """Attend as `_attend_in_step` does, by the weights of an explicit softmax."""
+    weights = attention_weights(xq, keys, start_pos, visible, scoring)
+    weights = torch.unflatten(weights, 1, (keys.shape[2], -1))  # (bsz, n_kv_heads, shared, seqlen, kv_len)
+    values = values[:, : weights.shape[-1]].to(weights.dtype).transpose(1, 2)  # (bsz, n_kv_heads, kv_len, head_dim)
+    output: Tensor = (weights @ values[:, :, None]).flatten(1, 2)  # (bsz, n_heads, seqlen, head_dim)
+    return output.transpose(1, 2).to(xq.dtype)
+
+
+def attention_mass(
+    xq: Tensor, keys: Tensor, rows: Rows, visible: Tensor | None, scoring: Scoring = UNCHANGED
+) -> Tensor:
     """Return how much attention every key draws, (bsz, n_kv_heads, kv_len), in float32 or wider.
 
     Of an explicit softmax, summed over the queries and over the heads that share the key. Of each row the first
     queries count that are kept; the others pad it, and may see anything. The rest as in `attend`.
     """
     if rows.start is None:
-        each = [slice(row, row + 1) for row in range(len(rows.starts))]
-        seen = [visible if visible is None or visible.ndim == 2 else visible[row] for row in each]
-        parts = zip(each, seen, strict=True)
-        return torch.cat([attention_mass(xq[row], keys[row], rows.row(row.start), mask) for row, mask in parts])
-    seqlen, kv_len = xq.shape[1], keys.shape[1]
-    if visible is None:  # what lies past the end is not read
-        drawn = attention_mass(xq, keys[:, : rows.end], rows, _mask(rows.start, seqlen, xq.device))
-        return F.pad(drawn, (0, kv_len - rows.end))
-    wide = torch.promote_types(xq.dtype, torch.float32)
-    shared = xq.shape[2] // keys.shape[2]
-    queries = xq.to(wide).reshape(*xq.shape[:2], -1, shared, xq.shape[-1])
-    queries = queries.permute(0, 2, 3, 1, 4)  # (bsz, n_kv_heads, shared, seqlen, head_dim)
-    scores = queries @ keys.to(wide).permute(0, 2, 3, 1)[:, :, None] / xq.shape[-1] ** 0.5
-    hidden = ~(visible if visible.ndim == 2 else visible[:, None, None])
-    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)  # (bsz, n_kv_heads, shared, seqlen, kv_len)
-    pads = torch.arange(seqlen, device=xq.device) >= torch.tensor(rows.kept, device=xq.device)[:, None]
-    mass: Tensor = shares.masked_fill(pads[:, None, None, :, None], 0).sum((2, 3))
-    return mass
+        each = enumerate(_row_by_row(rows, visible, scoring))
+        return torch.cat(
+            [attention_mass(xq[one], keys[one], rows.row(row), seen, own) for row, (one, (_, seen, own)) in each]
+        )
+    weights = attention_weights(xq, keys, rows.start, visible, scoring)
+    pads = torch.arange(xq.shape[1], device=xq.device) >= torch.tensor(rows.kept, device=xq.device)[:, None]
+    drawn = torch.unflatten(weights.masked_fill(pads[:, None, :, None], 0), 1, (keys.shape[2], -1)).sum((2, 3))
+    return F.pad(drawn, (0, keys.shape[1] - drawn.shape[-1]))
+
+
+def _called(function: Callable[..., Tensor]) -> object:
+    return getattr(function, "__name__", function)
 
 
 def check_attention(ops: "Ops", reader: str, remedy: str) -> None:
@@ -197,7 +275,7 @@ def check_attention(ops: "Ops", reader: str, remedy: str) -> None:
     """
     if not hasattr(ops.attend, "is_softmax_attention"):
         raise ValueError(
-            f"attend={getattr(ops.attend, '__name__', ops.attend)} of the operations {ops.name!r} is not marked as "
+            f"attend={_called(ops.attend)} of the operations {ops.name!r} is not marked as "
             f"softmax attention, and {reader}, which are computed for softmax attention only; {remedy}, or mark the "
             "function with llama.ops.softmax_attention if it computes what llama.ops.attend does"
         )
@@ -223,15 +301,25 @@ class Ops(NamedTuple):
 
     An `attend` that computes something else than softmax attention goes with no cache that `weighs`, and with no
     recording; one that computes the same is marked with `softmax_attention`.
+
+    score_mod changes attention's scores before the mask and the softmax: `score_mod(scores, query_positions,
+    key_positions, layer)` returns the new ones. scores are (bsz, n_heads, seqlen, kv_len), in float32 or wider, already
+    divided by sqrt(head_dim). The positions are int64 and broadcast to them, (1, 1, seqlen, 1) and (1 or bsz, 1, 1,
+    kv_len). layer is an int. What it returns for keys that a query may not see has no effect. If ranks share the model,
+    n_heads are those of the rank. The name is that of PyTorch's FlexAttention, which calls it for one score at a time.
     """
 
     name: str
     linear: Callable[[Tensor, Tensor], Tensor]
     sum_linear: Callable[[Tensor, Tensor, Ranks], Tensor]
-    attend: Callable[[Tensor, Tensor, Tensor, Rows, Tensor | None], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, Rows, Tensor | None, Scoring], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     silu: Callable[[Tensor], Tensor]  # x * sigmoid(x), element by element
     exact: bool = False  # whether exact mode made them; leave it out of your own
+    score_mod: ScoreMod | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.score_mod is None else f"{self.name} with score_mod={_called(self.score_mod)}"
 
 
 PLAIN = Ops("plain", linear, sum_linear, attend, rms_norm, F.silu)

@@ -181,9 +181,17 @@ def hf_llama(model: Transformer) -> LlamaForCausalLM:
 
 
 def attend_by_loops(
-    xq: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int], position_of: Callable[[int, int], int]
+    xq: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Sequence[int],
+    position_of: Callable[[int, int], int],
+    change: Callable[[float, int, int], float] = lambda score, *_: score,
 ) -> Tensor:
-    """Attention in float64, one query and one key at a time; key j of a row stands at position_of(row, j)."""
+    """Attention in float64, one query and one key at a time; key j of a row stands at position_of(row, j).
+
+    `change` makes of each score, with its head and how far before the query the key stands, another one.
+    """
     bsz, seqlen, n_heads, head_dim = xq.shape
     per_group = n_heads // keys.shape[2]
     output = torch.zeros(xq.shape, dtype=torch.float64)
@@ -193,6 +201,8 @@ def attend_by_loops(
             for head in range(n_heads):
                 query, group = xq[row, i, head].double(), head // per_group
                 scores = [float(query @ keys[row, j, group].double()) / math.sqrt(head_dim) for j in seen]
+                distances = [starts[row] + i - position_of(row, j) for j in seen]
+                scores = [change(score, head, far) for score, far in zip(scores, distances, strict=True)]
                 shares = [math.exp(score - max(scores)) for score in scores]
                 for j, share in zip(seen, shares, strict=True):
                     output[row, i, head] += share / sum(shares) * values[row, j, group].double()

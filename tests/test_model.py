@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs, RopeScaling
 from llama.model import RMSNorm, Transformer
-from llama.ops import rms_norm
+from llama.ops import PLAIN, rms_norm
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -105,6 +105,19 @@ def test_gradients_equal_those_of_transformers(rope_theta: float | None) -> None
 def grad(weight: Tensor) -> Tensor:
     assert weight.grad is not None
     return weight.grad
+
+
+def test_what_a_score_mod_learns_gets_gradients_in_the_layer_of_its_number() -> None:
+    model, tokens, slopes = tiny_model(kv_caching=False), some_tokens(2, 7), torch.zeros(2, requires_grad=True)
+    model(tokens).square().mean().backward()
+    plain = [grad(weight).clone() for weight in model.parameters()]
+    model.zero_grad()
+    model.use(PLAIN._replace(score_mod=lambda scores, q, k, layer: scores + slopes[layer] * (k - q)))
+    model(tokens).square().mean().backward()
+    for weight, wanted in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(grad(weight), wanted, rtol=0, atol=FP64_TOLERANCE)
+    assert grad(slopes).all()
+    assert grad(slopes).unique().shape == (2,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -1,5 +1,6 @@
 """Attention is what two loops over positions say it is, for every way in which a query can stand among keys."""
 
+import math
 from contextlib import ExitStack
 from random import Random
 from types import SimpleNamespace
@@ -18,9 +19,14 @@ from llama import ops
 
 
 def attend(
-    xq: Tensor, keys: Tensor, values: Tensor, start_pos: int | list[int], visible: Tensor | None = None
+    xq: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start_pos: int | list[int],
+    visible: Tensor | None = None,
+    scoring: ops.Scoring = ops.UNCHANGED,
 ) -> Tensor:
-    return ops.attend(xq, keys, values, rows_of(start_pos, xq), visible)
+    return ops.attend(xq, keys, values, rows_of(start_pos, xq), visible, scoring)
 
 
 FP64_TOLERANCE = 1e-13  # averages of numbers of about 1, a few dozen roundings of 1e-16 each
@@ -101,17 +107,76 @@ def test_keys_may_stand_in_any_order(
     assert_attends(attend(xq, keys, values, starts if ragged else start_pos, visible), expected)
 
 
+def capped_and_sloped(scores: Tensor, query_positions: Tensor, key_positions: Tensor, layer: int) -> Tensor:
+    """Soft-cap and ALiBi, whose slope differs by layer."""
+    assert query_positions.dtype == key_positions.dtype == torch.int64
+    slopes = 0.5 ** torch.arange(1, scores.shape[1] + 1)[:, None, None]
+    return 2 * (scores / 2).tanh() - layer * slopes * (query_positions - key_positions)
+
+
+@settings(max_examples=30)
+@given(
+    shapes(), st.lists(st.integers(0, 6), min_size=3, max_size=3), st.booleans(), st.booleans(), dtypes, st.randoms()
+)
+def test_a_score_mod_changes_every_score_by_where_query_and_key_stand(
+    shape: tuple[int, int, int, int, int],
+    starts: list[int],
+    ragged: bool,
+    in_order: bool,
+    dtype: torch.dtype,
+    random: Random,
+) -> None:
+    """Keys in order, which the cache need not say, or in an order of each row's own."""
+    rows, seqlen = shape[:2]
+    starts = starts[:rows] if ragged else starts[:1] * rows
+    kv_len = max(starts) + seqlen + 2
+    orders = [list(range(kv_len)) if in_order else random.sample(range(kv_len), kv_len) for _ in range(rows)]
+    positions = None if in_order else torch.tensor(orders)
+    queries = torch.tensor(starts)[:, None] + torch.arange(seqlen)
+    visible = None if positions is None else positions[:, None] <= queries[..., None]
+    xq, keys, values = qkv(shape, kv_len, dtype)
+    made = attend(xq, keys, values, starts, visible, ops.Scoring(3, positions, capped_and_sloped))
+    expected = attend_by_loops(
+        *(xq, keys, values, starts, lambda row, j: orders[row][j]),
+        lambda score, head, far: 2 * math.tanh(score / 2) - 3 * 0.5 ** (head + 1) * far,
+    )
+    assert made.dtype == dtype
+    assert_attends(made, expected)
+
+
+def test_a_query_that_may_see_nothing_gives_zeros_with_a_score_mod_as_without() -> None:
+    xq, keys, values = qkv((1, 2, 2, 2, 4), 3, torch.float64)
+    visible = torch.tensor([[True] * 3, [False] * 3])
+    plain = attend(xq, keys, values, 1, visible)
+    changed = attend(xq, keys, values, 1, visible, ops.Scoring(score_mod=lambda scores, *_: scores))
+    torch.testing.assert_close(changed, plain)
+    assert not plain[:, 1].any()
+
+
+def lost_heads(scores: Tensor, *_: Any) -> Tensor:
+    return scores[:, :1]
+
+
+@pytest.mark.parametrize(("score_mod", "found"), [(lost_heads, r"\(1, 1, 2, 2\)"), (lambda *_: None, "NoneType")])
+def test_a_score_mod_that_returns_no_scores_is_refused_by_name(score_mod: Any, found: str) -> None:
+    xq, keys, values = qkv((1, 2, 2, 2, 4), 2, torch.float64)
+    with pytest.raises(ValueError, match=rf"score_mod=\S+ returned {found}; it must .* \(1, 4, 2, 2\)"):
+        attend(xq, keys, values, 0, None, ops.Scoring(score_mod=score_mod))
+
+
 @pytest.mark.parametrize("start_pos", [0, 3, [0, 3], [3, 0]])
 @pytest.mark.parametrize("seqlen", [1, 2])
 def test_what_lies_past_a_rows_own_end_is_never_read(seqlen: int, start_pos: int | list[int]) -> None:
     """A mask alone would not do: it multiplies by zero, and zero times nan is nan (bug 13)."""
     xq, keys, values = qkv((2, seqlen, 2, 2, 4), 8, torch.float64)
-    expected = attend(xq, keys, values, start_pos)
+    both = ops.UNCHANGED, ops.Scoring(1, None, capped_and_sloped)
+    expected = [attend(xq, keys, values, start_pos, None, scoring) for scoring in both]
     starts = [start_pos] * 2 if isinstance(start_pos, int) else start_pos
     for row, start in enumerate(starts):
         keys[row, start + seqlen :] = values[row, start + seqlen :] = torch.nan
-    assert torch.equal(attend(xq, keys, values, start_pos), expected)
-    assert expected.isfinite().all()
+    for scoring, wanted in zip(both, expected, strict=True):
+        assert torch.equal(attend(xq, keys, values, start_pos, None, scoring), wanted)
+        assert wanted.isfinite().all()
 
 
 def test_row_gives_the_same_bits_beside_rows_at_other_positions() -> None:
@@ -122,10 +187,12 @@ def test_row_gives_the_same_bits_beside_rows_at_other_positions() -> None:
         assert torch.equal(together[row : row + 1], alone)
 
 
+@pytest.mark.parametrize("score_mod", [None, capped_and_sloped])
 @pytest.mark.parametrize("start_pos", [0, [0, 0]])
-def test_gradients_flow(start_pos: int | list[int]) -> None:
+def test_gradients_flow(start_pos: int | list[int], score_mod: ops.ScoreMod | None) -> None:
     tensors = [tensor.requires_grad_() for tensor in qkv((2, 3, 2, 2, 4), 3, torch.float64)]
-    assert torch.autograd.gradcheck(lambda *qkv: attend(*qkv, start_pos), tensors)
+    scoring = ops.Scoring(1, None, score_mod)
+    assert torch.autograd.gradcheck(lambda *qkv: attend(*qkv, start_pos, None, scoring), tensors)
 
 
 # ---- what is for GPUs, as far as a CPU can tell ----------------------------------------------------------------------

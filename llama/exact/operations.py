@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llama.exact.probe import SIDE, exact_product, is_its_slices, round_up
-from llama.ops import Ops, rms_norm, softmax_attention
+from llama.ops import UNCHANGED, Ops, Scoring, rms_norm, softmax_attention
 from llama.ranks import Ranks
 from llama.rows import Rows
 from llama.self_comparison import cuts
@@ -35,14 +35,15 @@ def exact_ops(device: torch.device, slices: int = 1) -> Ops:
     if device.type != "cuda":
         by_slices = partial(exact_linear, slices=slices)
         sum_by_slices = partial(exact_sum_linear, exact_product, slices=slices)
-        return Ops("exact", by_slices, sum_by_slices, exact_attend, rms_norm, exact_silu, exact=True)
+        attend = softmax_attention(partial(_attend_unchanged, exact_attend))
+        return Ops("exact", by_slices, sum_by_slices, attend, rms_norm, exact_silu, exact=True)
     try:
         from llama.exact import triton_kernels as kernels
     except ModuleNotFoundError as missing:
         raise ValueError(f"exact mode on CUDA needs {missing.name}: pip install triton, or take device=cpu") from None
     # The tiles of its product do not depend on how many outputs there are, so only sums need slices.
     sum_by_slices = partial(exact_sum_linear, kernels.linear, slices=slices)
-    attend = softmax_attention(kernels.attend)
+    attend = softmax_attention(partial(_attend_unchanged, kernels.attend))
     return Ops("exact", kernels.linear, sum_by_slices, attend, kernels.rms_norm, exact_silu, exact=True)
 
 
@@ -71,7 +72,21 @@ def exact_silu(x: Tensor) -> Tensor:
     return (wide / (1 + (-wide).exp())).type_as(x)
 
 
-@softmax_attention
+def _attend_unchanged(
+    attend: Callable[[Tensor, Tensor, Tensor, Rows, Tensor | None], Tensor],
+    xq: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Rows,
+    visible: Tensor | None = None,
+    scoring: Scoring = UNCHANGED,
+) -> Tensor:
+    """Attend by an exact `attend`; raise ValueError on scores that are to be changed."""
+    if scoring.score_mod is not None:
+        raise ValueError("exact mode cannot apply a score_mod; set model.exact = False first")
+    return attend(xq, keys, values, rows, visible)
+
+
 def exact_attend(
     xq: Tensor,
     keys: Tensor,

@@ -101,7 +101,7 @@ def _check(model: ExactModel) -> None:
     own = next((ops for ops in map(_ops_of, model.modules()) if ops != PLAIN and not ops.exact), None)
     if own is not None:
         raise ValueError(
-            f"exact mode replaces all operations of the model, and cannot keep the operations {own.name!r} that were "
+            f"exact mode replaces all operations of the model, and cannot keep the operations {str(own)!r} that were "
             "put in place of the plain ones; call model.use(PLAIN) first, or leave exact mode off"
         )
     if model.runner is None and any(isinstance(module, QuantizedWeight) for module in model.modules()):

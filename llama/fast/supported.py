@@ -50,7 +50,7 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
     if model.ranks.size > 1:
         raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:
-        raise Unsupported(f"the model's operations are {model.ops.name}")
+        raise Unsupported(f"the model's operations are {model.ops}")
     if model.args.rope_theta is None:
         raise Unsupported("rope_theta=None: models without RoPE have no fast step")
     if type(model.rope) is not RopeTable:

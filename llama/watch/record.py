@@ -1,8 +1,8 @@
 """A real generation, with the cache and without, as plain values: what each step was fed, read, wrote, held and took.
 
-One run has hooks, on attention, on the caches and on the model; what they saw is kept, and they are gone. Two more, one
-of each mode, have none and are timed. All go by the plain modules, for a faster step computes past the hooks. Knows
-models and caches; does not know how a recording is shown.
+One run has hooks, on attention and on the model; what they saw is kept, and they are gone. Two more, one of each mode,
+have none and are timed. All go by the plain modules, for a faster step computes past the hooks. Knows models and
+caches; does not know how a recording is shown.
 """
 
 import math
@@ -24,7 +24,7 @@ from llama.kv_cache import KVCache
 from llama.kv_cache.paged import BLOCK, PagedCache
 from llama.kv_cache.quantized import GROUP, QuantizedCache
 from llama.model import Attention, Transformer
-from llama.ops import attention_mass, check_attention
+from llama.ops import Scoring, attention_weights, check_attention
 from llama.quantize import weights_of
 from llama.request import Options, Step
 from llama.rows import Rows
@@ -315,49 +315,42 @@ def _hooked(model: Transformer) -> Iterator[list[_Seen]]:
 @contextmanager
 def _hooked_attention(attention: Attention, seen: list[_Seen]) -> Iterator[None]:
     """Note which positions a layer's newest query looks at, and how it weighs them."""
-    ops, cache, own = attention.ops, attention.cache, dict(vars(attention.cache))
-    update = cache.update
-    where: list[Tensor | None] = [None]
-
-    def updated(rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = update(rows, xk, xv)
-        where[:] = [cache.key_positions()]  # now: a kind may drop some when it has weighed them
-        return keys, values
+    ops = attention.ops
 
     @wraps(ops.attend)  # with its mark: a kind may ask for the weights
-    def attend(xq: Tensor, keys: Tensor, values: Tensor, rows: Rows, visible: Tensor | None) -> Tensor:
+    def attend(
+        xq: Tensor, keys: Tensor, values: Tensor, rows: Rows, visible: Tensor | None, scoring: Scoring
+    ) -> Tensor:
         end = rows.starts[0] + rows.width
         seen[-1].end = end
-        positions, weights = look(xq[:1, -1:], keys[:1], end, visible, where[0])
+        positions, weights = look(xq[:1, -1:], keys[:1], end, visible, scoring)
         seen[-1].positions.append(positions)
         seen[-1].attention.append(weights)
-        return ops.attend(xq, keys, values, rows, visible)
+        return ops.attend(xq, keys, values, rows, visible, scoring)
 
     try:
-        vars(cache)["update"], attention.ops = updated, ops._replace(attend=attend)
+        attention.ops = ops._replace(attend=attend)
         yield
     finally:
         attention.ops = ops
-        vars(cache).pop("update", None)
-        vars(cache).update({"update": own["update"]} if "update" in own else {})
 
 
 def look(
-    query: Tensor, keys: Tensor, end: int, visible: Tensor | None, positions: Tensor | None
+    query: Tensor, keys: Tensor, end: int, visible: Tensor | None, scoring: Scoring
 ) -> tuple[tuple[int, ...], bytes]:
     """Return which positions a query, (1, 1, n_heads, head_dim), looks at, and n_heads weights of each in 8 bits.
 
-    `keys` are (1, kv_len, n_kv_heads, head_dim), `visible` and `positions` what the cache says of them. The weights are
-    of an explicit softmax in float32 or wider.
+    `keys` are (1, kv_len, n_kv_heads, head_dim), `visible` and `scoring` as in `llama.ops.attend`; the query stands at
+    end - 1. The weights are of an explicit softmax in float32 or wider.
     """
-    device, kv_len = keys.device, keys.shape[1]
+    device, kv_len, positions = keys.device, keys.shape[1], scoring.key_positions
     stand = torch.arange(kv_len, device=device) if positions is None else positions.reshape(-1, kv_len)[0]
     shown = stand < end if visible is None else visible.reshape(-1, *visible.shape[-2:])[0, -1]
     index = shown.nonzero()[:, 0]
     index = index[stand[index].argsort()]
-    shared = keys[:, index].repeat_interleave(query.shape[2] // keys.shape[2], dim=2)  # one for each head
     everything = torch.ones(1, len(index), dtype=torch.bool, device=device)
-    weights = attention_mass(query, shared, Rows.at([0], [1]), everything)[0]  # (n_heads, len(index))
+    scoring = scoring._replace(key_positions=stand[index])
+    weights = attention_weights(query, keys[:, index], end - 1, everything, scoring)[0, :, 0]  # (n_heads, len(index))
     levels = (weights * LEVELS).round().to(torch.uint8).cpu()
     return tuple(stand[index].tolist()), bytes(levels.flatten().tolist())
 

@@ -289,6 +289,21 @@ def test_exact_mode_refuses_operations_of_ones_own_and_leaves_them(everywhere: b
     assert torch.equal(model(tokens), logits)
 
 
+def test_exact_mode_refuses_a_score_mod_by_name() -> None:
+    def soft_cap(scores: Tensor, *_: Any) -> Tensor:
+        return 30 * (scores / 30).tanh()
+
+    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    model.use(PLAIN._replace(score_mod=soft_cap))
+    with pytest.raises(ValueError, match=r"the operations 'plain with score_mod=soft_cap' .* model\.use\(PLAIN\)"):
+        model.exact = True
+    model.use(PLAIN)
+    model.exact = True
+    model.use(model.ops._replace(score_mod=soft_cap))
+    with pytest.raises(ValueError, match="exact mode cannot apply a score_mod"):
+        model(torch.tensor([[1, 2, 3]]))
+
+
 def test_exact_mode_refuses_lossy_caches_that_are_put_in_place_one_by_one() -> None:
     model = exact_model(torch.float32)
     lossy = [KVCache.of(replace(model.args, kv_cache=kind)) for kind in ("static", "int8")]

@@ -366,6 +366,10 @@ def change_an_operation(model: Transformer) -> None:
     model.use(model.ops._replace(name="mine", silu=torch.relu))
 
 
+def change_the_scores(model: Transformer) -> None:
+    model.use(model.ops._replace(score_mod=lambda scores, *_: 2 * scores))
+
+
 def change_a_dtype(model: Transformer) -> None:
     model.double()
 
@@ -376,6 +380,7 @@ def change_a_dtype(model: Transformer) -> None:
         (watch, "hook"),
         (change_a_module, "Silent is not one of the modules"),
         (change_an_operation, "operations are mine"),
+        (change_the_scores, "operations are plain with score_mod="),
         (change_a_dtype, "not for torch.float64"),
     ],
 )

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import some_tokens, tiny_model
+from oracles import FP64_TOLERANCE, some_tokens, tiny_model
 from torch import Tensor
 from writes import rows_of
 
 from llama import testing
 from llama.args import ModelArgs
 from llama.kv_cache import ConcatCache, KVCache, StaticCache, cache_kind
-from llama.ops import PLAIN, attend, attention_mass, softmax_attention
+from llama.ops import PLAIN, ScoreMod, Scoring, attend, attention_mass, softmax_attention
 from llama.rows import Rows
 from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 
@@ -350,18 +350,68 @@ def test_a_kind_that_weighs_refuses_attention_whose_weights_are_not_known_and_ta
     model(tokens, 0)
 
 
-def test_attention_mass_is_that_of_the_softmax() -> None:
+def capped_and_sloped(scores: Tensor, query_positions: Tensor, key_positions: Tensor, layer: int) -> Tensor:
+    """Soft-cap and ALiBi, whose slope differs by layer."""
+    slopes = 0.5 ** torch.arange(1, scores.shape[1] + 1)[:, None, None]
+    return 2 * (scores / 2).tanh() - (1 + layer) * slopes * (query_positions - key_positions)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", [*OURS, "weighing"])
+def test_every_kind_gives_under_a_score_mod_what_no_cache_gives(kind: str) -> None:
+    """Of a text that it holds whole; in chunks, steps and ragged rows."""
+    model, tokens = tiny_model(kv_cache=kind, max_seq_len=100), some_tokens(2, 20)
+    with model.switched(kv_caching=False):
+        plain = model(tokens)
+        model.use(PLAIN._replace(score_mod=capped_and_sloped))
+        wanted = model(tokens)
+    assert not torch.allclose(wanted, plain)
+    made = [model(tokens[:, :9], 0), model(tokens[:, 9:10], 9), model(tokens[:, 10:14], 10)]
+    torch.testing.assert_close(torch.cat(made, dim=1), wanted[:, :14], rtol=0, atol=FP64_TOLERANCE)
+    for starts, width in (([14, 11], 1), ([15, 12], 5)):
+        columns = torch.tensor(starts)[:, None] + torch.arange(width)
+        rows = torch.arange(2)[:, None]
+        torch.testing.assert_close(
+            model(tokens[rows, columns], starts), wanted[rows, columns], rtol=0, atol=FP64_TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("prompts", [(30,), (30, 3)], ids=str)
+def test_a_window_tells_a_score_mod_where_its_keys_stand_in_the_text(prompts: tuple[int, ...]) -> None:
+    """Each query sees 6 keys, which the window holds long past its bound; without RoPE, it moves no angle."""
+    model = tiny_model(kv_cache="window:12+2", max_seq_len=80, rope_theta=None)
+
+    def nearest(scores: Tensor, query_positions: Tensor, key_positions: Tensor, layer: int) -> Tensor:
+        return scores.masked_fill(query_positions - key_positions >= 6, -torch.inf)
+
+    model.use(PLAIN._replace(score_mod=nearest))
+    ids = [some_tokens(1, length, seed=length)[0].tolist() for length in prompts]
+    made, wanted = (
+        model.generate_tokens(ids, 30, temperature=0, logprobs=True, kv_caching=kv_caching)
+        for kv_caching in (True, False)
+    )
+    assert made[0] == wanted[0]
+    assert made[1] is not None
+    assert wanted[1] is not None
+    for ours, theirs in zip(made[1], wanted[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+@pytest.mark.parametrize("score_mod", [None, capped_and_sloped])
+def test_attention_mass_is_that_of_the_softmax(score_mod: ScoreMod | None) -> None:
     """A value that is 1 at one key alone makes attention return that key's share."""
+    scoring = Scoring(1, None, score_mod)
     xq, keys = torch.randn(2, 3, 4, 8, dtype=torch.float64), torch.randn(2, 7, 2, 8, dtype=torch.float64)
     visible = torch.rand(2, 3, 7) > 0.3
     visible[..., 0] = True
     for start, seen in ((4, None), ([4, 1], None), (4, visible), ([4, 1], visible), (4, visible[0])):
         both = [rows_of(start, xq, lengths=real) for real in ([3, 3], [3, 1])]
-        mass, padded = (attention_mass(xq, keys, rows, seen) for rows in both)
+        mass, padded = (attention_mass(xq, keys, rows, seen, scoring) for rows in both)
         for key in range(7):
             values = torch.zeros_like(keys)
             values[:, key] = 1
-            shares = attend(xq, keys, values, both[0], seen)[..., 0].unflatten(2, (2, 2)).sum(3)  # (bsz, seqlen, 2)
+            shares = attend(xq, keys, values, both[0], seen, scoring)[..., 0]  # (bsz, seqlen, n_heads)
+            shares = shares.unflatten(2, (2, 2)).sum(3)  # (bsz, seqlen, 2)
             torch.testing.assert_close(mass[..., key], shares.sum(1))
             torch.testing.assert_close(padded[..., key], torch.stack((shares[0].sum(0), shares[1, 0])))
 

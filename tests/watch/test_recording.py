@@ -17,7 +17,7 @@ from torch import Tensor
 from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
 from llama.kv_cache import Int8Cache
 from llama.model import Transformer
-from llama.ops import PLAIN, softmax_attention
+from llama.ops import PLAIN, ScoreMod, Scoring, softmax_attention
 from llama.quantize import quantize_layers
 from llama.watch.record import LEVELS, MOST_STEPS, Recording, look, record
 
@@ -147,9 +147,21 @@ def test_a_prompt_longer_than_a_window_leaves_what_the_window_keeps(model: Trans
     assert recording.moments[0].seen == ((0, 1, 14, 15, 16, 17, 18, 19),) * 2
 
 
+def near_ones(scores: Tensor, query_positions: Tensor, key_positions: Tensor, layer: int) -> Tensor:
+    return scores - (1 + layer) * (query_positions - key_positions) / 4
+
+
+@pytest.mark.parametrize("score_mod", [None, near_ones])
 @pytest.mark.parametrize("kv_cache", ["static", "concat", "paged"])
-def test_attention_equals_a_float64_softmax_over_the_uncached_model(model: Transformer, kv_cache: str) -> None:
-    recording = recorded(model, kv_cache)
+def test_attention_equals_a_float64_softmax_over_the_uncached_model(
+    model: Transformer, kv_cache: str, score_mod: ScoreMod | None
+) -> None:
+    ops = PLAIN._replace(score_mod=score_mod)
+    try:
+        model.use(ops)
+        recording = recorded(model, kv_cache)
+    finally:
+        model.use(PLAIN)
     text = [int(word) for word in recording.texts]
     asked: list[tuple[Tensor, Tensor]] = []
 
@@ -158,14 +170,15 @@ def test_attention_equals_a_float64_softmax_over_the_uncached_model(model: Trans
         return PLAIN.attend(xq, keys, *rest)
 
     try:
-        model.use(PLAIN._replace(attend=spy))
+        model.use(ops._replace(attend=spy))
         with model.switched(kv_caching=False), torch.inference_mode():
             model(torch.tensor([text]))
     finally:
         model.use(PLAIN)
     for end, moment in zip(ENDS, recording.moments, strict=True):
-        for (queries, keys), weights in zip(asked, moment.attention, strict=True):
-            assert close(weights, softmax_in_loops(queries[end - 1], keys[:end]))
+        for layer, ((queries, keys), weights) in enumerate(zip(asked, moment.attention, strict=True)):
+            slope = 0 if score_mod is None else (1 + layer) / 4
+            assert close(weights, softmax_in_loops(queries[end - 1], keys[:end], slope))
 
 
 def test_attention_whose_weights_are_not_known_is_not_shown(model: Transformer) -> None:
@@ -183,12 +196,16 @@ def test_attention_whose_weights_are_not_known_is_not_shown(model: Transformer) 
     assert shown == [recorded(model).moments[0].attention] * 2
 
 
-def softmax_in_loops(query: Tensor, keys: Tensor) -> list[list[float]]:
-    """Return each head's weights for query (n_heads, head_dim) and keys (kv_len, n_kv_heads, head_dim)."""
+def softmax_in_loops(query: Tensor, keys: Tensor, slope: float = 0) -> list[list[float]]:
+    """Return each head's weights for query (n_heads, head_dim) and keys (kv_len, n_kv_heads, head_dim).
+
+    `slope` is taken off a key's score for every key behind it.
+    """
     shared = query.shape[0] // keys.shape[1]
     made = []
     for head in range(query.shape[0]):
         scores = [float(query[head] @ key[head // shared]) / math.sqrt(query.shape[1]) for key in keys]
+        scores = [score - slope * (len(keys) - 1 - place) for place, score in enumerate(scores)]
         parts = [math.exp(score - max(scores)) for score in scores]
         made.append([part / math.fsum(parts) for part in parts])
     return made
@@ -212,7 +229,7 @@ def test_a_look_is_at_what_may_be_seen_in_the_order_of_the_positions(data: st.Da
     query = torch.randn(1, 1, 4, 8, generator=generator, dtype=torch.float64)
     keys = torch.randn(1, kv_len, 2, 8, generator=generator, dtype=torch.float64)
     keys[0, ~torch.tensor(shown)] = torch.nan  # what is not seen is not read
-    positions, weights = look(query, keys, 99, torch.tensor([shown]), torch.tensor(stand))
+    positions, weights = look(query, keys, 99, torch.tensor([shown]), Scoring(key_positions=torch.tensor(stand)))
     places = sorted((i for i in range(kv_len) if shown[i]), key=lambda i: stand[i])
     assert positions == tuple(stand[i] for i in places)
     assert close(weights, softmax_in_loops(query[0, 0], keys[0, places]))

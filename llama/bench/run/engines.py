@@ -125,7 +125,7 @@ def forwards_by_runner(model: Transformer) -> int:
 
 def path_of(model: Transformer, *, fast: int, all: int) -> str:
     """Return what executed so many forwards of a model, of which its runner did `fast`."""
-    plain, step = model.ops.name, model.runner
+    plain, step = str(model.ops), model.runner
     names = [step.name] if step is not None and fast else []
     names += [plain] if fast < all or not names else []
     return str(replace(model.execution, runner=" and ".join(names)))
