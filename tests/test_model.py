@@ -334,6 +334,7 @@ def test_limits_hold_where_python_strips_asserts() -> None:
     program = """
 import torch
 from llama import ModelArgs, Transformer
+from llama.rows import Rows
 model = Transformer(ModelArgs(dim=8, n_layers=1, n_heads=2, vocab_size=9, max_seq_len=4, max_batch_size=2))
 model.requires_grad_(False)
 assert False, "asserts must be off here"
@@ -344,7 +345,7 @@ for rows, length, start_pos in [(1, 5, 0), (3, 1, 0), (1, 1, 4), (1, 0, 0), (1, 
         print("refused")
 for cache in model.caches:
     try:
-        write(cache, 4, torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
+        cache.update(Rows.at([4], [1]), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
     except ValueError:
         print("refused")
 """

@@ -24,7 +24,7 @@ from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.kv_cache import StaticCache
 from llama.model import Transformer, TransformerBlock
-from llama.ops import attend, last_real, without_cudnn
+from llama.ops import UNCHANGED, _attend_in_step, last_real, without_cudnn
 from llama.quantize import quantized_weights
 from llama.rope import apply_rotary_emb
 from llama.rows import Rows
@@ -510,9 +510,8 @@ def run_layer(block: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, Tenso
     products = (attention.wq(normed), attention.wk(normed), attention.wv(normed))
     xq, xk, xv = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)
     xq, xk = apply_rotary_emb(xq, xk, freqs_cis)
-    bsz, seqlen = h.shape[:2]
-    rows = Rows((0,) * bsz, seqlen, (seqlen,) * bsz, (True,) * bsz)
-    h = h + attention.wo(attend(xq, xk, xv, rows).flatten(-2))
+    # Without Rows, whose tuples would have a compiler make a graph for each number of rows.
+    h = h + attention.wo(_attend_in_step(xq, xk, xv, 0, None, UNCHANGED).flatten(-2))
     return h + block.feed_forward(block.ffn_norm(h)), xk, xv
 
 

@@ -399,7 +399,7 @@ def test_the_command_measures_in_processes_of_their_own(tmp_path: Path, capsys: 
     assert cli.run(script.main, ["--preset=chat", *words]) == 0
     said = capsys.readouterr()
     assert "first token after" in said.out
-    assert "batch 16, cache on: no room in the budget" in said.out
+    assert "batch 16, cache on, paged cache: no room in the budget" in said.out
 
 
 def test_the_conversation_of_the_project_has_ten_turns() -> None:
