@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
@@ -73,8 +72,8 @@ def default_kinds(args: ModelArgs) -> list[str]:
 
 
 def blank(kind: str) -> KindRecord:
-    unknown: Any = dict.fromkeys(KindRecord.__annotations__)
-    return cast(KindRecord, unknown | {"kind": kind, "path": "", "bytes": [], "steps": []})
+    return {"kind": kind, "lossless": None, "saves": None, "widens": None, "path": "",
+            "bytes": [], "steps": [], "quality": None, "error": None}  # fmt: skip
 
 
 def run_caches(session: Session) -> None:
@@ -196,7 +195,7 @@ def noting_error(session: Session, record: KindRecord, what: str) -> Iterator[No
 
 
 def measure_costs(session: Session, place: int) -> None:
-    """Measure the bytes and step times of a kind, unless they are known; the first two kinds run whatever it takes."""
+    """Measure the bytes and step times of a kind, unless they are known; the budget does not limit the first two."""
     caches = caches_of(session)
     record, cell = caches["kinds"][place], session.cells[place]
     what = costs_of(record["kind"])

@@ -87,9 +87,8 @@ class Session:
     calibration: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     curves: list[str] = field(default_factory=list)  # jobs beside the cells that are still to come
-    pace: dict[Rounding, float] = field(
-        default_factory=dict
-    )  # of each engine: the last cell's time over its prediction
+    # The last cell's time over its prediction, of each engine.
+    pace: dict[Rounding, float] = field(default_factory=dict)
     watched: Cell | None = None  # the cell whose model the page shows step by step
     reserved: float = 0.0  # seconds that `room` leaves for that recording
 

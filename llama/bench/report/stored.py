@@ -24,7 +24,7 @@ def read_report(path: Path) -> Report:
         comparison.setdefault("path", "plain")
     if (ceilings := report["ceilings"]) is not None:
         report["ceilings"] = {"read_by": "", "flops_by": "", **ceilings}
-    for kind in (report["caches"] or {"kinds": []})["kinds"]:
+    for kind in [] if report["caches"] is None else report["caches"]["kinds"]:
         kind.setdefault("saves", True)  # so that a quality without its bytes is not judged
         kind.setdefault("widens", False)
         if kind["quality"] is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llama.bench.cell import Cell
 from llama.bench.run.engines import forwards_by_runner, path_of
-from llama.bench.run.filling import CHUNK, fill_prompt, held_bytes, predicted_bytes
+from llama.bench.run.filling import CHUNK, cache_size, fill_prompt
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model
 from llama.bench.run.needle import needles
@@ -51,7 +51,7 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
         for context in contexts:
             seconds = _steps_up_to(model, context)
             steps.append({"batch_size": 1, "context": context, "kv_caching": True, "seconds": percentiles(seconds)})
-            sizes.append(_size(model, context))
+            sizes.append(cache_size(model, context))
     cache, itemsize = model.caches[0], model.norm.weight.itemsize
     whole = kv_bytes(1, cache.args.n_kv_heads, cache.args.head_dim, positions=1, itemsize=itemsize)
     return {
@@ -78,10 +78,6 @@ def _steps_up_to(model: Transformer, context: int) -> list[float]:
         int(model(fed, position, logits="last")[0, -1].argmax())  # on the host, as the loop has it
         seconds.append(time.perf_counter() - started)
     return seconds[1:]
-
-
-def _size(model: Transformer, length: int) -> CacheSize:
-    return {"length": length, "predicted": predicted_bytes(model, length), "measured": held_bytes(model)}
 
 
 def cache_reference(cell: Cell, *, plan: CachesPlan, logits: str) -> dict[str, Any]:
@@ -171,7 +167,7 @@ def greedy(model: Transformer, prompt: Sequence[int], count: int) -> tuple[list[
             ids.append(int(top.indices[0]))
             gaps.append(float(top.values[0] - top.values[1]))
             fed, start = top.indices[None, :1], start + fed.shape[1]
-        return ids, gaps, _size(model, start)
+        return ids, gaps, cache_size(model, start)
 
 
 def parting(full: Sequence[int], kind: Sequence[int], margins: Sequence[float]) -> Parting | None:
@@ -185,7 +181,7 @@ def parting(full: Sequence[int], kind: Sequence[int], margins: Sequence[float]) 
 def _noting_size(model: Transformer, steps: Iterable[Tensor], length: int, sizes: list[CacheSize]) -> Iterator[Tensor]:
     """Yield what `steps` yields; add to `sizes` what the caches hold at the last of them, where `length` were fed."""
     for step in steps:
-        size = _size(model, length)
+        size = cache_size(model, length)
         yield step
     sizes.append(size)
 
@@ -196,7 +192,7 @@ def _needle_sizes(model: Transformer, plan: CachesPlan) -> list[CacheSize]:
     with model.switched(kv_caching=True):
         for length in plan["needle_lengths"]:
             fill_prompt(model, length, reserved=length)
-            sizes.append(_size(model, length))
+            sizes.append(cache_size(model, length))
     return sizes
 
 

@@ -5,6 +5,7 @@ Feeding a long text would cost minutes of arithmetic that says nothing about a c
 
 import torch
 
+from llama.bench.schema import CacheSize
 from llama.model import Transformer
 from llama.rows import Rows
 
@@ -23,6 +24,11 @@ def fill_prompt(model: Transformer, length: int, *, reserved: int) -> None:
         fill_caches(model, 0, length, chunk=chunk)
         if held_bytes(model) == expected:
             return
+
+
+def cache_size(model: Transformer, length: int) -> CacheSize:
+    """Return the bytes that the caches of all layers hold, beside those predicted for a row of `length` positions."""
+    return {"length": length, "predicted": predicted_bytes(model, length), "measured": held_bytes(model)}
 
 
 def held_bytes(model: Transformer) -> int:

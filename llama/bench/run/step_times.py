@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from llama.bench.run.filling import fill_caches
+from llama.bench.run.filling import cache_size, fill_prompt
 from llama.bench.schema import CacheSize, Crossover, StepTimes
 from llama.bench.statistics import percentiles
 from llama.model import Transformer
@@ -81,13 +81,9 @@ def crossover(steps: Sequence[StepTimes]) -> Crossover:
 def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
     """Take caches of one row of each length, and compare their bytes with the prediction."""
     sizes: list[CacheSize] = []
-    itemsize = model.norm.weight.itemsize  # a matrix may be in int8, what the cache is given is not
     for length in lengths:
-        model.reserve_cache(1, length)
-        fill_caches(model, 0, length)
-        measured = sum(cache.nbytes for cache in model.caches)
-        predicted = sum(cache.predicted_bytes(rows=1, length=length, itemsize=itemsize) for cache in model.caches)
-        sizes.append({"length": length, "predicted": predicted, "measured": measured})
+        fill_prompt(model, length, reserved=length)
+        sizes.append(cache_size(model, length))
     model.free_cache()
     return sizes
 
