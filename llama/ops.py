@@ -305,7 +305,7 @@ class Ops(NamedTuple):
     score_mod changes attention's scores before the mask and the softmax: `score_mod(scores, query_positions,
     key_positions, layer)` returns the new ones. scores are (bsz, n_heads, seqlen, kv_len), in float32 or wider, already
     divided by sqrt(head_dim). The positions are int64 and broadcast to them, (1, 1, seqlen, 1) and (1 or bsz, 1, 1,
-    kv_len). layer is an int. What it returns for keys that a query may not see has no effect. If ranks share the model,
+    kv_len). layer is an int. Its result for keys that a query may not see is ignored. If ranks share the model,
     n_heads are those of the rank. The name is that of PyTorch's FlexAttention, which calls it for one score at a time.
     """
 

@@ -206,7 +206,7 @@ def test_one_thread_is_never_too_many(counts: None, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def free_counts(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch compute with 4 threads on 4 cores, as nobody asked for."""
+    """Make torch compute with 4 threads on 4 cores, without a setting of the user."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name)
     monkeypatch.setattr(cores, "usable_cores", lambda: 4)

@@ -206,7 +206,7 @@ def test_concat_refuses_a_gap_in_words() -> None:
     for start_pos, rows in [(4, 2), ([0, 4], 2), (3, 3), ([0, 0, 3], 3)]:
         with pytest.raises(ValueError, match=f"2 rows of 3 positions, so {rows} rows at position . would leave a gap"):
             write(cache, start_pos, *new(rows, 1))
-    write(cache, 0, *new(3, 1))  # a new batch starts anew
+    write(cache, 0, *new(3, 1))  # a new batch may start at position 0
 
 
 # --- Memory

@@ -322,8 +322,7 @@ def as_messages(texts: list[str], tokenizer: "Tokenizer") -> list[list[int]]:
 def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
     """Print every prompt and its continuation, of the first one as it is made if `live`; return the exit code.
 
-    What there is of the text is printed whatever ends it: a signal (exit code 130, 143 or 129), or an error,
-    which goes on.
+    If a signal (exit code 130, 143 or 129) or an error ends the run, the text so far is printed. The error is raised.
     """
     done = ""  # of the first page, while it is made
     try:
