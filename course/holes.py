@@ -82,9 +82,9 @@ def _branches(function: ast.FunctionDef) -> list[ast.stmt]:
 
 
 def _choices(function: ast.FunctionDef) -> list[ast.stmt]:
-    """The assignment of one thing with the switch on, and of another with it off."""
+    """The assignment of one thing without a cache, and of another with one."""
     found = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
-    return [node for node in found if isinstance(node.value, ast.IfExp) and _is_switch(node.value.test)]
+    return [node for node in found if isinstance(node.value, ast.IfExp) and _is_choice(node.value.test)]
 
 
 def _whole(function: ast.FunctionDef) -> list[ast.stmt]:
@@ -95,16 +95,20 @@ def _is_switch(test: ast.expr) -> bool:
     return isinstance(test, ast.Attribute) and test.attr == "kv_caching"
 
 
+def _is_choice(test: ast.expr) -> bool:
+    return ast.unparse(test) == "cache is None"
+
+
 def _keep_off(text: str, place: ast.stmt, todo: str) -> str:
     """Keep what is done with the switch off, and have the TODO in place of what is done with it on."""
     if isinstance(place, ast.If):
-        test, off = place.test, "\n".join(_source(text, stmt) for stmt in place.orelse)
+        test, off = _source(text, place.test), "\n".join(_source(text, stmt) for stmt in place.orelse)
     else:
         assert isinstance(place, ast.Assign)
         assert isinstance(place.value, ast.IfExp)
-        test, off = place.value.test, f"{_source(text, place.targets[0])} = {_source(text, place.value.orelse)}"
+        test, off = "cache is not None", f"{_source(text, place.targets[0])} = {_source(text, place.value.body)}"
     todo, off = textwrap.indent(todo, "    "), textwrap.indent(off, "    ")
-    return f"if {_source(text, test)}:\n{todo}else:\n{off}\n"
+    return f"if {test}:\n{todo}else:\n{off}\n"
 
 
 def _keep_signature(text: str, place: ast.stmt, todo: str) -> str:
@@ -135,7 +139,7 @@ HOLES = (
     ),
     Hole(
         "llama/generation.py",
-        "_decode",
+        "PlainStepper._decode",
         _choices,
         _keep_off,
         2,
@@ -149,6 +153,6 @@ HOLES = (
         3,
         "take memory on first use, write xk and xv where they belong, and return all keys and values up to there.",
     ),
-    *(Hole(STATIC, f"StaticCache.{name}", _whole, _leave_out) for name in ("adopt", "room", "fits", "_grow")),
+    *(Hole(STATIC, f"StaticCache.{name}", _whole, _leave_out) for name in ("room", "fits", "_grow")),
     *(Hole(CONTRACT, f"KVCache.{name}", _whole, _leave_out) for name in ("_write", "_enlarge")),
 )

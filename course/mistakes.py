@@ -122,8 +122,7 @@ MISTAKES = {
             "raises",
             40,
             "With the cache on, a call ends in an error",
-            "Run inference.py --debug: its last lines name the place. What is kept elsewhere than in self.keys, nbytes "
-            "has to count.",
+            "Run inference.py --debug: its last lines name the place.",
         ),
         # ---- masks ----
         Mistake(
@@ -187,6 +186,12 @@ MISTAKES = {
             10,
             "A batch with more rows than the one before does not work",
             "The first text had one row, the next has two. Which size has your buffer?",
+        ),
+        Mistake(
+            "rows-not-moved",
+            15,
+            "When a row has ended and left the batch, the others go on with keys and values that are not their own",
+            "Read what select_rows does. Where do you keep what it has to move?",
         ),
         Mistake(
             "length-does-not-grow",
@@ -255,7 +260,7 @@ MISTAKES = {
             "kept-after-generation",
             10,
             "The cache's memory is not given back after a generation",
-            "free_cache sets the buffers keys and values to None. Where do you keep yours?",
+            "A generation drops its cache. What else refers to your tensors: a class, a module, the model?",
         ),
         Mistake(
             "kept-after-error",

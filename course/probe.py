@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from llama.kv_cache import Cache
     from llama.model import Transformer
     from llama.request import Step
 
@@ -174,15 +175,25 @@ def _entries(head: list[float]) -> list[list[float]]:
     return [[place, round(share, 9)] for place, share in enumerate(head) if not abs(share) < 1e-9]  # nan, too
 
 
-def _feed(model: "Transformer", found: Facts, tokens: "Tensor", cuts: Sequence[int], begin: int = 0) -> None:
-    """Feed a text whose first column stands at `begin`, in calls that begin at `cuts` and at the end."""
+def _feed(
+    model: "Transformer",
+    found: Facts,
+    tokens: "Tensor",
+    cuts: Sequence[int],
+    begin: int = 0,
+    cache: "Cache | None" = None,
+) -> None:
+    """Feed a text whose first column stands at `begin`, in calls that begin at `cuts`; the last one ends the text.
+
+    Without a `cache` the model uses its own, or none with the switch off.
+    """
     import torch
 
     calls = found.setdefault("calls", [])
     ends = [*cuts[1:], begin + tokens.shape[1]]
     with torch.inference_mode(), _spelled(model, calls):
         for a, b in zip(cuts, ends, strict=True):
-            model(tokens[:, a - begin : b - begin], a)
+            model(tokens[:, a - begin : b - begin], a, cache=cache)
 
 
 # ---- experiments: each notes what it sees in a dict of its own -------------------------------------------------------
@@ -192,29 +203,26 @@ def uncached(found: Facts) -> None:
     """A text at once, with the cache off."""
     model = spelling_model()
     model.kv_caching = False
-    _feed(model, found, text(FIRST)[:, :6], [0])
     found["switches"] = [bool(getattr(layer.attention, "kv_caching", False)) for layer in model.blocks]
+    _feed(model, found, text(FIRST)[:, :6], [0])
 
 
 def steps(found: Facts) -> None:
     """A prompt, then token by token."""
     model = spelling_model()
-    model.reserve_cache(2, LENGTH)
-    _feed(model, found, text(FIRST)[:, :8], [0, 5, 6, 7])
+    _feed(model, found, text(FIRST)[:, :8], [0, 5, 6, 7], cache=model.new_cache(rows=2, length=LENGTH))
 
 
 def chunk(found: Facts) -> None:
     """A prompt, several tokens at once, and one more."""
     model = spelling_model()
-    model.reserve_cache(2, LENGTH)
-    _feed(model, found, text(FIRST)[:, :9], [0, 4, 8])
+    _feed(model, found, text(FIRST)[:, :9], [0, 4, 8], cache=model.new_cache(rows=2, length=LENGTH))
 
 
 def turned(found: Facts) -> None:
     """A prompt, a token, several tokens: with keys that draw by their angle."""
     model = spelling_model(turning=True)
-    model.reserve_cache(2, LENGTH)
-    _feed(model, found, text(FIRST)[:, :9], [0, 5, 6])
+    _feed(model, found, text(FIRST)[:, :9], [0, 5, 6], cache=model.new_cache(rows=2, length=LENGTH))
 
 
 def ragged(found: Facts) -> None:
@@ -222,49 +230,48 @@ def ragged(found: Facts) -> None:
     import torch
 
     model, tokens = spelling_model(), text(FIRST)
-    model.reserve_cache(2, LENGTH)
+    cache = model.new_cache(rows=2, length=LENGTH)
     calls = found.setdefault("calls", [])
     with torch.inference_mode(), _spelled(model, calls):
-        model(tokens[:, :5], [0, 0], lengths=[3, 5])
+        model(tokens[:, :5], [0, 0], lengths=[3, 5], cache=cache)
         for step in range(2):
             columns = torch.tensor([[3 + step], [5 + step]])
-            model(tokens.gather(1, columns), [3 + step, 5 + step], lengths=[1, 1])
+            model(tokens.gather(1, columns), [3 + step, 5 + step], lengths=[1, 1], cache=cache)
 
 
 def again(found: Facts) -> None:
     """Another, shorter text in the same cache, from position 0 on, and one of a single row."""
     model = spelling_model()
-    model.reserve_cache(2, LENGTH)
-    _feed(model, found, text(FIRST)[:, :8], [0, 6, 7])
-    _feed(model, found, text(OTHER, length=6)[:, :5], [0, 3, 4])
-    _feed(model, found, text(TURN, rows=1, length=3), [0, 2])
+    cache = model.new_cache(rows=2, length=LENGTH)
+    _feed(model, found, text(FIRST)[:, :8], [0, 6, 7], cache=cache)
+    _feed(model, found, text(OTHER, length=6)[:, :5], [0, 3, 4], cache=cache)
+    _feed(model, found, text(TURN, rows=1, length=3), [0, 2], cache=cache)
 
 
 def rewound(found: Facts) -> None:
     """A text that goes back to position 4 and on another way."""
     model = spelling_model()
-    model.reserve_cache(2, LENGTH)
-    _feed(model, found, text(FIRST)[:, :7], [0, 5, 6])
-    _feed(model, found, text(TURN, length=2), [4, 5], begin=4)
+    cache = model.new_cache(rows=2, length=LENGTH)
+    _feed(model, found, text(FIRST)[:, :7], [0, 5, 6], cache=cache)
+    _feed(model, found, text(TURN, length=2), [4, 5], begin=4, cache=cache)
 
 
 def more_rows(found: Facts) -> None:
     """One row, then two."""
     model = spelling_model()
-    model.reserve_cache(1, LENGTH)
-    _feed(model, found, text(FIRST)[:1, :3], [0])
-    _feed(model, found, text(OTHER, length=6)[:, :4], [0, 3])
+    cache = model.new_cache(rows=1, length=LENGTH)
+    _feed(model, found, text(FIRST)[:1, :3], [0], cache=cache)
+    _feed(model, found, text(OTHER, length=6)[:, :4], [0, 3], cache=cache)
 
 
 def longer(found: Facts) -> None:
     """A text that gets longer than the room that was reserved."""
     model = spelling_model()
-    model.reserve_cache(1, 4)
-    _feed(model, found, text(FIRST, rows=1, length=14), [0, *range(2, 14)])
+    _feed(model, found, text(FIRST, rows=1, length=14), [0, *range(2, 14)], cache=model.new_cache(rows=1, length=4))
 
 
 def unreserved(found: Facts) -> None:
-    """A text for which no room was reserved."""
+    """A text for which no room was reserved, in the cache that the model makes by itself."""
     _feed(spelling_model(), found, text(FIRST)[:, :6], [0, 2, 3, 4, 5])
 
 
@@ -297,14 +304,16 @@ def memory(found: Facts) -> None:
         model(tokens)
         found["off"] = _bytes(_alive()) - _bytes(before)
         model.kv_caching = True
-        model.reserve_cache(2, LENGTH)
+        cache = model.new_cache(rows=2, length=LENGTH)
         found["filling"] = []
         for a, b in zip([0, *range(8, 12)], range(8, 13), strict=True):
-            model(tokens[:, a:b], a)
+            model(tokens[:, a:b], a, cache=cache)
             found["filling"].append(_bytes(_alive()) - _bytes(before))
         old = {tensor.untyped_storage().data_ptr() for tensor in before}
         new = {tensor.dtype for tensor in _alive() if tensor.untyped_storage().data_ptr() not in old}
         found["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in new)
+        del cache
+        model(tokens)  # fills the cache that the model makes by itself
         model.kv_caching = False
         model(tokens)
         found["switched_off"] = _bytes(_alive()) - _bytes(before)
@@ -330,13 +339,12 @@ def limits(found: Facts) -> None:
 
     with torch.inference_mode():
         model = spelling_model()
-        cache = model.caches[0]
-        model.reserve_cache(1, MAX_SEQ_LEN)
+        cache = model.new_cache(rows=1, length=MAX_SEQ_LEN).layers[0]
         full = torch.ones(1, MAX_SEQ_LEN, KV_HEADS, HEAD_DIM, dtype=torch.float64)
         cache.update(Rows.at([0], [MAX_SEQ_LEN]), full, full)
         past = Rows.at([MAX_SEQ_LEN], [1])
         found["length"] = _outcome(lambda: cache.update(past, 7 * full[:, :1], 7 * full[:, :1]))
-        model.free_cache()
+        cache = model.new_cache().layers[0]
         more = torch.ones(MAX_ROWS + 1, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64)
         rows = Rows.at([0] * len(more), [2] * len(more))
         found["rows"] = _outcome(lambda: cache.update(rows, more, more))
@@ -369,7 +377,7 @@ def _fed(mode: bool) -> Facts:
     found: Facts = {"fed": []}
 
     def note(step: "Step") -> None:
-        found["fed"].append([list(step.prev_pos), [len(ids) for ids in step.fed]])
+        found["fed"].append([list(step.prev_pos), [len(ids) for ids in step.ids]])
 
     try:
         found["ids"] = model.generate_tokens(PROMPTS, 4, temperature=0.0, kv_caching=mode, on_step=note)[0]
@@ -380,9 +388,10 @@ def _fed(mode: bool) -> Facts:
 
 
 def generations(found: Facts) -> None:
-    """Two texts, one after the other, by one model."""
+    """Batches, one after the other, by one model; of the second one row ends before the other."""
     model = random_model()
-    found["first"] = model.generate_tokens(PROMPTS, 8, temperature=0.0)[0]
+    found["together"] = model.generate_tokens(PROMPTS, 8, temperature=0.0)[0]
+    found["first"] = model.generate_tokens(PROMPTS, [3, 8], temperature=0.0)[0]
     found["second"] = model.generate_tokens([[9, 8], [7, 7]], 4, temperature=0.0)[0]
 
 
@@ -393,8 +402,7 @@ def left_behind(found: Facts) -> None:
     for name, mode in (("whole", True), ("broken", True), ("broken_off", False)):
         model = random_model()
         with torch.inference_mode():
-            with model.switched(kv_caching=False):
-                model(text(0, rows=1, length=16))
+            model.with_kv_caching(False)(text(0, rows=1, length=16))
             before = _bytes(_alive())
         on_step = None if name == "whole" else _Fails()
         with suppress(_Stop):
@@ -425,10 +433,9 @@ def logits(found: Facts) -> None:
     model = random_model()
     tokens = torch.randint(29, (2, 10), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
-        with model.switched(kv_caching=False):
-            found["off"] = _rounded(model(tokens))
-        model.reserve_cache(2, 10)
-        parts = [model(tokens[:, a:b], a) for a, b in ((0, 4), (4, 5), (5, 8), (8, 9), (9, 10))]
+        found["off"] = _rounded(model.with_kv_caching(False)(tokens))
+        cache = model.new_cache(rows=2, length=10)
+        parts = [model(tokens[:, a:b], a, cache=cache) for a, b in ((0, 4), (4, 5), (5, 8), (8, 9), (9, 10))]
         found["on"] = _rounded(torch.cat(parts, dim=1))
 
 

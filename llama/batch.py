@@ -4,7 +4,7 @@ Knows ids and positions. Does not know a model, text, or why a row is given up: 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +25,13 @@ class NonFiniteLogits(ValueError):
 
 
 class Chosen(NamedTuple):
-    """What a step chose, on the host: each row's id, -1 where its logits were not finite, and its log-probability.
+    """What a step chose, on the host: an id for each row that is in the batch, -1 where its logits were not finite.
 
-    `logprobs` hold None for every row where they were not asked for. `logits`: what it was chosen from, (bsz, vocab),
-    until the next step is asked for; None but where the batch is `lasting`.
+    `logprobs` hold each one's log-probability, None where they were not asked for.
     """
 
     ids: list[int]
     logprobs: list[float | None]
-    logits: Tensor | None = None
 
 
 class Token(NamedTuple):
@@ -48,65 +46,61 @@ class Token(NamedTuple):
 class Batch:
     """The rows of one generation.
 
-    tokens: (bsz, longest) int64, the texts, padded on the right. cur_pos: where each row ends, and its next token goes.
-    live: the rows that still grow. stopped: those that ended by a stop token or a stop string. disturbed: whether code
-    of the caller may have run since the last forward. fed: how many tokens the model was fed. lasting: whether the
-    text outlives the generation, so that the logits of each step are asked for, too. caches: those of all layers that
-    hold the first `held` tokens of every row already, in row 0; empty where a generation begins with none.
+    texts: the ids of every row. rows: those in the batch, which are fed and chosen for. cur_pos: where each of these
+    ends, and its next token goes. live: the rows that still grow; the others leave the batch before the next step.
+    stopped: those that ended by a stop token or a stop string. disturbed: whether code of the caller may have run since
+    the last step. fed: how many tokens the model was fed. held: how many tokens of every row the cache holds before
+    anything is fed.
     """
 
-    tokens: Tensor
     sampler: Sampler
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.cur_pos = [len(prompt) for prompt in request.prompts]
+    def __init__(self, request: Request, *, held: int = 0) -> None:
+        self.request, self.held = request, held
+        self.texts = [list(prompt) for prompt in request.prompts]
+        self.rows, self.cur_pos = list(range(len(self.texts))), list(map(len, self.texts))
         self.live = {row for row, tokens in enumerate(request.room) if tokens > 0}
         self.stopped: set[int] = set()
         self.disturbed = True
         self.fed = 0
-        self.lasting = False
-        self.caches: list[Any] = []
-        self.held = 0
         self._steps = 0
 
     def begin(self, vocab_size: int, device: torch.device) -> None:
-        """Put the prompts where the model is, and make each row's random stream."""
-        request = self.request
-        self.tokens = padded(request.prompts, width=request.longest, device=device)
+        """Make each row's random stream; tokens are for this device."""
+        request, self.device = self.request, device
         self.sampler = Sampler(request.sampling, request.seed, request.prompts, vocab_size, device)
 
-    def window(self, prev_pos: list[int], width: int) -> Tensor:
-        """Return `width` columns of every row from its own position on, (bsz, width)."""
-        first = prev_pos[0]
-        if all(pos == first for pos in prev_pos):
-            return self.tokens[:, first : first + width]
-        columns = torch.tensor(prev_pos, device="cpu")[:, None] + torch.arange(width, device="cpu")
-        columns = columns.clamp(max=self.tokens.shape[1] - 1)
-        return self.tokens.gather(1, columns.to(self.tokens.device, non_blocking=True))
+    def tokens(self, prev_pos: Sequence[int]) -> Tensor:
+        """Return tokens[:, prev_pos:cur_pos] of the rows in the batch, padded on the right."""
+        return padded([self.texts[row][prev:] for row, prev in zip(self.rows, prev_pos, strict=True)], self.device)
 
-    def append(self, ids: Tensor) -> None:
-        """Write the next token of every row, (bsz,), and step on.
+    def drop_ended(self) -> list[int]:
+        """Take the rows that have ended out of the batch; return the places that the others had in it."""
+        places = [place for place, row in enumerate(self.rows) if row in self.live]
+        self.rows = [self.rows[place] for place in places]
+        self.cur_pos = [self.cur_pos[place] for place in places]
+        self.sampler.select_rows(places)
+        return places
 
-        Rows that have ended go along, so that rows in step stay in step; a full row's last token is overwritten.
-        """
-        columns = torch.tensor(self.cur_pos, device="cpu").clamp(max=self.tokens.shape[1] - 1)
-        self.tokens.scatter_(1, columns.to(self.tokens.device, non_blocking=True)[:, None], ids[:, None])
-        self.cur_pos = [min(pos + 1, self.request.longest) for pos in self.cur_pos]
+    def append(self, ids: Sequence[int]) -> None:
+        """Add the next token of every row in the batch."""
+        for place, (row, id) in enumerate(zip(self.rows, ids, strict=True)):
+            self.texts[row].append(id)
+            self.cur_pos[place] += 1
 
     def outcome(self, ids: Tensor, logits: Tensor) -> Chosen:
-        """Return what was chosen, (bsz,), from these logits, (bsz, vocab), for the host to look at."""
+        """Return what was chosen, (rows,), from these logits, (rows, vocab), for the host to look at."""
         finite = logits.sum(-1).isfinite()  # one pass: a nan or an infinity anywhere shows in the sum
         on_host = ids.where(finite, -1).tolist()  # host sync: the only one per step, where stopping is checked
-        kept = logits if self.lasting else None
         if not self.request.logprobs:
-            return Chosen(on_host, [None] * len(on_host), kept)
-        return Chosen(on_host, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].tolist(), kept)
+            return Chosen(on_host, [None] * len(on_host))
+        return Chosen(on_host, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].tolist())
 
     def record(self, chosen: Chosen) -> Iterator[Token]:
         """Yield the chosen token of every live row, and end the rows that met a stop id or have grown enough."""
-        for row in sorted(self.live):
-            id = chosen.ids[row]
+        for row, id, logprob in zip(list(self.rows), chosen.ids, chosen.logprobs, strict=True):
+            if row not in self.live:
+                continue
             if id < 0:
                 raise NonFiniteLogits(self._steps, row)
             if id in self.request.stop_ids:
@@ -114,7 +108,7 @@ class Batch:
                 continue
             if self._steps + 1 == self.request.room[row]:
                 self.live.discard(row)
-            yield Token(row, id, chosen.logprobs[row])
+            yield Token(row, id, logprob)
         self._steps += 1
 
     @property
@@ -128,9 +122,9 @@ class Batch:
         self.stopped.add(row)
 
 
-def padded(prompts: Sequence[Sequence[int]], *, width: int, device: torch.device) -> Tensor:
-    """Return the prompts as one matrix, (bsz, width), filled up with zeros on the right."""
-    tokens = torch.zeros(len(prompts), width, dtype=torch.int64, device="cpu")
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt, device="cpu")
-    return tokens.to(device)
+def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return the texts as one matrix, (rows, the longest), filled up with zeros on the right."""
+    width = max(map(len, texts))
+    if width > min(map(len, texts)):
+        texts = [[*text, *[0] * (width - len(text))] for text in texts]
+    return torch.tensor(texts, dtype=torch.int64, device="cpu").to(device)

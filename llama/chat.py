@@ -130,7 +130,9 @@ class Chat:
                 raise ContextFull(held, len(prompt) - held, self.session.max_seq_len)
             max_gen_len = min(max_gen_len, room) if isinstance(max_gen_len, int) else max_gen_len
         caching, bound = self.model.kv_caching, self.session.bound
-        make_request(self.session, caching, [prompt], max_gen_len, (), options, bound=bound)  # refuses bad options
+        make_request(
+            self.session.limits, caching, [prompt], max_gen_len, (), options, bound=bound
+        )  # refuses bad options
         self._answer = self._stream(asked, prompt, max_gen_len, stop, options)
         return self._answer
 

@@ -48,10 +48,11 @@ class ColumnParallelLinear(Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.weight.requires_grad and not self.held_once:
             raise ValueError("several ranks hold the same KV heads, whose gradients would differ: train on fewer ranks")
-        out = self.ops.linear(self.ranks.enter(input), self.weight)
+        alone = self.ranks.size == 1
+        out = self.ops.linear(input if alone else self.ranks.enter(input), self.weight)
         if self.bias is not None:
             out = out + self.bias
-        return self.ranks.join(out) if self.gather_output else out
+        return self.ranks.join(out) if self.gather_output and not alone else out
 
 
 class RowParallelLinear(Linear):

@@ -26,7 +26,8 @@ HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mk
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features)."""
     if _onednn_serves(x, weight):
-        return onednn_linear(x, weight)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return product
     return F.linear(x, weight)
 
 
@@ -53,14 +54,15 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
 
 def sum_linear(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
     """Return x @ weight.T, where every rank has its share of the columns of both."""
-    return ranks.sum(linear(x, weight))
+    product = linear(x, weight)
+    return product if ranks.size == 1 else ranks.sum(product)
 
 
 _Attend = TypeVar("_Attend", bound=Callable[..., Tensor])
 
 
 def softmax_attention(attend: _Attend) -> _Attend:
-    """Mark a function as one that computes what `attend` below does, so that `attention_mass` gives its weights."""
+    """Mark a function as one that computes what `attend` below does, so that `attention_weights` gives its weights."""
     attend.is_softmax_attention = True  # type: ignore[attr-defined]
     return attend
 
@@ -95,9 +97,10 @@ def attend(
     """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
 
     xq is (bsz, seqlen, n_heads, head_dim), and query i of a row stands at the row's start + i. keys and values are
-    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. Or `visible` says which keys a query sees, (seqlen,
-    kv_len) or (bsz, seqlen, kv_len) of bool; all of them must then be finite, also where no query looks. With a
-    `scoring.score_mod` all scores are in memory at once, (bsz, n_heads, seqlen, kv_len) in float32 or wider.
+    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. Or `visible` says, as bool, which keys a query sees:
+    (seqlen, kv_len), (bsz, seqlen, kv_len), or, where heads see different keys, (bsz, n_kv_heads or n_heads, seqlen,
+    kv_len). All keys and values must then be finite, also those that no query sees. With a `scoring.score_mod` all
+    scores are in memory at once, (bsz, n_heads, seqlen, kv_len) in float32 or wider.
     """
     if rows.start is not None:
         return _attend_in_step(xq, keys, values, rows.start, visible, scoring)
@@ -129,7 +132,7 @@ def _attend_in_step(
     end = start_pos + seqlen
     mask, causal = None, False
     if visible is not None:
-        mask = visible if visible.ndim == 2 else visible[:, None]
+        mask = _by_head(visible, xq.shape[2])
     else:  # what lies past the end is never read: a mask would multiply it by zero, and 0 * nan is nan
         keys, values = keys[:, :end], values[:, :end]
         if seqlen > 1 and start_pos > 0:  # is_causal would align the first query with the first key
@@ -195,6 +198,17 @@ def _mask(start_pos: int, seqlen: int, device: torch.device) -> Tensor:
     return positions <= positions[start_pos:, None]
 
 
+def _by_head(visible: Tensor, n_heads: int) -> Tensor:
+    """Return `visible`, with any axes, as it broadcasts to scores, (bsz, n_heads, seqlen, kv_len)."""
+    if visible.ndim < 4:
+        return visible if visible.ndim == 2 else visible[:, None]
+    if n_heads % visible.shape[1]:
+        raise ValueError(
+            f"visible is {tuple(visible.shape)}; its second axis must have the model's KV heads, or its {n_heads} heads"
+        )
+    return visible.repeat_interleave(n_heads // visible.shape[1], dim=1)
+
+
 def attention_weights(
     xq: Tensor, keys: Tensor, start_pos: int, visible: Tensor | None, scoring: Scoring = UNCHANGED
 ) -> Tensor:
@@ -217,7 +231,7 @@ def attention_weights(
     if scoring.score_mod is not None:
         places = asked[None, None], stand.long().reshape(-1, 1, 1, stand.shape[-1])
         scores = _checked(scoring.score_mod(scores, *places, scoring.layer), scores, scoring.score_mod)
-    hidden = ~(visible if visible.ndim == 2 else visible[:, None])
+    hidden = ~_by_head(visible, xq.shape[2])
     weights: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
     return weights
 
@@ -245,31 +259,12 @@ def _attend_by_weights(
     return output.transpose(1, 2).to(xq.dtype)
 
 
-def attention_mass(
-    xq: Tensor, keys: Tensor, rows: Rows, visible: Tensor | None, scoring: Scoring = UNCHANGED
-) -> Tensor:
-    """Return how much attention every key draws, (bsz, n_kv_heads, kv_len), in float32 or wider.
-
-    Of an explicit softmax, summed over the queries and over the heads that share the key. Of each row the first
-    queries count that are kept; the others pad it, and may see anything. The rest as in `attend`.
-    """
-    if rows.start is None:
-        each = enumerate(_row_by_row(rows, visible, scoring))
-        return torch.cat(
-            [attention_mass(xq[one], keys[one], rows.row(row), seen, own) for row, (one, (_, seen, own)) in each]
-        )
-    weights = attention_weights(xq, keys, rows.start, visible, scoring)
-    pads = torch.arange(xq.shape[1], device=xq.device) >= torch.tensor(rows.kept, device=xq.device)[:, None]
-    drawn = torch.unflatten(weights.masked_fill(pads[:, None, :, None], 0), 1, (keys.shape[2], -1)).sum((2, 3))
-    return F.pad(drawn, (0, keys.shape[1] - drawn.shape[-1]))
-
-
 def _called(function: Callable[..., Tensor]) -> object:
     return getattr(function, "__name__", function)
 
 
 def check_attention(ops: "Ops", reader: str, remedy: str) -> None:
-    """Raise ValueError unless `attention_mass` gives the weights of these operations' attention.
+    """Raise ValueError unless `attention_weights` gives the weights of these operations' attention.
 
     `reader` is a clause that says what needs them.
     """
@@ -299,8 +294,8 @@ def last_real(h: Tensor, lengths: Sequence[int]) -> Tensor:
 class Ops(NamedTuple):
     """One way to do all of them; research code may make its own, PLAIN._replace(name="mine", attend=mine).
 
-    An `attend` that computes something else than softmax attention goes with no cache that `weighs`, and with no
-    recording; one that computes the same is marked with `softmax_attention`.
+    An `attend` that computes something else than softmax attention goes with no kind of cache that reads weights, and
+    with no recording; one that computes the same is marked with `softmax_attention`.
 
     score_mod changes attention's scores before the mask and the softmax: `score_mod(scores, query_positions,
     key_positions, layer)` returns the new ones. scores are (bsz, n_heads, seqlen, kv_len), in float32 or wider, already

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -118,6 +119,7 @@ class TorchRanks(Ranks):
 
         self.rank, self.size, self._regions = world_rank(), world_size(), mappings
         self._collectives = self._agreements = 0  # how many there have been
+        self._generating = Lock()
         backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
         with _saying(f"the ranks cannot reach each other ({backend.upper()}_SOCKET_IFNAME names the network to take)"):
             self._store = job_store(timeout)
@@ -141,6 +143,18 @@ class TorchRanks(Ranks):
         every = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
         self._together(dist.all_gather, every, own)
         return every
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        if not self._generating.acquire(blocking=False):
+            raise RuntimeError(
+                "another generation is under way on these ranks, which would mix with this one; finish or close its "
+                "stream first"
+            )
+        try:
+            yield
+        finally:
+            self._generating.release()
 
     def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
         # Through the store, not as tensors: what differs may be the very number of collectives that are to come.

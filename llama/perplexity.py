@@ -5,12 +5,11 @@ much: perplexity, the divergence of what is expected at each position, and how o
 Knows models and ids; text and checkpoints enter in `main` alone. Log-likelihoods are in nats, ids are a list.
 """
 
-import copy
 import json as json_format
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.files import TEXT_LIMIT, read_text
-from llama.kv_cache import cache_kind
+from llama.kv_cache import Cache, cache_kind
 from llama.machine import dtype_name
 from llama.model import Transformer
 from llama.parallel import world_size
@@ -52,7 +51,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far one model's expectations are from a reference's, over the same positions of the same text.
+    """How far expectations are from those of a reference, over the same positions of the same text.
 
     mean_kl: the mean of KL(reference || other). top1_agreement: the share of positions at which both find the same
     token the most likely.
@@ -104,9 +103,10 @@ def perplexity(model: Transformer, ids: Sequence[int], *, context: int = CONTEXT
     _check_windows(model, len(ids), context=context, stride=stride)
     tokens = torch.tensor(ids, device=model.device)
     nll, scored = 0.0, 0
-    with model.switched(kv_caching=False), progress_bar("scoring", total=len(ids) - 1, unit="token") as bar:
+    uncached = model.with_kv_caching(False)
+    with progress_bar("scoring", total=len(ids) - 1, unit="token") as bar:
         for begin, first, end in windows(len(ids), context=context, stride=stride):
-            logits = model(tokens[None, begin:end])[0]  # (end - begin, vocab)
+            logits = uncached(tokens[None, begin:end])[0]  # (end - begin, vocab)
             nll += _nll(logits[first - 1 - begin : -1], tokens[first:end])
             scored += end - first
             bar.update(end - first)
@@ -136,31 +136,35 @@ def cached_perplexity(
     return Score(scored, nll / scored, context, stride)
 
 
-def expected(model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN) -> Generator[Tensor, None, None]:
+def expected(
+    model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
+) -> Generator[Tensor, None, None]:
     """Yield what the model expects at each position from `prompt_len` on: log-probabilities, (vocab,).
 
     They are of ids[prompt_len], ids[prompt_len + 1], ... to the last, whatever these are (teacher forcing). The first
-    `prompt_len` ids are fed in one pass, the others one by one, through the model's own kind of cache, which belongs to
-    the iterator until it ends or is closed. They are float64 where the device has it: two caches that differ by little
-    more than rounding would differ by the rounding of float32 here.
+    `prompt_len` ids are fed in one pass, the others one by one, through `cache`, an empty one; by default a new one of
+    the model's kind. They are float64 where the device has it: two caches that differ by little more than rounding
+    would differ by the rounding of float32 here.
     """
-    with closing(next_logits(model, ids, prompt_len=prompt_len)) as steps:
+    with closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as steps:
         for logits in steps:
             yield log_probabilities(logits)
 
 
 def next_logits(
-    model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
+    model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
 ) -> Generator[Tensor, None, None]:
     """Yield the logits, (vocab,), of which `expected` gives the log-probabilities."""
     _check_prompt(len(ids), prompt_len=prompt_len)
-    model.args.check_room(1, 0 if model.bound() else len(ids) - 1)  # now, not after all the steps before the limit
+    cache = model.new_cache(rows=1, length=len(ids) - 1) if cache is None else cache
+    model.args.check_room(1, 0 if cache.bound else len(ids) - 1)  # now, not after all the steps before the limit
     tokens = torch.tensor(ids, device=model.device)[None]  # (1, length)
     starts = [0, *range(prompt_len, len(ids) - 1)]
-    with model.switched(kv_caching=True):
-        model.reserve_cache(1, len(ids) - 1)
-        for start, end in zip(starts, [*starts[1:], len(ids) - 1], strict=True):
-            yield _step(model, tokens[:, start:end], start)
+    cached = model.with_kv_caching(True)
+    for start, end in zip(starts, [*starts[1:], len(ids) - 1], strict=True):
+        with torch.inference_mode():
+            logits: Tensor = cached(tokens[:, start:end], start, cache=cache, logits="last")[0, -1]
+        yield logits
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
@@ -168,19 +172,16 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1, dtype=logits.dtype if logits.device.type == "mps" else torch.float64)
 
 
-def compare(
-    reference: Transformer, other: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
-) -> Comparison:
-    """Compare what two models, each with its own kind of cache, expect of the same text; see `expected`.
+def compare(model: Transformer, kind: str, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN) -> Comparison:
+    """Compare what a model expects of a text through a cache of this kind with its own kind's; see `expected`.
 
-    They go in lockstep, so that no more than two positions' log-probabilities are held. `with_cache_kind` makes a
-    second model of the same weights. Raises ValueError where the two share a cache, and as `expected`.
+    Both go in lockstep, so that no more than two positions' log-probabilities are held. Raises ValueError for a kind
+    that is not known, and as `expected`.
     """
-    if {id(cache) for cache in reference.caches} & {id(cache) for cache in other.caches}:
-        raise ValueError("a model cannot be compared with itself: make the other by with_cache_kind(model, kind)")
+    cache = model.new_cache(kind, rows=1, length=len(ids) - 1)
     with (
-        closing(expected(reference, ids, prompt_len=prompt_len)) as ours,
-        closing(expected(other, ids, prompt_len=prompt_len)) as theirs,
+        closing(expected(model, ids, prompt_len=prompt_len)) as ours,
+        closing(expected(model, ids, prompt_len=prompt_len, cache=cache)) as theirs,
     ):
         return compared(ours, theirs, ids, prompt_len=prompt_len)
 
@@ -200,32 +201,6 @@ def compared(
             bar.update()
     n = len(wanted)
     return Comparison(n, prompt_len, kl / n, same / n, nll / n, other_nll / n)
-
-
-def with_cache_kind(model: Transformer, kind: str) -> Transformer:
-    """Return a second model: its weights are the same tensors, its caches of another kind, by name or "file.py:kind".
-
-    Hooks and a fast runner come along as copies. Moving either model elsewhere ends what they share. Raises ValueError
-    for a kind that is not known, and where the model is in exact mode and is not exact with this kind.
-    """
-    kept = {id(buffer) for cache in model.caches for buffer in cache.buffers()}
-    shared = [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) not in kept)]
-    # What deepcopy finds in its memo it takes from there.
-    other = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    other.kv_cache = kind
-    other.args = replace(model.args, kv_cache=other.kv_cache)
-    if model.exact:  # it was shown for another kind, and has to be shown anew
-        other.exact = False
-        other.exact = True
-    return other
-
-
-@torch.inference_mode()
-def _step(model: Transformer, fed: Tensor, start: int) -> Tensor:
-    """Return the logits that follow what is fed, (vocab,), whichever thread asks."""
-    model.ownership.keep_here()
-    logits: Tensor = model(fed, start, logits="last")[0, -1]
-    return logits
 
 
 def _nll(logits: Tensor, ids: Tensor) -> float:

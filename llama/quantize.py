@@ -79,6 +79,8 @@ def quantize_layers(
     matrix itself, or None for one that stays as it is. Where there is a format, the matrix is still to be filled.
     `dtype` is that of the activations; `activations`: how many bits they have in products.
     """
+    if hasattr(model, "identity"):
+        model.identity = object()  # type: ignore[assignment]  # a cache that the weights of before fed is not gone on with
     made: dict[Tensor, QuantizedWeight | None] = {}
     for prefix, owner in list(model.named_modules()):
         for name, layer in owner.named_children():

@@ -5,7 +5,7 @@ torchrun. Knows tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 from torch import Tensor
@@ -36,6 +36,10 @@ class Ranks:
     def decide(self, x: Tensor) -> Tensor:
         """Return rank 0's x."""
         return self.gather(x)[0]
+
+    def one_at_a_time(self) -> AbstractContextManager[None]:
+        """Keep what stands under `with` to one generation of this process: several would mix what ranks say."""
+        return nullcontext()
 
     def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
         """Raise ValueError, on every rank, where a fact, by its name, is not the same on all of them.

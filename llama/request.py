@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
 
+from llama.kv_cache import Cache
 from llama.sampling import Sampling, row_streams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -30,23 +31,30 @@ class Limits(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step was fed: row b got its tokens from position prev_pos[b] up to, not including, cur_pos[b]."""
+    """What one step is about to be fed, with an entry for each row that is still in the batch.
 
+    rows: which rows these are; one that has ended leaves. Row rows[i] gets ids[i], its tokens from position prev_pos[i]
+    up to, not including, cur_pos[i]. cache: the cache that they are fed to; None with the switch off.
+    """
+
+    rows: list[int]
     prev_pos: list[int]
     cur_pos: list[int]
-    fed: list[list[int]]
-    live: frozenset[int]  # the rows that still grow; the others are fed along with them, to no effect
+    ids: list[list[int]]
+    cache: Cache | None
 
 
-class Prefix(Limits, Protocol):
-    """A text that is held already. `copies` are caches of all layers that hold all of it; none with the cache off."""
+class Prefix(Protocol):
+    """A text that is held already. `held_copy` is a cache that holds all of it; None with the switch off."""
 
     model: Any
     tokens: list[int]
 
     @property
+    def limits(self) -> Limits: ...
+    @property
     def bound(self) -> int | None: ...
-    def copies(self, *, kv_caching: bool) -> list[Any]: ...
+    def held_copy(self, *, kv_caching: bool) -> Cache | None: ...
 
 
 class Options(TypedDict, total=False):

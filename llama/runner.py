@@ -3,14 +3,16 @@
 Knows what is asked of a runner; does not know how one works.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from llama.batch import Batch, Chosen
+from llama.batch import Batch
+from llama.kv_cache import Cache
 from llama.rows import Rows
+from llama.stepper import Stepper
 
 Model = TypeVar("Model", contravariant=True)  # the class of models that a runner serves
 
@@ -41,7 +43,7 @@ class Runner(Protocol[Model]):
     """A faster way to run forwards; `llama.fast.choose` picks one.
 
     forwards: how many it has run. takes_prompts: whether prompts are among them. watch: called right before each
-    forward of `run_ahead`, which passes the model's hooks by, with the rows and how many tokens each is fed. exact:
+    forward of its steppers, which pass the model's hooks by, with the rows and how many tokens each is fed. exact:
     whether it is held to the same bits, see `Transformer.exact`, and so raises ValueError where it would leave a
     forward to the plain path; None: it cannot be. code: what decides its bits, as far as it tells.
     """
@@ -58,16 +60,17 @@ class Runner(Protocol[Model]):
         model: Model,
         tokens: Tensor,
         rows: Rows,
+        cache: Cache | None,
         *,
         logits: Literal["all", "last"],
     ) -> Tensor | None:
         """Return what the model's forward returns, or None where the plain path has to serve."""
         ...
 
-    def run_ahead(self, model: Model, batch: Batch) -> Iterator[Chosen]:
-        """See `llama.generation.Generation.run_ahead`."""
-        ...
+    def stepper(self, model: Model, batch: Batch, cache: Cache | None) -> Stepper | None:
+        """Return what makes the tokens of a batch, or None where the plain path has to.
 
-    def free_cache(self) -> None:
-        """Hold no memory for a cache, as the model does not."""
+        `cache` holds the first `batch.held` tokens of every row in its row 0; None: the stepper makes one if the batch
+        asks for it.
+        """
         ...

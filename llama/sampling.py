@@ -113,10 +113,11 @@ class Sampler:
         """Let numbers that were drawn for steps that were not taken be drawn again, the first of them first."""
         self._spared[:0] = draws
 
-    def note(self, chosen: Tensor) -> None:
-        """Mark tokens, (bsz,), that were chosen elsewhere."""
-        if self.seen is not None:
-            self.seen.scatter_(1, chosen[:, None], True)
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        self.streams = [self.streams[row] for row in rows]
+        self._spared = [draws[list(rows)] for draws in self._spared]
+        self.seen = None if self.seen is None else self.seen[list(rows)]
 
 
 def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, draws: Tensor | None) -> Tensor:

@@ -5,14 +5,14 @@ can be asked of a model; does not know how it computes, nor what a difference is
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import cycle
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
+from llama.kv_cache import Cache
 
 FEW = 21  # positions of rows that stand beside one another: more than a block of 16 queries in exact mode
 
@@ -24,8 +24,9 @@ class CachedModel(Protocol):
     def args(self) -> ModelArgs: ...
     @property
     def device(self) -> torch.device: ...
-    def __call__(self, tokens: Tensor, start_pos: int | Sequence[int] = 0) -> Tensor: ...
-    def switched(self, *, kv_caching: bool) -> AbstractContextManager[None]: ...
+    def __call__(self, tokens: Tensor, start_pos: int | Sequence[int] = 0, *, cache: Cache | None = None) -> Tensor: ...
+    def new_cache(self) -> Cache: ...
+    def with_kv_caching(self, value: bool) -> Self: ...
 
 
 @torch.inference_mode()
@@ -39,26 +40,24 @@ def first_difference(model: CachedModel, *, rows: int = 2, length: int = 85) -> 
     tokens = torch.randint(model.args.vocab_size, (rows, length), generator=stream, device="cpu")
     tokens = tokens.to(model.device)
     last, few = tokens[-1:], tokens[:, :FEW]  # the last row stands elsewhere when it is alone
-    with model.switched(kv_caching=False):
-        whole, beside = model(last), model(few)
-        if not torch.equal(beside[-1], whole[0, : few.shape[1]]):
-            return f"the first {few.shape[1]} tokens, in row {rows - 1}, are not what they are alone among {length}"
-        if not torch.equal(model(few[:, :1]), beside[:, :1]):
-            return f"the first token alone is not what it is among {few.shape[1]}"
-    with model.switched(kv_caching=True):
-        for start, end in cuts(length):
-            if not torch.equal(model(last[:, start:end], start), whole[:, start:end]):
-                return f"tokens {start} to {end - 1}, fed through the cache, are not what they are without it"
-    with model.switched(kv_caching=True):
-        for start, end in cuts(few.shape[1]):
-            if not torch.equal(model(few[:, start:end], start), beside[:, start:end]):
-                return (
-                    f"tokens {start} to {end - 1} of {rows} rows, through the cache, are not what they are without it"
-                )
-        starts = [row * (few.shape[1] - 1) // rows for row in range(rows)]  # all of it has been fed, and may be again
-        ragged = model(few.gather(1, torch.tensor(starts, device=model.device)[:, None]), starts)
-        if any(not torch.equal(ragged[row, 0], beside[row, start]) for row, start in enumerate(starts)):
-            return f"rows at positions {starts} are not what they are at one"
+    plain, cached = model.with_kv_caching(False), model.with_kv_caching(True)
+    whole, beside = plain(last), plain(few)
+    if not torch.equal(beside[-1], whole[0, : few.shape[1]]):
+        return f"the first {few.shape[1]} tokens, in row {rows - 1}, are not what they are alone among {length}"
+    if not torch.equal(plain(few[:, :1]), beside[:, :1]):
+        return f"the first token alone is not what it is among {few.shape[1]}"
+    cache = model.new_cache()
+    for start, end in cuts(length):
+        if not torch.equal(cached(last[:, start:end], start, cache=cache), whole[:, start:end]):
+            return f"tokens {start} to {end - 1}, fed through the cache, are not what they are without it"
+    cache = model.new_cache()
+    for start, end in cuts(few.shape[1]):
+        if not torch.equal(cached(few[:, start:end], start, cache=cache), beside[:, start:end]):
+            return f"tokens {start} to {end - 1} of {rows} rows, through the cache, are not what they are without it"
+    starts = [row * (few.shape[1] - 1) // rows for row in range(rows)]  # all of it has been fed, and may be again
+    ragged = cached(few.gather(1, torch.tensor(starts, device=model.device)[:, None]), starts, cache=cache)
+    if any(not torch.equal(ragged[row, 0], beside[row, start]) for row, start in enumerate(starts)):
+        return f"rows at positions {starts} are not what they are at one"
     return None
 
 

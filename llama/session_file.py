@@ -22,7 +22,7 @@ from torch import Tensor
 from llama.digest import digest_of, digest_of_text
 from llama.files import open_regular, replace_private
 from llama.kv_cache import KVCache
-from llama.kv_cache.names import read_kind
+from llama.kv_cache.names import kinds_named, read_kind
 from llama.machine import available_memory
 from llama.session_origin import Model, check_origin, fingerprint, origin, weights_digest
 from llama.streaming import TextCodec
@@ -225,14 +225,15 @@ def _read_facts(file: BinaryIO) -> tuple[_Facts, dict[str, Span]]:
 
 
 def _check_kind(kv_cache: str) -> None:
-    kind = read_kind(kv_cache)
-    if kind.file:
-        raise ValueError(f"it names the code of its cache, {kv_cache!r:.80}; a session may not, and none is run")
-    if kind.name not in KVCache.kinds:
-        raise ValueError(
-            f"it was saved with kv_cache={kv_cache!r:.80}, a kind that is not known here; register it first, by "
-            "importing or running the file that defines it"
-        )
+    for named, _ in kinds_named(kv_cache):
+        kind = read_kind(named)
+        if kind.file:
+            raise ValueError(f"it names the code of its cache, {named!r:.80}; a session may not, and none is run")
+        if kind.name not in KVCache.kinds:
+            raise ValueError(
+                f"it was saved with kv_cache={named!r:.80}, a kind that is not known here; register it first, by "
+                "importing or running the file that defines it"
+            )
 
 
 def _read_tensors(file: BinaryIO, facts: _Facts, spans: Mapping[str, Span], model: Model) -> dict[str, Tensor]:

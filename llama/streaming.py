@@ -67,8 +67,8 @@ Piece = tuple[int, str, Token | None]
 class Stream(Iterator[tuple[int, str]]):
     """The texts of one generation, made while it is iterated; `results` holds what there is so far.
 
-    The model serves no other caller until the stream has ended. To leave a loop over it early, `close` it, or put the
-    loop into `with model.stream(...) as stream:`.
+    The model may serve others meanwhile, other streams too. To leave a loop over it early, `close` it, or put the loop
+    into `with model.stream(...) as stream:`; else the memory of its cache is held for as long as the stream is.
     """
 
     def __init__(
@@ -89,7 +89,6 @@ class Stream(Iterator[tuple[int, str]]):
         echoed = prompts if batch.request.echo else ()
         echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed]
         self._pieces = _pieces(tokens, batch, self._texts, echo)
-        self.kv_caching = batch.request.kv_caching
         self.results: list[Completion] = [{"generation": "", "ids": [], "finish_reason": None} for _ in prompts]
         if batch.request.logprobs:
             for result in self.results:
@@ -123,7 +122,7 @@ class Stream(Iterator[tuple[int, str]]):
             pass
 
     def close(self) -> None:
-        """End the generation here, give the model back, and let what was held back of the texts into `results`."""
+        """End the generation here, drop its cache, and let what was held back of the texts into `results`."""
         self._pieces.close()
         for result, text in zip(self.results, self._texts, strict=True):
             result["generation"] += text.flush()

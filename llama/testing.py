@@ -6,19 +6,24 @@
 Each claim runs the kind in tiny models with random weights. Knows the contract; knows no kind by its name.
 """
 
+import gc
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.kv_cache import KVCache, cache_kind
+from llama.kv_cache import Cache, KVCache, cache_kind
 from llama.model import Transformer
+from llama.request import Step
 from llama.rows import Rows
 
 SIZES = ModelArgs(
@@ -28,6 +33,16 @@ SIZES = ModelArgs(
 # Logits of about 3, in float64, are off by 1e-14 where two ways of summing differ; RoPE's table is float32, and a kind
 # that rotates keys by places takes other entries of it than the model does by positions.
 TOLERANCE, TOLERANCE_OF_PLACES = 1e-10, 1e-4
+
+
+# Rows of a batch: how many tokens each prompt has, and how many of each row are fed in the end.
+BATCHES = (
+    *(((n,), (n,)) for n in (1, 16, 31, 64, 100)),
+    ((31, 31), (70, 70)),
+    ((40, 3, 17), (45, 60, 17)),
+    ((5, 33), (90, 34)),
+    ((1,), (118,)),
+)
 
 
 class Broken(AssertionError):
@@ -40,7 +55,7 @@ def check_cache_kind(name: str, *, args: ModelArgs = SIZES) -> list[str]:
     `args` are the sizes of the models it is tried in. ValueError: the kind does not exist, or cannot be of these sizes.
     """
     args = replace(args, kv_cache=cache_kind(name))
-    KVCache.of(args)
+    empty(args)
     passed = []
     for claim in CLAIMS:
         torch.manual_seed(0)
@@ -63,7 +78,7 @@ def check_cache_kind(name: str, *, args: ModelArgs = SIZES) -> list[str]:
 
 def lossless_in_any_chunks(args: ModelArgs) -> bool:
     """A lossless kind gives the logits that the model gives without a cache, however the text is cut."""
-    if not KVCache.of(args).lossless:
+    if not lossless(args):
         return False
     model, tokens = tiny_model(args), some_tokens(args, rows=3)
     wanted = uncached(model, tokens)
@@ -74,12 +89,16 @@ def lossless_in_any_chunks(args: ModelArgs) -> bool:
 
 def lossless_to_the_bit_in_exact_mode(args: ModelArgs) -> bool:
     """A lossless kind whose keys stand at 0, 1, 2, ... is equal to no cache to the bit in exact mode."""
-    cache = KVCache.of(args)
-    if not cache.lossless:
+    if not lossless(args):
         return False
-    model, tokens = tiny_model(args, dtype=torch.float32), some_tokens(args, rows=2)
-    stepped(model, tokens[:, :2], [0])
-    if model.caches[0].visible(Rows.at([0], [2]), torch.zeros(1, 2, args.n_heads, args.head_dim)) is not None:
+    model, tokens, held = (
+        tiny_model(args, dtype=torch.float32),
+        some_tokens(args, rows=2),
+        empty(args),
+    )
+    stepped(model, tokens[:1, :2], [0], held)
+    queries = torch.zeros(1, 2, args.n_heads, args.head_dim)
+    if any(layer.visible(Rows.at([0], [2]), queries) is not None for layer in held.layers):
         return False
     model.exact = True  # which compares the model with itself, cached and not
     wanted = uncached(model, tokens)
@@ -106,49 +125,87 @@ def texts_leave_nothing_behind(args: ModelArgs) -> bool:
     """Text A, then B, then A again: A has the same bits, also where what B left is not a number."""
     model, first, second = tiny_model(args), some_tokens(args, rows=2), some_tokens(args, rows=2, length=50, seed=1)
     cuts = range(first.shape[1])
-    wanted = stepped(model, first, cuts)
-    stepped(model, second, [0, 40], keep=True)
-    if not torch.equal(stepped(model, first, cuts, keep=True), wanted):
+    wanted, cache = stepped(model, first, cuts), model.new_cache()
+    stepped(model, second, [0, 40], cache)
+    if not torch.equal(stepped(model, first, cuts, cache), wanted):
         raise Broken("a text has other logits after another text, in the same cache")
-    for cache in model.caches:
-        for buffer in cache.buffers():
-            if buffer.is_floating_point():
-                buffer.fill_(torch.nan)
-    if not torch.equal(stepped(model, first, cuts, keep=True), wanted):
+    for layer in cache.layers:
+        for held in layer.held().values():
+            if held.is_floating_point():
+                held.fill_(torch.nan)
+    if not torch.equal(stepped(model, first, cuts, cache), wanted):
         raise Broken("a text has other logits where its cache was full of nan: slots are read that it did not write")
     return True
 
 
 def bytes_are_as_predicted(args: ModelArgs) -> bool:
-    """A cache that was fed rows x length holds exactly `predicted_bytes`, and nothing before and after."""
-    for dtype, rows, length in itertools.product((torch.float32, torch.bfloat16), (1, 3), (1, 16, 31, 64, 100)):
+    """A cache that was fed holds exactly `predicted_bytes`, all of it counted, and nothing before and after."""
+    for (prompts, ends), dtype in zip(BATCHES, itertools.cycle((torch.float32, torch.bfloat16))):
         model = tiny_model(args, dtype=dtype)
-        held = [cache.nbytes for cache in model.caches]
-        model.reserve_cache(rows, length)
-        model(some_tokens(args, rows=rows, length=length), 0)
-        wanted = KVCache.of(args).predicted_bytes(rows=rows, length=length, itemsize=dtype.itemsize)
-        for cache in model.caches:
+        for reserved in ((0, 0), (len(prompts) + 1, max(ends) + 9)):
+            cache = model.new_cache(rows=reserved[0], length=reserved[1])
+            what = f"prompts of {prompts} tokens in {dtype}, fed up to {ends}, with {reserved} reserved"
+            nothing_held(cache, f"before the first use, of {what}")
+            feed(model, cache, prompts, ends)
+            wanted = cache.predicted_bytes(prompts=prompts, ends=ends, reserved=reserved, itemsize=dtype.itemsize)
             if cache.nbytes != wanted:
-                raise Broken(f"{rows} x {length} in {dtype}: {cache.nbytes} bytes are held, {wanted} predicted")
-        model.free_cache()
-        held += [cache.nbytes for cache in model.caches]
-        if any(held):
-            raise Broken(f"memory is held before the first use or after free(): {held}")
+                raise Broken(f"{what}: {cache.nbytes} bytes are held, {wanted} predicted")
+            found = sum(map(reachable_bytes, cache.layers))
+            if found != wanted:
+                raise Broken(f"{what}: {found} bytes are in its attributes, and {wanted} are counted; see `held`")
+            cache.free()
+            nothing_held(cache, f"after free(), of {what}")
+    return True
+
+
+def rows_may_leave(args: ModelArgs) -> bool:
+    """Rows that stay in a batch go on as they would have, in their old order or another."""
+    model, tokens, lengths = tiny_model(args), some_tokens(args, rows=4), [40, 7, 33, 18]
+    for stay in ([1, 2, 3], [0, 2], [3, 0], [1]):
+        cache = model.new_cache()
+        model(tokens[:, :40], Rows.at([0] * 4, lengths, prompt_ends=True), cache=cache)
+        other = cache.copy()
+        cache.select_rows(stay)
+        for step in range(20):
+            starts = [length + step for length in lengths]
+            whole = model(tokens[range(4), starts][:, None], starts, cache=other)
+            some = [starts[row] for row in stay]
+            near(model(tokens[stay, some][:, None], some, cache=cache), whole[stay], f"where rows {stay} stay", model)
+    return True
+
+
+def the_first_row_may_be_repeated(args: ModelArgs) -> bool:
+    """Rows that repeat the first one go on as copies of it, where other rows were before, too."""
+    model, tokens = tiny_model(args), some_tokens(args, rows=3)
+    for rows in (1, 2, 4):
+        cache, alone = model.new_cache(), model.new_cache()
+        model(tokens[:1].repeat(rows, 1)[:, :37], Rows.at([0] * rows, [37, *[5] * (rows - 1)], width=37), cache=cache)
+        model(tokens[:1, :37], Rows.at([0], [37]), cache=alone)
+        cache.repeat_first_row(3)
+        copies = [alone.copy() for _ in range(3)]
+        for at in range(37, 60):
+            made = model(tokens[:, at : at + 1], at, cache=cache)
+            each = [model(tokens[row : row + 1, at : at + 1], at, cache=copy) for row, copy in enumerate(copies)]
+            near(made, torch.cat(each), f"where 3 rows repeat the first of {rows}", model)
     return True
 
 
 def memory_is_given_back(args: ModelArgs) -> bool:
-    """After a generation, whole or broken off, nothing is held."""
-    model, prompts = tiny_model(args), [[1, 2, 3], [4, 5]]
-    model.generate_tokens(prompts, 5)
+    """After a generation, whole or broken off, its cache is gone."""
+    model, held = tiny_model(args), set[ReferenceType[KVCache]]()
+    for breaks_off in (False, True):
 
-    def stop(_: object) -> None:
-        raise KeyboardInterrupt
+        def note(step: Step, breaks_off: bool = breaks_off) -> None:
+            assert step.cache is not None
+            held.update(map(ref, step.cache.layers))
+            if breaks_off:
+                raise KeyboardInterrupt
 
-    with suppress(KeyboardInterrupt):
-        model.generate_tokens(prompts, 5, on_step=stop)
-    if any(cache.nbytes for cache in model.caches):
-        raise Broken("memory is held after a generation")
+        with suppress(KeyboardInterrupt):
+            model.generate_tokens([[1, 2, 3], [4, 5]], 5, on_step=note)
+    gc.collect()
+    if any(layer() is not None for layer in held):
+        raise Broken("a cache is still there after its generation")
     return True
 
 
@@ -170,11 +227,11 @@ def a_copy_goes_on_by_itself(args: ModelArgs) -> bool:
     half, length = tokens.shape[1] // 2, tokens.shape[1]
     begun = [0, *range(half, length)]
     wanted = stepped(model, tokens, begun)[:, half:]
-    stepped(model, tokens[:, :half], [0], keep=True)
-    kept = [cache.copy() for cache in model.caches]
-    stepped(model, tokens.flip(0), [0], keep=True)  # the original begins another text
-    model.caches = kept
-    if not torch.equal(stepped(model, tokens, range(half, length)), wanted):
+    cache = model.new_cache()
+    stepped(model, tokens[:, :half], [0], cache)
+    kept = cache.copy()
+    stepped(model, tokens.flip(0), [0], cache)  # the original begins another text
+    if not torch.equal(stepped(model, tokens, range(half, length), kept), wanted):
         raise Broken("a copy of the cache does not go on as the original would have")
     return True
 
@@ -185,38 +242,46 @@ def a_state_is_all_that_a_cache_needs(args: ModelArgs) -> bool:
     length = tokens.shape[1]
     for half in (1, length // 2, length - 2):
         wanted = stepped(model, tokens, [0, *range(half, length)])[:, half:]
-        stepped(model, tokens[:, :half], [0], keep=True)
-        states = [cloned(cache.state(1, half)) for cache in model.caches]
-        restored = [KVCache.of(args) for _ in states]
-        for cache, state in zip(restored, states, strict=True):
-            cache.restore(cloned(state), 1, half)
-            again = cache.state(1, half)
+        cache, restored = model.new_cache(), model.new_cache()
+        stepped(model, tokens[:, :half], [0], cache)
+        states = [cloned(state) for state in cache.state(1, half)]
+        restored.restore([cloned(state) for state in states], 1, half, model.source)
+        for again, state, other in zip(restored.state(1, half), states, model.new_cache().layers, strict=True):
             if not same_tensors(again, state):
                 raise Broken(f"what was restored has another state: {sorted(again)}, not {sorted(state)}")
-            refused(partial(KVCache.of(args).restore, {**state, "of no kind": torch.zeros(1)}, 1, half))
-        model.caches = restored
-        near(stepped(model, tokens, range(half, length)), wanted, f"after {half} positions were restored", model)
+            refused(partial(other.restore, {**state, "of no kind": torch.zeros(1)}, 1, half))
+        near(
+            stepped(model, tokens, range(half, length), restored),
+            wanted,
+            f"after {half} positions were restored",
+            model,
+        )
     return True
 
 
-def a_text_may_be_rewound(args: ModelArgs) -> bool:
-    """Where `rewind` says yes, the text goes on from there as it did; where it says no, it goes on from 0."""
+def a_text_may_be_truncated(args: ModelArgs) -> bool:
+    """Where `truncate` says yes, the text goes on from there as it did; where it says no, it goes on from 0."""
     model, tokens = tiny_model(args), some_tokens(args, rows=2)
     length = tokens.shape[1]
     wanted = stepped(model, tokens, range(length))
     for position in (length - 1, length - 7, length // 2, 1):
-        stepped(model, tokens, range(length), keep=True)
-        if all(cache.rewind(position) for cache in model.caches):
-            again = stepped(model, tokens, range(position, length), keep=True)
+        cache = model.new_cache()
+        stepped(model, tokens, range(length), cache)
+        if cache.truncate(position):
+            again = stepped(model, tokens, range(position, length), cache)
             near(again, wanted[:, position:], f"after going back to position {position} of {length}", model)
-        model.free_cache()
     return True
 
 
 def bad_writes_are_refused(args: ModelArgs) -> bool:
     """What must not be written is refused with ValueError, and leaves the cache as it was."""
     args = replace(args, max_batch_size=2)
-    cache = KVCache.of(args)
+    for cache in empty(args).layers:
+        _refuses_bad_writes(cache, args)
+    return True
+
+
+def _refuses_bad_writes(cache: KVCache, args: ModelArgs) -> None:
     heads, width = args.n_kv_heads, args.head_dim
     refused(partial(cache.update, Rows.at([0] * 3, [1] * 3), *torch.randn(2, 3, 1, heads, width)))  # a row too many
     cache.update(Rows.at([0, 0], [3, 3]), torch.randn(2, 3, heads, width), torch.randn(2, 3, heads, width))
@@ -230,7 +295,6 @@ def bad_writes_are_refused(args: ModelArgs) -> bool:
         refused(lambda: cache.update(Rows.at([3, 3], [past.shape[1]] * 2), past, past))
     if not same_tensors(before, cache.state()):
         raise Broken("a write that was refused has changed the cache")
-    return True
 
 
 CLAIMS: tuple[Callable[[ModelArgs], bool], ...] = (
@@ -239,16 +303,27 @@ CLAIMS: tuple[Callable[[ModelArgs], bool], ...] = (
     rows_do_not_touch_each_other,
     texts_leave_nothing_behind,
     bytes_are_as_predicted,
+    rows_may_leave,
+    the_first_row_may_be_repeated,
     memory_is_given_back,
     a_prefix_may_be_shared,
     a_copy_goes_on_by_itself,
     a_state_is_all_that_a_cache_needs,
-    a_text_may_be_rewound,
+    a_text_may_be_truncated,
     bad_writes_are_refused,
 )
 
 
 # ---- what the claims are made of -------------------------------------------------------------------------------------
+
+
+def empty(args: ModelArgs) -> Cache:
+    """Return an empty cache of the kind that is held against the claims."""
+    return Cache.of(args, args.kv_cache)
+
+
+def lossless(args: ModelArgs) -> bool:
+    return all(layer.lossless for layer in empty(args).layers)
 
 
 def tiny_model(args: ModelArgs, dtype: torch.dtype = torch.float64) -> Transformer:
@@ -261,6 +336,47 @@ def tiny_model(args: ModelArgs, dtype: torch.dtype = torch.float64) -> Transform
         else:
             weight.data.normal_(0, 1.5 / weight.shape[1] ** 0.5, generator=stream)
     return model.to(dtype).eval().requires_grad_(False)
+
+
+def feed(model: Transformer, cache: Cache, prompts: Sequence[int], ends: Sequence[int]) -> None:
+    """Feed rows their prompts in one call, then a token a step each up to its end, where it leaves the batch."""
+    rows, tokens = list(range(len(prompts))), some_tokens(model.args, rows=len(prompts), length=max(ends))
+    model(tokens[:, : max(prompts)], Rows.at([0] * len(rows), prompts, prompt_ends=True), cache=cache)
+    for step in range(max(end - prompt for prompt, end in zip(prompts, ends, strict=True))):
+        stay = [place for place, row in enumerate(rows) if prompts[row] + step < ends[row]]
+        if len(stay) < len(rows):
+            cache.select_rows(stay)
+            rows = [rows[place] for place in stay]
+        starts = [prompts[row] + step for row in rows]
+        model(tokens[rows, starts][:, None], starts, cache=cache)
+
+
+def nothing_held(cache: Cache, when: str) -> None:
+    if cache.nbytes or any(map(reachable_bytes, cache.layers)):
+        raise Broken(f"memory is held {when}: {cache.nbytes} bytes are counted, {list(cache.layers[0].held())}")
+
+
+def reachable_bytes(cache: KVCache) -> int:
+    """Return the bytes of all memory behind a cache's attributes, in whatever they contain; not of those with a _."""
+    held = [value for name, value in vars(cache).items() if name[0] != "_" and name not in ("args", "rope")]
+    seen: dict[int, object] = {}
+    storages: dict[int, int] = {}
+    while held:
+        one: Any = held.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one  # which keeps it, so that no other gets its id
+        if isinstance(one, Tensor):
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        elif isinstance(one, Mapping):
+            held += one.values()
+        elif isinstance(one, list | tuple | set | frozenset | deque):
+            held += one
+        elif is_dataclass(one):
+            held += [getattr(one, field.name) for field in fields(one)]
+        elif not isinstance(one, type):
+            held += getattr(one, "__dict__", {}).values()
+    return sum(storages.values())
 
 
 def some_tokens(args: ModelArgs, *, rows: int, length: int = 75, seed: int = 0) -> Tensor:
@@ -277,31 +393,29 @@ def chunkings(length: int) -> Iterator[Sequence[int]]:
 
 
 def uncached(model: Transformer, tokens: Tensor) -> Tensor:
-    with model.switched(kv_caching=False):
-        logits: Tensor = model(tokens)
-        return logits
+    logits: Tensor = model.with_kv_caching(False)(tokens)
+    return logits
 
 
-def stepped(model: Transformer, tokens: Tensor, cuts: Sequence[int], *, keep: bool = False) -> Tensor:
-    """Return the logits of a text that is fed in chunks that begin at `cuts`; with `keep` the cache is not emptied."""
-    logits = [model(tokens[:, a:b], a) for a, b in itertools.pairwise([*cuts, tokens.shape[1]])]
-    if not keep:
-        model.free_cache()
+def stepped(model: Transformer, tokens: Tensor, cuts: Sequence[int], cache: Cache | None = None) -> Tensor:
+    """Return the logits of a text that is fed in chunks that begin at `cuts`, by default to a new cache."""
+    cache = model.new_cache() if cache is None else cache
+    logits = [model(tokens[:, a:b], a, cache=cache) for a, b in itertools.pairwise([*cuts, tokens.shape[1]])]
     return torch.cat(logits, dim=1)
 
 
 def continued(model: Transformer, prompt: Sequence[int], cut: int, count: int) -> list[int]:
     """Return the most likely ids that follow a prompt that is fed in two parts."""
-    logits, ids = stepped(model, torch.tensor([prompt]), [0, cut], keep=True), list(prompt)
+    cache, ids = model.new_cache(), list(prompt)
+    logits = stepped(model, torch.tensor([prompt]), [0, cut], cache)
     for _ in range(count):
         ids.append(int(logits[0, -1].argmax()))
-        logits = model(torch.tensor([ids[-1:]]), len(ids) - 1)
-    model.free_cache()
+        logits = model(torch.tensor([ids[-1:]]), len(ids) - 1, cache=cache)
     return ids[len(prompt) :]
 
 
 def near(ours: Tensor, wanted: Tensor, where: str, model: Transformer) -> None:
-    tolerance = TOLERANCE_OF_PLACES if model.caches[0].unrotated else TOLERANCE
+    tolerance = TOLERANCE_OF_PLACES if any(layer.unrotated for layer in model.new_cache().layers) else TOLERANCE
     apart = float((ours - wanted).abs().max())
     if not apart <= tolerance:
         raise Broken(f"logits are {apart:.1e} away from what they should be {where}; {tolerance:.0e} is allowed")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from llama.kv_cache import KVCache
 from llama.model import RMSNorm, Transformer
 from llama.packed import PackedWeight
 from llama.rope import RopeTable
@@ -165,9 +166,8 @@ def replace_a_method_of_an_instance(model: Transformer) -> None:
 
 
 def replace_a_method_of_a_cache(model: Transformer) -> None:
-    cache = model.blocks[0].attention.cache
-    update = type(cache).update
-    cache.update = lambda rows, xk, xv: update(cache, rows, xk, 2 * xv)  # type: ignore[method-assign]
+    for cache in layers_held(model)[:1]:
+        cache.update = lambda rows, xk, xv, cache=cache: type(cache).update(cache, rows, xk, 2 * xv)  # type: ignore[method-assign, misc]
 
 
 def replace_a_module(model: Transformer) -> None:
@@ -341,15 +341,20 @@ def replace_a_method_of_the_model(model: Transformer) -> None:
     model._plain = MethodType(louder_plain, model)  # type: ignore[method-assign]
 
 
+def layers_held(model: Transformer) -> list[KVCache]:
+    """Return the layers of the model's own cache, none before its first text."""
+    return [] if model.cache is None else model.cache.layers
+
+
 def keep_keys_unrotated(model: Transformer) -> None:
-    for cache in model.caches:
-        cache.unrotated = not cache.unrotated
+    for cache in layers_held(model):
+        cache.unrotated = not cache.unrotated  # type: ignore[misc]
 
 
-def weigh_what_is_kept(model: Transformer) -> None:
-    for cache in model.caches:
-        cache.weighs = True
-        cache.weigh = lambda mass, cache=cache: [held.mul_(0.5) for held in cache.buffers() if held.is_floating_point()]  # type: ignore[method-assign]
+def halve_what_is_kept(model: Transformer) -> None:
+    for cache in layers_held(model):
+        cache.observes = True  # type: ignore[misc]
+        cache.observe = lambda attended, cache=cache: [held.mul_(0.5) for held in cache.held().values()]  # type: ignore[assignment, method-assign, misc]
 
 
 def be_of_another_class(model: Transformer) -> None:
@@ -385,7 +390,7 @@ def want_gradients_of_angles(model: Transformer) -> None:
 
 def put_a_cache_of_ones(model: Transformer) -> None:
     """A researcher's own keys and values: another address, another length, and not contiguous."""
-    for cache in model.caches:
+    for cache in layers_held(model):
         if cache.keys is not None:
             cache.keys = torch.ones_like(cache.keys.transpose(0, 1).contiguous()).transpose(0, 1)
             cache.values = torch.ones_like(cache.keys)
@@ -412,7 +417,7 @@ CHANGES: dict[str, Change] = {
         *(enlarge_the_head, shrink_the_head, break_a_shape, renorm_the_embedding, unlike_the_others_uncached),
         *(turn_by_other_angles, turn_by_float64, turn_by_a_method_of_an_instance, put_a_cache_of_ones),
         *(keep_a_weight_as_a_buffer, keep_a_weight_as_an_attribute, take_the_memory_of_a_matrix),
-        *(assign_zeros_without_memory, replace_the_call_of_an_instance, keep_keys_unrotated, weigh_what_is_kept),
+        *(assign_zeros_without_memory, replace_the_call_of_an_instance, keep_keys_unrotated, halve_what_is_kept),
         *(be_of_another_class, turn_by_another_class, change_the_order_of_layers, leave_eps_to_pytorch),
         *(want_gradients_of_angles, replace_the_compiled_call_of_an_instance, replace_a_method_of_the_model),
     )

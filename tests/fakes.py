@@ -6,7 +6,7 @@ And for what needs files, a tiny checkpoint, written by other people's code.
 import codecs
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +57,21 @@ class Call:
 
 
 @dataclass
+class Rested:
+    """The cache of a scripted model: it knows which rows are left of those that it was made for."""
+
+    reserved: tuple[int, int]
+    rows: list[int]
+    bound: None = None
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+    def repeat_first_row(self, rows: int) -> None:
+        assert rows == len(self.rows)
+
+
+@dataclass
 class Scripted(Generation):
     """Row b prefers scripts[b][n] once it has n new tokens, with a logit of `peak` against zeros."""
 
@@ -66,26 +81,36 @@ class Scripted(Generation):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     peak: float = 10.0
     calls: list[Call] = field(default_factory=list)
-    reserved: tuple[int, int] | None = None
+    prompts: list[list[int]] = field(default_factory=list)
 
-    def __call__(self, tokens: Tensor, start_pos: Rows, *, logits: Literal["all", "last"]) -> Tensor:
+    def __call__(self, tokens: Tensor, start_pos: Rows, *, cache: Any, logits: Literal["all", "last"]) -> Tensor:
         starts, lengths = list(start_pos.starts), start_pos.lengths
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         fed = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
         self.calls.append(Call(fed, starts, logits))
-        self.begun = self.begun or ends  # the first call is fed the prompts
-        scores = torch.zeros(len(ends), tokens.shape[1] if logits == "all" else 1, self.args.vocab_size)
-        for row, (script, end, begun, length) in enumerate(zip(self.scripts, ends, self.begun, lengths, strict=True)):
-            at = scores[row, length - 1 if logits == "all" else 0]
-            says = script[min(end - begun, len(script) - 1)]
+        self.prompts[:] = self.prompts or fed  # the first call is fed these
+        rows = cache.rows if cache is not None else self._rows_of(fed)
+        scores = torch.zeros(len(fed), tokens.shape[1] if logits == "all" else 1, self.args.vocab_size)
+        for place, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
+            at = scores[place, length - 1 if logits == "all" else 0]
+            script = self.scripts[row]
+            says = script[min(start + length - len(self.prompts[row]), len(script) - 1)]
             at[says] = self.peak if says != NAN else torch.nan
         return scores
 
-    def reserve_cache(self, rows: int, length: int) -> None:
-        self.reserved, self.begun = (rows, length), []
+    def _rows_of(self, prefixes: list[list[int]]) -> list[int]:
+        """Return which rows these are, in their order, by what they begin with."""
+        left = iter(enumerate(self.prompts))
+        rows = [next((row for row, prompt in left if prefix[: len(prompt)] == prompt), -1) for prefix in prefixes]
+        assert -1 not in rows, f"these begin with no prompt: {prefixes}"
+        return rows
 
-    def free_cache(self) -> None:
-        self.reserved = None
+    def new_cache(self, kind: str | None = None, *, rows: int = 0, length: int = 0) -> Any:
+        self.prompts[:] = []
+        return Rested((rows, length), list(range(rows)))
+
+    def with_kv_caching(self, value: bool) -> "Scripted":
+        self.prompts[:] = []
+        return replace(self, kv_caching=value)
 
 
 class Bytes:

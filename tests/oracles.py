@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llama import testing
 from llama.args import ModelArgs, RopeScaling
-from llama.kv_cache import ConcatCache, StaticCache
+from llama.kv_cache import Cache, ConcatCache, StaticCache
 from llama.model import Transformer
 from llama.rows import Rows
 
@@ -72,10 +72,10 @@ def watched(model: Transformer) -> Iterator[Watch]:
         start_pos = given[1] if len(given) > 1 else 0
         watch.starts.append(list(start_pos.starts) if isinstance(start_pos, Rows) else start_pos)
 
-    def after(*_: object) -> None:
-        watch.nbytes.append(cache_nbytes(model))
+    def after(fed: Transformer, _: object, named: dict[str, Any], __: object) -> None:
+        watch.nbytes.append(nbytes_of(named.get("cache") or fed.cache))
 
-    hooks = model.register_forward_pre_hook(before), model.register_forward_hook(after)
+    hooks = model.register_forward_pre_hook(before), model.register_forward_hook(after, with_kwargs=True)
     try:
         yield watch
     finally:
@@ -84,8 +84,14 @@ def watched(model: Transformer) -> Iterator[Watch]:
 
 
 def cache_nbytes(model: Transformer) -> int:
-    """Return the bytes of all buffers there are, not what the caches say of themselves."""
-    return sum(buffer.nbytes for buffer in model.buffers())
+    """Return the bytes of the model's own cache, see `nbytes_of`."""
+    return nbytes_of(model.cache)
+
+
+def nbytes_of(cache: Cache | None) -> int:
+    """Return the bytes of all tensors that a cache stores, not what it says of itself."""
+    stored = [vars(layer).items() for layer in ([] if cache is None else cache.layers)]
+    return sum(held.nbytes for layer in stored for name, held in layer if name[0] != "_" and isinstance(held, Tensor))
 
 
 def kv_nbytes(args: ModelArgs, rows: int, length: int, dtype: torch.dtype) -> int:

@@ -126,6 +126,20 @@ def streams_are_those_of_one_process(job: Job) -> None:
 
 
 @case
+def a_second_generation_meanwhile_is_refused_and_the_first_goes_on(job: Job) -> None:
+    """Two would mix what the ranks say to each other, and hang."""
+    tokenizer = open_checkpoint(job.folder / "meta-1").tokenizer
+    cut, whole = job.both(torch.float64)
+    stream = cut.stream(tokenizer, [[1, 2, 3]], 8, temperature=0.0)
+    pieces = [next(stream)]
+    for act in (lambda: cut.generate_tokens([[4, 5]], 2), lambda: cut.session(tokenizer).feed([4, 5])):
+        with pytest.raises(RuntimeError, match="another generation is under way on these ranks"):
+            act()
+    assert [*pieces, *stream] == list(whole.stream(tokenizer, [[1, 2, 3]], 8, temperature=0.0))
+    cut.generate_tokens([[4, 5]], 2)
+
+
+@case
 def an_unseeded_draw_is_the_same_on_every_rank(job: Job) -> None:
     cut = job.model("meta-1", torch.float32)
     ids, _ = cut.generate_tokens(PROMPTS, 12, temperature=2.0)
@@ -150,11 +164,9 @@ def every_format_is_read_in_slices_that_make_the_whole(job: Job) -> None:
 def each_rank_holds_its_share(job: Job) -> None:
     cut = job.model("meta-1", torch.float32)
     assert sum(p.numel() for p in cut.parameters()) == parameters(cut.args.share(job.ranks.size))
-    cut.reserve_cache(3, 20)
-    cut(tokens(3, 10))
-    assert sum(c.nbytes for c in cut.caches) == cache_bytes(
-        cut.args.share(job.ranks.size), rows=3, length=20, itemsize=4
-    )
+    cache = cut.new_cache(rows=3, length=20)
+    cut(tokens(3, 10), cache=cache)
+    assert cache.nbytes == cache_bytes(cut.args.share(job.ranks.size), rows=3, length=20, itemsize=4)
 
 
 @case

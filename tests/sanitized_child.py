@@ -3,19 +3,26 @@
 import itertools
 import random
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from fakes import Ids
 from native import ARGS, KINDS, compiled_with, served, twins
+from threads import in_threads
 
 from llama.fast import native_call
 from llama.fast.native_runner import NativeRunner
+from llama.kv_cache import Cache
 from llama.model import Transformer
 from llama.sampling import Sampling
 
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror")
+THREADS_SANITIZED = ("-O1", "-g", "-fsanitize=thread")
 # At and beside every number of tokens, keys, queries or rows that the code takes at a time.
 LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 97, 130)
 SHAPES = (
@@ -31,15 +38,13 @@ def feed(model: Transformer, lengths: list[int], threads: int, *, caching: bool)
     torch.set_num_threads(threads)
     model.kv_caching = caching
     tokens = torch.randint(model.args.vocab_size, (len(lengths), max(lengths)))
+    cache = model.new_cache(rows=len(lengths), length=max(lengths) + 1) if caching else None
+    model(tokens, cache=cache, logits="last", lengths=lengths)
+    model(tokens, cache=cache)
     if caching:
-        model.reserve_cache(len(lengths), max(lengths) + 1)
-    model(tokens, logits="last", lengths=lengths)
-    model(tokens)
-    if caching:
-        model.free_cache()
-        model(tokens, logits="last", lengths=lengths)
-        model(tokens[:, :1], lengths)
-        model.free_cache()
+        cache = model.new_cache()
+        model(tokens, cache=cache, logits="last", lengths=lengths)
+        model(tokens[:, :1], lengths, cache=cache)
 
 
 def choose(model: Transformer) -> None:
@@ -65,18 +70,43 @@ def shorten_the_logits() -> None:
     """Let the code believe that the head has more columns than there is room for."""
     whole = native_call.Frame.__init__
 
-    def begin(self: native_call.Frame, described: native_call.NativeModel, *given: Any) -> None:
-        columns = described.sizes.output.columns
+    def begin(self: native_call.Frame, look: native_call.Look, *given: Any, **how: Any) -> None:
+        columns = look.described.sizes.output.columns
         empty = torch.empty
         with pytest.MonkeyPatch.context() as patch:
             cut = lambda shape, **kind: empty((*shape[:-1], columns - 1) if isinstance(shape, tuple) else shape, **kind)  # noqa: E731
             patch.setattr(torch, "empty", cut)
-            whole(self, described, *given)
+            whole(self, look, *given, **how)
 
     native_call.Frame.__init__ = begin  # type: ignore[method-assign]
 
 
+def texts_at_once(kinds: Sequence[str]) -> None:
+    """Let two texts, of each pair of kinds of cache, step on one model in two threads, and forks that share blocks."""
+    for weights in ("fp32", "int4"):
+        _, model = twins(weights, ARGS)
+        for pair in itertools.combinations_with_replacement(kinds, 2):
+            in_threads(*(partial(model.generate_tokens, [[1] * 40, [2]], [20, 9], kv_cache=kind) for kind in pair))
+        session = model.session(Ids(), kv_cache="paged")
+        session.feed([1] * 21)
+        in_threads(*(partial(session.fork().generate, 40, seed=seed) for seed in range(2)))
+
+
+def texts_in_one_cache() -> None:
+    """Let two threads step on one cache, whose lock holds nobody up."""
+    _, model = twins("fp32", ARGS)
+    cache = model.new_cache(rows=1, length=200)
+    Cache.feeding = lambda self, source, *, begins: nullcontext()  # type: ignore[assignment, method-assign, return-value]
+    in_threads(*(partial(model, torch.ones(1, 199, dtype=torch.int64), cache=cache) for _ in range(2)))
+
+
 def main(*words: str) -> None:
+    if "--threads" in words or "--one-cache" in words:
+        torch.set_num_threads(1)  # what OpenMP's own threads wait for, the thread sanitizer does not see
+        with compiled_with(*THREADS_SANITIZED):
+            texts_in_one_cache() if "--one-cache" in words else texts_at_once(("static", "int8", "int4", "paged"))
+        print("clean")
+        return
     dice = random.Random(0)
     if "--logits-too-short" in words:
         shorten_the_logits()

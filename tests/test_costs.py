@@ -70,9 +70,9 @@ def test_parameters_cache_and_logits_equal_the_tensors_of_a_model(tied_head: boo
     args = replace(TINY, tied_head=tied_head)
     model = Transformer(args).requires_grad_(False)
     assert costs.parameters(args) == sum(parameter.numel() for parameter in model.parameters())
-    model.reserve_cache(3, 20)
-    logits = model(torch.zeros(3, 7, dtype=torch.int64))
-    assert costs.cache_bytes(args, rows=3, length=20, itemsize=4) == sum(cache.nbytes for cache in model.caches)
+    cache = model.new_cache(rows=3, length=20)
+    logits = model(torch.zeros(3, 7, dtype=torch.int64), cache=cache)
+    assert costs.cache_bytes(args, rows=3, length=20, itemsize=4) == cache.nbytes
     assert costs.logits_bytes(args, rows=3, positions=7) == logits.nbytes
 
 
@@ -83,7 +83,7 @@ def test_token_forwards_are_the_tokens_that_a_generation_feeds() -> None:
 
         def count(step: Step) -> None:
             nonlocal fed
-            fed += len(step.fed[0])
+            fed += len(step.ids[0])
 
         model.generate_tokens([[1] * 9], 5, kv_caching=kv_caching, on_step=count)
         assert fed == costs.token_forwards(input_len=9, output_len=5, kv_caching=kv_caching)

@@ -5,6 +5,7 @@ The tiny model computes in float64, so that equal logits are equal to rounding a
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from oracles import tiny_model
 
 from llama.args import ModelArgs
 from llama.generation import NonFiniteLogits, Step
+from llama.kv_cache import Cache
 from llama.model import Transformer
 
 few = settings(max_examples=15, derandomize=True, deadline=None)
@@ -53,8 +55,7 @@ def scripted(*scripts: Sequence[int], **changes: Any) -> Scripted:
 
 def at_rest(model: Scripted | Transformer) -> bool:
     """Whether a model looks as one that has never generated and has its cache on."""
-    held = model.reserved is not None if isinstance(model, Scripted) else sum(cache.nbytes for cache in model.caches)
-    return (model.kv_caching, model.generating, bool(held)) == (True, False, False)
+    return model.kv_caching and (isinstance(model, Scripted) or model.cache is None)
 
 
 # ---- what each step is fed -------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def test_on_step_is_told_before_each_step_what_it_is_fed(kv_caching: bool) -> No
         steps.append(step)
 
     model.generate_tokens([[1, 2, 3], [4], [5, 6]], 2, on_step=look, kv_caching=kv_caching, **GREEDY)
-    assert [(step.prev_pos, step.fed) for step in steps] == [(call.start_pos, call.fed) for call in model.calls]
+    assert [(step.prev_pos, step.ids) for step in steps] == [(call.start_pos, call.fed) for call in model.calls]
     assert [step.cur_pos for step in steps] == [[3, 1, 2], [4, 2, 3]]
 
 
@@ -117,34 +118,38 @@ def test_equal_prompts_decode_at_one_position_and_the_model_s_own_calls_are_slic
 
 
 @pytest.mark.parametrize("kv_caching", [True, False])
-def test_a_finished_row_goes_along_up_to_the_longest_and_changes_nobody(kv_caching: bool) -> None:
+def test_a_finished_row_leaves_the_batch_and_changes_nobody(kv_caching: bool) -> None:
     model = scripted([10, 11], [20, 21, 22, 23, 24, 25], [30, 99, 31, 32])
-    longest = 8
     prompts, room = [[1, 2, 3], [4, 5], [6, 7]], [2, 6, 3]
     ids, _ = model.generate_tokens(prompts, room, stop_ids=[99], kv_caching=kv_caching, **GREEDY)
     assert ids == [[10, 11], [20, 21, 22, 23, 24, 25], [30]]
-    for call in model.calls:
-        assert all(start + len(fed) <= longest for start, fed in zip(call.start_pos, call.fed, strict=True))
+    assert [len(call.fed) for call in model.calls] == [3, 3, 1, 1, 1, 1]
 
 
 def test_rows_in_step_stay_in_step_when_one_of_them_has_grown_enough() -> None:
-    model = scripted([10, 11, 12, 13], [20, 21, 22, 23])
-    ids, _ = model.generate_tokens([[1, 2], [3, 4]], [2, 4], **GREEDY)
-    assert ids == [[10, 11], [20, 21, 22, 23]]
-    assert [call.start_pos for call in model.calls] == [[0, 0], [2, 2], [3, 3], [4, 4]]
+    model = scripted([10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33])
+    ids, _ = model.generate_tokens([[1, 2], [3, 4], [5, 6]], [4, 2, 4], **GREEDY)
+    assert ids == [[10, 11, 12, 13], [20, 21], [30, 31, 32, 33]]
+    assert [call.start_pos for call in model.calls] == [[0, 0, 0], [2, 2, 2], [3, 3], [4, 4]]
 
 
-def test_on_step_is_told_which_rows_still_grow() -> None:
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_on_step_is_told_which_rows_are_in_the_batch_and_which_cache_they_feed(kv_caching: bool) -> None:
     steps: list[Step] = []
-    scripted([10, 99], [20, 21, 22]).generate_tokens([[1], [2]], 3, stop_ids=[99], on_step=steps.append, **GREEDY)
-    assert [step.live for step in steps] == [{0, 1}, {0, 1}, {1}]
+    model, prompts = scripted([10, 99], [20, 21, 22], [30, 31]), [[1], [2], [3]]
+    options = {**GREEDY, "kv_caching": kv_caching, "stop_ids": [99]}
+    model.generate_tokens(prompts, [3, 3, 2], on_step=steps.append, **options)
+    assert [step.rows for step in steps] == [[0, 1, 2], [0, 1, 2], [1]]
+    assert [[ids[-1] for ids in step.ids] for step in steps] == [[1, 2, 3], [10, 20, 30], [21]]
+    assert len({id(step.cache) for step in steps}) == 1
+    assert (steps[0].cache is None) == (not kv_caching)
 
 
 def test_room_is_taken_for_the_longest_row_alone() -> None:
     model = scripted([10], [20])
-    sizes: list[tuple[int, int] | None] = []
-    model.generate_tokens([[1] * 9, [2]], [1, 5], on_step=lambda _: sizes.append(model.reserved), **GREEDY)
-    assert set(sizes) == {(2, 10)}
+    sizes: list[Any] = []
+    model.generate_tokens([[1] * 9, [2]], [1, 5], on_step=lambda step: sizes.append(step.cache), **GREEDY)
+    assert {size.reserved for size in sizes} == {(2, 10)}
 
 
 # ---- where rows stop -------------------------------------------------------------------------------------------------
@@ -301,16 +306,21 @@ def abandon(stream: Any) -> None:
 
 @pytest.mark.parametrize("end", [close, abandon])
 @pytest.mark.parametrize("pieces", [0, 1, 5])
-def test_a_stream_that_is_closed_or_abandoned_gives_the_model_back(
+def test_a_stream_that_is_closed_or_abandoned_gives_the_memory_of_its_cache_back(
     model: Transformer, end: Callable[[Any], None], pieces: int
 ) -> None:
-    streams: list[Iterator[tuple[int, str]]] = [model.stream(Bytes(), RAGGED, 9, kv_caching=False, **SAMPLED)]
+    caches: list[weakref.ref[Cache]] = []
+
+    def look(step: Step) -> None:
+        assert step.cache is not None
+        caches.append(weakref.ref(step.cache))
+
+    streams: list[Iterator[tuple[int, str]]] = [model.stream(Bytes(), RAGGED, 9, on_step=look, **SAMPLED)]
     for _ in range(pieces):
         next(streams[0])
-        assert model.generating
-        assert not model.kv_caching
     end(streams.pop())
     gc.collect()
+    assert all(cache() is None for cache in caches)
     assert at_rest(model)
     assert model.generate_tokens(RAGGED, 2, **GREEDY) == tiny().generate_tokens(RAGGED, 2, **GREEDY)
 
@@ -320,31 +330,6 @@ def test_a_stream_that_was_not_begun_has_not_touched_the_model(model: Transforme
     assert at_rest(model)
     model.generate_tokens([[1]], 2)
     assert len(list(waiting)) > 0
-
-
-def test_two_generations_at_once_on_a_model_are_refused_and_the_first_goes_on(model: Transformer) -> None:
-    text = "".join(piece for _, piece in model.stream(Bytes(), [[65, 66]], 6, **GREEDY))
-    first = model.stream(Bytes(), [[65, 66]], 6, **GREEDY)
-    pieces = [next(first)[1]]
-    for again in (
-        lambda: model.generate_tokens([[1]], 2),
-        lambda: model.generate(Bytes(), [[1]], 2),
-        lambda: next(model.stream(Bytes(), [[1]], 2, kv_caching=False)),
-    ):
-        with pytest.raises(RuntimeError, match=r"in the middle of another generation.*close that stream"):
-            again()
-    assert model.generating
-    for meddle in (
-        lambda: model(torch.tensor([[1]])),
-        model.free_cache,
-        lambda: model.reserve_cache(1, 1),
-        lambda: setattr(model, "kv_caching", False),
-    ):
-        with pytest.raises(RuntimeError, match=r"in the middle of a generation.*close that stream"):
-            meddle()
-    pieces += [piece for _, piece in first]
-    assert "".join(pieces) == text
-    assert at_rest(model)
 
 
 def test_the_switch_holds_for_the_call_and_none_follows_the_model() -> None:
@@ -372,18 +357,18 @@ def test_a_model_built_without_caching_generates_without_it() -> None:
     model = tiny(kv_caching=False)
     steps: list[Step] = []
     ids, _ = model.generate_tokens(RAGGED, 4, on_step=steps.append, **GREEDY)
-    assert [max(map(len, step.fed)) for step in steps] == [30, 31, 32, 33]
+    assert [max(map(len, step.ids)) for step in steps] == [30, 31, 32, 33]
     assert (ids, None) == tiny().generate_tokens(RAGGED, 4, **GREEDY)
 
 
 def test_no_memory_is_held_between_calls_and_none_without_the_cache(model: Transformer) -> None:
-    held: list[int] = []
+    held: list[int | None] = []
 
-    def look(_: Step) -> None:
-        held.append(sum(cache.nbytes for cache in model.caches))
+    def look(step: Step) -> None:
+        held.append(None if step.cache is None else step.cache.nbytes)
 
     model.generate_tokens(RAGGED, 3, on_step=look, kv_caching=False)
-    assert held == [0, 0, 0]
+    assert held == [None, None, None]
     held.clear()
     model.generate_tokens(RAGGED, 3, on_step=look)
     # 2 layers, keys and values, 4 rows of 33 positions, 2 heads of 8 numbers of 8 bytes

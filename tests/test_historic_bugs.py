@@ -151,6 +151,6 @@ def test_one_row_with_one_kv_head_is_kept_where_it_stands() -> None:
     model = tiny_model(n_kv_heads=1, kv_cache="poisoned").requires_grad_(False)
     tokens = some_tokens(1, 6)
     expected = tiny_model(n_kv_heads=1, kv_caching=False)(tokens).detach()
-    model.reserve_cache(1, 6)
-    made = torch.cat([model(tokens[:, i : i + 1], i) for i in range(6)], dim=1)
+    cache = model.new_cache(rows=1, length=6)
+    made = torch.cat([model(tokens[:, i : i + 1], i, cache=cache) for i in range(6)], dim=1)
     torch.testing.assert_close(made, expected, rtol=0, atol=FP64_TOLERANCE)

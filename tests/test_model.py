@@ -2,8 +2,10 @@
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,10 @@ from oracles import (
 from torch import Tensor, nn
 
 from llama.args import ModelArgs, RopeScaling
+from llama.kv_cache import Cache
 from llama.model import RMSNorm, Transformer
 from llama.ops import PLAIN, rms_norm
+from llama.rows import Rows
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -222,10 +226,13 @@ def test_one_token_past_the_end_is_refused(start_pos: Any) -> None:
     """Catches the silent overflow of Meta-style caches: torch drops a one-token write past the end without a word."""
     model = tiny_model(max_seq_len=8).requires_grad_(False)
     model(some_tokens(2, 8))
-    before = [bits(buffer).clone() for buffer in model.buffers()]
+    assert model.cache is not None
+    held = [tensor for layer in model.cache.layers for tensor in layer.held().values()]
+    before = [bits(tensor).clone() for tensor in held]
     with pytest.raises(ValueError, match="max_seq_len=8"):
         model(some_tokens(2, 1), start_pos)
-    assert all(map(torch.equal, before, map(bits, model.buffers())))
+    assert len(held) == 4
+    assert all(map(torch.equal, before, map(bits, held)))
 
 
 @pytest.mark.parametrize("kv_caching", [True, False])
@@ -253,29 +260,26 @@ def test_start_pos_with_an_empty_cache_is_refused(kind: str, start_pos: Any) -> 
     """Catches bug 13: a fresh, freed or switched-off cache read as if it held the past."""
     model = tiny_model(kv_cache=kind).requires_grad_(False)
     model(some_tokens(2, 3))
-    model.generate_tokens([[1]], 2)  # owns the cache and frees it
+    model.free_cache()
     with pytest.raises(ValueError, match="with an empty KV cache: feed the positions before it first"):
         model(some_tokens(2, 1), start_pos)
 
 
-@pytest.mark.parametrize("kv_caching", [True, False])
 @pytest.mark.parametrize("before", [True, False])
-def test_a_switch_for_a_while_is_undone_after_an_error_too_and_leaves_no_cache(before: bool, kv_caching: bool) -> None:
-    model = tiny_model(kv_caching=before).requires_grad_(False)
-    with model.switched(kv_caching=kv_caching):
-        model(some_tokens(2, 3))
-        assert {layer.attention.kv_caching for layer in model.layers} == {kv_caching}
-        assert (cache_nbytes(model) > 0) == kv_caching
-    assert (model.kv_caching, cache_nbytes(model)) == (before, 0)
-
-    def interrupted() -> None:
-        with model.switched(kv_caching=kv_caching):
-            model(some_tokens(2, 3))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert (model.kv_caching, cache_nbytes(model)) == (before, 0)
+def test_a_twin_with_the_other_switch_has_the_same_weights_and_hooks_and_leaves_the_model_as_it_is(
+    before: bool,
+) -> None:
+    model, calls = tiny_model(kv_caching=before).requires_grad_(False), []
+    twin = model.with_kv_caching(not before)
+    model.register_forward_hook(lambda *_: calls.append(1))
+    model.blocks[0].attention.register_forward_hook(lambda *_: calls.append(2))
+    assert (model.kv_caching, twin.kv_caching) == (before, not before)
+    assert {layer.attention.kv_caching for layer in model.blocks} == {before}
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True))
+    assert torch.equal(model(some_tokens(2, 3)), twin(some_tokens(2, 3)))
+    assert calls == [2, 1, 2, 1]
+    assert (cache_nbytes(model) > 0, cache_nbytes(twin) > 0) == (before, not before)
+    assert model.with_kv_caching(before) is model
 
 
 @pytest.mark.parametrize("value", ["False", 0, None])
@@ -343,7 +347,7 @@ for rows, length, start_pos in [(1, 5, 0), (3, 1, 0), (1, 1, 4), (1, 0, 0), (1, 
         model(torch.zeros(rows, length, dtype=torch.int64), start_pos)
     except ValueError:
         print("refused")
-for cache in model.caches:
+for cache in model.new_cache().layers:
     try:
         cache.update(Rows.at([4], [1]), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
     except ValueError:
@@ -500,15 +504,13 @@ def test_two_models_share_nothing() -> None:
     assert (cache_nbytes(one), cache_nbytes(other)) == (kv_nbytes(args, 1, 4, torch.float64), 0)
 
 
-@pytest.mark.parametrize("kv_cache", ["static", "concat"])
-def test_deep_copy_goes_on_alone_where_the_original_stood(kv_cache: str) -> None:
-    model, tokens = tiny_model(kv_cache=kv_cache).requires_grad_(False), some_tokens(2, 9)
-    with torch.inference_mode():
-        model(tokens[:, :5])
+def test_a_copy_of_a_model_begins_without_a_text_and_goes_its_own_way() -> None:
+    model, tokens = tiny_model().requires_grad_(False), some_tokens(2, 9)
+    model(tokens)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        assert (model.cache is None, twin.cache is None) == (False, True)
+        assert torch.equal(twin(tokens), model(tokens))
     twin = copy.deepcopy(model)
-    expected = model(tokens[:, 5:], 5)
-    model(some_tokens(2, 9, seed=1))  # the original goes elsewhere
-    assert torch.equal(twin(tokens[:, 5:], 5), expected)
     twin.kv_caching = False
     assert model.kv_caching
 
@@ -567,15 +569,123 @@ def test_pytorchs_compiler_takes_the_model_with_frozen_weights(kv_caching: bool)
         torch.testing.assert_close(torch.compile(model)(tokens), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("what", ["layer", "cache"])
-def test_layers_that_share_a_cache_are_refused_while_it_is_on(what: str) -> None:
+def test_a_layer_that_stands_twice_in_a_model_has_a_cache_for_each_place() -> None:
     model = tiny_model().requires_grad_(False)
-    if what == "layer":
-        model.layers[1] = model.layers[0]
-    else:
-        model.blocks[1].attention.cache = model.blocks[0].attention.cache
-    for act in (lambda: model(some_tokens(1, 4)), lambda: model.generate_tokens([[1, 2]], 3)):
-        with pytest.raises(ValueError, match="two layers share one cache"):
-            act()
+    model.layers[1] = model.layers[0]
+    cached, _ = model.generate_tokens([[1, 2]], 5, temperature=0.0)
+    assert cached == model.generate_tokens([[1, 2]], 5, temperature=0.0, kv_caching=False)[0]
+
+
+# --- Caches that are given
+
+
+def test_a_given_cache_is_fed_and_the_models_own_is_left_alone() -> None:
+    model, tokens = tiny_model().requires_grad_(False), some_tokens(2, 9)
+    whole = model.with_kv_caching(False)(tokens)
+    caches = [model.new_cache(kind) for kind in ("static", "concat", "paged")]
+    for start, end in ((0, 4), (4, 5), (5, 9)):  # the texts take turns
+        for cache in caches:
+            made = model(tokens[:, start:end], start, cache=cache)
+            torch.testing.assert_close(made, whole[:, start:end], rtol=0, atol=FP64_TOLERANCE)
+    assert model.cache is None
+
+
+def other_size(**sizes: int) -> Cache:
+    return tiny_model(tiny_args(**sizes)).new_cache()
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: other_size(n_layers=3), "the cache has 3 layers of its own, and the model 2"),
+        (lambda: other_size(n_kv_heads=4), "the cache is for 4 KV heads of 8 numbers, and the model has 2 of 8"),
+        (lambda: other_size(head_dim=16), "the cache is for 2 KV heads of 16 numbers"),
+    ],
+)
+def test_a_cache_that_does_not_fit_the_model_is_refused_before_anything_is_written(
+    made: Callable[[], Cache], why: str
+) -> None:
+    cache = made()
+    with pytest.raises(ValueError, match=why):
+        tiny_model().requires_grad_(False)(some_tokens(1, 3), cache=cache)
+    assert cache.empty
+
+
+def test_a_cache_of_one_layer_twice_is_refused() -> None:
+    model = tiny_model().requires_grad_(False)
+    cache = model.new_cache()
+    cache.layers[1] = cache.layers[0]
+    with pytest.raises(ValueError, match="the cache has 1 layers of its own, and the model 2"):
+        model(some_tokens(1, 3), cache=cache)
+
+
+def test_a_cache_is_refused_while_the_switch_is_off() -> None:
+    model = tiny_model().requires_grad_(False)
+    cache = model.new_cache()
     model.kv_caching = False
-    assert len(model.generate_tokens([[1, 2]], 3)[0][0]) == 3
+    with pytest.raises(ValueError, match="a cache was given, but kv_caching is off"):
+        model(some_tokens(1, 3), cache=cache)
+
+
+CHANGES: dict[str, Callable[[Transformer], object]] = {
+    "another model": copy.deepcopy,
+    "another dtype": lambda model: model.to(torch.float32),
+    "exact": lambda model: setattr(model, "exact", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_text_that_was_fed_in_another_way_is_not_gone_on_with(change: str) -> None:
+    model, tokens = tiny_model(tiny_args(max_seq_len=160)).requires_grad_(False), some_tokens(1, 5)
+    cache = model.new_cache()
+    model(tokens, cache=cache)
+    before = {name: held.clone() for name, held in cache.layers[0].held().items()}
+    model = made if isinstance(made := CHANGES[change](model), Transformer) else model
+    with pytest.raises(
+        ValueError, match=r"fed by another model|computed in another way .* than the model computes now"
+    ):
+        model(tokens[:, :1], 5, cache=cache)
+    assert all(torch.equal(held, before[name]) for name, held in cache.layers[0].held().items())
+
+
+def test_a_twin_goes_on_with_what_the_model_was_fed() -> None:
+    model, tokens = tiny_model().requires_grad_(False), some_tokens(1, 5)
+    cache = model.new_cache()
+    whole = model(tokens)
+    model(tokens[:, :4], cache=cache)
+    model.kv_caching = False
+    torch.testing.assert_close(
+        model.with_kv_caching(True)(tokens[:, 4:], 4, cache=cache), whole[:, 4:], rtol=0, atol=FP64_TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda model: setattr(model, "kv_cache", "concat"),
+        lambda model: setattr(model, "kv_caching", False),
+        lambda model: model.free_cache(),
+        lambda model: model.to(torch.float32),
+    ],
+)
+def test_the_models_own_cache_is_dropped_with_what_it_was_made_for(drop: Callable[[Transformer], object]) -> None:
+    model = tiny_model().requires_grad_(False)
+    model(some_tokens(1, 3))
+    assert model.cache is not None
+    drop(model)
+    assert model.cache is None
+
+
+def test_the_models_own_cache_survives_a_generation() -> None:
+    model, tokens = tiny_model().requires_grad_(False), some_tokens(1, 5)
+    expected = model(tokens)[:, 4:]
+    model(tokens[:, :4])
+    model.generate_tokens([[1, 2], [3]], 4)
+    torch.testing.assert_close(model(tokens[:, 4:], 4), expected, rtol=0, atol=FP64_TOLERANCE)
+
+
+def test_several_tokens_end_a_prompt_one_does_not_and_rows_may_say_otherwise() -> None:
+    tokens = some_tokens(2, 5)
+    assert [Rows.of(tokens, 0).prompt_ends, Rows.of(tokens[:, :1], 4).prompt_ends] == [True, False]
+    assert not Rows.of(tokens, Rows.at([0, 0], [5, 5])).prompt_ends
+    assert Rows.of(tokens[:, :1], Rows.at([4, 4], [1, 1], prompt_ends=True)).prompt_ends

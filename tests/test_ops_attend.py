@@ -107,6 +107,70 @@ def test_keys_may_stand_in_any_order(
     assert_attends(attend(xq, keys, values, starts if ragged else start_pos, visible), expected)
 
 
+def by_explicit_softmax(
+    xq: Tensor, keys: Tensor, starts: list[int], visible: Tensor, score_mod: ops.ScoreMod | None = None
+) -> Tensor:
+    """Return the weights of each query, one head and one query at a time; visible is (bsz, n_heads, seqlen, kv_len)."""
+    rows, seqlen, n_heads, head_dim = xq.shape
+    per_group, stand = n_heads // keys.shape[2], torch.arange(keys.shape[1])
+    weights = torch.zeros(rows, n_heads, seqlen, keys.shape[1], dtype=torch.float64)
+    for row in range(rows):
+        for i in range(seqlen):
+            scores = torch.stack(
+                [keys[row, :, head // per_group] @ xq[row, i, head] / math.sqrt(head_dim) for head in range(n_heads)]
+            )[None, :, None]
+            if score_mod is not None:
+                query = torch.tensor(starts[row] + i).view(1, 1, 1, 1)
+                scores = score_mod(scores, query, stand.view(1, 1, 1, -1), 1)
+            for head in range(n_heads):
+                seen = visible[row, head, i]
+                weights[row, head, i, seen] = scores[0, head, 0, seen].exp() / scores[0, head, 0, seen].exp().sum()
+    return weights
+
+
+@settings(max_examples=40)
+@given(shapes(), st.lists(st.integers(0, 6), min_size=3, max_size=3), st.booleans(), st.booleans(), st.booleans())
+def test_each_head_may_see_keys_of_its_own(
+    shape: tuple[int, int, int, int, int], starts: list[int], ragged: bool, by_group: bool, changed: bool
+) -> None:
+    """By KV head or by head; in step and ragged; by PyTorch's attention and, with a score_mod, by our weights."""
+    rows, seqlen, per_group, groups, _ = shape
+    starts = starts[:rows] if ragged else starts[:1] * rows
+    kv_len = max(starts) + seqlen + 1
+    xq, keys, values = qkv(shape, kv_len, torch.float64)
+    heads = groups if by_group else groups * per_group
+    visible = torch.rand(rows, heads, seqlen, kv_len, generator=torch.Generator().manual_seed(kv_len)) > 0.4
+    visible[..., 0] = True
+    scoring = ops.Scoring(1, None, capped_and_sloped if changed else None)
+    by_head = visible.repeat_interleave(groups * per_group // heads, dim=1)
+    weights = by_explicit_softmax(xq, keys, starts, by_head, scoring.score_mod)
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights, values.repeat_interleave(per_group, dim=2))
+    assert_attends(attend(xq, keys, values, starts, visible, scoring), expected)
+    for row, start in enumerate(starts):
+        one = slice(row, row + 1)
+        made = ops.attention_weights(xq[one], keys[one], start, visible[one], scoring)
+        torch.testing.assert_close(made, weights[one], rtol=0, atol=FP64_TOLERANCE)
+
+
+@pytest.mark.parametrize("score_mod", [None, "capped_and_sloped"])
+@pytest.mark.parametrize("axes", ["none", "queries", "rows"])
+def test_attention_weights_are_an_explicit_softmax(axes: str, score_mod: str | None) -> None:
+    xq, keys, _ = qkv((2, 3, 2, 2, 4), 8, torch.float64)
+    seen = torch.arange(8) <= 4 + torch.arange(3)[:, None]
+    given = {"none": None, "queries": seen, "rows": seen & (torch.rand(2, 3, 8) > 0.3) | (torch.arange(8) == 0)}[axes]
+    scoring = ops.Scoring(1, None, capped_and_sloped if score_mod else None)
+    by_head = (seen if given is None else given).expand(2, 3, 8)[:, None].expand(2, 4, 3, 8)
+    expected = by_explicit_softmax(xq, keys, [4, 4], by_head, scoring.score_mod)
+    made = ops.attention_weights(xq, keys, 4, given, scoring)
+    torch.testing.assert_close(made, expected[..., : made.shape[-1]], rtol=0, atol=FP64_TOLERANCE)
+
+
+def test_a_head_axis_of_another_count_of_heads_is_refused() -> None:
+    xq, keys, values = qkv((1, 2, 2, 2, 4), 3, torch.float64)
+    with pytest.raises(ValueError, match=r"visible is \(1, 3, 2, 3\); .* or its 4 heads"):
+        attend(xq, keys, values, 1, torch.ones(1, 3, 2, 3, dtype=torch.bool))
+
+
 def capped_and_sloped(scores: Tensor, query_positions: Tensor, key_positions: Tensor, layer: int) -> Tensor:
     """Soft-cap and ALiBi, whose slope differs by layer."""
     assert query_positions.dtype == key_positions.dtype == torch.int64

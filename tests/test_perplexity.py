@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from llama import cli, load
-from llama.kv_cache import ConcatCache, StaticCache
+from llama.kv_cache import StaticCache
 from llama.model import Transformer
 from llama.perplexity import (
     Comparison,
@@ -26,7 +27,6 @@ from llama.perplexity import (
     main,
     perplexity,
     windows,
-    with_cache_kind,
 )
 from llama.rows import Rows
 
@@ -38,16 +38,6 @@ class HalfRounded(StaticCache, kind="half_rounded"):
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         return super().update(rows, xk, (xv * 2).round() / 2)
-
-
-class OldHalfRounded(StaticCache, kind="old_half_rounded"):
-    """Keeps values in steps of a half once they are not among those that are being fed: what is read tells how."""
-
-    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(rows, xk, xv)
-        rounded = (values * 2).round() / 2
-        rounded[:, -xv.shape[1] :] = xv
-        return keys, rounded
 
 
 def ids_of(length: int, *, vocab_size: int = 40, seed: int = 0) -> list[int]:
@@ -129,74 +119,72 @@ def test_a_cached_score_feeds_the_prompt_and_then_each_token_through_the_cache()
     assert watch.widths == [4, 1, 1, 1, 1, 1] * 2
     assert watch.starts == [0, 4, 5, 6, 7, 8] * 2
     assert 0 not in watch.nbytes
-    assert model.caches[0].nbytes == 0, "the cache is given back"
+    assert model.cache is None, "the model's own cache is not used"
 
 
 def test_expectations_are_the_log_probabilities_of_one_pass() -> None:
     model, ids = tiny_model(), ids_of(20)
     steps = torch.stack(list(expected(model, ids, prompt_len=5)))  # (15, vocab)
-    with torch.inference_mode(), model.switched(kv_caching=False):
-        whole = model(torch.tensor([ids]))[0, 4:-1].log_softmax(-1)
+    with torch.inference_mode():
+        whole = model.with_kv_caching(False)(torch.tensor([ids]))[0, 4:-1].log_softmax(-1)
     torch.testing.assert_close(steps, whole, rtol=0, atol=1e-9)
 
 
-def test_expectations_that_are_closed_early_give_the_cache_and_the_switch_back() -> None:
+def test_expectations_that_are_closed_early_leave_the_switch_and_give_the_memory_back() -> None:
     model = tiny_model(kv_caching=False)
-    steps = expected(model, ids_of(20), prompt_len=5)
+    cache = model.new_cache(rows=1, length=19)
+    held = weakref.ref(cache)
+    steps = expected(model, ids_of(20), prompt_len=5, cache=cache)
     next(steps)
-    assert model.caches[0].nbytes > 0
+    assert cache.nbytes > 0
+    del cache
     steps.close()
-    assert model.caches[0].nbytes == 0
-    assert not model.kv_caching
+    assert held() is None
+    assert (model.kv_caching, model.cache) == (False, None)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
 
 
-def test_a_model_of_another_kind_shares_every_weight_and_no_cache(tmp_path: Path) -> None:
+def test_two_texts_are_scored_at_a_time() -> None:
     model = tiny_model()
-    with torch.inference_mode():
-        model(some_tokens(1, 4))  # what the caches hold is not taken along
+    texts = [ids_of(20), ids_of(20, seed=1)]
+    alone = [list(expected(model, ids, prompt_len=5)) for ids in texts]
+    together = zip(*(expected(model, ids, prompt_len=5) for ids in texts), strict=True)
+    for beside, wanted in zip(together, zip(*alone, strict=True), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(beside, wanted, strict=True))
+
+
+def test_a_kind_to_compare_may_stand_in_a_file_and_must_be_known(tmp_path: Path) -> None:
+    model, ids = tiny_model(), ids_of(24)
     file = tmp_path / "mine.py"
     file.write_text("from llama.kv_cache import StaticCache\n\n\nclass Mine(StaticCache, kind='m'): ...\n")
-    for kind, name in (("concat", "concat"), (f"{file}:m", "m")):
-        other = with_cache_kind(model, kind)
-        assert {id(p) for p in other.parameters()} == {id(p) for p in model.parameters()}
-        assert other.args.kv_cache == name
-        assert {cache.nbytes for cache in other.caches} == {0}
-        assert not set(map(id, other.caches)) & set(map(id, model.caches))
-    assert model.args.kv_cache == "static"
-    assert {type(cache) for cache in model.caches} == {StaticCache}
-    assert {type(cache) for cache in with_cache_kind(model, "concat").caches} == {ConcatCache}
+    assert compare(model, f"{file}:m", ids, prompt_len=4).mean_kl == 0
+    assert (model.kv_cache, model.args.kv_cache) == ("static", "static")
     with pytest.raises(ValueError, match="kv_cache='none_such' is not a known kind"):
-        with_cache_kind(model, "none_such")
+        compare(model, "none_such", ids, prompt_len=4)
 
 
-def test_exact_mode_is_shown_anew_for_another_kind() -> None:
-    model = tiny_model()
+def test_exact_mode_is_compared_with_kinds_that_keep_all_that_they_are_given() -> None:
+    model, ids = tiny_model(), ids_of(24)
     model.exact = True
-    assert with_cache_kind(model, "concat").exact
-    with pytest.raises(ValueError, match="exact"):
-        with_cache_kind(model, "old_half_rounded")
+    assert compare(model, "concat", ids, prompt_len=4).mean_kl == 0
+    with pytest.raises(ValueError, match="exact mode promises the bits"):
+        compare(model, "int8", ids, prompt_len=4)
     assert model.exact
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_fast_model_of_another_kind_says_the_same_and_holds_no_second_weights(
-    tmp_path: Path, quantize: str | None
-) -> None:
+def test_a_fast_model_says_the_same_through_another_kind(tmp_path: Path, quantize: str | None) -> None:
     path = write_checkpoint(tmp_path, **NATIVE_SIZES)
     model, _ = load(path, device="cpu", dtype="fp32", fast=True, quantize=quantize)
-    other = with_cache_kind(model, "concat")
-    held = {buffer.data_ptr() for buffer in [*model.parameters(), *model.buffers()]}
-    assert {buffer.data_ptr() for buffer in [*other.parameters(), *other.buffers()]} == held
-    found = compare(model, other, ids_of(30), prompt_len=8)
+    found = compare(model, "concat", ids_of(30), prompt_len=8)
     assert found.top1_agreement == 1
     assert abs(found.mean_kl) < 1e-3  # int8 rounds activations in native code, which concat does not have
 
 
 def test_equal_caches_compare_as_equal() -> None:
     model = tiny_model()
-    found = compare(model, with_cache_kind(model, "concat"), ids_of(24), prompt_len=4)
+    found = compare(model, "concat", ids_of(24), prompt_len=4)
     assert (found.tokens, found.prompt_len, found.top1_agreement) == (20, 4, 1)
     assert found.mean_kl == pytest.approx(0, abs=1e-12)
     assert found.reference_perplexity == pytest.approx(found.other_perplexity)
@@ -207,9 +195,11 @@ def test_equal_caches_compare_as_equal() -> None:
 def test_a_rounding_cache_is_told_by_divergence_agreement_and_perplexity() -> None:
     """Against the definitions, over the log-probabilities of two runs after each other."""
     model, ids = tiny_model(), ids_of(24)
-    other = with_cache_kind(model, "half_rounded")
-    found = compare(model, other, ids, prompt_len=4)
-    p, q = (torch.stack(list(expected(each, ids, prompt_len=4))) for each in (model, other))
+    found = compare(model, "half_rounded", ids, prompt_len=4)
+    p, q = (
+        torch.stack(list(expected(model, ids, prompt_len=4, cache=model.new_cache(kind))))
+        for kind in ("static", "half_rounded")
+    )
     assert found.mean_kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()))
     assert found.mean_kl > 0.01
     assert found.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
@@ -228,15 +218,13 @@ def test_what_cannot_be_scored_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match="the text has 1 tokens"):
         perplexity(model, ids[:1], context=10)
     with pytest.raises(ValueError, match="prompt_len=0 must be at least 1"):
-        compare(model, with_cache_kind(model, "concat"), ids, prompt_len=0)
+        compare(model, "concat", ids, prompt_len=0)
     with pytest.raises(ValueError, match="the text has 20 tokens, and those past prompt_len=20 are scored"):
         next(expected(model, ids, prompt_len=20))
     with pytest.raises(ValueError, match="a text of 25 positions goes past max_seq_len=24"):
         next(expected(model, ids_of(26), prompt_len=4))
     with pytest.raises(ValueError, match="context=4 must be above prompt_len=4"):
         cached_perplexity(model, ids, context=4, prompt_len=4)
-    with pytest.raises(ValueError, match="cannot be compared with itself"):
-        compare(model, model, ids, prompt_len=4)
 
 
 def test_a_likelihood_of_next_to_nothing_is_an_infinite_perplexity() -> None:

@@ -1,7 +1,8 @@
 """The comparison of a model with itself: it passes what depends on nothing but the tokens, and finds what does not."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
 
 import pytest
 import torch
@@ -18,22 +19,26 @@ class SumOfTokens:
     def __init__(self, fault: str = "none", *, args: ModelArgs | None = None) -> None:
         self.fault, self.args = fault, args or tiny_args(max_seq_len=160, vocab_size=100)
         self.device = torch.device("cpu")
-        self.kept, self.caching, self.fed = torch.zeros(0), False, 0
+        self.caching, self.fed = False, [0]
 
-    @contextmanager
-    def switched(self, *, kv_caching: bool) -> Iterator[None]:
-        self.kept, self.caching = torch.zeros(2, 160, dtype=torch.int64), kv_caching
-        yield
-        self.caching = False
+    def with_kv_caching(self, value: bool) -> "SumOfTokens":
+        twin = copy(self)
+        twin.caching = value
+        return twin
 
-    def __call__(self, tokens: Tensor, start_pos: int | Sequence[int] = 0) -> Tensor:
+    def new_cache(self) -> Any:
+        return torch.zeros(2, 160, dtype=torch.int64)
+
+    def __call__(self, tokens: Tensor, start_pos: int | Sequence[int] = 0, *, cache: Any = None) -> Tensor:
         bsz, seqlen = tokens.shape
-        self.fed += tokens.numel()
+        assert (cache is not None) == self.caching
+        kept = cache if self.caching else self.new_cache()
+        self.fed[0] += tokens.numel()
         starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
         sums = torch.zeros(bsz, seqlen, 1)
         for row, start in enumerate(starts):
-            self.kept[row, start : start + seqlen] = tokens[row]
-            sums[row, :, 0] = self.kept[row].cumsum(0)[start : start + seqlen]
+            kept[row, start : start + seqlen] = tokens[row]
+            sums[row, :, 0] = kept[row].cumsum(0)[start : start + seqlen]
         wrong = {
             "none": False,
             "a row alone": bsz == 1 and not self.caching,
@@ -72,7 +77,7 @@ def test_what_depends_on_anything_else_is_found(fault: str, found: str) -> None:
 def test_the_limits_of_a_model_hold_and_what_is_fed_is_known(limit: int, rows: int | None) -> None:
     model = SumOfTokens(args=tiny_args(max_seq_len=limit, max_batch_size=rows, vocab_size=100))
     assert first_difference(model) is None
-    assert model.fed == tokens_fed(model)
+    assert model.fed == [tokens_fed(model)]
 
 
 def test_it_feeds_few_tokens_since_a_slow_machine_has_to_wait_for_them() -> None:
@@ -80,10 +85,10 @@ def test_it_feeds_few_tokens_since_a_slow_machine_has_to_wait_for_them() -> None
     assert tokens_fed(SumOfTokens()) == 258
 
 
-def test_it_leaves_the_switch_as_it_was_and_the_cache_empty() -> None:
-    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32)
-    for kv_caching in (True, False):
-        model.kv_caching = kv_caching
-        first_difference(model)
-        assert model.kv_caching == kv_caching
-        assert all(cache.nbytes == 0 for cache in model.caches)
+def test_it_leaves_the_switch_and_the_models_own_text_as_they_were() -> None:
+    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    model(torch.tensor([[1, 2, 3]]))
+    own = model.cache
+    first_difference(model)
+    assert own is not None
+    assert (model.kv_caching, model.cache is own) == (True, True)

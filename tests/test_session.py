@@ -7,7 +7,6 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from oracles import FP64_TOLERANCE, tiny_args, tiny_model, watched
 from threads import in_threads
 
-from llama.kv_cache import KVCache, PagedCache, StaticCache
+from llama.kv_cache import PagedCache, StaticCache
 from llama.model import Transformer
 from llama.request import Options
 from llama.session import Session
@@ -35,7 +34,7 @@ TEXT = "a text that is long enough to fill a group, and to leave a window of twe
 class Forgetful(StaticCache, kind="forgetful"):
     """Cannot go back."""
 
-    def rewind(self, position: int) -> bool:
+    def truncate(self, position: int) -> bool:
         return False
 
 
@@ -239,13 +238,13 @@ def made_and_fed(kv_cache: str) -> Session:
 
 def test_forks_of_a_paged_session_share_memory_until_they_write_and_give_it_back() -> None:
     session = made_and_fed("paged")
-    caches = session._caches
+    caches = session.cache.layers
     assert all(isinstance(cache, PagedCache) for cache in caches)
     (cache, *_) = caches
     assert isinstance(cache, PagedCache)
     blocks = len(cache.tables[0])
     branch = session.fork()
-    other = branch._caches[0]
+    other = branch.cache.layers[0]
     assert isinstance(other, PagedCache)
     assert other.keys is cache.keys
     assert cache.pool.shares[:blocks] == [2] * blocks
@@ -263,7 +262,7 @@ def test_a_copied_or_pickled_paged_cache_has_a_pool_of_its_own() -> None:
     session = made_and_fed("paged")
     branch = session.fork()
     for duplicate in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))):
-        cache = session._caches[0]
+        cache = session.cache.layers[0]
         assert isinstance(cache, PagedCache)
         own = duplicate(cache)
         assert own.keys is not cache.keys
@@ -427,19 +426,6 @@ def test_while_a_session_is_saved_or_forked_no_other_thread_may_change_it(under_
     assert torch.equal(after.logits, session.logits)
 
 
-@pytest.mark.parametrize("act", ["session", "generation"])
-def test_the_models_own_caches_come_back_whatever_their_kinds(act: str) -> None:
-    """Kinds that the setter would refuse, put in place layer by layer, stay the user's affair."""
-    model, session = made()
-    model.blocks[0].attention.cache = KVCache.of(replace(model.args, kv_cache="window:20+3"))
-    before = model.caches
-    if act == "session":
-        session.feed(TEXT)
-    else:
-        model.generate_tokens([ids(TEXT)], 2, kv_cache="paged", **GREEDY)
-    assert all(now is then for now, then in zip(model.caches, before, strict=True))
-
-
 def test_a_deep_copy_of_a_session_is_in_no_call() -> None:
     _, session = made()
     session.feed(TEXT)
@@ -454,32 +440,15 @@ class Unnamed(StaticCache):
 
 
 def test_a_kind_that_no_name_leads_to_is_not_saved(tmp_path: Path) -> None:
-    model = tiny_model(ARGS)
-    model.caches = [Unnamed(model.args) for _ in model.caches]
-    session = model.session(Bytes())
+    session = tiny_model(ARGS).session(Bytes())
+    session.cache.layers[1] = Unnamed(ARGS, 1)
     session.feed(TEXT)
-    with pytest.raises(ValueError, match=r"session's cache 'static', and that is another kind .* Unnamed"):
+    with pytest.raises(ValueError, match=r"session's cache 'static', and layer 1 has another kind, Unnamed"):
         session.save(tmp_path / "session")
-
-
-def test_a_session_takes_the_kind_of_each_layer_and_one_file_does_not(tmp_path: Path) -> None:
-    model = tiny_model(ARGS)
-    kinds = ["int8", "concat"]
-    model.caches = [KVCache.of(replace(model.args, kv_cache=kind)) for kind in kinds]
-    session = model.session(Bytes())
-    session.feed(TEXT)
-    assert [cache.args.kv_cache for cache in session.copies(kv_caching=True)] == kinds
-    with torch.inference_mode():
-        assert torch.equal(session.logits, model(torch.tensor([ids(TEXT)]), logits="last")[0, -1])
-    with pytest.raises(ValueError, match="several kinds, concat, int8"):
-        session.save(tmp_path / "session")
-    assert [cache.args.kv_cache for cache in model.session(Bytes(), kv_cache="paged").copies(kv_caching=True)] == (
-        ["paged", "paged"]
-    )
 
 
 def test_a_session_serves_from_any_thread_but_one_at_a_time() -> None:
-    model, session = made()
+    _, session = made()
     session.feed(TEXT)
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(session.generate(5, **GREEDY)))
@@ -492,7 +461,6 @@ def test_a_session_serves_from_any_thread_but_one_at_a_time() -> None:
         session.fork,
         lambda: session.rewind(0),
         session.drop,
-        lambda: model.session(Bytes()).feed("x"),
     ]
 
     def within(_: object) -> None:
@@ -603,7 +571,7 @@ def test_two_hundred_turns_leave_memory_as_the_first_one_did() -> None:
         session.generate(2, **GREEDY)
         sizes.append(session.nbytes)
     assert len(set(sizes[20:])) == 1
-    assert all(cache.nbytes == 0 for cache in model.caches)
+    assert model.cache is None
 
 
 # ---- anything, in any order ------------------------------------------------------------------------------------------
@@ -688,7 +656,7 @@ class ManySessions(RuleBasedStateMachine):
     @rule()
     def others_use_the_model(self) -> None:
         assert len(self.model.generate_tokens([[1, 2], [3]], 2, **GREEDY)[0]) == 2
-        assert all(cache.nbytes == 0 for cache in self.model.caches)
+        assert self.model.cache is None
 
 
 def test_sessions_of_one_model_are_what_each_is_alone() -> None:

@@ -1,6 +1,6 @@
 """Rows for tensors of a test: where what is written to a cache, or attended, stands."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -8,18 +8,11 @@ from llama.kv_cache import KVCache
 from llama.rows import Rows
 
 
-def rows_of(
-    start_pos: int | Sequence[int],
-    x: Tensor,
-    *,
-    lengths: Sequence[int] | None = None,
-    live: Collection[int] | None = None,
-) -> Rows:
-    """Return the rows of x, (bsz, seqlen, ...), of which `live` still grow."""
+def rows_of(start_pos: int | Sequence[int], x: Tensor, *, lengths: Sequence[int] | None = None) -> Rows:
+    """Return the rows of x, (bsz, seqlen, ...)."""
     bsz, seqlen = x.shape[:2]
     starts = [start_pos] * bsz if isinstance(start_pos, int) else start_pos
-    active = None if live is None else [row in live for row in range(bsz)]
-    return Rows.at(starts, [seqlen] * bsz if lengths is None else lengths, width=seqlen, active=active)
+    return Rows.at(starts, [seqlen] * bsz if lengths is None else lengths, width=seqlen)
 
 
 def write(
@@ -29,7 +22,6 @@ def write(
     xv: Tensor,
     *,
     lengths: Sequence[int] | None = None,
-    live: Collection[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what the cache returns when it is given these keys and values from `start_pos` on."""
-    return cache.update(rows_of(start_pos, xk, lengths=lengths, live=live), xk, xv)
+    return cache.update(rows_of(start_pos, xk, lengths=lengths), xk, xv)

@@ -6,7 +6,6 @@ the quality is measured. Each kind has a process of its own for both, and what i
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from llama.args import ModelArgs
@@ -18,7 +17,7 @@ from llama.bench.run.cache_kind import STEPS
 from llama.bench.run.jobs import JobDied
 from llama.bench.run.needle import DEPTHS, LENGTHS, SEEDS
 from llama.bench.schema import Caches, CachesPlan, KindRecord, Report, new_report
-from llama.kv_cache import KVCache, cache_kind
+from llama.kv_cache import Cache, KVCache, cache_kind
 from llama.kv_cache.window import DEFAULT_SINKS
 
 FULL = "static"  # the kind that the others are held against
@@ -51,7 +50,7 @@ def caches_report(base: Cell, kinds: Sequence[str], args: ModelArgs, *, command:
     for place, kind in enumerate(wanted):
         if kind in wanted[:place]:
             raise ValueError(f"--kv_cache {kind} would stand in the table twice; name every kind once")
-        KVCache.of(replace(args, kv_cache=cache_kind(kind)))
+        Cache.of(args, cache_kind(kind))
     if base.ranks > 1:
         raise ValueError("--preset=caches measures one process; start it without torchrun")
     if args.max_seq_len < 2 * PROMPT_LEN:

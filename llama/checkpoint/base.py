@@ -214,7 +214,7 @@ def assemble(
 def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor that a model of these sizes needs, a tied head included."""
     with torch.device("meta"):  # shapes alone: this costs milliseconds and no memory, whatever the sizes
-        shapes = shapes_of(Transformer(replace(args, n_layers=1)))  # all layers are alike
+        shapes = shapes_of(Transformer(replace(args, n_layers=1, kv_cache="static")))  # all layers are alike
     layers = {name.removeprefix("layers.0."): shape for name, shape in shapes.items() if name.startswith("layers.0.")}
     whole = {name: shape for name, shape in shapes.items() if not name.startswith("layers.0.")}
     return whole | {f"layers.{i}.{name}": shape for i in range(args.n_layers) for name, shape in layers.items()}

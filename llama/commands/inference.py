@@ -91,7 +91,7 @@ def main(
         stop: End a text before this string; may be given several times.
         kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, window:1024+4, int8, int4, paged; or
-            FILE.py:NAME[:PARAMS] for one of your own.
+            FILE.py:NAME[:PARAMS] for one of your own. By layer: "static@:2,-1;int4".
         share_prefix: Feed the tokens that all prompts begin with once, for all of them.
         fast: Take the fastest way to compute that this machine has, native code on a CPU or CUDA graphs on a GPU, and
             say which.
@@ -280,6 +280,7 @@ def check_without_a_model(
     from llama.api import check_modes, pick_device, pick_dtype
     from llama.args import ModelArgs
     from llama.kv_cache import KVCache, cache_kind
+    from llama.kv_cache.names import kinds_named
     from llama.request import make_request
 
     if "" in stop:
@@ -287,7 +288,8 @@ def check_without_a_model(
     on = pick_device(device)
     check_modes(on, pick_dtype(dtype, on), **modes)
     longest = sys.maxsize if limits["max_seq_len"] is None else limits["max_seq_len"]  # the checkpoint's is not known
-    KVCache.of(ModelArgs(**{**limits, "max_seq_len": longest, "kv_cache": cache_kind(limits["kv_cache"])}))
+    for kind, _ in kinds_named(cache_kind(limits["kv_cache"])):
+        KVCache.of(ModelArgs(**{**limits, "max_seq_len": longest, "kv_cache": kind}))
     least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=limits["max_batch_size"])
     make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest prompts there could be
 
@@ -361,7 +363,7 @@ def shared(model: "Transformer") -> str:
 
 
 class Trace:
-    """Prints what each step is fed, of the rows that still grow: one that has ended is fed to no effect."""
+    """Prints what each step is fed, of the rows that still grow."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.tokenizer, self.step = tokenizer, 0
@@ -369,9 +371,8 @@ class Trace:
     def __call__(self, step: "Step") -> None:
         console.put(f"step {self.step}")
         self.step += 1
-        for row in sorted(step.live):
-            ids = step.fed[row]
+        for row, prev_pos, cur_pos, ids in zip(step.rows, step.prev_pos, step.cur_pos, step.ids, strict=True):
             console.put(
-                f"  row {row}: prev_pos={step.prev_pos[row]} cur_pos={step.cur_pos[row]} "
+                f"  row {row}: prev_pos={prev_pos} cur_pos={cur_pos} "
                 f"fed {len(ids)}: {ids} {self.tokenizer.decode(ids, begins=False)!r}"
             )

@@ -7,7 +7,7 @@ A model with a runner that can keep its bits is compared as that runs it, and no
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.exact.operations import exact_ops
-from llama.kv_cache import KVCache, check_lossless
+from llama.kv_cache import Cache, check_lossless
 from llama.ops import PLAIN, Ops
-from llama.ownership import Ownership
 from llama.packed import QuantizedWeight
 from llama.ranks import Ranks
 from llama.runner import Runner
@@ -34,10 +33,6 @@ class ExactModel(CachedModel, Protocol):
     def runner(self) -> Runner[Any] | None: ...
     @property
     def ranks(self) -> Ranks: ...
-    @property
-    def ownership(self) -> Ownership: ...
-    @property
-    def caches(self) -> Sequence[KVCache]: ...
     def modules(self) -> Iterator[nn.Module]: ...
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
@@ -65,18 +60,16 @@ def _switch_on(model: ExactModel) -> None:
     if model.runner is None:
         use_exact_ops(model)
         return
-    with model.ownership.changing():
-        model.runner.exact = True
+    model.runner.exact = True
 
 
 def _switch_off(model: ExactModel) -> None:
     """Release the model's runner from exact mode, or put PLAIN back wherever the mode has put its own operations."""
-    with model.ownership.changing():
-        if model.runner is not None and model.runner.exact:
-            model.runner.exact = False
-        for module in model.modules():
-            if _ops_of(module).exact:
-                module.ops = PLAIN  # type: ignore[assignment]
+    if model.runner is not None and model.runner.exact:
+        model.runner.exact = False
+    for module in model.modules():
+        if _ops_of(module).exact:
+            module.ops = PLAIN  # type: ignore[assignment]
 
 
 def _ops_of(module: nn.Module) -> Ops:
@@ -97,7 +90,7 @@ def _check(model: ExactModel) -> None:
         )
     if model.runner is not None and model.runner.exact is None:
         raise ValueError(f"exact mode and the fast step ({model.runner.name}) exclude each other: choose one")
-    check_lossless(model.caches)
+    check_lossless(model.new_cache().layers)
     own = next((ops for ops in map(_ops_of, model.modules()) if ops != PLAIN and not ops.exact), None)
     if own is not None:
         raise ValueError(
@@ -120,11 +113,10 @@ def use_exact_ops(model: ExactModel) -> None:
     """Let every module compute by the operations of exact mode, a layer's products in the slices of its rank."""
     whole = slices_of(model.args)
     of_kv = math.gcd(whole, model.args.n_kv_heads)
-    with model.ownership.changing():
-        for name, module in model.named_modules():
-            if hasattr(module, "ops"):
-                slices = of_kv if name.endswith((".wk", ".wv")) else whole
-                module.ops = exact_ops(model.device, max(1, slices // model.ranks.size))  # type: ignore[assignment]
+    for name, module in model.named_modules():
+        if hasattr(module, "ops"):
+            slices = of_kv if name.endswith((".wk", ".wv")) else whole
+            module.ops = exact_ops(model.device, max(1, slices // model.ranks.size))  # type: ignore[assignment]
 
 
 @torch.inference_mode()
@@ -148,9 +140,9 @@ def slowdown(model: ExactModel, *, prompt: int = 64, repeats: int = 5, patience:
                 break
             for name, use in ways.items():
                 use()
-                with model.switched(kv_caching=True):
-                    prefill = _timed(model, tokens, 0)
-                    seconds[name].append((prefill, _timed(model, tokens[:, :1], prompt)))
+                cached, cache = model.with_kv_caching(True), model.new_cache()
+                prefill = _timed(cached, tokens, 0, cache)
+                seconds[name].append((prefill, _timed(cached, tokens[:, :1], prompt, cache)))
     finally:
         put_back()
     medians = {
@@ -169,7 +161,7 @@ def slowdown_words(model: ExactModel) -> str:
     return f"exact mode: a short prompt takes {prefill:.1f} times as long as without it, a step {step:.1f} times"
 
 
-def _timed(model: ExactModel, tokens: Tensor, start_pos: int) -> float:
+def _timed(model: ExactModel, tokens: Tensor, start_pos: int, cache: Cache) -> float:
     started = time.perf_counter()
-    model(tokens, start_pos).sum().item()  # the sum is on the host once the logits are made
+    model(tokens, start_pos, cache=cache).sum().item()  # the sum is on the host once the logits are made
     return time.perf_counter() - started

@@ -15,6 +15,7 @@ from llama.fast.graph_ops import FUNCTIONS, PYTORCH, Compiled, GraphOps, compile
 from llama.fast.graph_runner import GraphRunner, RunLayer, run_layer
 from llama.fast.graph_trial import quickest, try_prompts, try_steps
 from llama.fast.native_build import NoNativeCode
+from llama.fast.native_caches import check_cache
 from llama.fast.native_check import check_blocks, check_library
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
@@ -48,6 +49,7 @@ def make_fast(model: Transformer, folder: Path, *, fused: bool = False) -> None:
 def _use_native_code(model: Transformer, folder: Path) -> None:
     step = NativeRunner(folder)
     described = step.describe(model)
+    check_cache(described, model.new_cache(), model.rope)
     weights = quantized_weights(model).values()
     formats: set[Format | None] = {weight.format for weight in weights}
     formats |= {None} if described.sizes.mixed else set()

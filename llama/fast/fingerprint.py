@@ -11,12 +11,13 @@ Not detected:
 Numbers written into a weight need no detection: a step reads them at every call. Knows torch.
 """
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence, Set, Sized
 from operator import is_
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # None unless torch.compile looks at every frame
 from torch._C._dynamo.guards import TensorGuards  # dynamo's own check of many tensors at a time
 from torch.autograd import forward_ad
@@ -53,12 +54,10 @@ def check_moment() -> None:
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
-# Attributes of modules that are no facts: PyTorch's own; the switch, which a step reads by itself, and what a cache was
-# asked to reserve and was fed; those of the model that lead back to whoever holds its facts; the angles worked out.
-_NO_FACTS = {
-    *vars(nn.Module()),
-    *("kv_caching", "reserved", "_ends", "tables", "pool", "runner", "ownership", "fed_by", "rope._freqs_cis"),
-}
+# Attributes of modules that are no facts: the switch, which a step reads by itself, the caches of texts and how they
+# are made, and what leads back to the model; PyTorch's own; the angles worked out.
+_OF_TEXTS = {"kv_caching", "_kv_cache", "_own", "runner", "process", "original"}
+_NO_FACTS = {*vars(nn.Module()), *_OF_TEXTS, "rope._freqs_cis"}
 
 
 class TensorFacts:
@@ -75,7 +74,11 @@ class TensorFacts:
 
         And whether the modes that PyTorch's dispatcher knows are the same.
         """
-        return self._guards.check(*tensors) and list(map(Tensor.data_ptr, tensors)) == self._addresses  # type: ignore[arg-type]
+        return self._guards.check(*tensors) and self.lie(tensors)
+
+    def lie(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Tell whether the tensors lie at the same places."""
+        return list(map(Tensor.data_ptr, tensors)) == self._addresses  # type: ignore[arg-type]
 
 
 class Fingerprint:
@@ -139,6 +142,13 @@ class Fingerprint:
             and self._tensors_hold()
         )
 
+    def memory(self) -> list[UntypedStorage] | None:
+        """Return the memory of all weights, which lives as long as the list; None where a weight has moved since."""
+        tensors = self._tensors_now()
+        tensors = list(map(tensors.__getitem__, self._once))
+        memory = list(map(Tensor.untyped_storage, tensors))
+        return memory if self._tensors.lie(tensors) else None
+
 
 def _own_facts(model: Transformer) -> dict[str, int]:
     """Return what the model and its angles hold, by identity; whoever holds the facts may not hold the model."""
@@ -148,44 +158,65 @@ def _own_facts(model: Transformer) -> dict[str, int]:
     return {name: id(value) for name, value in held.items() if name not in _NO_FACTS}
 
 
+def original_of(model: Transformer) -> Transformer:
+    """Return the model that a twin came from, see `with_kv_caching`, if the two still differ in the switch alone.
+
+    Else, and of a model that is no twin, the model itself.
+    """
+    original: Transformer | None = vars(model).get("original")
+    if original is None or list(model.layers._modules) != list(original.layers._modules):
+        return model
+    pairs: list[tuple[nn.Module, nn.Module]] = [(model, original), (model.layers, original.layers)]
+    for one, other in zip(model.layers, original.layers, strict=True):
+        pairs.append((one, other))
+        if one is not other:  # a layer of one's own may have no attention
+            pairs.append((one.attention, other.attention))  # type: ignore[arg-type]
+    return original_of(original) if all(_alike(one, other) for one, other in pairs) else model
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    """Tell whether a twin's module has the original's class, attributes and parts, but for parts that it has copied."""
+    parts = isinstance(one, nn.ModuleList) or _same(one._modules, other._modules, {"layers", "attention"})
+    return type(one) is type(other) and parts and _same(vars(one), vars(other), {"_modules", *_OF_TEXTS})
+
+
+def _same(one: dict[str, Any], other: dict[str, Any], but: Set[str]) -> bool:
+    names = one.keys() - but
+    return names == other.keys() - but and all(one[name] is other[name] for name in names)
+
+
 class Described(Generic[Description]):
-    """What a step has to know of a model, described anew whenever the model is not what it was."""
+    """What a step has to know of each model that it runs, described anew whenever the model is not what it was."""
 
     def __init__(self, describe: Callable[[Transformer], Description]) -> None:
         self._describe = describe
-        self._known: tuple[Fingerprint, Description | Unsupported] | None = None
+        self._known = WeakKeyDictionary[Transformer, tuple[Fingerprint, Description | Unsupported]]()
 
-    def of(self, model: Transformer, *, look: bool = True) -> Description:
-        """Return the description that holds now. Raises Unsupported where a fast step cannot compute this model.
+    def of(self, model: Transformer) -> Description:
+        """Return the description that holds now. Raises Unsupported where a fast step cannot compute this model."""
+        return self.lasting(model)[0]
 
-        Without a `look`, for which `must_look` has to allow it, the description of the call before holds.
+    def lasting(self, model: Transformer) -> tuple[Description, list[UntypedStorage]]:
+        """Return what `of` does, and the memory of the weights: while it is held, they lie where the description says.
+
+        Another thread may move the model at any time. Raises Unsupported, too, where it does so right now.
         """
-        known = self._known
-        if known is not None and not look:
-            return _description(known[1])
         check_moment()
+        model = original_of(model)
+        known = self._known.get(model)
         if known is None or not known[0].holds(model):
-            self._known = None  # not to hold the modules of before while others are described
-            known = self._known = Fingerprint(model), self._verdict(model)
-        return _description(known[1])
+            known = None  # not to hold the modules of before while others are described
+            self._known.pop(model, None)
+            known = self._known[model] = Fingerprint(model), self._verdict(model)
+        if isinstance(known[1], Unsupported):
+            raise Unsupported(*known[1].args)
+        memory = known[0].memory()
+        if memory is None:
+            raise Unsupported("another thread moves the model's weights")
+        return known[1], memory
 
     def _verdict(self, model: Transformer) -> Description | Unsupported:
         try:
             return self._describe(model)
         except Unsupported as why:
             return why.with_traceback(None)
-
-
-def _description(verdict: Description | Unsupported) -> Description:
-    if isinstance(verdict, Unsupported):
-        raise Unsupported(*verdict.args)
-    return verdict
-
-
-def must_look(model: Transformer) -> bool:
-    """Whether anything but the generation that calls may have changed the model since its last call.
-
-    A hook may, unless an attribute `only_looks` says that it does not.
-    """
-    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
-    return not model.ownership.undisturbed or not all(getattr(hook, "only_looks", False) for hook in hooks)

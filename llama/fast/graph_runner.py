@@ -13,19 +13,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Literal, NamedTuple
+from weakref import finalize
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.batch import Batch, Chosen
+from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Described
 from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
-from llama.kv_cache import StaticCache
+from llama.generation import PlainStepper
+from llama.kv_cache import Cache, StaticCache
 from llama.model import Transformer, TransformerBlock
 from llama.ops import UNCHANGED, _attend_in_step, last_real, without_cudnn
 from llama.quantize import quantized_weights
+from llama.request import Request
 from llama.rope import apply_rotary_emb
 from llama.rows import Rows
 from llama.sampling import Sampler, Settings, choose_ahead, must_sort
@@ -63,8 +66,8 @@ class DecodeBuffers:
     tokens: (rows, slots), the texts. positions: (rows,), where each row's newest token stands. chosen, logprobs:
     (rows,), of the last step. draws: (rows,), numbers that sampling uses up. numbers: those of the Settings. seen:
     (rows, vocab), the tokens that each row has, where they are penalized. cos_sin: the first of what RopeTable has; the
-    model may make a longer table and drop this one. record: makes graphs. cache: keys and values of every layer. The
-    last slot belongs to no text. last: what the device was given last.
+    model may make a longer table and drop this one. record: makes graphs. cache: static layers of (rows, slots); None
+    while no step has needed it. The last slot belongs to no text. last: what the device was given last.
     """
 
     tokens: Tensor
@@ -76,7 +79,7 @@ class DecodeBuffers:
     seen: Tensor
     cos_sin: tuple[Tensor, Tensor]
     record: "Recorder"
-    cache: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    cache: Cache | None = None
     graphs: dict[GraphKey, Replay] = field(default_factory=dict)
     last: torch.cuda.Event | None = None
 
@@ -88,16 +91,35 @@ class DecodeBuffers:
     def slots(self) -> int:
         return self.tokens.shape[1]
 
-    def place(self, batch: Batch, made: Sequence[Sequence[int]]) -> None:
-        """Stand where the batch stands behind the steps that were `made`; tokens of such steps are there already."""
-        if not made:
-            self.tokens[:, : batch.tokens.shape[1]] = batch.tokens
-        self.positions.copy_((torch.tensor(batch.cur_pos) - 1 + len(made)).clamp(max=self.slots - 1))
-        self.numbers.copy_(torch.tensor([x or 0.0 for x in batch.request.sampling.settings], dtype=torch.float64))
+    @property
+    def keys_values(self) -> list[tuple[Tensor, Tensor]]:
+        """The cache's buffers of every layer."""
+        held = [] if self.cache is None else self.cache.layers
+        return [(layer.keys, layer.values) for layer in held if layer.keys is not None and layer.values is not None]
+
+    def take_cache(self, cache: Cache, *, like: Tensor) -> None:
+        """Let an empty cache of static layers have room for all rows and slots, and be what graphs read and write."""
+        for layer in cache.layers:
+            assert isinstance(layer, StaticCache)
+            layer.room(self.rows, self.slots, like=like)
+        self.cache = cache
+
+    def drop_cache(self) -> None:
+        """Hold no cache, and none of the graphs that know one."""
+        self.cache = None
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key.prefix is not None}
+
+    def place(self, batch: Batch) -> None:
+        """Stand where the batch stands. Rows that have left it stay anywhere, and go along."""
+        mark_seen(batch)
+        rows = torch.tensor(batch.rows, device="cpu").to(self.tokens.device)
+        texts = batch.tokens([0] * len(batch.rows))
+        self.tokens[rows, : texts.shape[1]] = texts
+        self.positions[rows] = torch.tensor(batch.cur_pos, device="cpu").to(rows.device) - 1
+        settings = batch.request.sampling.settings
+        self.numbers.copy_(torch.tensor([x or 0.0 for x in settings], dtype=torch.float64, device="cpu"))
         if batch.sampler.seen is not None:
-            self.seen.copy_(batch.sampler.seen)
-            if made:
-                self.seen.scatter_(1, torch.tensor(made, device=self.seen.device).T.clamp(min=0), True)
+            self.seen[rows] = batch.sampler.seen
 
     def state(self) -> list[Tensor]:
         """What a step changes, but for the cache."""
@@ -114,8 +136,18 @@ class DecodeBuffers:
         return replay
 
 
+def mark_seen(batch: Batch) -> None:
+    """Let the sampler know all tokens of the batch's rows, where it penalizes them."""
+    if batch.sampler.seen is not None:
+        for place, row in enumerate(batch.rows):
+            batch.sampler.seen[place, batch.texts[row]] = True
+
+
 class GraphRunner:
-    """Runs a generation's steps ahead of the loop. `forwards` counts them."""
+    """Has the buffers and graphs of a model's steps. `forwards` counts steps, and prompts that its layers run.
+
+    One text at a time has the buffers; others meanwhile are left to the plain path.
+    """
 
     exact: bool | None = None
 
@@ -125,13 +157,14 @@ class GraphRunner:
         self.ops, self.layer = ops, layer or run_layer
         self.takes_prompts = isinstance(self.layer, Compiled)
         self._recorder = recorder or Recorder
-        self.name = self.code = self._named(1, None)
+        self.name = self.code = self.named(1, None)
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
+        self.prompting: GraphStepper | None = None  # the text whose prompt is under way
         self._buffers: DecodeBuffers | None = None
+        self.in_use = Lock()  # held by the text that has the buffers
         self._described = Described(_describe)
         self._of: object = None  # the model, as it was described when the buffers were made
-        self._unlent: str | None = None  # why the running generation was not lent them
         self._retired = False
         self._warn = WarnOnce(logger)
 
@@ -143,148 +176,68 @@ class GraphRunner:
         model: Transformer,
         tokens: Tensor,
         rows: Rows,
+        cache: Cache | None,
         *,
         logits: Literal["all", "last"],
     ) -> Tensor | None:
-        """Lend a generation's caches the buffers that graphs know, and run its prompt; leave others to the modules."""
-        if self._retired or model.first_attention.cache.nbytes:
-            return None
-        try:
-            self._unlent, cache = None, None
-            if model.kv_caching:
-                buffers = self.lend(model)
-                if buffers is None or len(tokens) > buffers.rows or tokens.shape[1] >= buffers.slots:
-                    return None  # no generation reserved so much
-                cache = buffers.cache
-            if not (self.takes_prompts and logits == "last" and model.generating and torch.is_inference_mode_enabled()):
-                return None
-            self._described.of(model)
-            scores = self.prompt(model, tokens, rows.lengths, cache)
-            self.forwards += 1
-            return scores
-        except Unsupported as why:  # said by `run_ahead`, where there is one
-            self._unlent = str(why)
-        except Exception as error:  # whatever a compiler or a driver may raise
-            self._unlent = self._give_up(error, len(tokens), tokens.shape[1])
-        return None
+        """Run the prompt of the text that has the buffers; leave all other calls to the modules."""
+        text = self.prompting
+        return None if text is None or rows is not text.prompt else text.run_prompt(tokens, rows)
 
     def describe(self, model: Transformer) -> None:
         """Raise Unsupported where steps would ignore what the model is."""
         self._described.of(model)
 
-    def run_ahead(self, model: Transformer, batch: Batch) -> Iterator[Chosen]:
-        """Return what all further steps choose; see Generation.run_ahead."""
-        if self._retired or batch.request.on_step is not None or batch.lasting or self._watched(model):
-            return iter(())  # who wants to see every step, or its logits, has the loop take it
-        if type(batch.sampler) is not Sampler:
-            return iter(())  # and so has who chooses in a way of their own
+    def stepper(self, model: Transformer, batch: Batch, cache: Cache | None) -> "GraphStepper | None":
+        """Return what makes the tokens of a batch by graphs, or None where the plain path has to.
+
+        It has to for a text that goes on with a cache, a caller that looks at every step, and a sampler of its own.
+        """
+        request = batch.request
+        usual = cache is None and request.on_step is None and type(batch.sampler) is Sampler
+        if self._retired or not usual or self._watched(model) or not self.in_use.acquire(blocking=False):
+            return None
+        made = None
         try:
-            buffers = self.buffers_of(model, *batch.tokens.shape)
+            buffers = self.buffers_for(model, len(request.prompts), request.longest, _new_cache(model, request))
+            made = GraphStepper(self, model, batch, buffers)
         except Unsupported as why:
             self._warn(why)
-            return iter(())
-        except Exception as error:  # as in a call
-            self._give_up(error, *batch.tokens.shape)
-            return iter(())
-        return self._run(model, buffers, batch)
-
-    # ---- steps ------------------------------------------------------------------------------------------------------
-
-    def _run(self, model: Transformer, buffers: DecodeBuffers, batch: Batch) -> Iterator[Chosen]:
-        """Yield what all steps choose; from the first that candidates do not decide on, by the whole vocabulary."""
-        made: list[list[int]] = []
-        left = batch.left
-        try:
-            whole = must_sort(model.args.vocab_size, batch.request.sampling.top_k)
-            yield from self._steps(model, buffers, batch, made, left, whole=whole)
-        except Unsure:
-            yield from self._steps(model, buffers, batch, made, left, whole=True)
-
-    def _steps(
-        self,
-        model: Transformer,
-        buffers: DecodeBuffers,
-        batch: Batch,
-        made: list[list[int]],
-        left: int,
-        *,
-        whole: bool,
-    ) -> Iterator[Chosen]:
-        """Yield what the steps behind those `made` choose, each block once the next one is on its way."""
-        buffers.place(batch, made)
-        waiting: StepBlock | None = None
-        begun = len(made)
-        while begun < left or waiting is not None:
-            launched = None
-            if begun < left:
-                launched = self._launch(model, buffers, batch, begun, min(left - begun, SYNC_INTERVAL), whole=whole)
-                begun = left if launched is None else begun + launched.count  # without it, the loop goes on
-            unused = [] if launched is None else launched.draws
-            for step, chosen in enumerate([] if waiting is None else waiting.read()):
-                assert waiting is not None
-                if UNSURE in chosen.ids:
-                    batch.sampler.put_back([*waiting.draws[step:], *unused])
-                    raise Unsure
-                made.append(chosen.ids)
-                yield chosen
-                if not self._is_still(model, buffers):  # whoever took it may have changed the model
-                    batch.sampler.put_back([*waiting.draws[step + 1 :], *unused])
-                    return
-            waiting = launched
+        except Exception as error:  # whatever a driver may raise
+            self.give_up(error, len(request.prompts), request.longest)
+        finally:
+            if made is None:
+                self.in_use.release()
+        return made
 
     def _watched(self, model: Transformer) -> bool:
         return bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
 
-    def _is_still(self, model: Transformer, buffers: DecodeBuffers) -> bool:
-        """Tell whether the model is still the one that the buffers are of; say where it is not, once."""
+    def may_step(self, model: Transformer, buffers: DecodeBuffers, *, kv_caching: bool) -> bool:
+        """Tell whether a text may go on with the buffers: none of its steps failed, and the model is what it was."""
         try:
-            if self._described.of(model) is not self._of or self._watched(model) or not _lent(model, buffers):
+            same = self._described.of(model) is self._of and caching_of(model) == kv_caching
+            if not same or self._watched(model):
                 raise Unsupported("the model was changed in the middle of a text")
         except Unsupported as why:
             self._warn(why)
             return False
-        return True
+        return self.has(buffers)
 
-    def _launch(
-        self, model: Transformer, buffers: DecodeBuffers, batch: Batch, begun: int, count: int, *, whole: bool
-    ) -> "StepBlock | None":
-        """Let the device run `count` steps behind those `begun`; None, and that is said, where it cannot."""
-        request = batch.request
-        block = StepBlock(count, buffers, logprobs=request.logprobs)
-        chooses = tuple(number is not None for number in request.sampling.settings)
-        for step in range(count):
-            longest = min(max(batch.cur_pos) + begun + step, request.longest)
-            prefix = None if model.kv_caching else rounded_up(longest)
-            if self.watch is not None:  # what it raises is no failure of a step
-                self.watch(buffers.rows, 1 if prefix is None else longest)
-            try:
-                draws = batch.sampler.draw()
-                if draws is not None:
-                    block.draws.append(draws)
-                    buffers.draws.copy_(draws, non_blocking=True)
-                replay = self.recorded(model, buffers, GraphKey(chooses, whole, request.logprobs, prefix))
-                replay()
-                block.note(step)
-            except Exception as error:  # whatever a compiler, a capture or a driver may raise
-                batch.sampler.put_back(block.draws)
-                self._give_up(error, buffers.rows, buffers.slots)
-                return None
-        self.forwards += count
-        self.name = self._named(buffers.rows, prefix)
-        block.send()
-        buffers.last = block.event
-        return block
+    def has(self, buffers: DecodeBuffers) -> bool:
+        """Tell whether these are still the buffers: where a step failed, they are not."""
+        return self._buffers is buffers
 
-    def _give_up(self, error: Exception, rows: int, length: int) -> str:
-        """Leave all to the plain path: this time, where memory was short; else from now on. Say why, and return it."""
+    def give_up(self, error: Exception, rows: int, length: int) -> None:
+        """Leave all to the plain path, and say why: this time, where memory was short; else from now on."""
         self._buffers = None
         if short_of_memory(error):
-            words = f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory"
+            self._warn(f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory")
         else:
             self._retired, self.name = True, "plain"
-            words = f"a step failed ({in_one_line(error)})"
-        self._warn(words)
-        return words
+            self._warn(f"a step failed ({in_one_line(error)})")
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
 
     def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return the step as a graph, recorded the first time it is asked for."""
@@ -325,7 +278,7 @@ class GraphRunner:
             return self.ops
         return PYTORCH
 
-    def _named(self, rows: int, prefix: int | None) -> str:
+    def named(self, rows: int, prefix: int | None) -> str:
         """Return the name of what runs these rows."""
         if prefix is None:
             return f"CUDA graphs of {self._ops_for(rows).name} kernels"
@@ -338,11 +291,12 @@ class GraphRunner:
         model: Transformer,
         tokens: Tensor,
         lengths: Sequence[int],
-        cache: Sequence[tuple[Tensor, Tensor]] | None,
+        kept: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Feed prompts, (bsz, seqlen), to an empty cache, or none; return the logits behind each, (bsz, 1, vocab).
+        """Feed prompts, (bsz, seqlen), from position 0 on; return the logits behind each, (bsz, 1, vocab).
 
-        Lengths are rounded up as those of buffers are; what is fed beyond a row's end is overwritten before it is read.
+        `kept` are the buffers of every layer's keys and values, which are written; none with the switch off. Lengths
+        are rounded up as those of buffers are; what is fed beyond a row's end is overwritten before it is read.
         """
         bsz, seqlen = tokens.shape
         h = model.tok_embeddings(F.pad(tokens, (0, rounded_up(seqlen) - seqlen)))
@@ -350,43 +304,25 @@ class GraphRunner:
         with without_cudnn(h.device):
             for layer, block in enumerate(model.blocks):
                 h, *made = self.layer(block, h, freqs_cis)
-                for buffer, fed in zip(cache[layer], made, strict=True) if cache is not None else ():
+                for buffer, fed in zip(kept[layer], made, strict=True) if kept else ():
                     buffer[:bsz, : fed.shape[1]] = fed
         scores: Tensor = model.output(model.norm(last_real(h, lengths)))
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     # ---- buffers ----------------------------------------------------------------------------------------------------
 
-    def lend(self, model: Transformer) -> DecodeBuffers | None:
-        """Give a generation's empty caches the runner's buffers, so that its prompt is written where graphs read.
+    def buffers_for(self, model: Transformer, rows: int, length: int, cache: Cache | None) -> DecodeBuffers:
+        """Return buffers for so many rows and positions of this model. Raises Unsupported.
 
-        Returns these, or None where no generation reserved its caches. Raises Unsupported.
+        `cache` is what they have keys and values in, unless there are some already; None: they need none, and off
+        costs nothing.
         """
-        caches = [cache for cache in model.caches if type(cache) is StaticCache]
-        rows, length = caches[0].reserved if caches else (0, 0)
-        if length == 0 or len(caches) < len(model.caches):
-            return None
         buffers = self._fitting(model, rows, length)
-        if not buffers.cache:
-            buffers.cache = [cache.room(rows, buffers.slots, like=model.norm.weight) for cache in caches]
-        for cache, held in zip(caches, buffers.cache, strict=True):
-            cache.adopt(*held)
+        if cache is None:
+            buffers.drop_cache()
+        elif buffers.cache is None:
+            buffers.take_cache(cache, like=model.norm.weight)
         return buffers
-
-    def buffers_of(self, model: Transformer, rows: int, length: int) -> DecodeBuffers:
-        """Return the buffers of the running generation. Raises Unsupported where other code filled its cache."""
-        if self._unlent is not None:
-            raise Unsupported(self._unlent)
-        buffers = self._fitting(model, rows, length)
-        if not _lent(model, buffers):
-            raise Unsupported("the cache was filled by other code")
-        return buffers
-
-    def free_cache(self) -> None:
-        """Hold no cache: off costs nothing."""
-        if self._buffers is not None and self._buffers.cache:
-            self._buffers.cache.clear()
-            self._buffers.graphs = {key: graph for key, graph in self._buffers.graphs.items() if key.prefix is not None}
 
     def _fitting(self, model: Transformer, rows: int, length: int) -> DecodeBuffers:
         """Return the buffers that are there, if they fit these rows, this length and this model; else new ones."""
@@ -410,6 +346,156 @@ class GraphRunner:
         self._buffers = None
 
 
+class GraphStepper(PlainStepper):
+    """Makes the tokens of a batch by recorded steps; from where these cannot go on, by calls of the model.
+
+    It has the runner's buffers, and their cache, until it ends. The device goes on with all rows that it began with:
+    those that have ended only leave what is handed out, and the cache once calls go on with it.
+    """
+
+    model: Transformer
+
+    def __init__(self, runner: GraphRunner, model: Transformer, batch: Batch, buffers: DecodeBuffers) -> None:
+        super().__init__(model, batch, buffers.cache)
+        self.prompt: Rows | None = None  # those of the prompt that is under way
+        self._runner, self._buffers = runner, buffers
+        self._end = finalize(self, runner.in_use.release)  # called once, and at the latest when this object is gone
+
+    def prefill(self) -> Iterator[Token]:
+        try:
+            yield from super().prefill()
+        except BaseException:
+            self._end()
+            raise
+
+    def __iter__(self) -> Iterator[Chosen]:
+        """Yield what each step chooses: a call, recorded steps, and from where these end calls again."""
+        calls = super().__iter__()
+        try:
+            yield next(calls)
+            yield from self._recorded()
+            self._hand_over()
+            yield from calls
+        finally:
+            self._end()
+
+    # ---- prompts ----------------------------------------------------------------------------------------------------
+
+    def _feed(self, fed: Tensor, rows: Rows, logits: Literal["all", "last"] = "last") -> Tensor:
+        """Run the model on `fed`; where the runner takes prompts, it is asked by the model for what begins a text."""
+        runner = self._runner
+        if rows.start != 0 or logits != "last" or not (runner.takes_prompts and runner.has(self._buffers)):
+            return super()._feed(fed, rows, logits)
+        self.prompt, runner.prompting = rows, self
+        try:
+            return super()._feed(fed, rows, logits)
+        finally:
+            self.prompt = runner.prompting = None
+
+    def run_prompt(self, tokens: Tensor, rows: Rows) -> Tensor | None:
+        """Return the logits behind each prompt, (bsz, 1, vocab), or None where this fails and the modules have to."""
+        try:
+            scores = self._runner.prompt(self.model, tokens, rows.lengths, self._buffers.keys_values)
+        except Exception as error:  # whatever a compiler or a driver may raise
+            self._runner.give_up(error, *tokens.shape)
+            return None
+        self._runner.forwards += 1
+        return scores
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def _recorded(self) -> Iterator[Chosen]:
+        """Yield what all steps choose; from the first that candidates do not decide on, by the whole vocabulary."""
+        if not self._may_step():
+            return
+        try:
+            whole = must_sort(self.model.args.vocab_size, self.batch.request.sampling.top_k)
+            yield from self._steps(whole=whole)
+        except Unsure:
+            yield from self._steps(whole=True)
+
+    def _steps(self, *, whole: bool) -> Iterator[Chosen]:
+        """Yield what further steps choose, each block once the next one is on its way."""
+        batch = self.batch
+        batch.drop_ended()
+        self._buffers.place(batch)
+        waiting = self._launch(0, whole=whole)
+        while waiting is not None:
+            following = self._launch(waiting.count, whole=whole)
+            draws = waiting.draws if following is None else waiting.draws + following.draws
+            for step, (ids, logprobs) in enumerate(waiting.read()):
+                if len(batch.live) < len(batch.rows):
+                    batch.drop_ended()
+                chosen = Chosen([ids[row] for row in batch.rows], [logprobs[row] for row in batch.rows])
+                if UNSURE in chosen.ids:
+                    self._put_back(draws[step:])
+                    raise Unsure
+                self._take(chosen)
+                yield chosen
+                if not self._may_step():  # whoever took it may have changed the model
+                    self._put_back(draws[step + 1 :])
+                    return
+            waiting = following
+
+    def _launch(self, ahead: int, *, whole: bool) -> "StepBlock | None":
+        """Let the device run steps behind those `ahead` that are on their way.
+
+        None where none are left, and where it cannot, which is said: what is on its way comes to its end.
+        """
+        runner, buffers, batch, request = self._runner, self._buffers, self.batch, self.batch.request
+        count = min(batch.left - ahead, SYNC_INTERVAL)
+        if count == 0:
+            return None
+        block = StepBlock(count, buffers, logprobs=request.logprobs)
+        chooses = tuple(number is not None for number in request.sampling.settings)
+        for step in range(count):
+            longest = min(max(batch.cur_pos) + ahead + step, request.longest)
+            prefix = None if self.cache is not None else rounded_up(longest)
+            if runner.watch is not None:  # what it raises is no failure of a step
+                runner.watch(buffers.rows, 1 if prefix is None else longest)
+            try:
+                self._draw(block)
+                runner.recorded(self.model, buffers, GraphKey(chooses, whole, request.logprobs, prefix))()
+                block.note(step)
+            except Exception as error:  # whatever a compiler, a capture or a driver may raise
+                self._put_back(block.draws)
+                runner.give_up(error, buffers.rows, buffers.slots)
+                return None
+        runner.forwards += count
+        runner.name = runner.named(buffers.rows, prefix)
+        block.send()
+        buffers.last = block.event
+        return block
+
+    def _take(self, chosen: Chosen) -> None:
+        """Let the batch have what a step chose."""
+        batch = self.batch
+        batch.fed += len(batch.rows) if self.cache is not None else sum(batch.cur_pos)
+        batch.append(chosen.ids)
+        self.logits = None  # they stay on the device
+
+    def _draw(self, block: "StepBlock") -> None:
+        """Let the next step have what its rows draw by chance."""
+        draws = self.batch.sampler.draw()
+        if draws is not None:
+            block.draws.append(torch.zeros(self._buffers.rows, dtype=draws.dtype, device="cpu"))
+            block.draws[-1][self.batch.rows] = draws
+            self._buffers.draws.copy_(block.draws[-1], non_blocking=True)
+
+    def _put_back(self, draws: Sequence[Tensor]) -> None:
+        """Let what was drawn for steps that are not taken be drawn again."""
+        self.batch.sampler.put_back([each[self.batch.rows] for each in draws])
+
+    def _hand_over(self) -> None:
+        """Leave the rows that are in the batch to calls of the model."""
+        mark_seen(self.batch)
+        if self.cache is not None:
+            self.cache.select_rows(self.batch.rows)
+
+    def _may_step(self) -> bool:
+        return self._runner.may_step(self.model, self._buffers, kv_caching=self.cache is not None)
+
+
 class StepBlock:
     """What some steps choose: noted on the device, sent to the host, read there."""
 
@@ -418,7 +504,7 @@ class StepBlock:
         self._sources = [buffers.chosen, buffers.logprobs] if logprobs else [buffers.chosen]
         self._noted = [source.new_empty((count, buffers.rows)) for source in self._sources]
         self._sent: list[Tensor] = []
-        self.draws: list[Tensor] = []  # what its steps used up of chance
+        self.draws: list[Tensor] = []  # what its steps used up of chance, (rows of the buffers,) each
         self.event: torch.cuda.Event | None = None  # when all of it was on the host
 
     def note(self, step: int) -> None:
@@ -434,17 +520,18 @@ class StepBlock:
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(torch.cuda.current_stream(self._noted[0].device))
 
-    def read(self) -> Iterator[Chosen]:
+    def read(self) -> Iterator[tuple[list[int], list[float | None]]]:
+        """Yield the ids of each step, one for each row of the buffers, and their log-probabilities."""
         if self.event is not None:
             self.event.synchronize()  # host sync: one in SYNC_INTERVAL steps
         ids, *logprobs = (sent.tolist() for sent in self._sent)
         for step, row in enumerate(ids):
-            yield Chosen(row, logprobs[0][step] if logprobs else [None] * len(row))
+            yield row, logprobs[0][step] if logprobs else [None] * len(row)
 
 
 def _describe(model: Transformer) -> object:
     """Return something new for every model that is another than before. Raises Unsupported."""
-    check_modules(model, (StaticCache,))
+    check_modules(model)
     if quantized_weights(model):
         raise Unsupported("int8 weights are for a CPU so far")
     if any(name.endswith(("bias", "q_norm.weight", "k_norm.weight")) for name, _ in model.named_parameters()):
@@ -452,18 +539,21 @@ def _describe(model: Transformer) -> object:
     return object()
 
 
-def _lent(model: Transformer, buffers: DecodeBuffers) -> bool:
-    """Tell whether the model's caches, where they are on, hold the very buffers. Raises Unsupported."""
-    held = [id(held) for cache in model.caches for held in (cache.keys, cache.values)]
-    on = caching_of([block.attention for block in model.blocks])
-    return not on or held == [id(lent) for keys_values in buffers.cache for lent in keys_values]
+def _new_cache(model: Transformer, request: Request) -> Cache | None:
+    """Return an empty cache of the kind that is asked for; None with the switch off. Raises Unsupported."""
+    if not caching_of(model):
+        return None
+    cache = model.new_cache(request.kv_cache)
+    if any(type(layer) is not StaticCache for layer in cache.layers):
+        raise Unsupported(f"kv_cache={cache.kind!r} has no fast step; these kinds have one: static")
+    return cache
 
 
 def cached(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
     """Feed every row's newest token over the buffers' cache; return the last layer's vectors, (rows, dim)."""
     positions = buffers.positions
     h: Tensor = model.tok_embeddings(buffers.tokens.gather(1, positions[:, None])[:, 0])
-    for block, (keys, values) in zip(model.blocks, buffers.cache, strict=True):
+    for block, (keys, values) in zip(model.blocks, buffers.keys_values, strict=True):
         attention, mlp = block.attention, block.feed_forward
         norm, then = block.attention_norm, block.ffn_norm
         products = (attention.wq.weight, attention.wk.weight, attention.wv.weight)

@@ -62,6 +62,7 @@ def quickest(ways: Iterable[tuple[str, Way]], trial: Callable[[Way], float]) -> 
 def try_steps(model: Transformer, runner: GraphRunner) -> float:
     """Return the seconds of a step at batch 1. Raises Unsupported where steps are not what the modules compute."""
     seconds = []
+    model = model.with_kv_caching(True)
     for rows, length in _shapes(model, runner.ops.most_rows):
         with _filled(model, runner, rows, length) as (buffers, ids, expected):
             _place(buffers, ids)
@@ -86,15 +87,15 @@ def try_steps(model: Transformer, runner: GraphRunner) -> float:
 
 def try_prompts(model: Transformer, layer: RunLayer) -> float:
     """Return the seconds of a prompt. Raises Unsupported where it does not give the modules' logits, and cache."""
-    runner = GraphRunner(layer=layer)
+    runner, model = GraphRunner(layer=layer), model.with_kv_caching(True)
     for rows, length in (*_shapes(model, None), (1, PROMPT)):
         with _filled(model, runner, rows, min(length, model.args.max_seq_len)) as (buffers, ids, expected):
-            runner.prompt(model, ids, [ids.shape[1]] * rows, buffers.cache)
-            behind = model(ids[:, -1:], ids.shape[1] - 1, logits="last")[:, 0]  # over the cache that it left
-            _compare(model, behind, expected, "logits behind a prompt")
-            ours = runner.prompt(model, ids, [ids.shape[1]] * rows, buffers.cache)[:, 0]
-            _compare(model, ours, expected, "a prompt's logits")
-            seconds = _timed(model, partial(runner.prompt, model, ids, [ids.shape[1]] * rows, buffers.cache))
+            run = partial(runner.prompt, model, ids, [ids.shape[1]] * rows, buffers.keys_values)
+            run()
+            behind = model(ids[:, -1:], ids.shape[1] - 1, cache=buffers.cache, logits="last")  # over what it left there
+            _compare(model, behind[:, 0], expected, "logits behind a prompt")
+            _compare(model, run()[:, 0], expected, "a prompt's logits")
+            seconds = _timed(model, run)
     return seconds
 
 
@@ -109,16 +110,14 @@ def _shapes(model: Transformer, most_rows: int | None) -> list[tuple[int, int]]:
 def _filled(
     model: Transformer, runner: GraphRunner, rows: int, length: int
 ) -> Iterator[tuple[DecodeBuffers, Tensor, Tensor]]:
-    """Let the modules fill the runner's buffers; yield these, what was fed, and the logits behind it."""
+    """Let the modules of a model whose cache is on fill the runner's; yield its buffers, ids, and the logits behind."""
     ids = torch.arange(rows * length, device=model.device).view(rows, length) % model.args.vocab_size
-    with torch.inference_mode(), without_cudnn(model.device), model.switched(kv_caching=True):
-        model.reserve_cache(rows, length)
-        buffers = runner.lend(model)
-        assert buffers is not None
-        if length > 1:
-            model(ids[:, :-1], 0, logits="last")
+    with torch.inference_mode(), without_cudnn(model.device):
+        buffers = runner.buffers_for(model, rows, length, model.new_cache("static"))
         try:
-            yield buffers, ids, model(ids[:, -1:], length - 1, logits="last")[:, 0]
+            if length > 1:
+                model(ids[:, :-1], 0, cache=buffers.cache, logits="last")
+            yield buffers, ids, model(ids[:, -1:], length - 1, cache=buffers.cache, logits="last")[:, 0]
         finally:
             runner.drop()
 

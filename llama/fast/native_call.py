@@ -5,53 +5,66 @@ And how tokens are chosen from its logits. Does not know modules, nor how room i
 
 from collections.abc import Callable, Sequence
 from ctypes import Array, addressof, c_bool, c_int64
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from llama.batch import Batch, Chosen
-from llama.fast.native_caches import Call, Taken
+from llama.fast.native_caches import Taken
 from llama.fast.native_description import NativeModel
 from llama.fast.native_library import Choice, NativeBatch, NativeForward
+from llama.rows import Rows
 from llama.sampling import Sampler, Sampling
+
+
+class Look(NamedTuple):
+    """What was found when a model was looked at: its description, and its weights, which stay where that says."""
+
+    described: NativeModel
+    weights: list[UntypedStorage]
 
 
 class Frame:
     """What computes a call, and the same call once more for other tokens at other starts.
 
-    rows: those of the call that are computed. Of the others, which have ended, the cache holds nothing any more. cache:
-    the room that was taken; None: the call touches no cache. The cache's buffers, and the weights, are not held.
+    whole: whether the logits of all tokens are asked for. cache: the room that was taken; None: the call touches no
+    cache. All that native code reads lives as long as the frame, whatever another thread does to model or cache.
     """
 
     def __init__(
-        self, described: NativeModel, ids: Tensor, call: Call, cos_sin: tuple[Tensor, Tensor], cache: Taken | None
+        self,
+        look: Look,
+        ids: Tensor,
+        rows: Rows,
+        cos_sin: tuple[Tensor, Tensor],
+        cache: Taken | None,
+        *,
+        whole: bool,
     ) -> None:
-        self.described, self.cache = described, cache
-        self.rows: Sequence[int] = range(call.rows) if cache is None else cache.live
-        self._of = call.rows
-        if len(self.rows) < call.rows:
-            ids, call = ids[list(self.rows)], call.only(self.rows)
-        shape = (call.rows, call.width if call.all else 1, described.sizes.output.columns)
-        self._logits = torch.empty(shape, dtype=torch.float32, device="cpu")
-        numbers = c_int64 * call.rows
-        self._starts, self._fed = numbers(*call.starts), numbers.from_address(ids.data_ptr())  # a row's token
-        self._held = ids, cos_sin, [numbers(*given) for given in (call.lengths, call.places, call.kept)]
-        lengths, places, kept = map(addressof, self._held[2])
+        self.look, self.cache = look, cache
+        bsz, width = len(rows.starts), rows.width
+        shape = (bsz, width if whole else 1, look.described.sizes.output.columns)
+        self.logits = torch.empty(shape, dtype=torch.float32, device="cpu")  # of the last run, until the next
+        numbers = c_int64 * bsz
+        self._starts, self._fed = numbers(*rows.starts), numbers.from_address(ids.data_ptr())  # a row's token
+        kept = numbers(*rows.lengths)
+        lengths = numbers(*[width] * bsz) if whole else kept
+        self._held = cos_sin, ids, lengths, kept
         self._batch = NativeBatch(
-            rows=call.rows,
-            width=call.width,
+            rows=bsz,
+            width=width,
             tokens=ids.data_ptr(),
             starts=addressof(self._starts),
-            lengths=lengths,
-            all=call.all,
+            lengths=addressof(lengths),
+            all=whole,
             cos=cos_sin[0].data_ptr(),
             sin=cos_sin[1].data_ptr(),
             kind=0 if cache is None else cache.kind,
             slots=0 if cache is None else cache.slots,
             caches=None if cache is None else cache.layers,
-            places=places,
-            kept=kept,
-            logits=self._logits.data_ptr(),
+            kept=addressof(kept),
+            logits=self.logits.data_ptr(),
             threads=torch.get_num_threads(),
         )
         self._workspace, self._room = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
@@ -59,79 +72,65 @@ class Frame:
     @property
     def closed(self) -> bool:
         """Whether the embedding knows every id that there are logits of."""
-        return self._logits.shape[-1] <= self.described.vocab_size
+        return self.logits.shape[-1] <= self.look.described.vocab_size
 
     @property
     def positions(self) -> int:
         """How many positions it knows the angles of."""
-        return len(self._held[1][0])
+        return len(self._held[0][0])
 
     def go_on(self, ids: Sequence[int], starts: Sequence[int]) -> None:
-        """Let one token of every row of the call be fed next."""
-        if len(self.rows) < self._of:
-            ids, starts = [ids[row] for row in self.rows], [starts[row] for row in self.rows]
+        """Let one token of every row be fed next."""
         self._fed[:] = [*ids]
         self._starts[:] = [*starts]
 
     def choose_by(self, choice: Choice) -> None:
         """Let every run choose from its logits, too; whoever made the choice keeps it."""
-        batch = self._batch
-        choice.logits, choice.rows, choice.vocab = batch.logits, batch.rows, self._logits.shape[-1]
-        choice.places, batch.choice = batch.places, addressof(choice)
+        choice.logits, choice.rows, choice.vocab = self._batch.logits, self._batch.rows, self.logits.shape[-1]
+        self._batch.choice = addressof(choice)
 
     def run(self, native: NativeForward) -> None:
         """Compute the logits, and choose."""
-        while (size := native(self.described.sizes, self._batch, self._room)) > self._room:
+        while (size := native(self.look.described.sizes, self._batch, self._room)) > self._room:
             self._room = size + (size // 4 if self._room else 0)  # what was too small goes on to grow
             self._workspace = torch.empty(self._room, dtype=torch.uint8, device="cpu")
             self._batch.workspace = self._workspace.data_ptr()
 
-    @property
-    def logits(self) -> Tensor:
-        """Those of the last run, (rows, width or 1, vocab), until the next; zeros for rows that are not computed."""
-        if len(self.rows) == self._of:
-            return self._logits
-        logits = self._logits.new_zeros((self._of, *self._logits.shape[1:]))
-        logits[list(self.rows)] = self._logits
-        return logits
-
 
 class Chooser:
-    """Computes steps and chooses as the loop does: in the same call, wherever that is settled beyond rounding."""
+    """Computes a frame's steps and chooses as the loop does: in the same call, where that is settled beyond rounding.
 
-    def __init__(self, run: Callable[[Frame], None], batch: Batch) -> None:
-        rows = len(batch.cur_pos)
-        self._run, self._batch = run, batch
+    logits: those of the last step, (rows, vocab), until the next.
+    """
+
+    def __init__(self, run: Callable[[Frame], None], frame: Frame, batch: Batch) -> None:
+        rows, vocab = len(batch.rows), frame.logits.shape[-1]
+        self._run, self._frame, self._batch = run, frame, batch
+        self.logits = frame.logits[:, 0]
         self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
-        self._ours = type(batch.sampler) is Sampler
-        seen = batch.sampler.seen if self._ours else None
+        ours = type(batch.sampler) is Sampler
+        seen = batch.sampler.seen if ours else None
         self._choice, self._seen = choice_by(batch.request.sampling, self._ids, seen), marks_of(seen)
-        self._able = False
-
-    def begin(self, frame: Frame) -> None:
-        """Let a frame's runs choose, too."""
-        vocab = frame.described.sizes.output.columns
-        self._able = self._ours and all(len(marks) == vocab for marks in self._seen)
+        self._able = ours and all(len(marks) == vocab for marks in self._seen)
         if self._able:
             frame.choose_by(self._choice)
 
-    def __call__(self, frame: Frame) -> Chosen:
+    def __call__(self) -> Chosen:
         """Compute the logits, and choose the next token of every row."""
         batch, draws = self._batch, None
         if self._able and (draws := batch.sampler.draw()) is not None:
             self._choice.draws = draws.data_ptr()
-        self._run(frame)
+        self._run(self._frame)
         if self._able:
             ids = list(self._ids)
-            if not any(ids[row] < 0 for row in batch.live):
-                for row, marks in enumerate(self._seen):
-                    marks[max(ids[row], 0)] = True  # as Sampler.note does, which takes 0.05 ms and more of a step
+            if min(ids) >= 0:
+                for id, marks in zip(ids, self._seen, strict=False):  # of which there may be none
+                    marks[id] = True  # as Sampler does, which takes 0.05 ms and more of a step
                 if batch.request.logprobs:
-                    return batch.outcome(torch.tensor(ids, device="cpu").clamp(min=0), frame.logits[:, 0])
-                return Chosen(ids, self._no_logprobs, frame.logits[:, 0] if batch.lasting else None)
+                    return batch.outcome(torch.tensor(ids, device="cpu"), self.logits)
+                return Chosen(ids, self._no_logprobs)
             batch.sampler.put_back([] if draws is None else [draws])
-        last = frame.logits[:, 0]
-        return batch.outcome(batch.sampler(last), last)
+        return batch.outcome(batch.sampler(self.logits), self.logits)
 
 
 def marks_of(seen: Tensor | None) -> list[Array[c_bool]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.fast.native_description import CACHES, mapped_matrix
+from llama.fast.native_caches import KINDS
+from llama.fast.native_description import mapped_matrix
 from llama.fast.native_library import Choice, NativeForward
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
@@ -72,7 +73,7 @@ def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format
     difference = first_difference(model, rows=3, length=150)  # more than two chunks of keys
     if difference is not None:
         raise Unsupported(f"the native code compiled here rounds {kind} differently from call to call: {difference}")
-    for held in CACHES[1:]:  # behind the static one, which has been compared
+    for held in list(KINDS)[1:]:  # behind the static one, which has been compared
         off = _off_from_cache(model, runner, held)
         if not off <= tolerance:
             raise Unsupported(
@@ -122,17 +123,17 @@ def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:
                 raise Unsupported(f"the native code compiled here reads the {name} of {weight.block} wrongly")
 
 
-def _off_from_cache(model: Transformer, runner: NativeRunner, cache: type[KVCache]) -> float:
+def _off_from_cache(model: Transformer, runner: NativeRunner, wanted: type[KVCache]) -> float:
     """Return how far native logits are from the modules', behind a prompt that is in a cache of a kind."""
-    name = next(name for name, kind in KVCache.kinds.items() if kind is cache)
+    name = next(name for name, kind in KVCache.kinds.items() if kind is wanted)
     prompt, step = torch.arange(80, device="cpu").view(1, 80), torch.arange(5, device="cpu").view(1, 5)
     with torch.inference_mode():
-        model.kv_cache = name
-        model(prompt)
-        held = [cache.copy() for cache in model.caches]
-        native = model(step, 80)
-        model.runner, model.caches = None, held
-        plain = model(step, 80)
+        held = model.new_cache(name)
+        model(prompt, cache=held)
+        copied = held.copy()
+        native = model(step, 80, cache=held)
+        model.runner = None
+        plain = model(step, 80, cache=copied)
         model.runner = runner
     return float((native - plain).abs().max() / plain.abs().max())
 

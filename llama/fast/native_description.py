@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from llama.costs import FILE_BLOCKS
 from llama.fast.native_library import Layer, Matrix, Model
 from llama.fast.supported import Unsupported, check_modules
-from llama.kv_cache import Int4Cache, Int8Cache, KVCache, PagedCache, StaticCache
-from llama.model import Attention, RMSNorm, Transformer, TransformerBlock
+from llama.model import RMSNorm, Transformer, TransformerBlock
 from llama.packed import Format, MappedWeight, QuantizedWeight, part_sizes
 from llama.quantize import PackedEmbedding, PackedLinear, quantized_weights
-from llama.rope import RopeTable
 
-CACHES = (StaticCache, Int8Cache, Int4Cache, PagedCache)  # the kinds that native code reads where they lie
 # The bits, span and whether there are zeros of packed weights that it reads.
 _PACKED = {(bits, 32, zeros) for bits in (4, 5, 8) for zeros in (False, True)} | {(6, 16, False)}
 # The types of a .gguf file whose blocks it reads, as the file numbers them, and what is in one.
@@ -40,27 +37,24 @@ _MULTIPLE = 32  # of numbers that the native code takes at a time
 
 @dataclass(frozen=True)
 class NativeModel:
-    """What the native code computes. It holds no weight: whoever calls makes sure that they are still where they were.
+    """What the native code computes, without any text. It holds no weight: the caller checks that they still lie there.
 
     dtype: of norms, cache, and plain matrices. vocab_size: how many ids the embedding knows. trainable: whether some
-    weight may want a gradient. attentions, caches: every layer's.
+    weight may want a gradient.
     """
 
     sizes: Model
     dtype: torch.dtype
     vocab_size: int
     trainable: bool
-    attentions: list[Attention]
-    caches: list[KVCache]
 
 
 def describe(model: Transformer) -> NativeModel:
     """Return what native code has to know of the model. Raises Unsupported."""
-    check_modules(model, CACHES)
+    check_modules(model)
     dtype = model.norm.weight.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise Unsupported(f"there is native code for float32 and bfloat16, not for {dtype}")
-    _check_caches([block.attention.cache for block in model.blocks], model.rope)
     sizes = _sizes(model)
     sizes.norm = check_tensor(model.norm.weight, (sizes.dim,), dtype)
     sizes.embedding = _matrix(model.tok_embeddings.weight, model.tok_embeddings.weight.shape[0], sizes.dim, sizes)
@@ -73,19 +67,7 @@ def describe(model: Transformer) -> NativeModel:
         dtype=dtype,
         vocab_size=sizes.embedding.columns,
         trainable=any(weight.requires_grad for weight in model.parameters()),
-        attentions=[block.attention for block in model.blocks],
-        caches=[block.attention.cache for block in model.blocks],
     )
-
-
-def _check_caches(caches: Sequence[KVCache], rope: RopeTable) -> None:
-    """Raise Unsupported where a cache of this model is none that native code serves; `rope`: the model's angles."""
-    kinds = {type(cache) for cache in caches}
-    if len(kinds) > 1:
-        raise Unsupported("the layers' caches are of different kinds")
-    for cache in caches:
-        if cache.rope is not rope:
-            raise Unsupported("a layer's cache has other angles than the model")
 
 
 def check_tensor(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -132,10 +114,8 @@ def _sizes(model: Transformer) -> Model:
         raise Unsupported("activations are of another dtype than norms")
     if any(norm.eps != model.norm.eps for norm in model.modules() if isinstance(norm, RMSNorm)):
         raise Unsupported("norms differ in their eps")
-    for block in model.blocks:
-        held = block.attention.cache.args
-        if (held.n_kv_heads, held.head_dim, block.attention.head_dim) != (sizes.kv_heads, head_dim, head_dim):
-            raise Unsupported("layers, or their caches, differ in their heads")
+    if any(block.attention.head_dim != head_dim for block in model.blocks):
+        raise Unsupported("layers differ in their heads")
     return sizes
 
 

@@ -71,7 +71,6 @@ class NativeBatch(ctypes.Structure):
         ("kind", c_int64),  # of the cache, see native_caches.py
         ("slots", c_int64),
         ("caches", POINTER(LayerCache)),  # of every layer, or none
-        ("places", c_void_p),
         ("kept", c_void_p),
         ("logits", c_void_p),
         ("choice", c_void_p),  # a Choice, or none
@@ -94,7 +93,6 @@ class Choice(ctypes.Structure):
         ("seen", c_void_p),  # or none
         ("draws", c_void_p),
         ("ids", c_void_p),
-        ("places", c_void_p),
         ("threads", c_int64),  # where no forward's choose
     )
 

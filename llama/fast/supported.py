@@ -1,14 +1,11 @@
 """Whether a model is what the fast steps compute: they work from its weights, past its modules. Knows the modules."""
 
-from collections.abc import Sequence
 from logging import Logger
-from operator import attrgetter
+from typing import cast
 
 from torch import nn
 
 from llama.generation import Generation, LanguageModel
-from llama.kv_cache import KVCache
-from llama.kv_cache.names import read_kind
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
@@ -42,11 +39,8 @@ class WarnOnce:
         self._said.add(said)
 
 
-def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
-    """Raise Unsupported where a module, hook, method of an instance or operation of the user's own would be ignored.
-
-    And where a layer's cache is none of the kinds that the step serves.
-    """
+def check_modules(model: Transformer) -> None:
+    """Raise Unsupported where a module, hook, method of an instance or operation of the user's own would be ignored."""
     if model.ranks.size > 1:
         raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:
@@ -55,18 +49,16 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         raise Unsupported("rope_theta=None: models without RoPE have no fast step")
     if type(model.rope) is not RopeTable:
         raise Unsupported("the angles are not those of a RopeTable as it is")
-    _check_attributes(model.rope)
+    check_attributes(model.rope)
     for name, module in model.named_modules():
         kind = type(module)
         ours = getattr(module, "ops", PLAIN) == PLAIN and getattr(module, "ranks", ALONE).size == 1
-        if isinstance(module, KVCache) and kind not in caches:
-            raise Unsupported(_without_step(module, caches))
         is_no_norm = kind is nn.Identity and name.endswith(("attention.q_norm", "attention.k_norm"))
-        if not ours or (kind not in _KNOWN and kind not in caches and not is_no_norm):
+        if not ours or (kind not in _KNOWN and not is_no_norm):
             raise Unsupported(f"{kind.__name__} is not one of the modules that the fast step computes")
         if module is not model and (module._forward_hooks or module._forward_pre_hooks):
             raise Unsupported(f"a hook watches {kind.__name__}")
-        _check_attributes(module)
+        check_attributes(module)
         _check_weights(module)
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise Unsupported("the embedding has a max_norm")
@@ -79,15 +71,7 @@ def check_modules(model: Transformer, caches: Sequence[type[KVCache]]) -> None:
         raise Unsupported("the model has no layers")
 
 
-def _without_step(cache: KVCache, served: Sequence[type[KVCache]]) -> str:
-    """Return the refusal of a cache, named as it was asked for unless it is of another kind."""
-    names = {kind: name for name, kind in KVCache.kinds.items()}
-    asked = cache.args.kv_cache
-    name = f"kv_cache={asked!r}" if read_kind(asked).name == names.get(type(cache)) else type(cache).__name__
-    return f"{name} has no fast step; these kinds have one: {', '.join(names[kind] for kind in served)}"
-
-
-def _check_attributes(instance: object) -> None:
+def check_attributes(instance: object) -> None:
     """Raise Unsupported if an attribute of the instance covers a method or a setting of its class.
 
     Those of `Generation` and of `LanguageModel` are exempt: they are called around forwards, or every model sets them.
@@ -108,9 +92,10 @@ def _check_weights(module: nn.Module) -> None:
         raise Unsupported(f"{type(module).__name__}.{min(others)} is no parameter")
 
 
-def caching_of(attentions: Sequence[Attention]) -> bool:
+def caching_of(model: Transformer) -> bool:
     """Return whether the cache is on. Raises Unsupported where it is on in some layers and off in others."""
-    settings = set(map(attrgetter("kv_caching"), attentions))
+    attentions = [block._modules["attention"] for block in model.layers._modules.values()]
+    settings = {cast(Attention, attention).kv_caching for attention in attentions}
     if len(settings) > 1:
         raise Unsupported("the cache is on in some layers and off in others")
     return True in settings

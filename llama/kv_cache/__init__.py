@@ -1,5 +1,7 @@
 """Keys and values of past tokens: the contract of a cache, and a file for each kind of it."""
 
+from llama.kv_cache.attended import Attended
+from llama.kv_cache.cache import Cache
 from llama.kv_cache.concat import ConcatCache
 from llama.kv_cache.contract import KVCache, check_lossless, use_kind
 from llama.kv_cache.names import cache_kind
@@ -9,6 +11,8 @@ from llama.kv_cache.static import StaticCache
 from llama.kv_cache.window import WindowCache
 
 __all__ = [
+    "Attended",
+    "Cache",
     "ConcatCache",
     "Int4Cache",
     "Int8Cache",

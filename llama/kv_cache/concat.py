@@ -1,11 +1,11 @@
 """The concatenating cache, as most teaching code has it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from llama.kv_cache.contract import KVCache
+from llama.kv_cache.contract import KVCache, last_call
 from llama.rows import Rows
 
 
@@ -25,7 +25,13 @@ class ConcatCache(KVCache, kind="concat"):
         else:
             self.keys, self.values = self._room(self.keys, rows.end, xk), self._room(self.values, rows.end, xv)
             self._write(rows, xk, xv)
-        return self.keys[:, : rows.end], self.values[:, : rows.end]
+        return self.keys, self.values
+
+    def predicted_bytes(
+        self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
+    ) -> int:
+        rows, length = last_call(prompts, ends)
+        return rows * length * self.position_bytes(itemsize)
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         return {name: buffer[:, :length] for name, buffer in super().state(rows).items()}
@@ -44,9 +50,9 @@ class ConcatCache(KVCache, kind="concat"):
 
     @staticmethod
     def _room(held: Tensor | None, end: int, like: Tensor) -> Tensor:
-        """Return a copy of what is held, with room for `end` positions."""
+        """Return a copy of what is held, with room for exactly `end` positions."""
         bsz = len(like)
         if held is None:
             return like.new_empty((bsz, end, *like.shape[2:]))
         missing = max(end - held.shape[1], 0)
-        return torch.cat((held[:bsz], like.new_empty((bsz, missing, *like.shape[2:]))), dim=1)
+        return torch.cat((held[:bsz, :end], like.new_empty((bsz, missing, *like.shape[2:]))), dim=1)

@@ -1,4 +1,4 @@
-"""The contract of a cache: keys and values of past tokens, for one attention layer.
+"""The contract of a kind of cache: keys and values of past tokens, for one attention layer of one text or batch.
 
 Knows tensors and positions. Does not know masks, sampling, or how many tokens were generated: the position is an
 argument of every call, so there is nothing to reset between prompts.
@@ -15,41 +15,48 @@ To add a kind, subclass KVCache in a file of your own and choose it by name (doc
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llama.args import ModelArgs
+from llama.kv_cache.attended import Attended
 from llama.kv_cache.names import cache_kind, read_kind
 from llama.rope import RopeTable, rotate
 from llama.rows import Rows
 
 
-class KVCache(nn.Module):
+class KVCache:
     """The contract: store new keys and values at their positions, return all that attention may look at.
 
     What a kind says of itself:
         lossless: what it returns are the very keys and values that it was given, none left out.
         unrotated: it is given keys before RoPE, and rotates what it returns by itself.
-        weighs: after each update it is told how much attention every key drew, see `weigh`.
         preallocates: its first update takes room for all that `reserve` was asked for.
+        shares_memory: its copies may share memory with it, and so compute in turn, in whatever threads.
         bound: how many positions it holds at most; None: as many as a text has.
 
+    Every tensor that is an attribute without an underscore is stored memory: it is counted, freed, copied and saved.
+    `layer` is the number of the layer, of `args.n_layers`; `rope` has the model's angles, for kinds that rotate keys.
     `reserved` are the rows and the length that `reserve` was asked for; zeros once the memory was given back.
     """
 
     kinds: ClassVar[dict[str, type["KVCache"]]] = {}
     lossless: ClassVar[bool] = True
     unrotated: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
     preallocates: ClassVar[bool] = False
+    shares_memory: ClassVar[bool] = False
+    observes: ClassVar[bool] = False  # found out: whether it has an `observe` of its own
+    counts_places: ClassVar[bool] = False  # whether it has a rope_starts of its own
     bound: int | None = None
     keys: Tensor | None
     values: Tensor | None
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
         super().__init_subclass__()
+        cls.observes = cls.observe is not KVCache.observe
+        cls.counts_places = cls.rope_starts is not KVCache.rope_starts
         if kind is None:
             return
         taken = KVCache.kinds.get(kind, cls)
@@ -57,24 +64,21 @@ class KVCache(nn.Module):
             raise ValueError(f"kind={kind!r} is taken by {taken.__qualname__}; choose another name")
         KVCache.kinds[kind] = cls
 
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.args = args
-        self.rope: RopeTable | None = None  # the model's angles, for kinds that rotate keys; None: there is no model
+    def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
+        self.args, self.layer = args, layer
+        self.rope = RopeTable.of(args) if rope is None else rope
         self.reserved = (0, 0)
+        self.keys = self.values = None
         self.configure(read_kind(args.kv_cache).params)
-        # Buffers follow the module's .to(); persistent=False keeps them out of checkpoints.
-        self.register_buffer("keys", None, persistent=False)
-        self.register_buffer("values", None, persistent=False)
 
     @staticmethod
-    def of(args: ModelArgs) -> "KVCache":
-        """Make the cache that `args.kv_cache` names, NAME or NAME:PARAMS. Raises ValueError."""
-        return KVCache.named(args.kv_cache)(args)
+    def of(args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> "KVCache":
+        """Make the cache of one layer that `args.kv_cache` names, NAME or NAME:PARAMS. Raises ValueError."""
+        return KVCache.named(args.kv_cache)(args, layer, rope)
 
     @staticmethod
     def named(text: str) -> type["KVCache"]:
-        """Return the kind that is named; raise ValueError where there is none of this name."""
+        """Return the kind that is named, NAME or NAME:PARAMS; raise ValueError where there is none of this name."""
         name = read_kind(text).name
         if name not in KVCache.kinds:
             known = ", ".join(sorted(KVCache.kinds))
@@ -105,29 +109,30 @@ class KVCache(nn.Module):
         return None
 
     def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
-        """Return which keys of the last update each query may see, (seqlen, kv_len) or (bsz, seqlen, kv_len) of bool.
+        """Return which keys of the last update each query may see, of bool.
 
-        xq is (bsz, seqlen, n_heads, head_dim); query i of a row stands at the row's start + i. None: all keys at or
-        before it, which stand at 0 .. kv_len - 1. A kind that drops keys says here from which position on a query of a
-        chunk may look; what may be seen must be finite.
+        (seqlen, kv_len), (bsz, seqlen, kv_len), or, where heads see different keys, (bsz, n_kv_heads or n_heads,
+        seqlen, kv_len). xq is (bsz, seqlen, n_heads, head_dim); query i of a row stands at the row's start + i. None:
+        all keys at or before it, which stand at 0 .. kv_len - 1. A kind that drops keys says here from which position
+        on a query of a chunk may look. All that the update returned must then be finite.
         """
         positions = self.key_positions()
         if positions is None:
             return None
         return positions[..., None, :] <= query_positions(rows, positions.device)
 
-    def rope_starts(self, rows: Rows) -> Sequence[int]:
+    def rope_starts(self, rows: Rows) -> tuple[int, ...]:
         """Return the positions by which RoPE rotates each row's first query, the others follow.
 
         They are the rows' own starts, or, for a kind that is `unrotated`, those that it counts itself.
         """
         return rows.starts
 
-    def weigh(self, mass: Tensor) -> None:
-        """Take the attention that every key of the last update drew, (bsz, n_kv_heads, kv_len), where `weighs`.
+    def observe(self, attended: Attended) -> None:
+        """Look at the attention of this call, and drop keys if that is what the kind does; right after `visible`.
 
-        Summed over the queries of the call and over the heads that share the key. Each query gives each head 1. Those
-        that pad a row, and all of a row that has ended, give nothing: `rows.kept` says how many of a row count.
+        Asked only of kinds that define it. What `update` returned is attended to afterwards, and must stay as it is.
+        Tokens that pad a row should count for nothing.
         """
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -139,9 +144,16 @@ class KVCache(nn.Module):
         """
         return 2 * self.args.n_kv_heads * self.args.head_dim * itemsize
 
-    def predicted_bytes(self, *, rows: int, length: int, itemsize: int) -> int:
-        """Return what it would hold, whatever it holds now, once it was fed `rows` x `length` positions from 0 on."""
-        return rows * length * self.position_bytes(itemsize)
+    def predicted_bytes(
+        self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
+    ) -> int:
+        """Return what it would hold, whatever it holds now, once rows were fed their prompts and then token by token.
+
+        prompts: how many tokens each row's prompt has; all are fed in one call. ends: how many tokens of each row are
+        fed in the end; then it leaves the batch. reserved: what `reserve` was asked for, (0, 0) where it was not.
+        itemsize: of the model's numbers. By default: as many positions as the longest row has, for each row.
+        """
+        return len(prompts) * max(ends) * self.position_bytes(itemsize)
 
     def reserve(self, rows: int, length: int) -> None:
         """Drop what is held; a kind that `preallocates` takes room for `rows` x `length` on its next update."""
@@ -150,14 +162,18 @@ class KVCache(nn.Module):
 
     def free(self) -> None:
         """Hold no memory until the next update."""
-        for name in self._buffers:
-            self._buffers[name] = None
+        for name in self.held():
+            setattr(self, name, None)
         self.reserved = (0, 0)
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the tensors that are stored now, by the names of their attributes."""
+        return {name: held for name, held in vars(self).items() if isinstance(held, Tensor) and name[0] != "_"}
 
     @property
     def nbytes(self) -> int:
         """The bytes that the cache holds now."""
-        return sum(buffer.nbytes for buffer in self.buffers())
+        return sum(held.nbytes for held in self.held().values())
 
     @property
     def slots(self) -> int | None:
@@ -166,32 +182,36 @@ class KVCache(nn.Module):
 
     # ---- texts that last ---------------------------------------------------------------------------------------------
 
-    def spread(self, rows: int) -> None:
+    def repeat_first_row(self, rows: int) -> None:
         """Let each of `rows` rows hold what row 0 holds."""
-        for name, buffer in list(self._buffers.items()):
-            if buffer is None:
-                continue
-            if buffer.shape[0] < rows:
-                self._buffers[name] = buffer[:1].expand(rows, *buffer.shape[1:]).clone()
+        for name, held in self.held().items():
+            if held.shape[0] < rows:
+                setattr(self, name, held[:1].expand(rows, *held.shape[1:]).clone())
             else:
-                buffer[1:rows] = buffer[:1]
+                held[1:rows] = held[:1]
 
-    def rewind(self, position: int) -> bool:
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let row i hold what row `rows[i]` holds; what the others held is given up. No row is named twice."""
+        stays = next((place for place, row in enumerate(rows) if place != row), len(rows))
+        for held in self.held().values():
+            held[stays : len(rows)] = held[list(rows[stays:])]
+
+    def truncate(self, position: int) -> bool:
         """Tell whether all rows may go on from `position`, before the end of what was fed, as if no more had been."""
         return True
 
-    def copy(self) -> "KVCache":
+    def copy(self) -> Self:
         """Return a cache of the same kind that holds the same: in memory of its own, or shared until one is written."""
         return deepcopy(self, {id(shared): shared for shared in (self.args, self.rope)})
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
-        """Return what is held as tensors by name, from which `restore` goes on; they may be the buffers themselves.
+        """Return what is held as tensors by name, from which `restore` goes on; they may be the very ones that it has.
 
         With `rows` and `length` no more than so many rows of a text of `length` positions need, where the kind can
-        tell: room that was never written stays out. A kind that remembers more than its buffers adds it here as a
+        tell: room that was never written stays out. A kind that remembers more than its tensors adds it here as a
         tensor, a count of each row as int64, and takes it back in `restore`.
         """
-        return {name: buffer[:rows] for name, buffer in self._buffers.items() if buffer is not None}
+        return {name: held[:rows] for name, held in self.held().items()}
 
     def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
         """Hold, in place of what is held, what `state(rows, length)` of a cache of the same kind and sizes gave.
@@ -199,9 +219,11 @@ class KVCache(nn.Module):
         The tensors belong to this cache then. Raises ValueError where they cannot be what such a cache gave; free it.
         """
         self.free()
-        if state.keys() - self._buffers.keys():
-            raise ValueError(f"the cache holds {sorted(self._buffers)}, but is given {sorted(state)}")
-        self._buffers.update(state)
+        names = {name for name, value in vars(self).items() if value is None and name[0] != "_"}
+        if state.keys() - names:
+            raise ValueError(f"the cache holds {sorted(names)}, but is given {sorted(state)}")
+        for name, tensor in state.items():
+            setattr(self, name, tensor)
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
@@ -233,8 +255,7 @@ class KVCache(nn.Module):
 
         For kinds that are `unrotated`; `furthest` is not below any place.
         """
-        rope = self.rope or RopeTable.of(self.args)
-        cos, sin = rope.up_to(furthest + 1, keys.device)
+        cos, sin = self.rope.up_to(furthest + 1, keys.device)
         if keys.dtype not in (torch.float32, torch.float64):
             return rotate(keys, (cos[places], sin[places]))
         turns = torch.complex(cos[: furthest + 1, :, ::2], sin[: furthest + 1, :, 1::2])  # a sixth of the time
@@ -281,6 +302,20 @@ def query_positions(rows: Rows, device: torch.device) -> Tensor:
     """Return where the queries of a call stand, (seqlen, 1), or (bsz, seqlen, 1) if rows start apart."""
     starts = torch.tensor(rows.starts if rows.start is None else rows.start, device="cpu").to(device, non_blocking=True)
     return starts[..., None, None] + torch.arange(rows.width, device=device)[:, None]
+
+
+def doubled(held: int, needed: int, most: int) -> int:
+    """Return the size of a buffer that grows by doubling, up to `most`, as a text is fed token by token."""
+    while held < needed:
+        held *= 2
+    return max(min(held, most), needed)
+
+
+def last_call(prompts: Sequence[int], ends: Sequence[int]) -> tuple[int, int]:
+    """Return how many rows the last call has that `predicted_bytes` speaks of, and where the furthest of them ends."""
+    steps = [end - prompt for prompt, end in zip(prompts, ends, strict=True)]
+    last = [end for end, count in zip(ends, steps, strict=True) if count == max(steps)]
+    return len(last), max(last)
 
 
 def check_state(state: Mapping[str, Tensor], sizes: Mapping[str, tuple[Sequence[int], torch.dtype | None]]) -> None:

@@ -7,22 +7,27 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache.contract import KVCache
+from llama.rope import RopeTable
 
 
 class CountingCache(KVCache):
     """A kind that does not hold every position as it came, so that not every position can be written again."""
 
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__(args)
+    def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
+        super().__init__(args, layer, rope)
         self._ends: list[int] = []  # of each row
 
     def free(self) -> None:
         super().free()
         self._ends = []
 
-    def spread(self, rows: int) -> None:
-        super().spread(rows)
+    def repeat_first_row(self, rows: int) -> None:
+        super().repeat_first_row(rows)
         self._ends = self._ends[:1] * rows
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        super().select_rows(rows)
+        self._ends = [self._ends[row] for row in rows]
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return what is held, and as `ends`, (rows,), up to where each row was written."""
@@ -35,23 +40,23 @@ class CountingCache(KVCache):
         super().restore({name: tensor for name, tensor in state.items() if name != "ends"}, rows, length)
         self._ends = ends
 
-    def rewind(self, position: int) -> bool:
+    def truncate(self, position: int) -> bool:
         return all(self._refusal(position, end) is None for end in self._ends)
 
     def _refusal(self, start: int, end: int) -> str | None:
         """Say why a row that was written up to `end` cannot go on from `start`, which is not behind that."""
         raise NotImplementedError
 
-    def _refuse_what_is_gone(self, starts: Sequence[int], real: Sequence[int]) -> None:
-        """Refuse a start that leaves a gap, or before which something is gone; a row that has ended may stay."""
-        for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+    def _refuse_what_is_gone(self, starts: Sequence[int]) -> None:
+        """Refuse a start that leaves a gap, or before which something is gone."""
+        for row, start in enumerate(starts):
             end = self._ends[row] if row < len(self._ends) else 0
-            if count and start > end:
+            if start > end:
                 raise ValueError(
                     f"the cache holds {end} positions of row {row}, so position {start} would leave a gap; "
                     "feed the positions before it first"
                 )
-            why = self._refusal(start, end) if count else None
+            why = self._refusal(start, end)
             if why is not None:
                 raise ValueError(why)
 

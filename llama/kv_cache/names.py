@@ -1,6 +1,12 @@
-"""How a kind of cache is named: NAME, NAME:PARAMS, FILE.py:NAME or FILE.py:NAME:PARAMS."""
+"""How a kind of cache is named: KIND for all layers, or KIND@LAYERS;...;KIND.
+
+KIND is NAME, NAME:PARAMS, FILE.py:NAME or FILE.py:NAME:PARAMS. LAYERS are numbers and Python ranges, joined by commas:
+`static@:2,-1;int4` is static in the first two layers and the last one, and int4 in the others. The first part that
+names a layer holds. A part without @ comes last, and names all layers that are left.
+"""
 
 import hashlib
+import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -8,15 +14,67 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """The parts of a kind's name; `file` and `params` are "" where they are left out."""
+    """The parts of one kind's name; `file` and `params` are "" where they are left out."""
 
     file: str
     name: str
     params: str
 
 
+def kinds_named(text: str) -> list[tuple[str, str | None]]:
+    """Return each KIND that is named, and its LAYERS; None for all that are left.
+
+    Raises ValueError for an empty KIND or LAYERS, and for parts behind one that names all layers that are left.
+    """
+    named: list[tuple[str, str | None]] = []
+    for part in text.split(";"):
+        kind, at, layers = part.rpartition("@") if "@" in part else (part, "", "")
+        if not kind or (at and not layers):
+            raise ValueError(f"kv_cache={text!r}: the part {part!r} must be KIND or KIND@LAYERS, such as int4@2:,0")
+        if named and named[-1][1] is None:
+            raise ValueError(f"kv_cache={text!r}: {named[-1][0]!r} has all layers, so none is left for {part!r}")
+        named.append((kind, layers if at else None))
+    return named
+
+
+def kinds_by_layer(text: str, n_layers: int) -> list[str]:
+    """Return the kind of each layer, NAME or NAME:PARAMS, of a model of `n_layers`.
+
+    Raises ValueError for a layer that no part names, and for LAYERS that are none of this model.
+    """
+    kinds: dict[int, str] = {}
+    for kind, layers in kinds_named(text):
+        for layer in range(n_layers) if layers is None else _numbers(text, layers, n_layers):
+            kinds.setdefault(layer, kind)
+    left = [layer for layer in range(n_layers) if layer not in kinds]
+    if left:
+        raise ValueError(
+            f"kv_cache={text!r} names no kind for layers {', '.join(map(str, left))} of {n_layers}; end it with ;KIND"
+        )
+    return [kinds[layer] for layer in range(n_layers)]
+
+
+def _numbers(text: str, layers: str, n_layers: int) -> list[int]:
+    """Return the layers that numbers and ranges, joined by commas, name."""
+    found: list[int] = []
+    for one in layers.split(","):
+        if re.fullmatch(r"-?\d{1,9}|(-?\d{1,9})?:(-?\d{1,9})?(:(-?[1-9]\d{0,8})?)?", one) is None:
+            raise ValueError(
+                f"kv_cache={text!r}: {one!r} names no layers; give a number or a range, such as 3, :2, 1:-1"
+            )
+        bounds = [int(number) if number else None for number in one.split(":")]
+        reach = n_layers if len(bounds) > 1 else n_layers - 1  # a range may end behind the last layer
+        if any(bound is not None and not -n_layers <= bound <= reach for bound in bounds[:2]):
+            raise ValueError(f"kv_cache={text!r}: {one} is outside of the model's {n_layers} layers")
+        named = range(n_layers)[slice(*bounds)] if len(bounds) > 1 else [range(n_layers)[bounds[0] or 0]]
+        if not named:
+            raise ValueError(f"kv_cache={text!r}: {one} names none of the model's {n_layers} layers")
+        found += named
+    return found
+
+
 def read_kind(text: str) -> Kind:
-    """Return the parts of a kind's name."""
+    """Return the parts of one kind's name."""
     head, dot, rest = text.rpartition(".py:")
     file = f"{head}.py" if dot else ""
     name, _, params = (rest if dot else text).partition(":")
@@ -24,14 +82,18 @@ def read_kind(text: str) -> Kind:
 
 
 def cache_kind(text: str) -> str:
-    """Return NAME or NAME:PARAMS of what is named; of FILE.py:NAME after running the file, which defines it.
+    """Return what is named, with NAME in place of FILE.py:NAME, after running the file, which defines it.
 
-    A file is run once. Raises ValueError, in a sentence, for one that cannot be run.
+    A file is run once. Raises ValueError, in a sentence, for one that cannot be run, and as `kinds_named` does.
     """
-    kind = read_kind(text)
-    if kind.file:
-        _run(text, Path(kind.file))
-    return f"{kind.name}:{kind.params}" if kind.params else kind.name
+    parts = []
+    for named, layers in kinds_named(text):
+        kind = read_kind(named)
+        if kind.file:
+            _run(text, Path(kind.file))
+        name = f"{kind.name}:{kind.params}" if kind.params else kind.name
+        parts.append(name if layers is None else f"{name}@{layers}")
+    return ";".join(parts)
 
 
 def _run(text: str, path: Path) -> None:

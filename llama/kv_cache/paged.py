@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache.contract import KVCache
+from llama.rope import RopeTable
 from llama.rows import Rows
 
 BLOCK = 16  # positions
@@ -33,7 +34,7 @@ class Pool:
         self.spare: list[int] = []
         self.caches: WeakSet[PagedCache] = WeakSet((cache,))
         self.left: deque[list[int]] = deque()
-        self.lock = Lock()  # sessions of a model compute in turn, but are dropped in any thread
+        self.lock = Lock()  # texts that share it compute in turn, but are dropped in any thread
 
     def give_back(self, table: list[int]) -> None:
         """Take a row's share of its blocks; the lock is held."""
@@ -59,13 +60,15 @@ class PagedCache(KVCache, kind="paged"):
 
     keys and values are the pool, (blocks, BLOCK, n_kv_heads, head_dim). It grows by an eighth when no block is free, so
     that texts that grow are seldom copied; `paged:BLOCKS` limits it. A block that several rows have is copied before
-    one of them writes into it. A row that has ended gives its blocks back. Attention wants keys in one piece, so the
+    one of them writes into it. A row that leaves gives its blocks back. Attention wants keys in one piece, so the
     plain path gathers the blocks of every row at every step: a copy of the cache; native code reads them in place.
     A copy shares the pool, and all the blocks, until one of the two writes.
     """
 
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__(args)
+    shares_memory = True
+
+    def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
+        super().__init__(args, layer, rope)
         self.tables: list[list[int]] = []
         self.pool = Pool(self)
 
@@ -77,8 +80,19 @@ class PagedCache(KVCache, kind="paged"):
             )
         self.most_blocks = int(params) if params else None
 
-    def predicted_bytes(self, *, rows: int, length: int, itemsize: int) -> int:
-        return rows * -(-length // BLOCK) * BLOCK * self.position_bytes(itemsize)
+    def predicted_bytes(
+        self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
+    ) -> int:
+        changes = Counter[int]()  # by step, the prompts' call being 0: how many more blocks are in use than before
+        for prompt, end in zip(prompts, ends, strict=True):
+            changes[0] += -(-prompt // BLOCK)
+            changes.update(range(-prompt % BLOCK + 1, end - prompt + 1, BLOCK))
+            changes[end - prompt + 1] -= -(-end // BLOCK)  # the row leaves before this step, which may not come
+        blocks = used = 0
+        for step in range(max(changes)):
+            used += changes[step]
+            blocks = blocks if used <= blocks else self._enlarged(blocks, used)
+        return blocks * BLOCK * self.position_bytes(itemsize)
 
     @property
     def slots(self) -> None:
@@ -91,13 +105,13 @@ class PagedCache(KVCache, kind="paged"):
         super().free()
         self.tables, self.pool = [], Pool(self)
 
-    def copy(self) -> "PagedCache":
+    def copy(self) -> Self:
         if type(self) is not PagedCache:  # what it holds besides is not known here
-            return super().copy()  # type: ignore[return-value]
-        other = object.__new__(PagedCache)  # a session is forked in no time: nothing of it is made anew
+            return super().copy()
+        other = object.__new__(type(self))  # a session is forked in no time: nothing of it is made anew
         with self.pool.lock:
             vars(other).update(vars(self))
-            other._buffers, other.tables = dict(self._buffers), [list(table) for table in self.tables]
+            other.tables = [list(table) for table in self.tables]
             for block in chain.from_iterable(other.tables):
                 self.pool.shares[block] += 1
             self.pool.caches.add(other)
@@ -117,13 +131,13 @@ class PagedCache(KVCache, kind="paged"):
         return {name: value for name, value in vars(self).items() if name != "pool"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        vars(self).update(state)
         held = Counter(chain.from_iterable(self.tables))
         self.pool = Pool(self)  # of its own
         self.pool.shares += [held[block] for block in range(0 if self.keys is None else len(self.keys))]
         self.pool.spare += [block for block in reversed(range(len(self.pool.shares))) if not held[block]]
 
-    def spread(self, rows: int) -> None:
+    def repeat_first_row(self, rows: int) -> None:
         """Let each of `rows` rows share the blocks of row 0."""
         with self.pool.lock:
             for row in range(1, len(self.tables)):
@@ -131,6 +145,12 @@ class PagedCache(KVCache, kind="paged"):
             self.tables = [list(self.tables[0]) for _ in range(rows)]
             for block in self.tables[0]:
                 self.pool.shares[block] += rows - 1
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        with self.pool.lock:
+            for row in set(range(len(self.tables))).difference(rows):
+                self._give_back(row)
+            self.tables = [self.tables[row] for row in rows]
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return the keys and values of all rows, (rows, length, n_kv_heads, head_dim), as other kinds have them."""
@@ -150,20 +170,20 @@ class PagedCache(KVCache, kind="paged"):
         self._take(starts, lengths, like=keys)
         slots, _ = self._slots(starts, lengths, length, keys.device)
         for pool, held in (("keys", keys), ("values", values)):
-            self.get_buffer(pool).flatten(0, 1)[slots] = held.flatten(0, 1)
+            getattr(self, pool).flatten(0, 1)[slots] = held.flatten(0, 1)
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
         bsz, width = len(rows.starts), rows.width
         self.args.check_room(bsz, rows.end)
-        self._take(rows.starts, rows.kept, like=xk)
+        self._take(rows.starts, rows.lengths, like=xk)
         assert self.keys is not None
         assert self.values is not None
-        slots, kept = self._slots(rows.starts, rows.kept, width, xk.device)
+        slots, kept = self._slots(rows.starts, rows.lengths, width, xk.device)
         for pool, new in ((self.keys, xk), (self.values, xv)):
             pool.flatten(0, 1)[slots] = new.flatten(0, 1)[kept]
         keys, values = self._gathered(self.keys, rows.end, bsz), self._gathered(self.values, rows.end, bsz)
-        for row, (start, count) in enumerate(zip(rows.starts, rows.kept, strict=True)):
+        for row, (start, count) in enumerate(zip(rows.starts, rows.lengths, strict=True)):
             if count < width:  # what is not kept is attended to under a mask, and so must be finite
                 keys[row, start : start + width], values[row, start : start + width] = xk[row], xv[row]
         return keys, values
@@ -176,9 +196,6 @@ class PagedCache(KVCache, kind="paged"):
             needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken
             left = list(self.pool.shares)  # by how many rows each block is had once others have copied it
             for row, (start, count) in enumerate(zip(starts, real, strict=True)):
-                if not count:  # the row has ended
-                    self._give_back(row)
-                    continue
                 table, end = self.tables[row], -(-(start + count) // BLOCK)
                 for place in range(start // BLOCK, min(end, len(table))):
                     if left[table[place]] > 1:
@@ -215,13 +232,17 @@ class PagedCache(KVCache, kind="paged"):
                 f"kv_cache={self.args.kv_cache!r}: {held + more} blocks of {BLOCK} positions are needed, and the pool "
                 f"may have {self.most_blocks}; take a larger pool, fewer rows or shorter texts"
             )
-        size = max(held + more, held + held // 8)
-        size = size if self.most_blocks is None else min(size, self.most_blocks)
+        size = self._enlarged(held, held + more)
         self._enlarge(dict.fromkeys(("keys", "values"), ((size, BLOCK, *like.shape[2:]), like.dtype)), like.device)
         for cache in self.pool.caches:
             cache.keys, cache.values = self.keys, self.values
         self.pool.shares += [0] * (size - held)
         self.pool.spare[:0] = range(size - 1, held - 1, -1)
+
+    def _enlarged(self, blocks: int, needed: int) -> int:
+        """Return how many blocks a pool of `blocks` has after it was enlarged for `needed`."""
+        size = max(needed, blocks + blocks // 8)
+        return size if self.most_blocks is None else min(size, self.most_blocks)
 
     def _slots(
         self, starts: Sequence[int], real: Sequence[int], seqlen: int, device: torch.device

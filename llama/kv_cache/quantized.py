@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.kv_cache.contract import check_state
+from llama.kv_cache.contract import check_state, doubled
 from llama.kv_cache.counting import CountingCache
+from llama.rope import RopeTable
 from llama.rows import Rows
 
 # docs/log.md shows what else was tried. Tokens that share a channel's scale of the keys, and numbers of a token that
@@ -41,20 +42,26 @@ class QuantizedCache(CountingCache):
     lossless = False
     preallocates = True
     bits: ClassVar[int]
+    key_codes: Tensor | None
 
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__(args)
+    def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
+        super().__init__(args, layer, rope)
         for side in _SIDES:
             for part in ("codes", "scale", "zero"):
-                self.register_buffer(f"{side}_{part}", None, persistent=False)
+                setattr(self, f"{side}_{part}", None)
 
     def position_bytes(self, itemsize: int) -> int:
         """Return the bytes of a position in a full group, with its share of the scales."""
         return self._group_bytes() // GROUP
 
-    def predicted_bytes(self, *, rows: int, length: int, itemsize: int) -> int:
+    def predicted_bytes(
+        self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
+    ) -> int:
         newest = 2 * GROUP * self.args.n_kv_heads * self.args.head_dim * itemsize
-        return rows * (-(-length // GROUP) * self._group_bytes() + newest)
+        first, last, most = (
+            -(-length // GROUP) for length in (max(*prompts, reserved[1]), max(ends), self.args.max_seq_len)
+        )
+        return max(len(prompts), reserved[0]) * (doubled(first, last, most) * self._group_bytes() + newest)
 
     def _group_bytes(self) -> int:
         args = self.args
@@ -64,20 +71,20 @@ class QuantizedCache(CountingCache):
 
     @property
     def slots(self) -> int | None:
-        codes = self._buffers["key_codes"]
+        codes = self.key_codes
         return None if codes is None else codes.shape[1] * GROUP
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
         starts, bsz = rows.starts, len(rows.starts)
-        self._refuse_what_is_gone(starts, rows.kept)
+        self._refuse_what_is_gone(starts)
         self.args.check_room(bsz, rows.end)
         self._take(bsz, -(-rows.end // GROUP), like=xk)
         keys, values = self._whole("key", starts, xk), self._whole("value", starts, xv)
-        for row, (start, count) in enumerate(zip(starts, rows.kept, strict=True)):
+        for row, (start, count) in enumerate(zip(starts, rows.lengths, strict=True)):
             self._keep("key", row, start, start + count, keys[row])
             self._keep("value", row, start, start + count, values[row])
-        self._note_ends(starts, rows.kept)
+        self._note_ends(starts, rows.lengths)
         if self.unrotated:
             keys = self.rotated(keys, torch.arange(keys.shape[1], device=keys.device), keys.shape[1] - 1)
         return keys, values
@@ -108,7 +115,7 @@ class QuantizedCache(CountingCache):
 
     def _take(self, rows: int, groups: int, like: Tensor) -> None:
         """Have room for `groups` groups of `rows` rows; more than that by doubling, up to the model's limit."""
-        codes = self._buffers["key_codes"]
+        codes = self.key_codes
         held_rows, held = (0, 0) if codes is None else codes.shape[:2]
         if held_rows >= rows and held >= groups:
             return
@@ -129,8 +136,8 @@ class QuantizedCache(CountingCache):
 
     def _whole(self, side: str, starts: Sequence[int], new: Tensor) -> Tensor:
         """Return all there is, (bsz, kv_len, n_kv_heads, head_dim): groups dequantised, and the rest as it came."""
-        codes, scale, zero = (self.get_buffer(f"{side}_{part}") for part in ("codes", "scale", "zero"))
-        newest = self.get_buffer(f"{side}s")
+        codes, scale, zero = (getattr(self, f"{side}_{part}") for part in ("codes", "scale", "zero"))
+        newest = getattr(self, f"{side}s")
         bsz, seqlen = new.shape[:2]
         full = max(starts) // GROUP
         whole = new.new_empty((bsz, max(starts) + seqlen, *new.shape[2:]))
@@ -156,10 +163,10 @@ class QuantizedCache(CountingCache):
             else:
                 held = quantize(groups, bits=self.bits, parts=value_parts(groups.shape[-1]))
             for part, numbers in zip(("codes", "scale", "zero"), held, strict=True):
-                self.get_buffer(f"{side}_{part}")[row, first:full] = numbers
+                getattr(self, f"{side}_{part}")[row, first:full] = numbers
         begin = _newest(end)  # also where it is full: its tokens may be fed once more
         if end > start:
-            self.get_buffer(f"{side}s")[row, : end - begin] = whole[begin:end]
+            getattr(self, f"{side}s")[row, : end - begin] = whole[begin:end]
 
 
 class Int8Cache(QuantizedCache, kind="int8"):

@@ -1,10 +1,10 @@
 """The static cache: memory taken once, and written in place."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from llama.kv_cache.contract import KVCache
+from llama.kv_cache.contract import KVCache, doubled
 from llama.rows import Rows
 
 
@@ -28,16 +28,18 @@ class StaticCache(KVCache, kind="static"):
         self._write(rows, xk, xv)
         return self.keys[:bsz, :end], self.values[:bsz, :end]
 
+    def predicted_bytes(
+        self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
+    ) -> int:
+        rows, length = max(len(prompts), reserved[0]), max(*prompts, reserved[1])
+        return rows * doubled(length, max(ends), self.args.max_seq_len) * self.position_bytes(itemsize)
+
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         return {name: buffer[:, :length] for name, buffer in super().state(rows).items()}
 
     def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
         self._in_order(state, rows, length)
         super().restore(state, rows, length)
-
-    def adopt(self, keys: Tensor, values: Tensor) -> None:
-        """Hold these buffers, whose addresses a runner relies on, in place of what is held."""
-        self.keys, self.values = keys, values
 
     def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the whole buffers, with room for `rows` x `length` at least: for who writes into them by himself."""

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
+from llama.kv_cache.contract import doubled
 from llama.kv_cache.counting import CountingCache
+from llama.rope import RopeTable
 from llama.rows import Rows
 
 DEFAULT_SINKS = 4  # of which the paper finds that more help no further
@@ -31,8 +33,8 @@ class WindowCache(CountingCache, kind="window"):
     unrotated = True
     preallocates = True
 
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__(args)
+    def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
+        super().__init__(args, layer, rope)
         self._seen: Tensor | None = None
         self._positions: Tensor | None = None
 
@@ -41,8 +43,12 @@ class WindowCache(CountingCache, kind="window"):
         self.bound = self.window + self.sinks
         self.last = self.bound - 1  # the place of a query whose window is whole
 
-    def predicted_bytes(self, *, rows: int, length: int, itemsize: int) -> int:
-        return rows * min(self.window + self.sinks, length) * self.position_bytes(itemsize)
+    def predicted_bytes(
+        self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
+    ) -> int:
+        most = self.window + self.sinks
+        rows, length = max(len(prompts), reserved[0]), min(max(*prompts, reserved[1]), most)
+        return rows * doubled(length, min(max(ends), most), most) * self.position_bytes(itemsize)
 
     def free(self) -> None:
         super().free()
@@ -62,24 +68,25 @@ class WindowCache(CountingCache, kind="window"):
     def slots(self) -> None:
         return None
 
-    def rope_starts(self, rows: Rows) -> Sequence[int]:
-        return [min(start, self.last) for start in rows.starts]
+    def rope_starts(self, rows: Rows) -> tuple[int, ...]:
+        return tuple(min(start, self.last) for start in rows.starts)
 
     def key_positions(self) -> Tensor | None:
         return self._positions
 
     def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
-        return self._seen
+        seen, self._seen = self._seen, None  # as large as a prompt's scores: no layer holds it until its next call
+        return seen
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
         starts, bsz = rows.starts, len(rows.starts)
-        self._refuse_what_is_gone(starts, rows.kept)
+        self._refuse_what_is_gone(starts)
         self.args.check_room(bsz, 0)
         self._take(bsz, min(rows.end, self.window + self.sinks), like=xk)
         whole = None if rows.width == 1 else self._chunk(starts, xk, xv)  # before what it looks at is written over
-        self._keep(starts, rows.kept, xk, xv)
-        self._note_ends(starts, rows.kept)
+        self._keep(starts, rows.lengths, xk, xv)
+        self._note_ends(starts, rows.lengths)
         return self._step(starts) if whole is None else whole
 
     def _refusal(self, start: int, end: int) -> str | None:

@@ -30,6 +30,7 @@ from llama.costs import size
 from llama.exact import slowdown
 from llama.files import check_writable
 from llama.kv_cache import KVCache, cache_kind
+from llama.kv_cache.names import kinds_named
 from llama.machine import available_memory, environment
 from llama.model import Transformer
 from llama.parallel import world_size
@@ -140,7 +141,7 @@ def check_numbers(*, seed: int | None, runs: int, **sizes: int) -> None:
 def lossless_kind(text: str) -> str:
     """Return the name of the kind that is asked for; refuse one that says itself that it changes what it is given."""
     kind = cache_kind(text)
-    if not KVCache.named(kind).lossless:
+    if not all(KVCache.named(part).lossless for part, _ in kinds_named(kind)):
         raise ValueError(
             f"kv_cache={text!r} does not keep all it is given, so it is not equal by design and cannot be certified; "
             f"llama-kv bench --preset caches --kv_cache {shlex.quote(text)} measures how far off it is"

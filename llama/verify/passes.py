@@ -101,19 +101,17 @@ def all_passes(
 
 def in_one_pass(model: Transformer, texts: Texts) -> Iterator[Chunk]:
     """Yield the logits of every text, fed without the cache."""
-    with model.switched(kv_caching=False):
-        logits = model(padded(texts, width=max(map(len, texts)), device=model.device))
+    logits = model.with_kv_caching(False)(padded(texts, model.device))
     yield from ((row, 0, logits[row, : len(text)]) for row, text in enumerate(texts))
 
 
 def _through_cache(model: Transformer, texts: Texts, cuts: Sequence[int]) -> Iterator[Chunk]:
     longest = max(map(len, texts))
     starts = [0] * len(texts)
-    with model.switched(kv_caching=True):
-        model.reserve_cache(len(texts), longest)
-        for cut in (*cuts, longest):
-            ends = [cut - longest + len(text) for text in texts]
-            fed = [text[start:end] for text, start, end in zip(texts, starts, ends, strict=True)]
-            logits = model(padded(fed, width=max(map(len, fed)), device=model.device), starts)
-            yield from ((row, starts[row], logits[row, : len(ids)]) for row, ids in enumerate(fed))
-            starts = ends
+    cached, cache = model.with_kv_caching(True), model.new_cache(rows=len(texts), length=longest)
+    for cut in (*cuts, longest):
+        ends = [cut - longest + len(text) for text in texts]
+        fed = [text[start:end] for text, start, end in zip(texts, starts, ends, strict=True)]
+        logits = cached(padded(fed, model.device), starts, cache=cache)
+        yield from ((row, starts[row], logits[row, : len(ids)]) for row, ids in enumerate(fed))
+        starts = ends

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama.batch import NonFiniteLogits
 from llama.model import Transformer
-from llama.request import Options
+from llama.request import Options, Step
 from llama.session import Session
 from llama.session_file import IdsOnly
 from llama.streaming import TextStream
@@ -44,9 +44,9 @@ def session_passes(model: Transformer, texts: Texts, seed: int) -> dict[str, Ite
 
 
 def _some_rows(model: Transformer, texts: Texts, way: Way, dice: random.Random) -> Iterator[Chunk]:
-    with model.switched(kv_caching=True):
-        for row in sorted(dice.sample(range(len(texts)), -(-len(texts) // SHARE))):
-            yield from ((row, position, logits) for position, logits in way(model, list(texts[row]), dice))
+    cached = model.with_kv_caching(True)
+    for row in sorted(dice.sample(range(len(texts)), -(-len(texts) // SHARE))):
+        yield from ((row, position, logits) for position, logits in way(cached, list(texts[row]), dice))
 
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
@@ -192,11 +192,18 @@ def _in_rows(
         prompts.append([*text[given:start], *_astray(text[start : ends[-1]], model.args.vocab_size)])
     room = [min(ANSWER, len(text) - end + 1) for end in (*ends, ends[-1])][: len(prompts)]
     made: list[Tensor] = []
+    steps: list[tuple[int, Step]] = []  # each with the index of its logits
     with heard(model, made, []), suppress(NonFiniteLogits):
+        options["on_step"] = lambda step: steps.append((len(made), step))
         model.generate_tokens(prompts, room, stop_ids=(), **options)
-    made = [logits for logits in made if len(logits) == len(prompts)]  # but for what was fed once
     for row, (end, following) in enumerate(pairwise([*ends, len(text) + 1])):
-        yield from _while_alike(text[: following - 1], end, [logits[row : row + 1] for logits in made])
+        of_row = [  # but for what was fed once
+            made[index][place : place + 1]
+            for index, step in steps
+            for place, (fed, cur_pos) in enumerate(zip(step.rows, step.cur_pos, strict=True))
+            if fed == row and cur_pos >= end
+        ]
+        yield from _while_alike(text[: following - 1], end, of_row)
 
 
 def _while_alike(text: Sequence[int], end: int, steps: Sequence[Tensor]) -> Iterator[Place]:

@@ -1,29 +1,29 @@
 """A real generation, with the cache and without, as plain values: what each step was fed, read, wrote, held and took.
 
-One run has hooks, on attention and on the model; what they saw is kept, and they are gone. Two more, one of each mode,
-have none and are timed. All go by the plain modules, for a faster step computes past the hooks. Knows models and
-caches; does not know how a recording is shown.
+One run feeds a cache that notes what each step's newest token finds in it. Two more, one of each mode, are timed, with
+a cache that notes nothing and with none. All go by the plain modules, of which the cache sees every step. Knows models
+and caches; does not know how a recording is shown.
 """
 
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.cores import LEAST_SECONDS, OtherLoad, disturbs
 from llama.costs import forward_flops, kv_bytes, step_bytes
-from llama.kv_cache import KVCache
+from llama.generation import Generation
+from llama.kv_cache import Attended, Cache, KVCache
 from llama.kv_cache.paged import BLOCK, PagedCache
 from llama.kv_cache.quantized import GROUP, QuantizedCache
-from llama.model import Attention, Transformer
+from llama.model import Transformer
 from llama.ops import Scoring, attention_weights, check_attention
 from llama.quantize import weights_of
 from llama.request import Options, Step
@@ -125,47 +125,46 @@ def record(
     """Generate from a prompt, a text or its ids, three times alike, and return what happened.
 
     `options` as in `model.generate`, as far as they choose tokens or the kind of cache; the seed is 1 unless another is
-    given, so that the runs draw alike. `progress` is called at every step of every run. The model is afterwards as it
-    was, after an error too. Raises ValueError as `generate` does, where several processes share the model, and where
+    given, so that the runs draw alike. `progress` is called at every step of every run. The model is unchanged, and may
+    do other work meanwhile. Raises ValueError as `generate` does, where several processes share the model, and where
     `attend` of its operations is not marked as softmax attention: its weights would not be those that are shown.
     """
     _check(model, options)
-    kv_cache = options.pop("kv_cache", None)
+    plain = copy(model)  # of the same modules
+    plain.runner = None
+    empty = plain.new_cache(options.get("kv_cache"))
     ids = encode_prompt(tokenizer, prompt)
-    length, cut = _steps_to_show(model, kv_cache, len(ids), max_gen_len)
+    length, cut = _steps_to_show(model, empty, len(ids), max_gen_len)
     options["seed"] = 1 if options.get("seed") is None else options["seed"]
 
-    def run(*, kv_caching: bool) -> _Run:
-        run = _Run(model, progress)
+    def run(model: Transformer | _Watched, *, kv_caching: bool) -> _Run:
+        run = _Run(progress)
         mode: Options = {**options, "kv_caching": kv_caching, "on_step": run}
         result = model.generate(tokenizer, [ids], length, stop=stop, **mode)[0]
         run.began.append(time.perf_counter())
         run.ids = [*ids, *result["ids"]]
         return run
 
-    with model.switched(kv_caching=model.kv_caching, kv_cache=kv_cache), _plain(model):
-        with _hooked(model) as seen:
-            hooked = run(kv_caching=True)
-        load = OtherLoad()
-        load.start()
-        on, off = run(kv_caching=True), run(kv_caching=False)
-        others = load.stop()
-        cache = model.caches[0]
-        layout = _layout(cache, model.dtype.itemsize, seen[0].room)
-        costs = _Costs.of(model, layout)
+    seen: list[_Seen] = []
+    shown = run(_Watched(plain, seen), kv_caching=True)
+    load = OtherLoad()
+    load.start()
+    on, off = run(plain, kv_caching=True), run(plain, kv_caching=False)
+    others = load.stop()
+    costs = _Costs.of(plain, _layout(empty.layers[0], model.dtype.itemsize, seen[0].room))
     busy = _busy(others, off.began[-1] - on.began[0])
-    notes = [*_differences(hooked, on, off, lossless=cache.lossless), *busy, *cut]
+    notes = [*_differences(shown, on, off, lossless=all(layer.lossless for layer in empty.layers)), *busy, *cut]
     steps = zip(seen, on.works(costs, seen), off.works(costs), strict=False)  # the shortest, should they differ
     return Recording(
         args=model.args,
-        layout=layout,
+        layout=costs.layout,
         where=f"{str(model.dtype).removeprefix('torch.')} on {model.device}",
         itemsize=costs.itemsize,
         prompt_len=len(ids),
-        texts=_pieces(tokenizer, hooked.ids),
+        texts=_pieces(tokenizer, shown.ids),
         texts_off=_pieces(tokenizer, off.ids),
         moments=tuple(
-            Moment(work, other, tuple(what.positions), tuple(what.attention), _likely(tokenizer, what, hooked.ids))
+            Moment(work, other, tuple(what.positions), tuple(what.attention), _likely(tokenizer, what, shown.ids))
             for what, work, other in steps
         ),
         notes=tuple(notes),
@@ -182,12 +181,10 @@ def _check(model: Transformer, options: Options) -> None:
         raise ValueError(f"a recording is of one text, from its beginning, in both modes; leave out {min(idle)}")
 
 
-def _steps_to_show(
-    model: Transformer, kv_cache: str | None, prompt_len: int, max_gen_len: int
-) -> tuple[int, list[str]]:
+def _steps_to_show(model: Transformer, empty: Cache, prompt_len: int, max_gen_len: int) -> tuple[int, list[str]]:
     """Return how many steps are shown at most, and where that is less than was asked for, why."""
     most, why, limit = MOST_STEPS, "more cannot be looked at on a page", model.args.max_seq_len
-    if model.bound(kv_cache) is not None and limit - prompt_len < most:
+    if empty.bound is not None and limit - prompt_len < most:
         most, why = limit - prompt_len, f"without the cache a text ends at max_seq_len={limit}"
         if most < 1:
             raise ValueError(f"the prompt has {prompt_len} tokens, and {why}, which a recording shows, too; shorten it")
@@ -210,7 +207,7 @@ def _busy(others: float | None, seconds: float) -> list[str]:
 
 @dataclass
 class _Seen:
-    """What the hooks saw in one step, layer by layer; and the likely next tokens, as ids with their probabilities."""
+    """What was seen of one step, layer by layer; and the likely next tokens, as ids with their probabilities."""
 
     end: int = 0  # the position behind the newest token
     positions: list[tuple[int, ...]] = field(default_factory=list)
@@ -253,113 +250,101 @@ class _Costs:
 
 @dataclass
 class _Run:
-    """A generation as `on_step` sees it: what each step was fed, when it began, and what the caches held then."""
+    """A generation as `on_step` sees it: what each step was fed, from where to where, when it began, what was held."""
 
-    model: Transformer
     progress: Callable[[], None]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[tuple[int, int]] = field(default_factory=list)
     began: list[float] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
     def __call__(self, step: Step) -> None:
-        self.steps.append(step)
-        self.held.append(_bytes_held(self.model))
+        self.steps.append((step.prev_pos[0], step.cur_pos[0]))
+        self.held.append(0 if step.cache is None else step.cache.nbytes)
         self.progress()
         self.began.append(time.perf_counter())
 
     def works(self, costs: _Costs, seen: Sequence[_Seen] | None = None) -> Iterator[Work]:
         """Yield what every step did; with the cache on, `seen` says what it found there."""
-        for number, (step, held) in enumerate(zip(self.steps, self.held, strict=True)):
-            start, ms = step.prev_pos[0], (self.began[number + 1] - self.began[number]) * 1000
+        for number, ((start, end), held) in enumerate(zip(self.steps, self.held, strict=True)):
+            ms = (self.began[number + 1] - self.began[number]) * 1000
             cached = 0 if seen is None else max(map(len, seen[number].positions))
             held = held if seen is None else seen[number].bytes_held
-            yield costs.work(start, step.cur_pos[0] - start, cached=cached, bytes_held=held, ms=ms)
+            yield costs.work(start, end - start, cached=cached, bytes_held=held, ms=ms)
 
 
-@contextmanager
-def _plain(model: Transformer) -> Iterator[None]:
-    """Let the modules run all forwards."""
-    runner, model.runner = model.runner, None
-    try:
-        yield
-    finally:
-        model.runner = runner
+# ---- what the cache sees ---------------------------------------------------------------------------------------------
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
+class _Recorded(KVCache):
+    """Mixed into a kind of cache: it notes which positions the newest query looks at, and how it weighs them."""
+
+    _recording: list[_Seen]
+
+    def observe(self, attended: Attended) -> None:
+        step, end = self._recording[-1], attended.rows.end
+        step.end = end
+        positions, weights = look(attended.xq[:1, -1:], attended.keys[:1], end, attended.visible, attended.scoring)
+        step.positions.append(positions)
+        step.attention.append(weights)
+        super().observe(attended)
 
 
-@contextmanager
-def _hooked(model: Transformer) -> Iterator[list[_Seen]]:
-    """Note what every forward of one row sees, until the block ends, however it does."""
-    seen: list[_Seen] = []
+class _Watched(Generation):
+    """A model whose caches are recorded: what the loop needs of it, see `llama.generation.LanguageModel`."""
 
-    def before(*_: object) -> None:
-        seen.append(_Seen())
+    def __init__(self, model: Transformer, seen: list[_Seen]) -> None:
+        self._model, self._seen = model, seen
+        self.args, self.device, self.kv_caching = model.args, model.device, model.kv_caching
 
-    def after(_: nn.Module, __: Any, logits: Tensor) -> None:
-        top = logits[0, -1].softmax(-1).topk(min(LIKELY, logits.shape[-1]))
-        seen[-1].likely = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        seen[-1].bytes_held = _bytes_held(model)
-        seen[-1].room = model.caches[0].slots or 0
+    def with_kv_caching(self, value: bool) -> Self:
+        return type(self)(self._model.with_kv_caching(value), self._seen)
 
-    with ExitStack() as undo:
-        for hook in (model.register_forward_pre_hook(before), model.register_forward_hook(after)):
-            undo.callback(hook.remove)
-        for layer in model.blocks:
-            undo.enter_context(_hooked_attention(layer.attention, seen))
-        yield seen
+    def new_cache(self, kind: str | None = None, *, rows: int = 0, length: int = 0) -> Cache:
+        cache = self._model.new_cache(kind)
+        made = Cache([self._recorded(layer) for layer in cache.layers], cache.kind)
+        made.reserve(rows, length)
+        return made
 
+    def _recorded(self, layer: KVCache) -> KVCache:
+        """Return an empty cache of the same kind, for the same layer, that notes what it sees."""
+        kind: Any = type(f"Recorded{type(layer).__name__}", (_Recorded, type(layer)), {})
+        made: _Recorded = kind(layer.args, layer.layer, layer.rope)
+        made._recording = self._seen
+        return made
 
-@contextmanager
-def _hooked_attention(attention: Attention, seen: list[_Seen]) -> Iterator[None]:
-    """Note which positions a layer's newest query looks at, and how it weighs them."""
-    ops = attention.ops
-
-    @wraps(ops.attend)  # with its mark: a kind may ask for the weights
-    def attend(
-        xq: Tensor, keys: Tensor, values: Tensor, rows: Rows, visible: Tensor | None, scoring: Scoring
+    def __call__(
+        self, tokens: Tensor, start_pos: Rows, *, cache: Cache | None, logits: Literal["all", "last"]
     ) -> Tensor:
-        end = rows.starts[0] + rows.width
-        seen[-1].end = end
-        positions, weights = look(xq[:1, -1:], keys[:1], end, visible, scoring)
-        seen[-1].positions.append(positions)
-        seen[-1].attention.append(weights)
-        return ops.attend(xq, keys, values, rows, visible, scoring)
-
-    try:
-        attention.ops = ops._replace(attend=attend)
-        yield
-    finally:
-        attention.ops = ops
+        assert cache is not None
+        self._seen.append(_Seen())
+        made: Tensor = self._model(tokens, start_pos, cache=cache, logits=logits)
+        top = made[0, -1].softmax(-1).topk(min(LIKELY, made.shape[-1]))
+        self._seen[-1].likely = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        self._seen[-1].bytes_held, self._seen[-1].room = cache.nbytes, cache.layers[0].slots or 0
+        return made
 
 
 def look(
     query: Tensor, keys: Tensor, end: int, visible: Tensor | None, scoring: Scoring
 ) -> tuple[tuple[int, ...], bytes]:
-    """Return which positions a query, (1, 1, n_heads, head_dim), looks at, and n_heads weights of each in 8 bits.
+    """Return which positions a query, (1, 1, n_heads, head_dim), looks at by any head, and n_heads weights in 8 bits.
 
     `keys` are (1, kv_len, n_kv_heads, head_dim), `visible` and `scoring` as in `llama.ops.attend`; the query stands at
     end - 1. The weights are of an explicit softmax in float32 or wider.
     """
     device, kv_len, positions = keys.device, keys.shape[1], scoring.key_positions
     stand = torch.arange(kv_len, device=device) if positions is None else positions.reshape(-1, kv_len)[0]
-    shown = stand < end if visible is None else visible.reshape(-1, *visible.shape[-2:])[0, -1]
-    index = shown.nonzero()[:, 0]
+    shown = (stand < end)[None] if visible is None else visible.reshape(-1, *visible.shape[-2:])[:, -1]  # by head, or 1
+    index = shown.any(0).nonzero()[:, 0]
     index = index[stand[index].argsort()]
-    everything = torch.ones(1, len(index), dtype=torch.bool, device=device)
     scoring = scoring._replace(key_positions=stand[index])
-    weights = attention_weights(query, keys[:, index], end - 1, everything, scoring)[0, :, 0]  # (n_heads, len(index))
+    weights = attention_weights(query, keys[:, index], end - 1, shown[None, :, None, index], scoring)[0, :, 0]
     levels = (weights * LEVELS).round().to(torch.uint8).cpu()
     return tuple(stand[index].tolist()), bytes(levels.flatten().tolist())
 
 
 # ---- what was seen, in plain values ----------------------------------------------------------------------------------
-
-
-def _bytes_held(model: Transformer) -> int:
-    return sum(cache.nbytes for cache in model.caches)
 
 
 def _layout(cache: KVCache, itemsize: int, room: int) -> Layout:
@@ -391,13 +376,13 @@ def _likely(tokenizer: TextCodec, seen: _Seen, ids: Sequence[int]) -> tuple[Cand
     return tuple(made)
 
 
-def _differences(hooked: _Run, on: _Run, off: _Run, *, lossless: bool) -> list[str]:
+def _differences(shown: _Run, on: _Run, off: _Run, *, lossless: bool) -> list[str]:
     """Say where the runs did not make the same text."""
     notes = []
-    where = _first_difference(hooked.ids, on.ids)
+    where = _first_difference(shown.ids, on.ids)
     if where is not None:
         notes.append(f"From token {where} on the run that was timed made another text than the one that is shown.")
-    where = _first_difference(hooked.ids, off.ids)
+    where = _first_difference(shown.ids, off.ids)
     if where is not None:
         why = (
             "two tokens were nearly as likely, and rounding decided"

@@ -25,15 +25,15 @@ TEXT = torch.arange(SCORED + 9).remainder(40).tolist()  # more than are scored a
 
 
 def one_pass(engine: LlamaEngine) -> list[int]:
-    with torch.inference_mode(), engine.model.switched(kv_caching=False):
-        likely: list[int] = engine.model(torch.tensor([TEXT]))[0].argmax(-1).tolist()
+    with torch.inference_mode():
+        likely: list[int] = engine.model.with_kv_caching(False)(torch.tensor([TEXT]))[0].argmax(-1).tolist()
     return likely
 
 
 def test_the_most_likely_tokens_are_those_of_one_pass() -> None:
     engine = LlamaEngine(tiny_model(tiny_args(max_seq_len=96), dtype=torch.float32), Bytes())
     assert engine.most_likely(TEXT) == (one_pass(engine), "plain")
-    assert all(cache.nbytes == 0 for cache in engine.model.caches)
+    assert engine.model.cache is None
 
 
 def test_llama_cpp_finds_the_same_most_likely_with_the_same_weights() -> None:

@@ -32,7 +32,7 @@ from llama.commands import benchmark_inference as script
 from llama.cores import OtherLoad
 from llama.kv_cache import KVCache
 from llama.machine import environment
-from llama.perplexity import compare, with_cache_kind
+from llama.perplexity import compare
 from llama.streaming import encode_prompt
 
 KINDS = ["int8", "window:40+4", "paged"]
@@ -123,7 +123,7 @@ def test_the_divergence_is_that_of_two_models_in_lockstep(base: Cell, whole: Rep
     ids = encode_prompt(tokenizer, read_text())[: PROMPT_LEN + 20]
     assert whole["caches"] is not None
     for record in whole["caches"]["kinds"]:
-        wanted, found = compare(model, with_cache_kind(model, record["kind"]), ids), record["quality"]
+        wanted, found = compare(model, record["kind"], ids), record["quality"]
         assert found is not None
         assert (found["tokens"], found["top1_agreement"]) == (wanted.tokens, wanted.top1_agreement)
         assert found["mean_kl"] == pytest.approx(wanted.mean_kl, rel=1e-6, abs=1e-12)
@@ -148,8 +148,8 @@ def test_greedy_text_is_what_generation_writes_and_its_gaps_are_told(base: Cell)
     ids, gaps, size = greedy(model, prompt, 8)
     assert size == {"length": 27, "predicted": 27 * 256, "measured": 27 * 256}, "the last id is not fed"
     assert model.generate_tokens([prompt], 8, temperature=0.0)[0] == [ids]
-    with torch.inference_mode(), model.switched(kv_caching=False):
-        top = model(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1].topk(2).values
+    with torch.inference_mode():
+        top = model.with_kv_caching(False)(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1].topk(2).values
     assert gaps == pytest.approx((top[:, 0] - top[:, 1]).tolist(), rel=1e-3, abs=1e-5)
     assert parting([1, 2, 3], [1, 2, 3], [0.5, 0.6, 0.7]) is None
     assert parting([1, 2, 3], [1, 4, 5], [0.5, 0.6, 0.7]) == {"token": 1, "full_id": 2, "kind_id": 4, "margin": 0.6}
@@ -228,8 +228,8 @@ from llama.kv_cache import KVCache
 class PromptEnd(KVCache, kind="prompt_end"):
     lossless = False
 
-    def predicted_bytes(self, *, rows, length, itemsize):
-        return rows * min(length, 8) * self.position_bytes(itemsize)
+    def predicted_bytes(self, *, prompts, ends, reserved, itemsize):
+        return len(prompts) * min(max(ends), 8) * self.position_bytes(itemsize)
 
     def update(self, rows, xk, xv):
         if rows.start > 0:

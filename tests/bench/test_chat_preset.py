@@ -195,7 +195,7 @@ def test_a_way_that_does_not_do_what_it_says_is_violated(
 
     def load_another(model: Any, path: Path, tokenizer: Any) -> Any:
         session = load_session(model, path, tokenizer)
-        session._caches[0].keys[:, 3] += 1
+        session.cache.layers[0].keys[:, 3] += 1
         return session
 
     def keep(self: SessionConversation, model: Any, tokenizer: Any, *, kv_caching: bool) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from copy import copy
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from llama import Tokenizer, Transformer, load
 from llama.bench.run.needle import DEPTHS, Haystack, Try, finds, needles, recall
 from llama.bench.texts import read_text, text_path
 from llama.kv_cache import StaticCache
-from llama.perplexity import with_cache_kind
 from llama.rows import Rows
 
 PROSE = read_text()[:20_000].rpartition("\n\n")[0]
@@ -94,7 +94,8 @@ def test_the_demo_finds_a_needle_in_a_full_cache_and_not_in_one_that_forgets(
     """And it writes what it was found to write."""
     model, tokenizer = fast_demo
     haystack = Haystack(tokenizer, read_text())
-    forgetful = with_cache_kind(model, "newest_alone")
+    forgetful = copy(model)  # of the same weights
+    forgetful.kv_cache = "newest_alone"
     hidden = haystack.hide(length=256, depth=0.25, seed=1)
     assert finds(model, hidden)
     ids, _ = model.generate_tokens([hidden.haystack + hidden.question], len(hidden.secret), temperature=0)

@@ -78,7 +78,7 @@ def test_the_answer_is_not_left_anywhere_in_the_exercise(made: Path) -> None:
         ".cache.update(",
         "def _write(",
         "def _enlarge(",
-        "in batch.cur_pos] if",
+        "else [pos - 1 for pos in batch.cur_pos]\n",
         "torch.cat((self.keys",
         "Int8Cache",
     ):
@@ -109,7 +109,7 @@ def test_the_task_names_files_and_functions_that_exist(made: Path) -> None:
 
 def test_the_task_explains_every_field_of_rows(made: Path) -> None:
     task = (made / "TASK.md").read_text()
-    explained = re.findall(r"^\| `rows\.(\w+)` \| (?:int|tuple)", task, flags=re.MULTILINE)
+    explained = re.findall(r"^\| `rows\.(\w+)` \| (?:int|tuple|bool)", task, flags=re.MULTILINE)
     assert sorted(explained) == sorted(field.name for field in fields(Rows))
     examples = re.findall(r"\| (\(\d, \d\)) \| (\w+) \| (\d) \| (\d) \| (\(\d, \d\)) \|", task)
     assert len(examples) == 3

@@ -1,7 +1,6 @@
 """Exact mode: a token's logits have the same bits with the cache on or off, however fed, alone or in any batch."""
 
 import random
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -23,7 +22,6 @@ from llama.exact import (
     probe,
     slowdown,
 )
-from llama.kv_cache import KVCache
 from llama.model import Transformer
 from llama.ops import PLAIN, attend
 from llama.self_comparison import first_difference
@@ -304,13 +302,18 @@ def test_exact_mode_refuses_a_score_mod_by_name() -> None:
         model(torch.tensor([[1, 2, 3]]))
 
 
-def test_exact_mode_refuses_lossy_caches_that_are_put_in_place_one_by_one() -> None:
-    model = exact_model(torch.float32)
-    lossy = [KVCache.of(replace(model.args, kv_cache=kind)) for kind in ("static", "int8")]
-    with pytest.raises(ValueError, match="kv_cache='int8' does not keep all"):
-        model.caches = lossy
-    assert [cache.args.kv_cache for cache in model.caches] == ["static", "static"]
-    assert model.exact
+def test_exact_mode_refuses_lossy_caches_made_by_it_or_before_it() -> None:
+    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    before = model.new_cache("int8")
+    model.exact = True
+    for act in (
+        lambda: model.new_cache("int8"),
+        lambda: model(torch.tensor([[1, 2, 3]]), cache=before),
+        lambda: setattr(model, "kv_cache", "int8"),
+    ):
+        with pytest.raises(ValueError, match="kv_cache='int8' does not keep all"):
+            act()
+    assert (model.kv_cache, model.exact) == ("static", True)
 
 
 def test_switching_exact_mode_off_leaves_operations_that_were_set_meanwhile() -> None:

@@ -33,12 +33,20 @@ from llama.args import ModelArgs
 from llama.commands import inference
 from llama.fast import choose, graph_ops, graph_runner
 from llama.fast.choose import find_fused
+from llama.fast.fingerprint import Described
 from llama.fast.graph_ops import Compiled
-from llama.fast.graph_runner import LENGTH_STEP, SYNC_INTERVAL, GraphRunner, Recorder, Replay, run_layer
+from llama.fast.graph_runner import (
+    LENGTH_STEP,
+    SYNC_INTERVAL,
+    DecodeBuffers,
+    GraphRunner,
+    Recorder,
+    Replay,
+    run_layer,
+)
 from llama.fast.graph_trial import quickest, try_prompts, try_steps
 from llama.fast.supported import Unsupported
 from llama.generation import NonFiniteLogits
-from llama.kv_cache import ConcatCache
 from llama.model import Transformer
 from llama.quantize import quantize_layers
 from llama.request import Options
@@ -58,6 +66,18 @@ def twins(args: ModelArgs = ARGS, dtype: torch.dtype = torch.float64) -> tuple[T
 def ran(model: Transformer) -> int:
     assert isinstance(model.runner, GraphRunner)
     return model.runner.forwards
+
+
+def buffers_of(model: Transformer) -> DecodeBuffers:
+    assert isinstance(model.runner, GraphRunner)
+    assert model.runner._buffers is not None
+    return model.runner._buffers
+
+
+def are_free(model: Transformer) -> bool:
+    """Tell whether another text may have the buffers."""
+    assert isinstance(model.runner, GraphRunner)
+    return not model.runner.in_use.locked()
 
 
 @pytest.fixture
@@ -169,9 +189,7 @@ def test_buffers_keep_few_graphs(recordings: list[object], monkeypatch: pytest.M
     _, fast = twins()
     for way in [*WAYS] * 2:
         fast.generate_tokens(PROMPTS, 9, **WAYS[way])
-        assert isinstance(fast.runner, GraphRunner)
-        assert fast.runner._buffers is not None
-        assert len(fast.runner._buffers.graphs) <= 2
+        assert len(buffers_of(fast).graphs) <= 2
     assert len(recordings) == 2 * len(WAYS)
 
 
@@ -191,9 +209,8 @@ def test_steps_that_candidates_do_not_decide_are_taken_anew(
                 options["temperature"] = temperature
                 ours = fast.generate_tokens(PROMPTS, 3 * SYNC_INTERVAL, kv_caching=kv_caching, **options)
                 assert ours == plain.generate_tokens(PROMPTS, 3 * SYNC_INTERVAL, kv_caching=kv_caching, **options)
+                sorted_wholly.append(any(key.whole for key in buffers_of(fast).graphs))
                 assert isinstance(fast.runner, GraphRunner)
-                assert fast.runner._buffers is not None
-                sorted_wholly.append(any(key.whole for key in fast.runner._buffers.graphs))
                 fast.runner.drop()
     assert set(sorted_wholly) == {True, False}
 
@@ -201,10 +218,8 @@ def test_steps_that_candidates_do_not_decide_are_taken_anew(
 def test_what_a_cache_held_before_does_not_show() -> None:
     plain, fast = twins()
     fast.generate_tokens(PROMPTS, 20, **GREEDY)
-    assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._buffers is not None
-    assert fast.runner._buffers.cache
-    for keys, values in fast.runner._buffers.cache:
+    assert len(buffers_of(fast).keys_values) == ARGS.n_layers
+    for keys, values in buffers_of(fast).keys_values:
         keys.fill_(torch.nan)
         values.fill_(torch.nan)
     assert fast.generate_tokens(PROMPTS, 20, **GREEDY) == plain.generate_tokens(PROMPTS, 20, **GREEDY)
@@ -301,26 +316,35 @@ def test_the_quickest_of_the_ways_that_are_right_is_taken(caplog: pytest.LogCapt
     assert quickest([("first", 1.0), ("second", 0.5)], trial) is None
 
 
-def test_off_holds_no_cache() -> None:
+def test_a_generation_without_a_cache_leaves_none() -> None:
     _, fast = twins()
     fast.generate_tokens(PROMPTS, 20, **GREEDY)
-    assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._buffers is not None
-    assert fast.runner._buffers.cache
-    held = weakref.ref(fast.runner._buffers.cache[0][0])
-    fast.kv_caching = False
+    held = weakref.ref(buffers_of(fast).keys_values[0][0])
+    fast.generate_tokens(PROMPTS, 20, kv_caching=False, **GREEDY)
     assert held() is None
-    assert all(cache.nbytes == 0 for cache in fast.caches)
+    assert buffers_of(fast).keys_values == []
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_a_model_whose_switch_stands_otherwise_has_the_same_graphs(kv_caching: bool, recordings: list[object]) -> None:
+    """One call without the cache, or with it, is computed by a twin of the model, which has the same weights."""
+    plain, fast = twins()
+    fast.kv_caching = not kv_caching
+    for _ in range(2):
+        ours = fast.generate_tokens(PROMPTS, 9, kv_caching=kv_caching, **GREEDY)
+        assert ours == plain.generate_tokens(PROMPTS, 9, kv_caching=kv_caching, **GREEDY)
+    fast.kv_caching = kv_caching
+    fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(fast) == 3 * 8
+    assert len(recordings) == 1
 
 
 def test_a_lane_is_no_longer_than_about_what_a_generation_needs() -> None:
     _, fast = twins()
     fast.generate_tokens(PROMPTS, 150, **GREEDY)
-    assert isinstance(fast.runner, GraphRunner)
-    assert fast.runner._buffers is not None
-    long = fast.runner._buffers.slots
+    long = buffers_of(fast).slots
     fast.generate_tokens(PROMPTS, 4, **GREEDY)
-    assert fast.runner._buffers.slots == LENGTH_STEP < long
+    assert buffers_of(fast).slots == LENGTH_STEP < long
 
 
 def test_what_a_graph_reads_outlives_the_function_that_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +397,7 @@ def test_logits_that_are_not_finite_are_reported_at_their_step_and_row(kv_cachin
         with pytest.raises(NonFiniteLogits) as caught:
             model.generate_tokens(PROMPTS, 12, kv_caching=kv_caching, **GREEDY)
         assert (caught.value.step, caught.value.row) == (step + 1, 1)
-        assert not model.generating
+    assert are_free(fast)  # though the error, which is still known, has the frames of the text
 
 
 def test_streams_give_the_same_tokens_and_may_be_left_early() -> None:
@@ -386,7 +410,7 @@ def test_streams_give_the_same_tokens_and_may_be_left_early() -> None:
     assert [*fast.stream(Bytes(), ["ab", "c"], 30, **GREEDY)] == [*plain.stream(Bytes(), ["ab", "c"], 30, **GREEDY)]
     with fast.stream(Bytes(), "ab", 100, **GREEDY) as stream:
         next(stream)
-    assert not fast.generating
+    assert are_free(fast)
     assert ran(fast) <= 29 + 2 * SYNC_INTERVAL  # what was on its way when the stream was left
     assert fast.generate(Bytes(), "ab", 30, **GREEDY) == plain.generate(Bytes(), "ab", 30, **GREEDY)
 
@@ -412,8 +436,7 @@ def watch_a_layer(model: Transformer) -> None:
 
 
 def change_the_cache(model: Transformer) -> None:
-    for block in model.blocks:
-        block.attention.cache = ConcatCache(model.args)
+    model.kv_cache = "concat"
 
 
 @pytest.mark.parametrize(
@@ -422,7 +445,7 @@ def change_the_cache(model: Transformer) -> None:
         (change_a_module, "Silent is not one of the modules"),
         (change_an_operation, "the model's operations are mine"),
         (watch_a_layer, "a hook watches TransformerBlock"),
-        (change_the_cache, "ConcatCache has no fast step; these kinds have one: static; the plain"),
+        (change_the_cache, "kv_cache='concat' has no fast step; these kinds have one: static; the plain"),
     ],
 )
 def test_what_steps_would_pass_by_is_left_to_the_loop_and_said_once(
@@ -440,10 +463,12 @@ def test_what_steps_would_pass_by_is_left_to_the_loop_and_said_once(
 
 
 ROUNDED = ("halve", "to_bfloat16")  # graphs round 16-bit numbers at other places
+# Of caches: a text has its own, which no one else reaches.
+OF_CACHES = ("replace_a_method_of_a_cache", "put_a_cache_of_ones", "keep_keys_unrotated", "halve_what_is_kept")
 WRITTEN = ("edit_in_place", "load_by_copy")  # numbers of weights: of the steps under way, they come too late
 
 
-@pytest.mark.parametrize("change", [change for change in CHANGES if change not in ROUNDED])
+@pytest.mark.parametrize("change", [change for change in CHANGES if change not in ROUNDED + OF_CACHES])
 def test_a_change_in_the_middle_of_a_text_counts_from_the_next_token_on(change: str) -> None:
     from fakes import Ids
 
@@ -460,12 +485,116 @@ def test_a_change_in_the_middle_of_a_text_counts_from_the_next_token_on(change: 
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_have_ended_stay_out_of_what_calls_go_on_with(way: str, kv_caching: bool) -> None:
+    """In the middle of a text, when some rows have left: the others keep their keys, their draws and their tokens."""
+    from fakes import Ids
+
+    for after in range(1, 36, 5):
+        texts = []
+        for model in twins():
+            options: Options = {**WAYS[way], "kv_caching": kv_caching}
+            with model.stream(Ids(), PROMPTS, [3, 25, 9], **options) as stream:
+                made = [next(stream) for _ in range(after)]
+                watch_a_layer(model)
+                texts.append((made, [*stream]))
+        assert texts[0] == texts[1]
+
+
+def test_one_text_at_a_time_has_the_graphs_and_others_are_left_to_the_loop() -> None:
+    from fakes import Ids
+
+    plain, fast = twins()
+    wanted = [*plain.stream(Ids(), PROMPTS, 20, **GREEDY)]
+    stream = fast.stream(Ids(), PROMPTS, 20, **GREEDY)
+    made = [next(stream) for _ in range(9)]
+    before = ran(fast)
+    for kv_caching in (True, False):
+        ours = fast.generate_tokens(PROMPTS, 9, kv_caching=kv_caching, **GREEDY)
+        assert ours == plain.generate_tokens(PROMPTS, 9, kv_caching=kv_caching, **GREEDY)
+    assert ran(fast) == before
+    assert [*made, *stream] == wanted
+    assert ran(fast) == 19
+    fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(fast) == 19 + 8
+
+
+def test_a_stream_that_nobody_reads_any_more_gives_the_graphs_back() -> None:
+    from fakes import Ids
+
+    _, fast = twins()
+    for pieces in (1, 9):
+        stream = fast.stream(Ids(), PROMPTS, 20, **GREEDY)
+        for _ in range(pieces):
+            next(stream)
+        assert not are_free(fast)
+        del stream
+        assert are_free(fast)
+
+
+def test_a_text_that_ends_before_its_first_step_gives_the_graphs_back() -> None:
+    _, fast = twins()
+    fast.generate_tokens(PROMPTS, [0, 0, 0], echo=True, **GREEDY)
+    assert are_free(fast)
+    handle = fast.blocks[0].register_forward_pre_hook(lambda *_: 1 // 0)
+    fast.runner = GraphRunner()
+    fast.runner._described = Described(lambda _: None)  # type: ignore[assignment]  # as if the hook came a moment later
+    with pytest.raises(ZeroDivisionError) as caught:
+        fast.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert are_free(fast), f"{caught} has the frames of the text"
+    handle.remove()
+
+
+def test_a_row_that_may_not_grow_stays_out_of_the_steps() -> None:
+    """Though its logits are no numbers, of which no token follows that could be fed."""
+    plain, fast = twins()
+    for model in (plain, fast):
+        model.tok_embeddings.weight[13] = torch.nan
+    ours = fast.generate_tokens([[13], *PROMPTS], [0, 9, 9, 9], **GREEDY)
+    assert ours == plain.generate_tokens([[13], *PROMPTS], [0, 9, 9, 9], **GREEDY)
+    assert ran(fast) == 8
+
+
+def test_texts_in_several_threads_are_each_as_alone() -> None:
+    plain, fast = twins()
+    wanted = {row: plain.generate_tokens([prompt], 40, **GREEDY) for row, prompt in enumerate(PROMPTS)}
+    made: dict[int, list[Any]] = {row: [] for row in wanted}
+
+    def generate(row: int) -> None:
+        made[row] += [fast.generate_tokens([PROMPTS[row]], 40, kv_caching=row != 1, **GREEDY) for _ in range(4)]
+
+    threads = [Thread(target=generate, args=(row,)) for row in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == {row: [text] * 4 for row, text in wanted.items()}
+    assert ran(fast) > 0
+    assert are_free(fast)
+
+
+def test_a_text_that_lasts_is_left_to_the_loop() -> None:
+    from fakes import Ids
+
+    plain, fast = twins()
+    texts = []
+    for model in (plain, fast):
+        session = model.session(Ids())
+        session.feed(PROMPTS[2])
+        grown = session.generate(9, **GREEDY)
+        texts.append((grown, model.generate_tokens(PROMPTS, 9, prefix=session, **GREEDY)))
+    assert texts[0] == texts[1]
+    assert ran(fast) == 0
+
+
 def test_who_asks_for_every_step_sees_every_step() -> None:
     plain, fast = twins()
     seen: list[Any] = [[], []]
     for model, steps in zip((plain, fast), seen, strict=True):
-        model.generate_tokens(PROMPTS, 9, on_step=steps.append, **GREEDY)
+        model.generate_tokens(PROMPTS, 9, on_step=lambda step, to=steps: to.append(replace(step, cache=None)), **GREEDY)
     assert seen[0] == seen[1]
+    assert len(seen[0]) == 9
     assert ran(fast) == 0
     calls: list[object] = []
     handle = fast.register_forward_hook(lambda *_: calls.append(1))
@@ -480,6 +609,37 @@ def test_direct_calls_are_the_plain_models() -> None:
     for model in (plain, fast):
         model(tokens, 0)
     assert torch.equal(plain(tokens[:, :1], 7), fast(tokens[:, :1], 7))
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_prompts_of_texts_go_through_the_runners_layers_and_nothing_else_does(
+    fails: bool, kv_caching: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths: list[int] = []
+
+    def noting(block: Any, h: Tensor, freqs_cis: Any) -> Any:
+        lengths.append(h.shape[1])
+        if fails and len(lengths) == 2:
+            raise RuntimeError("no kernel")
+        return run_layer(block, h, freqs_cis)
+
+    plain, fast = twins()
+    fast.runner = GraphRunner(layer=noting)
+    fast.runner.takes_prompts = True
+    for prompts in (PROMPTS, [[4] * 40, [4] * 30]):
+        options: Options = {**GREEDY, "kv_caching": kv_caching, "share_prefix": kv_caching}
+        assert fast.generate_tokens(prompts, 1, **options) == plain.generate_tokens(prompts, 1, **options)
+    tokens = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        assert torch.equal(plain(tokens, logits="last"), fast(tokens, logits="last"))
+    whole = [
+        LENGTH_STEP,
+        LENGTH_STEP if kv_caching else 2 * LENGTH_STEP,
+    ]  # with a cache, only what is shared of the last
+    assert lengths == ([LENGTH_STEP] * 2 if fails else [length for length in whole for _ in plain.layers])
+    assert ran(fast) == (0 if fails else 2)
+    assert len([said for said in caplog.records if said.levelname == "WARNING"]) == fails
 
 
 def test_a_watcher_is_told_of_every_step() -> None:
@@ -556,7 +716,7 @@ def test_a_later_recording_that_fails_keeps_what_was_made_and_the_draws(caplog: 
         assert ours == plain.generate_tokens(PROMPTS, 4 * LENGTH_STEP, kv_caching=False, **WAYS["sampled"])
     assert 0 < ran(fast) <= 2 * LENGTH_STEP
     assert len(caplog.messages) == 1
-    assert not fast.generating
+    assert are_free(fast)
 
 
 @pytest.mark.parametrize("ends_a_capture", [False, True])
@@ -597,7 +757,7 @@ def test_a_cache_that_does_not_fit_twice_is_the_plain_paths_own(
         assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
     assert len(caplog.messages) == 1
     assert "do not fit into the GPU's memory" in caplog.messages[0]
-    assert all(cache.nbytes == 0 for cache in fast.caches)
+    assert are_free(fast)
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
 
@@ -681,9 +841,10 @@ def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
 def test_kernels_whose_logits_are_not_the_modules_are_refused() -> None:
     plain, _ = twins(dtype=torch.float32)
     assert try_steps(plain, GraphRunner(graph_ops.PYTORCH._replace(name="right"))) > 0
+    wrong = GraphRunner(graph_ops.PYTORCH._replace(name="wrong", project=wrong_project))
     with pytest.raises(Unsupported, match="the wrong kernels' logits are off by"):
-        try_steps(plain, GraphRunner(graph_ops.PYTORCH._replace(name="wrong", project=wrong_project)))
-    assert all(cache.nbytes == 0 for cache in plain.caches)
+        try_steps(plain, wrong)
+    assert wrong._buffers is plain.cache is None
 
 
 class Forgetful(Recorder):
@@ -701,10 +862,10 @@ def test_a_step_that_cannot_be_recorded_or_repeated_is_found_out_when_it_is_trie
     recorder: type[Recorder], words: str
 ) -> None:
     plain, _ = twins()
+    runner = GraphRunner(recorder=recorder)
     with pytest.raises((Unsupported, RuntimeError), match=words):
-        try_steps(plain, GraphRunner(recorder=recorder))
-    assert all(cache.nbytes == 0 for cache in plain.caches)
-    assert not plain.generating
+        try_steps(plain, runner)
+    assert runner._buffers is plain.cache is None
 
 
 def test_prompts_that_leave_another_cache_are_found_out() -> None:
@@ -773,7 +934,6 @@ def test_fused_kernels_that_fail_give_way_to_what_runs_without_them(
         assert plain.execution.runner in ("CUDA graphs of plain kernels", "CUDA graphs of compiled kernels")
         assert len(caplog.messages) == 1
         assert words in caplog.messages[0]
-        assert not plain.generating
         plain.runner = None
 
 
@@ -970,6 +1130,5 @@ def test_on_a_gpu_a_graph_repeats_the_loop(on_cuda: torch.device, way: str, kv_c
     for prompts, options in ((PROMPTS, several), (PROMPTS[:1], alone), (PROMPTS, several)):  # buffers come and go
         for room in (SYNC_INTERVAL + 1, 3 * SYNC_INTERVAL + 5):
             fast(torch.zeros((1, 150), dtype=torch.int64, device=on_cuda))  # which makes a longer table of rotations
-            fast.free_cache()
             ours = fast.generate_tokens(prompts, room, kv_caching=kv_caching, **options)
             assert_same(ours, plain.generate_tokens(prompts, room, kv_caching=kv_caching, **options))

@@ -274,7 +274,7 @@ def test_what_was_never_written_is_never_read(kind: str) -> None:
     tokens = some_tokens(3, 80, vocab_size=VOCAB)
     fast(tokens, logits="last", lengths=[80, 20, 33])
     expected = fast(tokens[:, :1], [80, 20, 33])
-    for cache in fast.caches:
+    for cache in fast.own_cache().layers:
         for buffer in (cache.keys, cache.values):
             assert buffer is not None
             for row, end in enumerate([80, 20, 33]):
@@ -466,7 +466,7 @@ def test_a_copy_runs_on_weights_of_its_own(twin: Callable[[Transformer], Transfo
 def test_a_freed_cache_is_gone() -> None:
     _, fast = twins("fp32")
     fast(some_tokens(2, 8, vocab_size=VOCAB))
-    held = [weakref.ref(cache.keys) for cache in fast.caches if cache.keys is not None]
+    held = [weakref.ref(cache.keys) for cache in fast.own_cache().layers if cache.keys is not None]
     assert len(held) == ARGS.n_layers
     fast.free_cache()
     gc.collect()

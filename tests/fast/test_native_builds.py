@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -132,9 +133,8 @@ def test_code_that_is_not_what_it_should_be_is_not_offered(
     assert "float32" in said
 
 
-def sanitized(*words: str) -> subprocess.CompletedProcess[str]:
+def sanitized(*words: str, names: Sequence[str] = ("libasan.so", "libubsan.so")) -> subprocess.CompletedProcess[str]:
     """Run the child with the sanitizers' libraries loaded first, as they ask for."""
-    names = ("libasan.so", "libubsan.so")
     asked = (["c++", f"-print-file-name={name}"] for name in names)
     found = [subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() for words in asked]
     if not all(map(os.path.isabs, found)):
@@ -144,6 +144,7 @@ def sanitized(*words: str) -> subprocess.CompletedProcess[str]:
         **os.environ,
         "LD_PRELOAD": " ".join(found),
         "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1",
         "PYTHONPATH": f"{here}{os.pathsep}{here.parent}",
     }
     command = [sys.executable, "-W", "ignore", str(here / "sanitized_child.py"), *words]
@@ -169,3 +170,17 @@ def test_the_sanitizers_would_notice() -> None:
     done = sanitized("--logits-too-short")
     assert done.returncode != 0
     assert "ERROR: AddressSanitizer" in done.stderr
+
+
+@pytest.mark.usefixtures("every_build")
+def test_texts_at_once_share_no_memory_that_one_of_them_writes() -> None:
+    done = sanitized("--threads", names=["libtsan.so"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "clean\n"
+
+
+@pytest.mark.usefixtures("every_build")
+def test_the_thread_sanitizer_would_notice() -> None:
+    done = sanitized("--one-cache", names=["libtsan.so"])
+    assert done.returncode != 0
+    assert "WARNING: ThreadSanitizer: data race" in done.stderr

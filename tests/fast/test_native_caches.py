@@ -34,7 +34,7 @@ from writes import rows_of
 
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
-from llama.kv_cache import KVCache, PagedCache, quantized
+from llama.kv_cache import Cache, KVCache, PagedCache, quantized
 from llama.kv_cache.quantized import GROUP, QuantizedCache, _unpacked, quantize
 from llama.model import Transformer
 
@@ -56,10 +56,25 @@ def test_a_kind_without_native_code_is_named_as_it_was_asked_for(
     assert f"{says} has no fast step; these kinds have one: static, int8, int4, paged" in caplog.text
 
 
+def layers_of(model: Transformer) -> list[KVCache]:
+    """Return the layers of the model's own cache."""
+    return model.own_cache().layers
+
+
+def go_on_from(model: Transformer, held: Cache) -> None:
+    """Let the model's own cache hold the same, in memory of its own."""
+    other = copy.deepcopy(held)
+    for layer in other.layers:
+        layer.rope = model.rope
+    other.source = held.source and model.source
+    model._own.cache = other
+
+
 def same_state(plain: Transformer, fast: Transformer) -> None:
     """Let both go on from what the plain one holds, each with memory of its own."""
-    held = plain.caches
-    plain.caches, fast.caches = copy.deepcopy(held), copy.deepcopy(held)
+    held = plain.own_cache()
+    go_on_from(plain, held)
+    go_on_from(fast, held)
 
 
 def check_step(
@@ -70,22 +85,19 @@ def check_step(
     kind: str = "fp32",
     *,
     lengths: list[int] | None = None,
-    live: list[int] | None = None,
     **how: object,
 ) -> None:
-    """Feed both from equal states, and compare the logits of the rows that are live."""
+    """Feed both from equal states, and compare the logits."""
     same_state(plain, fast)
-    before, rows = served(fast), rows_of(start, tokens, lengths=lengths, live=live)
+    before, rows = served(fast), rows_of(start, tokens, lengths=lengths)
     theirs, ours = plain(tokens, rows, **how), fast(tokens, rows, **how)
     assert served(fast) == before + 1
-    live = list(range(len(tokens))) if live is None else live
-    theirs = theirs[live]  # what a row that has ended gets may come of memory that nobody wrote
-    torch.testing.assert_close(ours[live], theirs, rtol=0, atol=tolerance(kind, theirs))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance(kind, theirs))
 
 
 def check_held(plain: Transformer, fast: Transformer, ends: list[int]) -> None:
     """Both hold the same but for rounding: a code of a full group is seldom another, and then the next one."""
-    for theirs, ours in zip(plain.caches, fast.caches, strict=True):
+    for theirs, ours in zip(layers_of(plain), layers_of(fast), strict=True):
         if isinstance(theirs, PagedCache):
             check_blocks(theirs, ours, ends)
             continue
@@ -95,12 +107,12 @@ def check_held(plain: Transformer, fast: Transformer, ends: list[int]) -> None:
         assert ours.nbytes == theirs.nbytes
         for side, row in itertools.product(("key", "value"), range(len(ends))):
             full, newest = ends[row] // GROUP, max(ends[row] - 1, 0) // GROUP * GROUP
-            one, other = (cache.get_buffer(f"{side}s")[row, : ends[row] - newest] for cache in (theirs, ours))
+            one, other = (cache.held()[f"{side}s"][row, : ends[row] - newest] for cache in (theirs, ours))
             torch.testing.assert_close(other, one, rtol=0, atol=1e-3)
             if not full:
                 continue
             (codes, *scales), (ours_codes, *our_scales) = (
-                [cache.get_buffer(f"{side}_{part}")[row, :full] for part in ("codes", "scale", "zero")]
+                [cache.held()[f"{side}_{part}"][row, :full] for part in ("codes", "scale", "zero")]
                 for cache in (theirs, ours)
             )
             torch.testing.assert_close(our_scales, scales, rtol=1e-2, atol=1e-3)
@@ -115,7 +127,7 @@ def check_blocks(theirs: PagedCache, ours: KVCache, ends: list[int]) -> None:
     assert (ours.tables, ours.pool.shares, ours.pool.spare) == (theirs.tables, theirs.pool.shares, theirs.pool.spare)
     for row, table in enumerate(theirs.tables):
         for side in ("keys", "values") if table else ():
-            one, other = (cache.get_buffer(side)[table].flatten(0, 1)[: ends[row]] for cache in (theirs, ours))
+            one, other = (cache.held()[side][table].flatten(0, 1)[: ends[row]] for cache in (theirs, ours))
             torch.testing.assert_close(other, one, rtol=0, atol=1e-3)
 
 
@@ -147,13 +159,29 @@ def test_ragged_rows_keep_their_own_tokens_only(kv_cache: str, kind: str) -> Non
         check_held(plain, fast, [86, 74, 96] if kv_cache == "paged" else [93, 76, 101])
 
 
-@pytest.mark.parametrize("kv_cache", CACHES)
-def test_rows_that_ended_are_not_kept(kv_cache: str) -> None:
-    plain, fast = pair(kv_cache)
-    check_step(plain, fast, TOKENS[:, :60], 0)
-    for position in range(60, 70):
-        check_step(plain, fast, TOKENS[:, position : position + 1], position, logits="last", live=[0, 2])
-    check_held(plain, fast, [70, 60, 70])
+@pytest.mark.parametrize("kv_cache", ["static", *CACHES])
+def test_rows_that_leave_do_not_change_the_others_bits(kv_cache: str) -> None:
+    _, fast = pair(kv_cache)
+    prompts = [TOKENS[row, :length].tolist() for row, length in enumerate((40, 17, 33))]
+
+    def logits_of(rows: list[int], stays: int) -> list[Tensor]:
+        """Decode these rows, of which `stays` is alone from the fifth step on, and return its logits."""
+        cache = fast.new_cache()
+        lengths, width = [len(prompts[row]) for row in rows], max(len(prompts[row]) for row in rows)
+        fed = torch.tensor([prompts[row] + [0] * (width - len(prompts[row])) for row in rows])
+        made = [fast(fed, cache=cache, logits="last", lengths=lengths)[rows.index(stays)]]
+        for step in range(40):
+            if step == 4:
+                cache.select_rows([rows.index(stays)])
+                rows, lengths = [stays], [lengths[rows.index(stays)]]
+            made.append(fast(TOKENS[rows, 50 + step][:, None], lengths, cache=cache)[rows.index(stays)])
+            lengths = [length + 1 for length in lengths]
+        return made
+
+    for stays in range(3):
+        together, alone = logits_of([0, 1, 2], stays), logits_of([stays], stays)
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(together, alone, strict=True))
+    assert served(fast) == 6 * 41
 
 
 @pytest.mark.parametrize("kv_cache", CACHES)
@@ -172,8 +200,7 @@ def test_rows_that_share_their_beginning_go_on_apart(kv_cache: str) -> None:
     plain, fast = pair(kv_cache)
     check_step(plain, fast, TOKENS[:1, :45], 0)
     for model in (plain, fast):
-        for cache in model.caches:
-            cache.spread(3)
+        model.own_cache().repeat_first_row(3)
     for position in range(45, 66, 7):
         check_step(plain, fast, TOKENS[:, position : position + 7], position)
     check_held(plain, fast, [66] * 3)
@@ -221,18 +248,17 @@ def test_what_was_never_written_is_never_read(kv_cache: str, kind: str) -> None:
     _, fast = pair(kv_cache, kind)
     ends = [80, 20, 33]
     fast(TOKENS[:, :80], logits="last", lengths=ends)
-    before = [cache.copy() for cache in fast.caches]
+    before = fast.own_cache().copy()
     expected = fast(TOKENS[:, :1], ends)
-    fast.caches = before
-    for cache in fast.caches:
-        for name, buffer in list(cache.named_buffers()):
+    for cache in before.layers:
+        for name, buffer in cache.held().items():
             bad = torch.nan if buffer.is_floating_point() else 255
             for row, end in enumerate(ends):
                 if name in ("keys", "values"):
                     buffer[row, (end - 1) % GROUP + 1 :] = bad
                 else:
                     buffer[row, end // GROUP :] = bad
-    assert torch.equal(bits(fast(TOKENS[:, :1], ends)), bits(expected))
+    assert torch.equal(bits(fast(TOKENS[:, :1], ends, cache=before)), bits(expected))
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
@@ -243,19 +269,19 @@ def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: 
     _, fast = pair(kv_cache, kind)
     fast(TOKENS[:, :63])
     drawn = torch.Generator().manual_seed(1)
-    for cache in fast.caches:
+    for cache in layers_of(fast):
         for side in ("keys", "values"):
-            newest = cache.get_buffer(side)
+            newest = cache.held()[side]
             newest[:, :31] = size * torch.randn(newest[:, :31].shape, generator=drawn)
             newest[0, :31] = newest[0, 0]  # one number alone has no range
             newest[1, :31] = newest[1, :31].sign() * size  # the two ends of a range
             newest[2, 3] = 70000.0 if size > 1 else 0.5  # past float16
-    expected = [{side: cache.get_buffer(side).clone() for side in ("keys", "values")} for cache in fast.caches]
+    expected = [{side: cache.held()[side].clone() for side in ("keys", "values")} for cache in layers_of(fast)]
     fast(TOKENS[:, 63:64], 63)
-    for cache, newest in zip(fast.caches, expected, strict=True):
+    for cache, newest in zip(layers_of(fast), expected, strict=True):
         assert isinstance(cache, QuantizedCache)
         for side in ("key", "value"):
-            whole = cache.get_buffer(f"{side}s").clone()
+            whole = cache.held()[f"{side}s"].clone()
             assert torch.equal(whole[:, :31], newest[f"{side}s"][:, :31])
             groups = whole.transpose(1, 2)  # (rows, n_kv_heads, GROUP, head_dim)
             if side == "key":
@@ -263,7 +289,7 @@ def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: 
             else:
                 wanted = quantize(groups, bits=cache.bits, parts=quantized.value_parts(groups.shape[-1]))
             for part, numbers in zip(("scale", "zero", "codes"), (wanted[1], wanted[2], wanted[0]), strict=True):
-                held = cache.get_buffer(f"{side}_{part}")[:, 1]
+                held = cache.held()[f"{side}_{part}"][:, 1]
                 assert torch.equal(held, numbers), (side, part)
 
 
@@ -298,20 +324,19 @@ def test_blocks_that_belong_to_nobody_are_never_read() -> None:
     _, fast = pair("paged")
     ends = [80, 20, 33]
     fast(TOKENS[:, :80], logits="last", lengths=ends)
-    before = [cache.copy() for cache in fast.caches]
+    before = fast.own_cache().copy()
     expected = fast(TOKENS[:, :1], ends)
-    fast.caches = before
-    for cache in before:
+    for cache in before.layers:
         assert isinstance(cache, PagedCache)
         for side in ("keys", "values"):
-            pool = cache.get_buffer(side)
+            pool = cache.held()[side]
             held = torch.full_like(pool, torch.nan)
             for table, end in zip(cache.tables, ends, strict=True):
                 for position in range(end):
                     at = table[position // 16], position % 16
                     held[at] = pool[at]
             pool.copy_(held)
-    assert torch.equal(bits(fast(TOKENS[:, :1], ends)), bits(expected))
+    assert torch.equal(bits(fast(TOKENS[:, :1], ends, cache=before)), bits(expected))
 
 
 def test_a_row_in_a_paged_cache_has_the_bits_that_it_has_in_a_static_one() -> None:
@@ -331,8 +356,7 @@ def test_a_block_that_rows_share_is_copied_before_one_writes_into_it() -> None:
         model.generate_tokens([[1, 2, 3]], 20, temperature=0.0)
         model(TOKENS[:1, :20])
         model(TOKENS[:1, 20:21], 20)
-        for cache in model.caches:
-            cache.spread(3)
+        model.own_cache().repeat_first_row(3)
         for position in range(21, 40):
             logits = model(TOKENS[:, position : position + 1], position)
         assert served(fast) == (0 if model is plain else 41)
@@ -349,7 +373,7 @@ def test_a_pool_that_is_full_is_refused_as_by_the_plain_path() -> None:
         with pytest.raises(ValueError, match="the pool may have 9") as refused:
             model(TOKENS[:, 40:60], 40)
         said.append(str(refused.value))
-        assert model.caches[0].tables[0] == model.caches[1].tables[0]  # type: ignore[attr-defined]
+        assert layers_of(model)[0].tables[0] == layers_of(model)[1].tables[0]  # type: ignore[attr-defined]
     assert said[0] == said[1]
     check_step(plain, fast, TOKENS[:, 40:48], 40)
 
@@ -360,7 +384,7 @@ def test_bookkeeping_that_is_edited_in_the_middle_counts(what: str) -> None:
     for model in (plain, fast):
         model(TOKENS[:, :40])
         model(TOKENS[:, 40:41], 40)
-        for cache in model.caches:
+        for cache in layers_of(model):
             assert isinstance(cache, PagedCache)
             if what == "tables":  # row 0 goes on as row 1 would have
                 cache.tables[0], cache.tables[1] = cache.tables[1], cache.tables[0]
@@ -375,7 +399,7 @@ def test_bookkeeping_that_is_edited_in_the_middle_counts(what: str) -> None:
 def test_a_table_that_names_no_block_is_not_followed(caplog: pytest.LogCaptureFixture) -> None:
     _, fast = pair("paged")
     fast(TOKENS[:, :40])
-    for cache in fast.caches:
+    for cache in layers_of(fast):
         assert isinstance(cache, PagedCache)
         cache.tables[0][0] = 1000
     with caplog.at_level(logging.WARNING, "llama"), suppress(IndexError, RuntimeError):
@@ -402,17 +426,17 @@ def test_a_start_that_the_plain_path_refuses_is_refused_alike(kv_cache: str, sta
 
 
 def move(cache: KVCache) -> None:
-    for name, buffer in list(cache.named_buffers()):
-        cache._buffers[name] = buffer.clone()
+    for name, buffer in cache.held().items():
+        setattr(cache, name, buffer.clone())
 
 
 def cut(cache: KVCache) -> None:
-    for name, buffer in list(cache.named_buffers()):
-        cache._buffers[name] = torch.stack([buffer, buffer], -1)[..., 0]  # not contiguous
+    for name, buffer in cache.held().items():
+        setattr(cache, name, torch.stack([buffer, buffer], -1)[..., 0])  # not contiguous
 
 
 def edit(cache: KVCache) -> None:
-    for buffer in cache.buffers():
+    for buffer in cache.held().values():
         buffer.copy_(buffer / 2)
 
 
@@ -427,7 +451,7 @@ def test_buffers_that_are_moved_or_edited_in_the_middle(
     same_state(plain, fast)
     before = served(fast)
     for model in (plain, fast):
-        for cache in model.caches:
+        for cache in layers_of(model):
             change(cache)
     theirs, ours = plain(TOKENS[:, 41:42], 41), fast(TOKENS[:, 41:42], 41)
     assert (served(fast) > before) == native
@@ -439,11 +463,10 @@ def test_buffers_that_are_moved_or_edited_in_the_middle(
 def test_a_copy_in_the_middle_holds_memory_of_its_own(kv_cache: str) -> None:
     _, fast = pair(kv_cache)
     fast(TOKENS[:, :70])
-    other = copy.deepcopy(fast)
+    other = fast.own_cache().copy()
     expected = fast(TOKENS[:, 70:71], 70)
-    fast.free_cache()
     fast(TOKENS.flip(0))
-    assert torch.equal(bits(other(TOKENS[:, 70:71], 70)), bits(expected))
+    assert torch.equal(bits(fast(TOKENS[:, 70:71], 70, cache=other)), bits(expected))
 
 
 def test_a_change_of_kind_is_served() -> None:
@@ -472,7 +495,7 @@ def test_what_is_assigned_on_a_cache_over_its_class_is_left_to_the_plain_path(
     _, fast = pair(kv_cache)
     fast(TOKENS[:, :40])
     before = served(fast)
-    setattr(fast.caches[1], name, value)
+    setattr(layers_of(fast)[1], name, value)
     caplog.set_level(logging.WARNING, "llama")
     with suppress(RuntimeError, TypeError, AttributeError):  # what the plain path makes of it is its own
         fast(TOKENS[:, 40:41], 40)
@@ -481,21 +504,28 @@ def test_what_is_assigned_on_a_cache_over_its_class_is_left_to_the_plain_path(
 
 
 def test_layers_that_hold_different_kinds_or_ends_stay_plain(caplog: pytest.LogCaptureFixture) -> None:
-    plain, fast = pair("int8")
-    for model in (plain, fast):
-        model(TOKENS[:, :40])
-        model.caches[1]._ends[0] = 39  # type: ignore[attr-defined]
-    before, tokens = served(fast), TOKENS[:, 40:41]
-    with caplog.at_level(logging.WARNING, "llama"):
-        fast(tokens, rows_of(40, tokens, live=[1, 2]))
-    assert served(fast) == before
+    _, fast = pair("int8")
+    caplog.set_level(logging.WARNING, "llama")
+    fast(TOKENS[:, :40])
+    layers_of(fast)[1]._ends[0] = 39  # type: ignore[attr-defined]
+    before = served(fast)
+    with pytest.raises(ValueError, match="gap"):  # of the plain path, which asks every layer
+        fast(TOKENS[:, 40:41], 40)
     assert "different positions" in caplog.text
-    mixed = model_of("fp32", replace(ARGS, kv_cache="int8"))
-    caches = mixed.caches
-    mixed.caches = [KVCache.of(replace(ARGS, kv_cache="static")), *caches[1:]]
-    make_fast(mixed, FOLDER)
-    assert mixed.runner is None
+    for kind in ("static", "int4"):
+        mixed = fast.new_cache()
+        mixed.layers[0] = KVCache.of(replace(ARGS, kv_cache=kind), 0, fast.rope)
+        fast(TOKENS[:, :40], cache=mixed)
+    assert served(fast) == before
     assert "different kinds" in caplog.text
+
+
+def test_angles_that_are_not_the_models_stay_plain_where_the_cache_rotates() -> None:
+    _, fast = pair("static")
+    for kind, native in (("static", True), ("int8", True), ("int4", False)):
+        before = served(fast)
+        fast(TOKENS[:, :40], cache=Cache.of(ARGS, kind))
+        assert (served(fast) > before) == native
 
 
 @pytest.mark.skipif("fma" not in cpu_flags(), reason="no x86")

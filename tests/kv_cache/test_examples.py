@@ -1,7 +1,10 @@
 """The kinds of cache that docs/kv_cache_kinds.md goes through keep the contract, and do what the page says of them."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -74,22 +77,28 @@ def test_a_kind_that_has_dropped_nothing_writes_what_the_full_cache_writes(name:
 def test_beyond_the_last_n_only_even_positions_stay_and_every_query_sees_what_it_should() -> None:
     model = tiny_model(kv_cache=example("every_second:6"), max_seq_len=64)
     tokens = some_tokens(2, 21)
-    model(tokens[:, :20], 0)
-    cache = model.caches[0]
+    held = model.new_cache()
+    model(tokens[:, :20], 0, cache=held)
+    cache = held.layers[0]
     seen = cache.visible(Rows.at([0, 0], [20, 20]), torch.zeros(2, 20, 1, 1))
     assert seen is not None
     positions = [torch.arange(20)[row].tolist() for row in seen[0]]
     assert positions[3] == [0, 1, 2, 3]
     assert positions[11] == [0, 2, 4, 6, 7, 8, 9, 10, 11], "in the middle of a prompt, too"
-    held = cache.state()["positions"]
-    assert sorted(held[0].tolist()) == [0, 2, 4, 6, 8, 10, 12, 14, 15, 16, 17, 18, 19]
-    model(tokens[:, 20:], 20)
+    assert sorted(cache.state()["positions"][0].tolist()) == [0, 2, 4, 6, 8, 10, 12, 14, 15, 16, 17, 18, 19]
+    model(tokens[:, 20:], 20, cache=held)
     assert 15 in cache.state()["positions"][0].tolist(), "position 20 is the sixth of the last six"
     assert 13 not in cache.state()["positions"][0].tolist()
 
 
 def made_up(*, rows: int, length: int) -> torch.Tensor:
     return torch.randn(rows, length, 2, 8, generator=torch.Generator().manual_seed(0))
+
+
+def looked_at(cache: KVCache, mass: torch.Tensor) -> None:
+    """Let a kind observe that the keys of each row drew so much attention, (bsz, n_heads, kv_len), from one query."""
+    row: Callable[[int], Any] = lambda row: SimpleNamespace(attention=lambda last: mass[row][:, None])  # noqa: E731
+    cache.observe(SimpleNamespace(rows=SimpleNamespace(lengths=(1,) * len(mass)), row=row))  # type: ignore[arg-type]
 
 
 def test_heavy_hitters_stay_and_the_others_go() -> None:
@@ -99,7 +108,7 @@ def test_heavy_hitters_stay_and_the_others_go() -> None:
     mass = torch.full((2, 2, 12), 0.1)
     mass[0, :, 1], mass[0, 1, 4], mass[0, 0, 7] = 5.0, 3.0, 2.0  # row 0 looks at 1, 4 and 7, one head or both
     mass[1, :, [0, 2, 3]] = 1.0
-    cache.weigh(mass)
+    looked_at(cache, mass)
     assert cache.state()["positions"].tolist() == [[1, 4, 7, 9, 10, 11], [0, 2, 3, 9, 10, 11]]
     assert torch.equal(cache.state()["keys"][0], keys[0, [1, 4, 7, 9, 10, 11]])
     # Mass adds up: what was heavy stays heavy when nobody looks, and what grows heavy takes the place of the lightest.
@@ -108,18 +117,17 @@ def test_heavy_hitters_stay_and_the_others_go() -> None:
     assert returned.shape[1] == 7, "a query sees all that is held, and itself"
     drawn = torch.zeros(2, 2, 7)
     drawn[0, :, 3] = 9.0  # row 0 looks at position 9
-    cache.weigh(drawn)
+    looked_at(cache, drawn)
     assert cache.state()["positions"].tolist() == [[1, 4, 9, 10, 11, 12], [0, 2, 3, 10, 11, 12]]
 
 
 def test_a_padded_prompt_weighs_its_keys_as_it_does_alone() -> None:
     model = tiny_model(kv_cache=example("h2o:6"), max_seq_len=64)
     short, long = some_tokens(1, 9)[0].tolist(), some_tokens(1, 30)[0].tolist()
+    beside, alone = model.new_cache(), model.new_cache()
     with torch.inference_mode():
         padded = torch.tensor([short + [0] * 21, long])
-        model(padded, 0, logits="last", lengths=[9, 30])
-        beside = {name: tensor[0].clone() for name, tensor in model.caches[1].state().items()}
-        model.free_cache()
-        model(torch.tensor([short]), 0)
-    for name, tensor in model.caches[1].state().items():
-        assert torch.allclose(beside[name].double(), tensor[0].double()), name
+        model(padded, 0, cache=beside, logits="last", lengths=[9, 30])
+        model(torch.tensor([short]), 0, cache=alone)
+    for name, tensor in alone.layers[1].state().items():
+        assert torch.allclose(beside.layers[1].state()[name][0].double(), tensor[0].double()), name

@@ -1,6 +1,6 @@
 """Every kind of cache keeps the contract, and one that does not is caught; names, and what is asked of a kind."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +8,14 @@ import pytest
 import torch
 from oracles import FP64_TOLERANCE, some_tokens, tiny_model
 from torch import Tensor
-from writes import rows_of
 
 from llama import testing
 from llama.args import ModelArgs
-from llama.kv_cache import ConcatCache, KVCache, StaticCache, cache_kind
-from llama.ops import PLAIN, ScoreMod, Scoring, attend, attention_mass, softmax_attention
+from llama.kv_cache import Attended, ConcatCache, KVCache, StaticCache, cache_kind
+from llama.kv_cache.contract import query_positions
+from llama.model import Transformer
+from llama.ops import PLAIN, ScoreMod, attend, softmax_attention
+from llama.rope import rotate
 from llama.rows import Rows
 from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 
@@ -72,6 +74,40 @@ class Grows(StaticCache, kind="grows"):
         super().reserve(rows, length + 1)
 
 
+class Hides(StaticCache, kind="hides"):
+    """Holds tensors in a list, where nobody counts them."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        self.hidden = [xk.clone()]
+        return super().update(rows, xk, xv)
+
+    def free(self) -> None:
+        super().free()
+        self.hidden = []
+
+
+class Slices(ConcatCache, kind="slices"):
+    """Counts a part of what it holds."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        self.keys = torch.cat((keys, keys), dim=1)[:, : keys.shape[1]]
+        return keys, values
+
+
+class Doubles(StaticCache, kind="takes more than it needs"):
+    """Grows otherwise than it predicts, though what it takes for a prompt alone is right."""
+
+    def _grow(self, rows: int, length: int, like: Tensor) -> None:
+        super()._grow(rows, length if self.keys is None else self.args.max_seq_len, like)
+
+
+class Stays(StaticCache, kind="does not select"):
+    """Leaves every row where it is."""
+
+    def select_rows(self, rows: Sequence[int]) -> None: ...
+
+
 class Keeps(StaticCache, kind="keeps"):
     """Does not give its memory back."""
 
@@ -85,14 +121,14 @@ class Shares(StaticCache, kind="shares"):
         return self
 
 
-class Forgets(StaticCache, kind="forgets to spread"):
+class Forgets(StaticCache, kind="forgets to repeat"):
     """Leaves the other rows of a shared prefix as they are."""
 
-    def spread(self, rows: int) -> None: ...
+    def repeat_first_row(self, rows: int) -> None: ...
 
 
-class Rewinds(KVCache.kinds["concat"], kind="rewinds"):  # type: ignore[misc]
-    """Says that it can be rewound, and goes on where it was."""
+class Truncates(ConcatCache, kind="truncates"):
+    """Says that it can be truncated, and goes on where it was."""
 
     lossless = False
 
@@ -111,9 +147,7 @@ class Counts(StaticCache, kind="counts beside its buffers"):
 
     lossless = False
 
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__(args)
-        self.calls = 0
+    calls = 0
 
     def free(self) -> None:
         super().free()
@@ -147,8 +181,12 @@ BREAKS = {
     "grows": testing.bytes_are_as_predicted,
     "keeps": testing.bytes_are_as_predicted,
     "shares": testing.a_copy_goes_on_by_itself,
-    "forgets to spread": testing.a_prefix_may_be_shared,
-    "rewinds": testing.a_text_may_be_rewound,
+    "forgets to repeat": testing.the_first_row_may_be_repeated,
+    "hides": testing.bytes_are_as_predicted,
+    "slices": testing.bytes_are_as_predicted,
+    "takes more than it needs": testing.bytes_are_as_predicted,
+    "does not select": testing.rows_may_leave,
+    "truncates": testing.a_text_may_be_truncated,
     "counts beside its buffers": testing.a_state_is_all_that_a_cache_needs,
     "believes every state": testing.a_state_is_all_that_a_cache_needs,
     "takes anything": testing.bad_writes_are_refused,
@@ -185,9 +223,12 @@ def test_a_kind_may_stand_in_a_file_with_parameters(tmp_path: Path) -> None:
     assert cache_kind(f"{file}:from a file:3+4") == "from a file:3+4"
     model = tiny_model()
     model.kv_cache = f"{file}:from a file:7"
-    assert {cache.params for cache in model.caches} == {"7"}  # type: ignore[union-attr]
-    assert model.generate_tokens([[1, 2]], 3, kv_cache=f"{file}:from a file:9")[0]
-    assert {cache.params for cache in model.caches} == {"7"}  # type: ignore[union-attr]
+    assert model.kv_cache == "from a file:7"
+    seen: list[str] = []
+    options: dict[str, Any] = {"on_step": lambda step: seen.extend(layer.params for layer in step.cache.layers)}
+    for asked in ({}, {"kv_cache": f"{file}:from a file:9"}, {}):
+        model.generate_tokens([[1, 2]], 1, **asked, **options)
+    assert seen == ["7", "7", "9", "9", "7", "7"]
     assert check_cache_kind(f"{file}:from a file")
 
 
@@ -206,14 +247,14 @@ BAD: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_name_is_refused_in_a_line_and_the_model_stays_as_it_was(what: str) -> None:
     name, words = BAD[what]
-    model = tiny_model()
-    before = model.caches
-    wanted = model.generate_tokens([[1, 2, 3]], 4, temperature=0.0)
+    model = tiny_model().requires_grad_(False)
+    model(some_tokens(1, 3))
+    before, wanted = model.cache, model.generate_tokens([[1, 2, 3]], 4, temperature=0.0)
     for ask in (lambda: setattr(model, "kv_cache", name), lambda: model.generate_tokens([[1]], 2, kv_cache=name)):
         with pytest.raises(ValueError, match=words) as refusal:
             ask()
         assert "\n" not in str(refusal.value)
-    assert all(a is b for a, b in zip(model.caches, before, strict=True))
+    assert (model.kv_cache, model.cache) == ("static", before)
     assert model.generate_tokens([[1, 2, 3]], 4, temperature=0.0) == wanted
 
 
@@ -250,104 +291,120 @@ def test_exact_mode_and_a_lossy_kind_exclude_each_other(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", OURS[:6])
-def test_a_kind_for_one_call_gives_what_a_model_of_that_kind_gives_and_is_undone(kind: str) -> None:
+def test_a_kind_for_one_call_gives_what_a_model_of_that_kind_gives(kind: str) -> None:
     prompts, options = [[1, 2, 3, 4], [5, 6]], {"temperature": 0.7, "seed": 3}
     model, other = tiny_model(max_seq_len=80), tiny_model(max_seq_len=80, kv_cache=kind)
     wanted = other.generate_tokens(prompts, 60, **options)  # type: ignore[arg-type]
     plain = model.generate_tokens(prompts, 60, **options)  # type: ignore[arg-type]
-    caches = model.caches
     assert model.generate_tokens(prompts, 60, kv_cache=kind, **options) == wanted  # type: ignore[arg-type]
-    assert model.kv_cache == "static"
-    assert all(a is b for a, b in zip(model.caches, caches, strict=True))
-
-    def stop(_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        model.generate_tokens(prompts, 60, kv_cache=kind, on_step=stop)
     assert model.kv_cache == "static"
     assert model.generate_tokens(prompts, 60, **options) == plain  # type: ignore[arg-type]
 
 
-class Weighing(StaticCache, kind="weighing"):
-    """Notes the attention that it is told of."""
+class Observing(StaticCache, kind="observing"):
+    """Notes what it may look at, and the attention of all queries of each row."""
 
-    weighs = True
+    def observe(self, attended: Attended) -> None:
+        self.seen = attended
+        each = [attended.row(row) for row in range(len(attended.rows.starts))]
+        self.weights = [one.attention(one.rows.width) for one in each]
+        self.before_rope = [one.queries_before_rope() for one in each]
 
-    def weigh(self, mass: Tensor) -> None:
-        self.told = [*getattr(self, "told", []), mass]
+
+def observed(model: Transformer, tokens: Tensor, *calls: Rows) -> list[Any]:
+    """Feed the first rows of `tokens` from left to right, in calls that begin there; return the last call's kinds."""
+    cache = model.new_cache()
+    for rows in calls:
+        at = torch.tensor(rows.starts)[:, None] + torch.arange(rows.width)
+        model(tokens[torch.arange(len(at))[:, None], at.clamp(max=tokens.shape[1] - 1)], rows, cache=cache)
+    return cache.layers
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_kind_that_asks_is_told_how_much_attention_every_key_drew(ragged: bool) -> None:
-    model = tiny_model(kv_cache="weighing")
-    with torch.inference_mode():
-        model(some_tokens(2, 6), 0)
-        model(some_tokens(2, 3), [4, 2] if ragged else 4)
-    for cache in model.caches:
-        first, second = cache.told  # type: ignore[union-attr]
-        assert first.shape == (2, 2, 6)
-        assert second.shape == (2, 2, 7)
-        torch.testing.assert_close(first.sum(-1), torch.full((2, 2), 12.0, dtype=torch.float64))  # queries x heads
-        torch.testing.assert_close(second.sum(-1), torch.full((2, 2), 6.0, dtype=torch.float64))
-        if ragged:
-            assert torch.equal(second[1, :, 5:], torch.zeros(2, 2, dtype=torch.float64))
+def test_a_kind_observes_if_it_defines_how_or_one_that_it_comes_from_does() -> None:
+    class Other(KVCache.kinds["observing"]):  # type: ignore[misc]
+        pass
+
+    assert Observing.observes
+    assert Other.observes
+    assert not any(KVCache.named(kind).observes for kind in OURS)
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("lengths", [[2, 5, 1], [3, 3, 3], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("starts", [[0, 0, 0], [6, 6, 6], [6, 2, 4]], ids=str)
-def test_keys_of_a_ragged_batch_draw_what_they_draw_in_each_row_alone(starts: list[int]) -> None:
-    """Neither a token that pads a row nor a row that has ended asks for anything."""
-    model, begun, tokens = tiny_model(kv_cache="weighing"), some_tokens(3, 6), some_tokens(3, 5, seed=1)
-    lengths = [2, 5, 1]
-
-    def told(
-        rows: list[int], starts: list[int], width: int, lengths: list[int] | None, live: set[int] | None = None
-    ) -> list[Tensor]:
-        model.free_cache()
-        if any(starts):
-            model(begun[rows], 0)
-        model(tokens[rows, :width], rows_of(starts, tokens[rows, :width], lengths=lengths, live=live))
-        return [cache.told[-1] for cache in model.caches]  # type: ignore[union-attr]
-
-    together = told([0, 1, 2], starts, 5, lengths)
+def test_a_kind_may_look_at_each_row_as_if_it_were_alone(starts: list[int], lengths: list[int]) -> None:
+    model, tokens = tiny_model(kv_cache="observing"), some_tokens(3, 11)
+    prompt = [Rows.at([0] * 3, [6] * 3)] if any(starts) else []
+    together = observed(model, tokens, *prompt, Rows.at(starts, lengths))
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        for ours, alone in zip(together, told([row], [start], length, None), strict=True):
-            torch.testing.assert_close(ours[row, :, : start + length], alone[0, :, : start + length])
-            assert not ours[row, :, start + length :].any()
-    for ours, ended in zip(together, told([0, 1, 2], starts, 5, lengths, live={1}), strict=True):
-        assert torch.equal(ours[1], ended[1])
-        assert not ended[[0, 2]].any()
+        prompt = [Rows.at([0], [6])] if start else []
+        alone = observed(model, tokens[row : row + 1], *prompt, Rows.at([start], [length]))
+        for ours, theirs in zip(together, alone, strict=True):
+            weights = ours.weights[row]
+            assert weights.shape == (4, length, start + length)
+            torch.testing.assert_close(weights, theirs.weights[0])
+            torch.testing.assert_close(weights.sum(-1), torch.ones(4, length, dtype=torch.float64))
+            torch.testing.assert_close(ours.before_rope[row], theirs.before_rope[0])
+            torch.testing.assert_close(ours.seen.row(row).x, theirs.seen.x)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_queries_before_rope_are_those_that_rope_rotates(qk_norm: bool) -> None:
+    model, tokens = tiny_model(kv_cache="observing", qk_norm=qk_norm), some_tokens(2, 11)
+    for layer in observed(model, tokens, Rows.at([0, 0], [6, 6]), Rows.at([6, 4], [5, 3])):
+        for row, (start, length) in enumerate(((6, 5), (4, 3))):
+            turned = rotate(layer.before_rope[row], model.rope.at([start], length, torch.device("cpu")))
+            torch.testing.assert_close(turned, layer.seen.xq[row : row + 1, :length])
+
+
+@torch.inference_mode()
+def test_attention_of_several_or_padded_rows_or_of_more_queries_than_there_are_is_refused() -> None:
+    model, tokens = tiny_model(kv_cache="observing"), some_tokens(2, 11)
+    two, padded = observed(model, tokens, Rows.at([0, 0], [3, 3])), observed(model, tokens, Rows.at([0], [3], width=5))
+    for layer, last in ((two[0], 1), (padded[0], 1), (two[0], 0)):
+        with pytest.raises(ValueError, match=r"take attended.row\(i\) first"):
+            layer.seen.attention(last)
+    for last in (0, 4, -1):
+        with pytest.raises(ValueError, match="1 to as many queries as it has tokens"):
+            two[0].seen.row(0).attention(last)
 
 
 def sharper(xq: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-    """Attend with scores that are twice as large, so not as `attention_mass` says."""
+    """Attend with scores that are twice as large, so not as `attention_weights` says."""
     return attend(2 * xq, keys, *rest)
 
 
 @torch.inference_mode()
-def test_a_kind_that_weighs_refuses_attention_whose_weights_are_not_known_and_takes_what_is_marked() -> None:
-    model, tokens = tiny_model(kv_cache="weighing"), some_tokens(1, 6)
-    model(tokens, 0)
-    told = [cache.told[-1] for cache in model.caches]  # type: ignore[union-attr]
-    model.free_cache()
+def test_attention_whose_weights_are_not_known_cannot_be_observed_and_what_is_marked_can() -> None:
+    model, tokens, call = tiny_model(kv_cache="observing"), some_tokens(1, 6), Rows.at([0], [6])
+
+    def weights() -> list[Tensor]:
+        return [layer.weights[0] for layer in observed(model, tokens, call)]
+
+    expected = weights()
     model.use(PLAIN._replace(name="mine", attend=sharper))
-    words = "attend=sharper of the operations 'mine' .* kv_cache='weighing' .* choose another kind of cache, or mark"
+    words = (
+        "attend=sharper of the operations 'mine' .* this kind of cache reads .* choose another kind of cache, or mark"
+    )
     with pytest.raises(ValueError, match=words):
-        model(tokens, 0)
-    assert not any(cache.nbytes for cache in model.caches), "nothing is written"
+        weights()
     model.use(PLAIN._replace(name="mine", attend=softmax_attention(lambda *given: attend(*given))))
-    model(tokens, 0)
-    for cache, before in zip(model.caches, told, strict=True):
-        assert torch.equal(cache.told[-1], before)  # type: ignore[union-attr]
+    assert all(map(torch.equal, weights(), expected))
     model.use(PLAIN)
     model.exact = True
-    model(tokens, 0)
-    for cache, before in zip(model.caches, told, strict=True):
-        torch.testing.assert_close(cache.told[-1], before)  # type: ignore[union-attr]
+    torch.testing.assert_close(weights(), expected)
+    model.exact = False
     model.use(PLAIN._replace(name="mine", attend=sharper))
-    model.kv_cache = "static"
+    model.kv_cache = "looks at queries alone"
     model(tokens, 0)
+
+
+class Looks(StaticCache, kind="looks at queries alone"):
+    """Observes, and asks for no weights."""
+
+    def observe(self, attended: Attended) -> None:
+        self.most = attended.queries_before_rope().amax()
 
 
 def capped_and_sloped(scores: Tensor, query_positions: Tensor, key_positions: Tensor, layer: int) -> Tensor:
@@ -357,14 +414,27 @@ def capped_and_sloped(scores: Tensor, query_positions: Tensor, key_positions: Te
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", [*OURS, "weighing"])
+@pytest.mark.parametrize("score_mod", [None, capped_and_sloped])
+def test_the_attention_of_the_last_queries_is_that_by_which_they_read_the_values(score_mod: ScoreMod | None) -> None:
+    model, tokens = tiny_model(kv_cache="observing"), some_tokens(1, 11)
+    model.use(PLAIN._replace(score_mod=score_mod))
+    for layer in observed(model, tokens, Rows.at([0], [6]), Rows.at([6], [5])):
+        seen = layer.seen
+        expected = attend(seen.xq, seen.keys, seen.values, seen.rows, seen.visible, seen.scoring)[0]
+        values = seen.values[0].repeat_interleave(2, dim=1)  # (kv_len, n_heads, head_dim)
+        for last in range(1, 6):
+            read = torch.einsum("hqk,khd->qhd", seen.attention(last), values)
+            torch.testing.assert_close(read, expected[-last:])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", [*OURS, "observing"])
 def test_every_kind_gives_under_a_score_mod_what_no_cache_gives(kind: str) -> None:
     """Of a text that it holds whole; in chunks, steps and ragged rows."""
     model, tokens = tiny_model(kv_cache=kind, max_seq_len=100), some_tokens(2, 20)
-    with model.switched(kv_caching=False):
-        plain = model(tokens)
-        model.use(PLAIN._replace(score_mod=capped_and_sloped))
-        wanted = model(tokens)
+    plain = model.with_kv_caching(False)(tokens)
+    model.use(PLAIN._replace(score_mod=capped_and_sloped))
+    wanted = model.with_kv_caching(False)(tokens)
     assert not torch.allclose(wanted, plain)
     made = [model(tokens[:, :9], 0), model(tokens[:, 9:10], 9), model(tokens[:, 10:14], 10)]
     torch.testing.assert_close(torch.cat(made, dim=1), wanted[:, :14], rtol=0, atol=FP64_TOLERANCE)
@@ -374,6 +444,41 @@ def test_every_kind_gives_under_a_score_mod_what_no_cache_gives(kind: str) -> No
         torch.testing.assert_close(
             model(tokens[rows, columns], starts), wanted[rows, columns], rtol=0, atol=FP64_TOLERANCE
         )
+
+
+class ByHead(StaticCache, kind="by head"):
+    """Its first KV head sees the last three keys, its second all of them."""
+
+    def _allocate(self, *of: Any) -> Tensor:
+        return super()._allocate(*of).zero_()
+
+    def visible(self, rows: Rows, xq: Tensor) -> Tensor:
+        keys, queries = torch.arange(rows.end), query_positions(rows, xq.device)
+        past = keys <= queries
+        seen = torch.stack((past & (keys > queries - 3), past), dim=-3)  # (2, seqlen, kv_len), or of each row
+        return seen.expand(len(rows.starts), 2, rows.width, rows.end)
+
+
+@torch.inference_mode()
+def test_heads_of_a_kind_may_see_different_keys() -> None:
+    model, tokens = tiny_model(kv_cache="by head"), some_tokens(2, 16)
+
+    def near_in_half_the_heads(scores: Tensor, queries: Tensor, keys: Tensor, layer: int) -> Tensor:
+        far = (queries - keys >= 3) & (torch.arange(4)[:, None, None] < 2)
+        return scores.masked_fill(far, -torch.inf)
+
+    plain = model.with_kv_caching(False)(tokens)
+    model.use(PLAIN._replace(score_mod=near_in_half_the_heads))
+    wanted = model.with_kv_caching(False)(tokens)
+    assert not torch.allclose(wanted, plain)
+    model.use(PLAIN)
+    cache, rows = model.new_cache(), torch.arange(2)[:, None]
+    made = [model(tokens[:, a:b], a, cache=cache) for a, b in ((0, 9), (9, 10), (10, 14))]
+    torch.testing.assert_close(torch.cat(made, dim=1), wanted[:, :14], rtol=0, atol=FP64_TOLERANCE)
+    for starts, width in (([14, 11], 1), ([15, 12], 1), ([13, 10], 3)):
+        columns = torch.tensor(starts)[:, None] + torch.arange(width)
+        ours = model(tokens[rows, columns], starts, cache=cache)
+        torch.testing.assert_close(ours, wanted[rows, columns], rtol=0, atol=FP64_TOLERANCE)
 
 
 @pytest.mark.parametrize("prompts", [(30,), (30, 3)], ids=str)
@@ -397,41 +502,18 @@ def test_a_window_tells_a_score_mod_where_its_keys_stand_in_the_text(prompts: tu
         assert ours == pytest.approx(theirs, abs=1e-9)
 
 
-@pytest.mark.parametrize("score_mod", [None, capped_and_sloped])
-def test_attention_mass_is_that_of_the_softmax(score_mod: ScoreMod | None) -> None:
-    """A value that is 1 at one key alone makes attention return that key's share."""
-    scoring = Scoring(1, None, score_mod)
-    xq, keys = torch.randn(2, 3, 4, 8, dtype=torch.float64), torch.randn(2, 7, 2, 8, dtype=torch.float64)
-    visible = torch.rand(2, 3, 7) > 0.3
-    visible[..., 0] = True
-    for start, seen in ((4, None), ([4, 1], None), (4, visible), ([4, 1], visible), (4, visible[0])):
-        both = [rows_of(start, xq, lengths=real) for real in ([3, 3], [3, 1])]
-        mass, padded = (attention_mass(xq, keys, rows, seen, scoring) for rows in both)
-        for key in range(7):
-            values = torch.zeros_like(keys)
-            values[:, key] = 1
-            shares = attend(xq, keys, values, both[0], seen, scoring)[..., 0]  # (bsz, seqlen, n_heads)
-            shares = shares.unflatten(2, (2, 2)).sum(3)  # (bsz, seqlen, 2)
-            torch.testing.assert_close(mass[..., key], shares.sum(1))
-            torch.testing.assert_close(padded[..., key], torch.stack((shares[0].sum(0), shares[1, 0])))
-
-
-def test_a_query_that_pads_a_row_may_see_nothing_or_what_is_no_number() -> None:
-    xq, keys, padded = torch.randn(1, 2, 4, 8), torch.randn(1, 4, 2, 8), Rows.at([2], [1], width=2)
-    alone = attention_mass(xq[:, :1], keys, Rows.at([2], [1]), None)
-    nothing = torch.tensor([[True] * 3 + [False], [False] * 4])
-    torch.testing.assert_close(attention_mass(xq, keys, padded, nothing), alone)
-    keys[:, 3] = torch.nan
-    torch.testing.assert_close(attention_mass(xq, keys, padded, None), alone)
-
-
-def test_a_model_in_another_dtype_takes_its_cache_along() -> None:
+def test_what_was_computed_in_another_dtype_is_refused_and_the_text_may_begin_again() -> None:
     for kind in OURS[:6]:
         model = tiny_model(kv_cache=kind, dtype=torch.float32, max_seq_len=60, head_dim=8)
         with torch.inference_mode():
-            model(some_tokens(1, 40), 0)
+            cache = model.new_cache()
+            model(some_tokens(1, 40), 0, cache=cache)
             model.to(torch.bfloat16)
-            assert model(some_tokens(1, 2), 40).isfinite().all()
+            with pytest.raises(ValueError, match="computed in another way"):
+                model(some_tokens(1, 2), 40, cache=cache)
+            cache.free()
+            model(some_tokens(1, 40), 0, cache=cache)
+            assert model(some_tokens(1, 2), 40, cache=cache).isfinite().all()
 
 
 def test_limits_of_a_kind_count_what_it_holds() -> None:

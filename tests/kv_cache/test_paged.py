@@ -68,7 +68,7 @@ def test_sixteen_rows_that_share_a_thousand_tokens_take_a_fifth_of_a_static_cach
     xk, xv = new(1, 1000)
     cache = made()
     write(cache, 0, xk, xv)
-    cache.spread(16)
+    cache.repeat_first_row(16)
     own = new(16, 64)
     keys, values = write(cache, 1000, *own)
     assert torch.equal(keys[:, :1000], xk.expand(16, -1, -1, -1))
@@ -82,7 +82,7 @@ def test_a_shared_block_is_copied_before_a_row_writes_into_it() -> None:
     cache = made()
     xk, xv = new(1, BLOCK + 4)
     write(cache, 0, xk, xv)
-    cache.spread(3)
+    cache.repeat_first_row(3)
     assert in_use(cache) == 2
     fresh = new(3, 1)
     keys, _ = write(cache, BLOCK + 4, *fresh)
@@ -92,14 +92,15 @@ def test_a_shared_block_is_copied_before_a_row_writes_into_it() -> None:
     assert in_use(cache) == 2 * 3
 
 
-def test_rows_that_end_give_their_blocks_back_and_the_others_take_them() -> None:
+def test_rows_that_leave_give_their_blocks_back_and_the_others_take_them() -> None:
     cache = made()
     write(cache, 0, *new(4, 64))
     size = cache.nbytes
-    kept, _ = write(cache, 64, *new(4, 1), live={0})
-    assert in_use(cache) == 5
+    cache.select_rows([2])
+    assert in_use(cache) == 4
+    kept, _ = write(cache, 64, *new(1, 1))
     for position in range(65, 64 + 3 * 64):
-        keys, _ = write(cache, position, *new(4, 1), live={0})
+        keys, _ = write(cache, position, *new(1, 1))
     assert torch.equal(keys[0, :65], kept[0])
     assert cache.nbytes == size
     assert in_use(cache) == 16
@@ -112,7 +113,7 @@ def test_a_generation_gives_back_what_ended_rows_held() -> None:
     prompts = [some_tokens(1, 40, seed=seed)[0].tolist() for seed in range(3)]
     model.generate_tokens(
         prompts, [3, 3, 100], temperature=0.0,
-        on_step=lambda _: held.append(in_use(model.caches[0]) if held else held.append(0) or 0),  # type: ignore[arg-type]
+        on_step=lambda step: held.append(in_use(step.cache.layers[0]) if held else 0),  # type: ignore[union-attr, arg-type]
     )  # fmt: skip
     assert max(held) == 9
     assert held[-1] == 9
@@ -126,12 +127,12 @@ def test_a_shared_prefix_is_fed_once_and_the_text_is_the_same(kind: str, caplog:
     prompts = [[*prefix, 1, 2], [*prefix, 3], [*prefix, 3]]
     fed: list[list[list[int]]] = []
     shared, _ = model.generate_tokens(
-        prompts, 6, temperature=0.0, share_prefix=True, on_step=lambda step: fed.append(step.fed)
+        prompts, 6, temperature=0.0, share_prefix=True, on_step=lambda step: fed.append(step.ids)
     )
     assert fed[0] == [prefix]
     assert fed[1] == [[1, 2], [3], [3]]
     assert "32 tokens that all 3 prompts begin with are fed once" in caplog.text
-    if model.caches[0].lossless:
+    if KVCache.named(kind).lossless:
         assert shared == model.generate_tokens(prompts, 6, temperature=0.0)[0]
 
 
@@ -140,10 +141,10 @@ def test_a_prefix_is_shared_only_where_there_is_one_and_the_cache_is_on() -> Non
     fed: list[list[list[int]]] = []
     for prompts in ([[1, 2, 3]], [[1, 2], [3, 4]], [[1], [1]]):
         fed.clear()
-        model.generate_tokens(prompts, 2, share_prefix=True, on_step=lambda step: fed.append(step.fed))
+        model.generate_tokens(prompts, 2, share_prefix=True, on_step=lambda step: fed.append(step.ids))
         assert fed[0] == prompts
     fed.clear()
-    model.generate_tokens([[1, 2], [1, 2]], 2, share_prefix=True, on_step=lambda step: fed.append(step.fed))
+    model.generate_tokens([[1, 2], [1, 2]], 2, share_prefix=True, on_step=lambda step: fed.append(step.ids))
     assert fed[:2] == [[[1]], [[2], [2]]]
     with pytest.raises(ValueError, match="share_prefix=True needs the KV cache"):
         model.generate_tokens([[1, 2], [1, 2]], 2, share_prefix=True, kv_caching=False)
@@ -316,39 +317,31 @@ def test_forked_sessions_in_threads_in_turn_have_the_bits_that_each_has_alone() 
     beside = take_turns(shared, elsewhere)
     alone = take_turns([begun(model) for _ in shared], lambda task: task())
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(beside, alone, strict=True))
-    for layer in zip(*(one._caches for one in shared), strict=True):
+    for layer in zip(*(one.cache.layers for one in shared), strict=True):
         assert in_use(*layer) == 2 + 3 * 3  # type: ignore[arg-type]
 
 
-def test_a_fork_that_is_used_at_once_is_right_or_refused_in_a_sentence() -> None:
+def test_forks_that_compute_at_once_in_threads_are_right() -> None:
+    """They share a pool, and so compute in turn; none is refused."""
     model = tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False)
     session = begun(model)
     expected = [begun(model).generate(20, temperature=0.0, seed=1)["ids"]] * 4
-    refused: list[str] = []
+    forks = [[session.fork() for _ in range(4)] for _ in expected]
 
-    def insist(task: Callable[[], Any]) -> Any:
-        while True:
-            try:
-                return task()
-            except RuntimeError as error:
-                refused.append(str(error))
-
-    def work() -> list[int]:
-        for _ in range(3):
-            insist(insist(session.fork).drop)
-        fork = insist(session.fork)
-        stream = fork.stream(20, temperature=0.0)
-        while insist(lambda: next(stream, None)) is not None:
+    def work(mine: list[Session]) -> list[int]:
+        for fork in mine[:3]:
+            fork.drop()
+        stream = mine[3].stream(20, temperature=0.0)
+        for _ in stream:
             pass
+        mine[3].drop()
         ids: list[int] = stream.result["ids"]
         return ids
 
     with often_switched():
-        assert in_threads(*[work] * 4) == expected
-    for words in set(refused):
-        assert words.startswith(("this model is in the middle of", "this session is in the middle of")), words
+        assert in_threads(*(partial(work, mine) for mine in forks)) == expected
     assert session.generate(20, temperature=0.0)["ids"] == expected[0]
-    for cache in session._caches:
+    for cache in session.cache.layers:
         assert isinstance(cache, PagedCache)
         write(cache, len(session.tokens), *[t.double() for t in new(1, 1)])
         assert in_use(cache) == len(cache.tables[0])

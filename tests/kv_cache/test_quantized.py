@@ -153,7 +153,7 @@ def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not(ki
         write(cache, GROUP + 1, xk[:, :1], xk[:, :1])
     with pytest.raises(ValueError, match="would leave a gap"):
         write(cache, 3 * GROUP + 1, xk[:, :1], xk[:, :1])
-    assert not cache.rewind(GROUP + 1)
+    assert not cache.truncate(GROUP + 1)
     for position in (3 * GROUP - 1, 2 * GROUP, GROUP, 0):
-        assert cache.rewind(position)
+        assert cache.truncate(position)
         write(cache, position, xk[:, :1], xk[:, :1])

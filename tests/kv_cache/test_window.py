@@ -1,6 +1,5 @@
 """The window cache is its definition in plain loops, in memory and angles that do not grow."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +15,7 @@ from writes import rows_of, write
 from llama.args import ModelArgs
 from llama.kv_cache import KVCache
 from llama.ops import attend
+from llama.request import Step
 from llama.rope import rope_frequencies
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -117,10 +117,9 @@ def test_what_the_window_has_dropped_cannot_be_seen() -> None:
 def test_a_text_that_fits_the_window_has_the_models_own_logits() -> None:
     model = tiny_model(max_seq_len=24)
     tokens = some_tokens(2, 20)
-    with torch.inference_mode(), model.switched(kv_caching=False):
-        wanted = model(tokens)
     model.kv_cache = "window:18+2"
     with torch.inference_mode():
+        wanted = model.with_kv_caching(False)(tokens)
         logits = torch.cat([model(tokens[:, :7], 0), *(model(tokens[:, i : i + 1], i) for i in range(7, 20))], dim=1)
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
@@ -137,13 +136,13 @@ def test_memory_and_angles_do_not_grow_with_the_text() -> None:
 
     model.rope.up_to = watched  # type: ignore[method-assign]
 
-    def note(_: object) -> None:
-        held.append(sum(cache.nbytes for cache in model.caches))
+    def note(step: Step) -> None:
+        assert step.cache is not None
+        held.append(step.cache.nbytes)
 
     ids, _ = model.generate_tokens([[1, 2, 3]], 400, temperature=0.0, on_step=note)
     assert len(ids[0]) == 400
-    own = model.caches[0]
-    assert set(held[1:]) == {2 * own.predicted_bytes(rows=1, length=403, itemsize=4)}
+    assert set(held[1:]) == {model.new_cache().predicted_bytes(prompts=[3], ends=[402], reserved=(1, 403), itemsize=4)}
     assert max(asked) <= 16
 
 
@@ -169,30 +168,3 @@ def test_by_default_the_window_fills_the_limit_with_four_sinks() -> None:
     made: Callable[[str], KVCache] = lambda kind: KVCache.of(replace(args(1, 0), kv_cache=kind))  # noqa: E731
     assert made("window:32").bound == 36
     assert made("window:32+0").bound == 32
-
-
-# ---- kinds that differ by layer --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("other", ["static", "concat", "paged", "int8", "int4", "window:5+2", "window:6+1"])
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_window_in_some_layers_alone_is_refused(other: str, first: int) -> None:
-    """The model asks one layer by which positions queries are rotated, and a full window has its own."""
-    model = tiny_model(args(6, 2))
-    window, another = model.caches[0], KVCache.of(replace(model.args, kv_cache=other, head_dim=HEAD_DIM))
-    mixed = [another, window] if first else [window, another]
-    before = model.caches
-    with pytest.raises(ValueError, match=f"{re.escape(other)}.*use one kind and one size in all layers"):
-        model.caches = mixed
-    assert all(now is then for now, then in zip(model.caches, before, strict=True))
-    for layer, cache in zip(model.blocks, mixed, strict=True):
-        layer.attention.cache = cache
-    with pytest.raises(ValueError, match="use one kind and one size in all layers"):
-        model(some_tokens(1, 3))
-
-
-def test_kinds_that_rotate_alike_may_differ_by_layer() -> None:
-    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
-    expected = model(some_tokens(2, 9))
-    model.caches = [KVCache.of(replace(model.args, kv_cache=kind)) for kind in ("concat", "paged")]
-    assert torch.equal(model(some_tokens(2, 9)), expected)

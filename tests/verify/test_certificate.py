@@ -119,10 +119,10 @@ def assert_parity(
     plain = tiny_model(replace(args, kv_caching=False), dtype=dtype)
     tokens = some_tokens(rows, length)
     with torch.inference_mode(), watched(model) as cached, watched(plain) as uncached:
-        model.reserve_cache(rows, length)
+        cache = model.new_cache(rows=rows, length=length)
         for start, end in parts:
             expected = plain(tokens[:, :end], 0)[:, start:]
-            made = model(tokens[:, start:end], start)
+            made = model(tokens[:, start:end], start, cache=cache)
             allowed = fp32_tolerance(expected, args, dtype) if atol is None else atol
             torch.testing.assert_close(made, expected, rtol=0, atol=allowed)
     assert cached.widths == [end - start for start, end in parts]
@@ -197,15 +197,15 @@ def test_ragged_rows_give_what_each_gives_alone(
     tokens = some_tokens(rows, LENGTH)
     alone = [plain(tokens[row : row + 1]).detach()[0] for row in range(rows)]
 
-    model.reserve_cache(rows, longest)
+    cache = model.new_cache(rows=rows, length=longest)
     with watched(model) as watch:
-        made = model(tokens[:, : max(prompts)], given_as([0] * rows), logits="last", lengths=prompts)
+        made = model(tokens[:, : max(prompts)], given_as([0] * rows), cache=cache, logits="last", lengths=prompts)
         expected = [alone[row][length - 1] for row, length in enumerate(prompts)]
         torch.testing.assert_close(made[:, 0], torch.stack(expected), rtol=0, atol=FP64_TOLERANCE)
         starts = prompts
         for width in more:
             fed = torch.stack([tokens[row, start : start + width] for row, start in enumerate(starts)])
-            made = model(fed, given_as(starts))
+            made = model(fed, given_as(starts), cache=cache)
             expected = [alone[row][start : start + width] for row, start in enumerate(starts)]
             torch.testing.assert_close(made, torch.stack(expected), rtol=0, atol=FP64_TOLERANCE)
             starts = [start + width for start in starts]
@@ -251,13 +251,13 @@ def test_generation_feeds_each_token_once_with_the_cache_and_the_whole_prefix_wi
     torch.testing.assert_close(torch.tensor(on[1]), torch.tensor(off[1]), rtol=0, atol=FP64_TOLERANCE)
 
     assert cached.widths == [longest] + [1] * (n - 1)
-    assert [step.fed for step in seen[True]] == [prompts] + [[[row[i]] for row in on[0]] for i in range(n - 1)]
+    assert [step.ids for step in seen[True]] == [prompts] + [[[row[i]] for row in on[0]] for i in range(n - 1)]
     assert cached.nbytes[-1] == held_by(kind, model.args, rows, longest + n - 1, longest + n, torch.float64)
     assert min(cached.nbytes) > 0
 
     texts = [prompt + row for prompt, row in zip(prompts, on[0], strict=True)]
     assert uncached.widths == [longest + i for i in range(n)]
-    assert [step.fed for step in seen[False]] == [
+    assert [step.ids for step in seen[False]] == [
         [text[: len(prompt) + i] for text, prompt in zip(texts, prompts, strict=True)] for i in range(n)
     ]
     assert (set(uncached.nbytes), {start for starts in uncached.starts for start in starts}) == ({0}, {0})
@@ -276,7 +276,7 @@ def test_no_cache_is_asked_while_caching_is_off() -> None:
     model = tiny_model(kv_cache="untouchable", kv_caching=False)
     torch.testing.assert_close(model(some_tokens(2, 5)), tiny_model(kv_caching=False)(some_tokens(2, 5)))
     model.generate_tokens([[1, 2]], 3)
-    assert list(model.buffers()) == []
+    assert model.cache is None
     model.kv_caching = True
     with torch.no_grad(), pytest.raises(AssertionError, match="touched"):
         model(some_tokens(2, 5))
@@ -359,20 +359,22 @@ def test_argument_of_generate_holds_for_that_call_alone(before: bool, switch: bo
     assert cache_nbytes(model) == 0
 
 
+@pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_cache_follows_the_model_to_another_dtype_in_the_middle_of_a_text(kind: str) -> None:
-    """Catches bug 32."""
+def test_a_text_does_not_go_on_in_another_dtype_and_may_be_fed_again(kind: str, given: bool) -> None:
+    """Catches bug 32: what is held was rounded to float32, and the model would take it for what it computes now."""
     model, tokens = tiny_model(kv_cache=kind, dtype=torch.float32).requires_grad_(False), some_tokens(2, 12)
-    plain = tiny_model(kv_caching=False, dtype=torch.float32).double()
-    expected = plain(tokens).detach()
-    model(tokens[:, :8])
-    small = cache_nbytes(model)
+    expected = tiny_model(kv_caching=False, dtype=torch.float32).double()(tokens).detach()
+    cache = model.new_cache() if given else None
+    model(tokens[:, :8], cache=cache)
     model.double()
-    assert cache_nbytes(model) == 2 * small
-    made = model(tokens[:, 8:], 8)
-    assert made.dtype == torch.float64
-    # The keys and values of the first eight tokens were rounded to float32, the rest was not.
-    torch.testing.assert_close(made, expected[:, 8:], rtol=0, atol=fp32_tolerance(expected, model.args))
+    with pytest.raises(ValueError, match="in another way" if given else "an empty KV cache"):
+        model(tokens[:, 8:], 8, cache=cache)
+    if cache is not None:
+        cache.free()
+    made = [model(tokens[:, :8], cache=cache), model(tokens[:, 8:], 8, cache=cache)]
+    assert made[0].dtype == torch.float64
+    assert_near(torch.cat(made, dim=1), expected)
 
 
 # --- Failures in the middle
@@ -398,7 +400,7 @@ def test_failure_in_the_middle_of_a_generation_leaves_nothing_behind(
     expected = run()
     with fails(model, step, error), pytest.raises(error):
         run()
-    assert (cache_nbytes(model), model.kv_caching, model.generating) == (0, not kv_caching, False)
+    assert (cache_nbytes(model), model.kv_caching) == (0, not kv_caching)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
     assert run() == expected
@@ -472,10 +474,11 @@ def test_caches_hold_the_same_bits_however_they_were_filled() -> None:
     model, other = tiny_model(kv_cache="poisoned").requires_grad_(False), tiny_model(kv_cache="concat")
     other.requires_grad_(False)
     tokens = some_tokens(2, 8)
-    model.reserve_cache(2, 10)
+    caches = model.new_cache(rows=2, length=10), other.new_cache()
     for start, end in [(0, 5), (5, 6), (6, 8)]:
-        model(tokens[:, start:end], start)
-        other(tokens[:, start:end], start)
-    for poisoned, concat in zip(model.buffers(), other.buffers(), strict=True):
-        assert torch.equal(bits(poisoned[:, :8]), bits(concat))
-        assert poisoned[:, 8:].isnan().all()
+        model(tokens[:, start:end], start, cache=caches[0])
+        other(tokens[:, start:end], start, cache=caches[1])
+    for poisoned, concat in zip(*(cache.layers for cache in caches), strict=True):
+        for name, held in concat.held().items():
+            assert torch.equal(bits(poisoned.held()[name][:, :8]), bits(held))
+            assert poisoned.held()[name][:, 8:].isnan().all()

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +11,8 @@ import torch
 from oracles import some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
-from llama import generation
-from llama.batch import Batch
 from llama.exact import operations
-from llama.generation import Generation
+from llama.generation import Generation, PlainStepper
 from llama.kv_cache import KVCache, StaticCache
 from llama.model import Transformer
 from llama.ops import PLAIN
@@ -124,9 +122,8 @@ def test_the_model_is_left_as_it_was(kv_caching: bool) -> None:
     model = tiny_model(dtype=torch.float32, kv_caching=kv_caching)
     certify(model)
     assert model.kv_caching == kv_caching
-    assert not model.generating
     assert not model._forward_hooks
-    assert {cache.nbytes for cache in model.caches} == {0}
+    assert model.cache is None
 
 
 def test_the_reference_has_the_same_weights_and_ties_in_float64() -> None:
@@ -147,8 +144,8 @@ class StaleKeys(StaticCache, kind="stale_keys"):
     """Writes, for a single token, the key of the call before."""
 
     def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
-        super()._write(rows, self.before if rows.width == 1 and rows.start != 0 else xk, xv)
-        self.before = xk[:, -1:]
+        super()._write(rows, self._before[: len(xk)] if rows.width == 1 and rows.start != 0 else xk, xv)
+        self._before = xk[:, -1:]
 
 
 class OneOff(StaticCache, kind="one_off"):
@@ -198,10 +195,13 @@ class LateUncached(RopeTable):
 
     def __init__(self, model: Transformer) -> None:
         super().__init__(model.rope.freqs)
-        self.model = model
+        model.register_forward_pre_hook(self.look)
+
+    def look(self, model: Transformer, _: object) -> None:
+        self.late = not model.kv_caching
 
     def at(self, starts: Sequence[int], seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        return super().at(starts if self.model.kv_caching else [1], seqlen, device)
+        return super().at([1] if self.late else starts, seqlen, device)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -212,34 +212,32 @@ def test_positions_that_only_the_uncached_path_has_wrong_are_found(dtype: str) -
     assert "off those of float64" in first_of(certify(model), f"float64 {STEPS}")
 
 
-Decode = Callable[..., Tensor]
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_an_uncached_loop_that_feeds_another_text_is_found(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Decode = generation._decode
+    real = PlainStepper._decode
 
-    def from_the_second_token(model: Any, batch: Batch) -> Tensor:
-        if model.kv_caching:
-            return real(model, batch)
-        text, batch.tokens = batch.tokens, batch.tokens.roll(-1, dims=1)
-        logits = real(model, batch)
-        batch.tokens = text
-        return logits
+    def from_the_second_token(self: PlainStepper) -> None:
+        texts = self.batch.texts
+        if self.cache is None:
+            self.batch.texts = [[*text[1:], text[0]] for text in texts]
+        real(self)
+        self.batch.texts = texts
 
-    monkeypatch.setattr(generation, "_decode", from_the_second_token)
+    monkeypatch.setattr(PlainStepper, "_decode", from_the_second_token)
     figures = certify(tiny_model(dtype=DTYPES[dtype]))
     assert "off those of float64" in first_of(figures, FREE_UNCACHED)
     assert all(text.startswith((FREE_UNCACHED, "free runs")) for text in figures.violations)
 
 
 def test_a_token_that_the_logits_do_not_prefer_and_its_divergence_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Decode = generation._decode
+    real = PlainStepper._decode
 
-    def worst_first(model: Any, batch: Batch) -> Tensor:
-        return real(model, batch) if model.kv_caching else -real(model, batch)
+    def worst_first(self: PlainStepper) -> None:
+        real(self)
+        assert self.logits is not None
+        self.logits = -self.logits if self.cache is None else self.logits
 
-    monkeypatch.setattr(generation, "_decode", worst_first)
+    monkeypatch.setattr(PlainStepper, "_decode", worst_first)
     figures = certify(tiny_model(dtype=torch.float32))
     assert "was taken, and its logits prefer" in first_of(figures, FREE_UNCACHED)
     assert "which rounding cannot make up" in first_of(figures, "free runs")
@@ -247,10 +245,11 @@ def test_a_token_that_the_logits_do_not_prefer_and_its_divergence_are_found(monk
 
 
 def test_a_cached_run_that_feeds_the_whole_prefix_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_anew(model: Any, batch: Batch) -> Tensor:
-        return generation._feed(model, batch, [0] * len(batch.cur_pos))[:, -1]
+    def all_anew(self: PlainStepper) -> None:
+        begin = [0] * len(self.batch.rows)
+        self.logits = self._feed(self.batch.tokens(begin), Rows.at(begin, self.batch.cur_pos))[:, -1]
 
-    monkeypatch.setattr(generation, "_decode", all_anew)
+    monkeypatch.setattr(PlainStepper, "_decode", all_anew)
     (violation,) = certify(tiny_model(dtype=torch.float32)).violations
     assert violation.startswith(f"{FREE_CACHED}: the steps fed [")
 
@@ -354,7 +353,7 @@ def test_figures_are_json_without_nan(kind: str) -> None:
 
 def test_an_overflow_without_the_cache_is_a_bug() -> None:
     model = tiny_model(dtype=torch.float32)
-    hook = model.register_forward_hook(lambda _, given, logits: None if model.kv_caching else logits + torch.inf)
+    hook = model.register_forward_hook(lambda fed, given, logits: None if fed.kv_caching else logits + torch.inf)
     figures = certify(model)
     hook.remove()
     assert any("not finite" in text for text in figures.violations if text.startswith(UNCACHED))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracles import tiny_args, tiny_model, watched
 
-from llama.kv_cache import KVCache, PagedCache, StaticCache
+from llama.kv_cache import Cache, KVCache, PagedCache, StaticCache
 from llama.session import Session
 from llama.session_file import Content
 from llama.verify.certificate import PASSES, Figures, bytes_needed, measure
@@ -115,7 +115,7 @@ def test_a_switch_that_is_off_stays_off_and_nothing_is_left(tmp_path: Path, monk
             list(chunks)
         assert min(steps.nbytes) > 0
         assert not model.kv_caching
-        assert not model.generating
+        assert model.cache is None
         assert not model._forward_hooks
     assert list(tmp_path.iterdir()) == []
 
@@ -135,7 +135,7 @@ def test_no_way_holds_more_than_what_is_reckoned_with(kv_cache: str) -> None:
 
     def count(*_: Any) -> None:
         caches = [cache for cache in gc.get_objects() if issubclass(type(cache), KVCache)]
-        buffers = {buffer.data_ptr(): buffer.nbytes for cache in caches for buffer in cache.buffers()}
+        buffers = {buffer.data_ptr(): buffer.nbytes for cache in caches for buffer in cache.held().values()}
         held.append(sum(buffers.values()))
 
     hook = model.register_forward_hook(count)
@@ -172,7 +172,7 @@ def shares_writes(patch: pytest.MonkeyPatch) -> None:
 
     def fork(self: Session) -> Session:
         branch = real(self)
-        branch._caches = self._caches
+        branch.cache = self.cache
         return branch
 
     patch.setattr(Session, "fork", fork)
@@ -250,36 +250,36 @@ def loads_other_logits(patch: pytest.MonkeyPatch) -> None:
 def shifts_the_prefix(patch: pytest.MonkeyPatch) -> None:
     """Hold the prefix one position late."""
 
-    def copies(self: Session, *, kv_caching: bool) -> list[KVCache]:
+    def held_copy(self: Session, *, kv_caching: bool) -> Cache:
         late = self.model.session(self.tokenizer)
         late.feed([self.tokens[0], *self.tokens[:-1]] if len(self.tokens) > 1 else [self.tokens[0] + 1])
-        return [cache.copy() for cache in late._caches]
+        return late.cache.copy()
 
-    patch.setattr(Session, "copies", copies)
+    patch.setattr(Session, "held_copy", held_copy)
 
 
-def shifts_what_is_spread(patch: pytest.MonkeyPatch) -> None:
+def shifts_what_is_repeated(patch: pytest.MonkeyPatch) -> None:
     """Give all rows the keys that they share one position late."""
-    real = StaticCache.spread
+    real = StaticCache.repeat_first_row
 
-    def spread(self: StaticCache, rows: int) -> None:
+    def repeat_first_row(self: StaticCache, rows: int) -> None:
         real(self, rows)
         assert self.keys is not None
         self.keys = self.keys.roll(1, 1)
 
-    patch.setattr(StaticCache, "spread", spread)
+    patch.setattr(StaticCache, "repeat_first_row", repeat_first_row)
 
 
 def counts_no_row(patch: pytest.MonkeyPatch) -> None:
     """Let rows share blocks without counting them, so that each writes into those of the others."""
-    real = PagedCache.spread
+    real = PagedCache.repeat_first_row
 
-    def spread(self: PagedCache, rows: int) -> None:
+    def repeat_first_row(self: PagedCache, rows: int) -> None:
         real(self, rows)
         for block in self.tables[0]:
             self.pool.shares[block] -= rows - 1
 
-    patch.setattr(PagedCache, "spread", spread)
+    patch.setattr(PagedCache, "repeat_first_row", repeat_first_row)
 
 
 FAULTS: list[tuple[Break, tuple[str, ...], set[str]]] = [
@@ -293,7 +293,7 @@ FAULTS: list[tuple[Break, tuple[str, ...], set[str]]] = [
     (restores_one_key_wrong, KINDS, {SAVED}),
     (loads_other_logits, KINDS, {SAVED}),
     (shifts_the_prefix, KINDS, {BEHIND}),
-    (shifts_what_is_spread, ("static",), {BEHIND, FED_ONCE}),
+    (shifts_what_is_repeated, ("static",), {BEHIND, FED_ONCE}),
     (counts_no_row, ("paged",), {BEHIND, FED_ONCE}),
 ]
 CASES = [
@@ -332,15 +332,16 @@ def test_in_exact_mode_one_bit_of_one_number_that_was_restored_is_a_violation(
 
 
 def test_nan_that_a_session_alone_meets_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Session.copies
+    real = Session.held_copy
 
-    def copies(self: Session, *, kv_caching: bool) -> list[KVCache]:
-        caches = real(self, kv_caching=kv_caching)
-        assert caches[0].values is not None
-        caches[0].values[:, 0] = torch.nan
-        return caches
+    def held_copy(self: Session, *, kv_caching: bool) -> Cache:
+        cache = real(self, kv_caching=kv_caching)
+        assert cache is not None
+        assert cache.layers[0].values is not None
+        cache.layers[0].values[:, 0] = torch.nan
+        return cache
 
-    monkeypatch.setattr(Session, "copies", copies)
+    monkeypatch.setattr(Session, "held_copy", held_copy)
     (violation,) = certify().violations
     assert violation.startswith(f"{BEHIND}: row ")
     assert "the logits are not finite" in violation

@@ -297,7 +297,7 @@ def test_native_code_that_is_off_is_a_bug(native_command: Command, monkeypatch: 
 
     def later(runner: NativeRunner, frame: Frame) -> None:
         real(runner, frame)
-        frame._logits += (max(frame._starts) > 100) * 1e-5
+        frame.logits += (max(frame._starts) > 100) * 1e-5
 
     monkeypatch.setattr(NativeRunner, "run", later)
     code, printed = native_command("--exact", "--fast", "--tokens=110", "--batch_size=1")

@@ -2,6 +2,8 @@
 
 import math
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from threads import in_threads
 from torch import Tensor
 
 from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
-from llama.kv_cache import Int8Cache
+from llama.kv_cache import Int8Cache, StaticCache
 from llama.model import Transformer
 from llama.ops import PLAIN, ScoreMod, Scoring, softmax_attention
 from llama.quantize import quantize_layers
@@ -43,8 +45,10 @@ def test_the_text_and_the_bytes_held_are_those_of_the_same_generation_without_ho
 ) -> None:
     recording = recorded(model, kv_cache, temperature=0.7, seed=5)
     for kv_caching, texts in ((True, recording.texts), (False, recording.texts_off)):
-        with model.switched(kv_caching=True, kv_cache=kv_cache), watched(model) as watch:
-            ids, _ = model.generate_tokens([PROMPT], NEW, temperature=0.7, seed=5, kv_caching=kv_caching)
+        with watched(model) as watch:
+            ids, _ = model.generate_tokens(
+                [PROMPT], NEW, temperature=0.7, seed=5, kv_caching=kv_caching, kv_cache=kv_cache
+            )
         assert " ".join(map(str, PROMPT + ids[0])) == "".join(texts).strip()
         works = [moment.on if kv_caching else moment.off for moment in recording.moments]
         assert [work.bytes_held for work in works] == watch.nbytes
@@ -54,31 +58,23 @@ def test_the_text_and_the_bytes_held_are_those_of_the_same_generation_without_ho
     assert [note.startswith("From token") for note in recording.notes] == ([] if alike else [True])
 
 
-def test_two_threads_that_record_at_a_time_leave_the_model_as_it_was(model: Transformer) -> None:
-    between, leave, refused = threading.Event(), threading.Event(), []
+def test_recordings_in_two_threads_do_not_meet(model: Transformer) -> None:
+    """Each waits for the other before every step, so that all of their steps are between steps of the other."""
+    between = threading.Barrier(2, timeout=60)
 
-    class Slow(Ids):  # is asked before each of the three generations
-        asked = 0
+    def asked(kv_cache: str, prompt: list[int]) -> Callable[[], Recording]:
+        return lambda: record(model, Ids(), prompt, NEW, temperature=0.0, kv_cache=kv_cache, progress=between.wait)
 
-        @property
-        def stop_tokens(self) -> tuple[int, ...]:  # type: ignore[override]
-            self.asked += 1
-            if self.asked == 2:
-                between.set()
-                assert leave.wait(60)
-            return ()
+    def shown(recording: Recording) -> Any:
+        works = [(replace(one.on, ms=0), replace(one.off, ms=0)) for one in recording.moments]
+        seen = [(one.seen, one.attention, one.likely) for one in recording.moments]
+        return recording.texts, recording.texts_off, recording.layout, works, seen
 
-    def intrude() -> None:
-        assert between.wait(60)
-        try:
-            recorded(model, "window:6+2")
-        except RuntimeError as error:
-            refused.append(str(error))
-        leave.set()
-
-    in_threads(lambda: record(model, Slow(), PROMPT, NEW, kv_cache="int8"), intrude)
-    assert len(refused) == 1
-    assert {cache.args.kv_cache for cache in model.caches} == {"static"}
+    tasks = [("int8", PROMPT), ("window:6+2", [2, 7, 1, 8])]
+    together = in_threads(*(asked(*task) for task in tasks))
+    for (kv_cache, prompt), recording in zip(tasks, together, strict=True):
+        assert shown(recording) == shown(record(model, Ids(), prompt, NEW, temperature=0.0, kv_cache=kv_cache))
+    assert (model.kv_cache, model.cache) == ("static", None)
 
 
 def test_counters_equal_the_costs_of_the_model(model: Transformer) -> None:
@@ -117,7 +113,7 @@ def test_of_a_quantised_cache_full_groups_are_read_in_their_own_bytes_and_the_ne
     model: Transformer,
 ) -> None:
     moments = record(model, Ids(), list(range(30)), 5, temperature=0.0, kv_cache="int8").moments
-    args, full = model.args, model.caches[0].position_bytes(itemsize=8)
+    args, full = model.args, StaticCache(model.args).position_bytes(itemsize=8)
     narrow = Int8Cache(args).position_bytes(itemsize=8)
     assert narrow < full
     read = [moment.on.bytes_read - moment.off.bytes_read for moment in moments]
@@ -171,8 +167,8 @@ def test_attention_equals_a_float64_softmax_over_the_uncached_model(
 
     try:
         model.use(ops._replace(attend=spy))
-        with model.switched(kv_caching=False), torch.inference_mode():
-            model(torch.tensor([text]))
+        with torch.inference_mode():
+            model.with_kv_caching(False)(torch.tensor([text]))
     finally:
         model.use(PLAIN)
     for end, moment in zip(ENDS, recording.moments, strict=True):
@@ -235,13 +231,28 @@ def test_a_look_is_at_what_may_be_seen_in_the_order_of_the_positions(data: st.Da
     assert close(weights, softmax_in_loops(query[0, 0], keys[0, places]))
 
 
+def test_where_heads_see_different_keys_each_weighs_its_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 1, 4, 8, generator=generator, dtype=torch.float64)
+    keys = torch.randn(1, 5, 2, 8, generator=generator, dtype=torch.float64)
+    sees = torch.tensor([[True, False, True, False, False], [False, True, True, False, False]])  # of two KV heads
+    positions, weights = look(query, keys, 5, sees[None, :, None], Scoring())
+    assert positions == (0, 1, 2)
+    wanted = [[0.0] * 3 for _ in range(4)]
+    for head in range(4):
+        seen = sees[head // 2].nonzero()[:, 0]
+        of_head = softmax_in_loops(query[0, 0, head : head + 1], keys[0, seen, head // 2 : head // 2 + 1])[0]
+        for place, weight in zip(seen.tolist(), of_head, strict=True):
+            wanted[head][place] = weight
+    assert close(weights, wanted)
+
+
 @pytest.mark.parametrize("steps", [0, 3, NEW, NEW + 2, 2 * NEW + 1])
 def test_the_model_is_as_before_whenever_a_recording_breaks_off(model: Transformer, steps: int) -> None:
     def state() -> Any:
         parts = [module.ops for module in model.modules() if hasattr(module, "ops")]
-        caches = [(id(cache), sorted(vars(cache)), cache.nbytes) for cache in model.caches]
         hooks = [len(model._forward_hooks), len(model._forward_pre_hooks)]
-        return parts, caches, hooks, model.runner, model.kv_caching, model.kv_cache, model.generating
+        return parts, hooks, model.runner, model.kv_caching, model.kv_cache, model.cache
 
     left = steps
 
@@ -275,8 +286,9 @@ def test_a_runner_is_passed_by_and_stays(model: Transformer) -> None:
 def test_the_likely_tokens_are_the_models_own_and_one_is_chosen(model: Transformer) -> None:
     recording = recorded(model)
     for end, moment in zip(ENDS, recording.moments, strict=True):
-        with torch.inference_mode(), model.switched(kv_caching=False):
-            logits = model(torch.tensor([[int(word) for word in recording.texts[:end]]]), logits="last")[0, 0]
+        with torch.inference_mode():
+            text = torch.tensor([[int(word) for word in recording.texts[:end]]])
+            logits = model.with_kv_caching(False)(text, logits="last")[0, 0]
         top = logits.softmax(-1).topk(5)
         assert [one.text for one in moment.likely] == [f"{id} " for id in top.indices.tolist()]
         assert [one.probability for one in moment.likely] == pytest.approx(top.values.tolist())
@@ -288,15 +300,13 @@ def test_runs_draw_alike_also_where_a_seed_is_left_open(model: Transformer) -> N
     assert (recording.texts, recording.notes) == (recorded(model, temperature=1.0).texts, ())
 
 
-def test_a_model_that_a_generation_owns_keeps_its_runner(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def touched(_: Transformer) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("llama.watch.record._plain", touched)
-    with model.stream(Ids(), [PROMPT], NEW) as stream:
+def test_a_text_that_is_streamed_meanwhile_goes_on(model: Transformer) -> None:
+    alone = model.generate(Ids(), [PROMPT], NEW, temperature=0.0)[0]["ids"]
+    with model.stream(Ids(), [PROMPT], NEW, temperature=0.0) as stream:
         next(stream)
-        with pytest.raises(RuntimeError, match="in the middle of a generation"):
-            recorded(model)
+        assert "".join(recorded(model).texts).split() == [str(id) for id in PROMPT + alone]
+        stream.finish()
+        assert stream.results[0]["ids"] == alone
 
 
 def test_what_says_nothing_of_one_text_in_both_modes_is_refused(model: Transformer) -> None:

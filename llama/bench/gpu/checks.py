@@ -125,7 +125,7 @@ def each_kernel(model: Transformer, ops: GraphOps, length: int) -> Outcome:
         buffers = filled_buffers(model, rows, length)
         buffers.positions.copy_((torch.arange(rows) + 1) * length // rows - 1)
         past = torch.arange(buffers.slots, device=model.device) > buffers.positions[:, None]  # (rows, slots)
-        for kept in buffers.cache:
+        for kept in buffers.keys_values:
             for buffer in kept:
                 buffer[:rows].masked_fill_(past[..., None, None], torch.nan)
         one_step(model, buffers, beside_twins(ops, worst))

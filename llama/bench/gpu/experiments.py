@@ -20,6 +20,7 @@ from llama.bench.gpu.kernels import filled_buffers, model_for, profile_step, ste
 from llama.bench.presets import BATCHES
 from llama.fast.graph_ops import GraphOps
 from llama.fast.graph_runner import DecodeBuffers, Replay, cached
+from llama.kv_cache import Cache
 from llama.machine import wait_for
 from llama.model import Transformer
 from llama.ops import without_cudnn
@@ -150,17 +151,16 @@ def new_lengths(cell: Cell) -> Found:
     """Time the plain path's steps at lengths that nobody has met, as it is and with cuDNN in reach."""
     model = model_for(cell)
     figures: dict[str, float] = {}
-    with model.switched(kv_caching=True):
-        model.reserve_cache(1, cell.input_len + 2 * LENGTHS + 1)
-        ids = torch.zeros((1, cell.input_len), dtype=torch.int64, device=model.device)
-        model(ids, 0, logits="last")
-        model(ids[:, :1], cell.input_len, logits="last")
-        begin = cell.input_len + 1
-        for name, reach in (("as it is", without_cudnn), ("with cuDNN in reach", lambda _: nullcontext())):
-            with _changed(plain_ops, without_cudnn=reach):
-                times = [_seconds(model, ids[:, :1], position) for position in range(begin, begin + LENGTHS)]
-            begin += LENGTHS
-            figures |= {f"{name}, median": 1e3 * median(times), f"{name}, longest": 1e3 * max(times)}
+    cache = model.new_cache("static", rows=1, length=cell.input_len + 2 * LENGTHS + 1)
+    ids = torch.zeros((1, cell.input_len), dtype=torch.int64, device=model.device)
+    model(ids, 0, cache=cache, logits="last")
+    model(ids[:, :1], cell.input_len, cache=cache, logits="last")
+    begin = cell.input_len + 1
+    for name, reach in (("as it is", without_cudnn), ("with cuDNN in reach", lambda _: nullcontext())):
+        with _changed(plain_ops, without_cudnn=reach):
+            times = [_seconds(model, ids[:, :1], position, cache) for position in range(begin, begin + LENGTHS)]
+        begin += LENGTHS
+        figures |= {f"{name}, median": 1e3 * median(times), f"{name}, longest": 1e3 * max(times)}
     passed = figures["as it is, longest"] <= SLOW * figures["as it is, median"] or model.device.type == "cpu"
     words = "; ".join(f"{name} {figure:.2f} ms" for name, figure in figures.items())
     return _found(passed, words, figures=figures)
@@ -205,10 +205,10 @@ def _launches_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _seconds(model: Transformer, ids: torch.Tensor, position: int) -> float:
+def _seconds(model: Transformer, ids: torch.Tensor, position: int, cache: Cache) -> float:
     wait_for(model.device)
     began = time.perf_counter()
-    model(ids, position, logits="last")
+    model(ids, position, cache=cache, logits="last")
     wait_for(model.device)
     return time.perf_counter() - began
 

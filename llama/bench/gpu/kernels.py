@@ -100,10 +100,10 @@ def filled_buffers(model: Transformer, rows: int, length: int, room: int = 0) ->
     """Return rows whose newest token stands at length - 1, over random keys and values."""
     stream = torch.Generator(model.device).manual_seed(1)
     buffers = new_buffers(model, rows, rounded_up(length + room + 1), Recorder(model.device))
-    size = (2, rows, buffers.slots, model.args.n_kv_heads, model.args.head_dim)
-    for _ in model.blocks:
-        drawn = torch.randn(size, generator=stream, device=model.device).to(model.norm.weight.dtype)
-        buffers.cache.append((drawn[0].clone(), drawn[1].clone()))
+    buffers.take_cache(model.new_cache("static"), like=model.norm.weight)
+    for keys_values in buffers.keys_values:
+        for kept in keys_values:
+            kept.copy_(torch.randn(kept.shape, generator=stream, device=model.device))
     buffers.tokens.random_(model.args.vocab_size, generator=stream)
     buffers.positions.fill_(length - 1)
     return buffers

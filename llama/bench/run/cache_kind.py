@@ -17,15 +17,17 @@ from torch import Tensor
 
 from llama.bench.cell import Cell
 from llama.bench.run.engines import forwards_by_runner, path_of
-from llama.bench.run.filling import CHUNK, cache_size, fill_prompt
+from llama.bench.run.filling import CHUNK, cache_size, filled_cache
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model
 from llama.bench.run.needle import needles
+from llama.bench.run.step_times import cache_sizes
 from llama.bench.schema import CacheQuality, CacheSize, CachesPlan, NeedleRecall, Parting, StepTimes
 from llama.bench.statistics import percentiles
 from llama.bench.texts import read_text
 from llama.cores import OtherLoad
 from llama.costs import kv_bytes
+from llama.kv_cache import Cache
 from llama.model import Transformer
 from llama.perplexity import compared, expected, log_probabilities, next_logits
 from llama.streaming import TextCodec, encode_prompt
@@ -47,17 +49,18 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     sizes: list[CacheSize] = []
     steps: list[StepTimes] = []
     others.start()
-    with model.switched(kv_caching=True):
-        for context in contexts:
-            seconds = _steps_up_to(model, context)
-            steps.append({"batch_size": 1, "context": context, "kv_caching": True, "seconds": percentiles(seconds)})
-            sizes.append(cache_size(model, context))
-    cache, itemsize = model.caches[0], model.norm.weight.itemsize
-    whole = kv_bytes(1, cache.args.n_kv_heads, cache.args.head_dim, positions=1, itemsize=itemsize)
+    for context in contexts:
+        seconds, size = _steps_up_to(model, context)
+        steps.append({"batch_size": 1, "context": context, "kv_caching": True, "seconds": percentiles(seconds)})
+        sizes.append(size)
+    empty, itemsize = model.new_cache(), model.dtype.itemsize
+    layers, own = empty.layers, model.share
+    whole = len(layers) * kv_bytes(1, own.n_kv_heads, own.head_dim, positions=1, itemsize=itemsize)
+    long = empty.predicted_bytes(prompts=[LONG], ends=[LONG], reserved=(0, 0), itemsize=itemsize)
     return {
-        "lossless": all(cache.lossless for cache in model.caches),
-        "saves": cache.predicted_bytes(rows=1, length=LONG, itemsize=itemsize) < LONG * whole,
-        "widens": cache.position_bytes(itemsize) < whole,
+        "lossless": all(layer.lossless for layer in layers),
+        "saves": long < LONG * whole,
+        "widens": empty.position_bytes(itemsize) < whole,
         "path": path_of(model, fast=forwards_by_runner(model) - before, all=len(contexts) * (STEPS + 1)),
         "bytes": sizes,
         "steps": steps,
@@ -67,17 +70,20 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _steps_up_to(model: Transformer, context: int) -> list[float]:
-    """Return the seconds of the last STEPS steps of a text of `context` tokens, whose other positions are filled in."""
+def _steps_up_to(model: Transformer, context: int) -> tuple[list[float], CacheSize]:
+    """Return the seconds of the last STEPS steps of a text of `context` tokens, and the bytes that are held then.
+
+    Its other positions are filled in.
+    """
     begin = context - STEPS - 1
-    fill_prompt(model, begin, reserved=context)
+    cache = filled_cache(model, begin, reserved=context)
     seconds = []
     for position in range(begin, context):
         fed = torch.tensor([[position % model.args.vocab_size]], device=model.device)
         started = time.perf_counter()
-        int(model(fed, position, logits="last")[0, -1].argmax())  # on the host, as the loop has it
+        int(model(fed, position, cache=cache, logits="last")[0, -1].argmax())  # on the host, as the loop has it
         seconds.append(time.perf_counter() - started)
-    return seconds[1:]
+    return seconds[1:], cache_size(model, cache, context)
 
 
 def cache_reference(cell: Cell, *, plan: CachesPlan, logits: str) -> dict[str, Any]:
@@ -85,9 +91,9 @@ def cache_reference(cell: Cell, *, plan: CachesPlan, logits: str) -> dict[str, A
     model, tokenizer, ids = _opened(cell, plan)
     kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=True)
     nll, before = 0.0, forwards_by_runner(model)
-    sizes: list[CacheSize] = []
-    with closing(next_logits(model, ids, prompt_len=plan["prompt_len"])) as steps:
-        scored = _noting_size(model, steps, len(ids) - 1, sizes)
+    cache, sizes = model.new_cache(rows=1, length=len(ids) - 1), list[CacheSize]()
+    with closing(next_logits(model, ids, prompt_len=plan["prompt_len"], cache=cache)) as steps:
+        scored = _noting_size(model, cache, steps, len(ids) - 1, sizes)
         for place, (scores, token) in enumerate(zip(scored, ids[plan["prompt_len"] :], strict=True)):
             kept[place] = scores
             nll -= float(log_probabilities(scores)[token])
@@ -96,7 +102,7 @@ def cache_reference(cell: Cell, *, plan: CachesPlan, logits: str) -> dict[str, A
     texts, margins, size = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
     quality: CacheQuality = {
         "path": path,
-        "bytes": [size, *sizes, *_needle_sizes(model, plan)],
+        "bytes": [size, *sizes, *cache_sizes(model, plan["needle_lengths"])],
         "tokens": len(kept),
         "mean_kl": 0.0,
         "top1_agreement": 1.0,
@@ -114,15 +120,15 @@ def cache_quality(cell: Cell, *, plan: CachesPlan, logits: str, greedy_text: dic
     model, tokenizer, ids = _opened(cell, plan)
     kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=False)
     ours, before = (log_probabilities(scores) for scores in kept), forwards_by_runner(model)
-    sizes: list[CacheSize] = []
-    with closing(expected(model, ids, prompt_len=plan["prompt_len"])) as steps:
-        theirs = (logprobs.cpu() for logprobs in _noting_size(model, steps, len(ids) - 1, sizes))
+    cache, sizes = model.new_cache(rows=1, length=len(ids) - 1), list[CacheSize]()
+    with closing(expected(model, ids, prompt_len=plan["prompt_len"], cache=cache)) as steps:
+        theirs = (logprobs.cpu() for logprobs in _noting_size(model, cache, steps, len(ids) - 1, sizes))
         found = compared(ours, theirs, ids, prompt_len=plan["prompt_len"])
     path = path_of(model, fast=forwards_by_runner(model) - before, all=found.tokens)
     text, _, size = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
     quality: CacheQuality = {
         "path": path,
-        "bytes": [size, *sizes, *_needle_sizes(model, plan)],
+        "bytes": [size, *sizes, *cache_sizes(model, plan["needle_lengths"])],
         "tokens": found.tokens,
         "mean_kl": found.mean_kl,
         "top1_agreement": found.top1_agreement,
@@ -160,14 +166,13 @@ def greedy(model: Transformer, prompt: Sequence[int], count: int) -> tuple[list[
     """Return the `count` most likely ids behind a prompt, the gap of each to the runner-up, and the bytes then."""
     ids, gaps = [], []
     fed, start = torch.tensor([list(prompt)], device=model.device), 0
-    with model.switched(kv_caching=True):
-        model.reserve_cache(1, len(prompt) + count - 1)
-        for _ in range(count):
-            top = model(fed, start, logits="last")[0, -1].topk(2)
-            ids.append(int(top.indices[0]))
-            gaps.append(float(top.values[0] - top.values[1]))
-            fed, start = top.indices[None, :1], start + fed.shape[1]
-        return ids, gaps, cache_size(model, start)
+    cache = model.new_cache(rows=1, length=len(prompt) + count - 1)
+    for _ in range(count):
+        top = model(fed, start, cache=cache, logits="last")[0, -1].topk(2)
+        ids.append(int(top.indices[0]))
+        gaps.append(float(top.values[0] - top.values[1]))
+        fed, start = top.indices[None, :1], start + fed.shape[1]
+    return ids, gaps, cache_size(model, cache, start)
 
 
 def parting(full: Sequence[int], kind: Sequence[int], margins: Sequence[float]) -> Parting | None:
@@ -178,22 +183,12 @@ def parting(full: Sequence[int], kind: Sequence[int], margins: Sequence[float]) 
     return None
 
 
-def _noting_size(model: Transformer, steps: Iterable[Tensor], length: int, sizes: list[CacheSize]) -> Iterator[Tensor]:
-    """Yield what `steps` yields; add to `sizes` what the caches hold at the last of them, where `length` were fed."""
-    for step in steps:
-        size = cache_size(model, length)
-        yield step
-    sizes.append(size)
-
-
-def _needle_sizes(model: Transformer, plan: CachesPlan) -> list[CacheSize]:
-    """Return what the caches hold of prompts as long as the texts that hide needles."""
-    sizes = []
-    with model.switched(kv_caching=True):
-        for length in plan["needle_lengths"]:
-            fill_prompt(model, length, reserved=length)
-            sizes.append(cache_size(model, length))
-    return sizes
+def _noting_size(
+    model: Transformer, cache: Cache, steps: Iterable[Tensor], length: int, sizes: list[CacheSize]
+) -> Iterator[Tensor]:
+    """Yield what `steps` yields; then add to `sizes` what the cache holds, which was fed `length` tokens."""
+    yield from steps
+    sizes.append(cache_size(model, cache, length))
 
 
 def _recalled(model: Transformer, tokenizer: TextCodec, plan: CachesPlan) -> list[NeedleRecall]:

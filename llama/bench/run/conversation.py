@@ -165,12 +165,12 @@ def shared_prompts(tokenizer: TextCodec, plan: ChatPlan) -> list[list[int]]:
 def _first_tokens(engine: LlamaEngine, prompts: list[list[int]], *, share: bool) -> Way:
     model, fed, held = engine.model, list[int](), list[int]()
 
-    def look(_: object, given: tuple[Any, ...], __: Tensor) -> None:
+    def look(_: object, given: tuple[Any, ...], named: dict[str, Any], __: Tensor) -> None:
         fed.append(given[0].numel())
-        held.append(sum(cache.nbytes for cache in model.caches))
+        held.append(named["cache"].nbytes)
 
     look.only_looks = True  # type: ignore[attr-defined]
-    hook = model.register_forward_hook(look)
+    hook = model.register_forward_hook(look, with_kwargs=True)
     try:
         options: Options = {**GREEDY, "share_prefix": share}
         seconds, (ids, _) = _timed(partial(model.generate_tokens, prompts, 1, **options))

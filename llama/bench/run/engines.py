@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
+from llama.kv_cache import Cache
 from llama.model import Transformer
 from llama.request import Options, common_beginning
 from llama.streaming import TextCodec, encode_prompt
@@ -131,6 +132,12 @@ def path_of(model: Transformer, *, fast: int, all: int) -> str:
     return str(replace(model.execution, runner=" and ".join(names)))
 
 
+def ask_cache(run: Run, cache: Cache | None) -> None:
+    """Note what a cache holds; None: it is off."""
+    run.cache_bytes = 0 if cache is None else cache.nbytes
+    run.cache_length = None if cache is None else cache.layers[0].slots
+
+
 class LlamaEngine:
     """This library. `logits="all"` makes every forward compute the logits of all positions, as published code does."""
 
@@ -147,12 +154,13 @@ class LlamaEngine:
     ) -> Run:
         run = Run(fed=[], logits_bytes=0)
         times: list[float] = []  # when each forward began, and when the last token was there
-        with self._watched(run, times, output_len=output_len, steps=steps):
+        with self._watched(run, times, last=steps or output_len, steps=steps):
             run.started = time.perf_counter()
             options: Options = {**GREEDY, "kv_caching": kv_caching}
             forwards_before = forwards_by_runner(self.model)
             with suppress(_EnoughError):
                 run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
+                times.append(time.perf_counter())
         run.token_times = times[1:]
         run.fast_forwards = forwards_by_runner(self.model) - forwards_before
         left = 0 if self.model.runner is None or self.model.runner.takes_prompts else 1  # the prompt
@@ -165,11 +173,10 @@ class LlamaEngine:
         """Return the most likely token behind every position of a text, and what executed the forwards."""
         found: list[int] = []
         before, parts = forwards_by_runner(self.model), range(0, len(ids), SCORED)
-        with self.model.switched(kv_caching=True):
-            self.model.reserve_cache(1, len(ids))
-            for start in parts:
-                fed = torch.tensor([ids[start : start + SCORED]], device=self.model.device)
-                found += self.model(fed, start)[0].argmax(-1).tolist()
+        cached, cache = self.model.with_kv_caching(True), self.model.new_cache(rows=1, length=len(ids))
+        for start in parts:
+            fed = torch.tensor([ids[start : start + SCORED]], device=self.model.device)
+            found += cached(fed, start, cache=cache)[0].argmax(-1).tolist()
         return found, self._path(fast=forwards_by_runner(self.model) - before, all=len(parts))
 
     def conversation(self, length: int, *, kv_caching: bool) -> "SessionConversation":
@@ -180,21 +187,22 @@ class LlamaEngine:
         return path_of(self.model, fast=fast, all=all)
 
     @contextmanager
-    def _watched(self, run: Run, times: list[float], *, output_len: int, steps: int | None) -> Iterator[None]:
-        """Note when a forward begins, what it is fed and returns; ask the caches once, at the last; stop after `steps`.
+    def _watched(self, run: Run, times: list[float], *, last: int, steps: int | None) -> Iterator[None]:
+        """Note when a forward begins, what it is fed and returns; ask the cache once, at the last; stop after `steps`.
 
-        A forward begins once the tokens of the step before are on the host, and the loop gives the cache back once the
-        last ones are.
+        A forward begins once the tokens of the step before are on the host. The cache is that of the prompt's forward;
+        it is not freed before the generation has returned, so that no clock sees that.
         """
-        last = steps or output_len
         likeliest: list[Tensor] = []
-        free_cache, step = self.model.free_cache, self.model.runner
-        clock = DeviceClock(self.model.device, times)
+        cache: Cache | None = None
+        step, clock = self.model.runner, DeviceClock(self.model.device, times)
 
         def before(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            nonlocal cache
             times.append(time.perf_counter())
             if len(times) - 1 == steps:
                 raise _EnoughError
+            cache = named["cache"]
             return given, {**named, "logits": self.logits}
 
         def after(_: object, given: tuple[Any, ...], logits: Tensor) -> Tensor:
@@ -203,7 +211,7 @@ class LlamaEngine:
             run.fed.append((rows, width))
             run.logits_bytes = max(run.logits_bytes or 0, logits.untyped_storage().nbytes())
             if len(run.fed) == last:
-                self._ask_caches(run)
+                ask_cache(run, cache)
             if steps is not None:  # only in a warm-up: it takes time
                 if likeliest:
                     same = torch.equal(likeliest.pop(), given[0][:, -1])
@@ -218,15 +226,9 @@ class LlamaEngine:
             assert run.fed is not None
             run.fed.append((rows, width))
             if len(run.fed) == last:
-                self._ask_caches(run)
-
-        def done() -> None:
-            if len(times) == last:
-                times.append(time.perf_counter())
-            free_cache()
+                ask_cache(run, cache)
 
         before.only_looks = after.only_looks = True  # type: ignore[attr-defined]
-        self.model.free_cache = done  # type: ignore[method-assign]
         if step is not None and self.logits == "last":  # who wants all logits has to have the loop ask for them
             step.watch = ahead
         try:
@@ -236,20 +238,13 @@ class LlamaEngine:
         finally:
             if step is not None:
                 step.watch = None
-            del self.model.free_cache
-
-    def _ask_caches(self, run: Run) -> None:
-        caches = self.model.caches
-        run.cache_bytes = sum(cache.nbytes for cache in caches)
-        run.cache_length = caches[0].slots
 
 
 class SessionConversation:
-    """A session of this library, whose model then has its cache on or off."""
+    """A session of this library, with its cache on or off."""
 
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, kv_caching: bool) -> None:
-        model.kv_caching = kv_caching
-        self.session, self.fed = model.session(tokenizer), 0
+        self.session, self.fed = model.with_kv_caching(kv_caching).session(tokenizer), 0
 
     @property
     def cache_bytes(self) -> int:

@@ -5,7 +5,6 @@ what would not fit is refused by them. Knows nothing of how anything was measure
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,10 +13,11 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.schema import Ledger, Line
 from llama.costs import Layout, PeakMemory, head_bytes, peak_memory, size
-from llama.kv_cache import KVCache
+from llama.kv_cache import Cache
 from llama.machine import available_memory
 from llama.parallel import local_size
 
+ROWS = 1024  # a batch that cannot fit into any memory is refused, too, and without a list of its rows
 CUBLAS_WORKSPACE = 8_519_680  # torch's default configuration, :4096:2:16:8, in bytes
 CUBLAS_WORKSPACE_HOPPER = 32 * 2**20  # and the one it takes from compute capability 9.0 on
 
@@ -47,22 +47,27 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0, stored: Mapping[
 
 def position_bytes(args: ModelArgs, cell: Cell) -> int:
     """Return the bytes of one position of a row over all layers: of our own cells, as their kind of cache tells."""
-    return args.n_layers * cache_of(args, cell).position_bytes(cell.cache_itemsize)
+    return cache_of(args, cell).position_bytes(cell.cache_itemsize)
 
 
 def cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
-    """Return what the caches of all layers hold once `fed` positions of each row were fed, as the kind predicts it.
+    """Return what a cache holds once `fed` positions of each row were fed, as its kinds predict it.
 
-    One that preallocates has the room of the whole text from its first position on.
+    Room is reserved for the whole text. All rows are alike: ROWS of them are predicted, and more in proportion.
     """
-    cache = cache_of(args, cell)
-    length = cell.total_len if cache.preallocates else fed
-    return args.n_layers * cache.predicted_bytes(rows=cell.batch_size, length=length, itemsize=cell.cache_itemsize)
+    rows = min(cell.batch_size, ROWS)
+    predicted = cache_of(args, cell).predicted_bytes(
+        prompts=[min(fed, cell.input_len)] * rows,
+        ends=[fed] * rows,
+        reserved=(rows, cell.total_len),
+        itemsize=cell.cache_itemsize,
+    )
+    return predicted * cell.batch_size // rows
 
 
-def cache_of(args: ModelArgs, cell: Cell) -> KVCache:
-    """Return an empty cache of a layer, to ask it: of our own cells of their kind, of other engines' a static one."""
-    return KVCache.of(args if cell.engine == "llama" else replace(args, kv_cache="static"))
+def cache_of(args: ModelArgs, cell: Cell) -> Cache:
+    """Return an empty cache, to ask it: of our own cells of their kind, of other engines' a static one."""
+    return Cache.of(args, args.kv_cache if cell.engine == "llama" else "static")
 
 
 def make_ledger(

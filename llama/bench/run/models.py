@@ -21,7 +21,8 @@ from llama.costs import RELEASED
 from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.fast.choose import make_fast
 from llama.files import cache_dir
-from llama.kv_cache import KVCache, cache_kind
+from llama.kv_cache import Cache, KVCache, cache_kind
+from llama.kv_cache.names import kinds_named
 from llama.machine import DTYPES, dtype_name
 from llama.model import Transformer
 from llama.packed import PackedWeight
@@ -68,11 +69,12 @@ def make_cell(
     cell = Cell(model=name, device=str(on), dtype=dtype_name(pick_dtype(dtype, on)), ranks=world_size(), **rest)
     check_cell(cell)
     check_seed(cell.seed)
-    KVCache.named(cache_kind(cell.kv_cache))
+    for kind, _ in kinds_named(cache_kind(cell.kv_cache)):
+        KVCache.named(kind)
     if name in GPT2:
         return cell
     source = find_model(cell)
-    KVCache.of(source.args)
+    Cache.of(source.args, source.args.kv_cache)
     cell = settled(cell, lambda text: encode_prompt(source.tokenizer, text))
     check_length(cell, source.args.max_seq_len)
     check_memory(cell, source.args, source.device, held=0, stored=source.stored)

@@ -6,12 +6,13 @@ A cached step can stand at any position that was fed before, so one prefill of t
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from llama.bench.run.filling import cache_size, fill_prompt
+from llama.bench.run.filling import cache_size, filled_cache
 from llama.bench.schema import CacheSize, Crossover, StepTimes
 from llama.bench.statistics import percentiles
 from llama.model import Transformer
@@ -31,16 +32,17 @@ def step_times(
     """Time a step at every context length, up to the model's limit, each after a warm-up of its own shape."""
     stream = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.args.vocab_size, (batch_size, max(contexts)), generator=stream).to(model.device)
-    with model.switched(kv_caching=kv_caching):
-        if kv_caching:
-            model.reserve_cache(batch_size, max(contexts))
-            model(tokens, 0, logits="last")
-        steps: list[StepTimes] = []
-        for context in sorted(contexts, reverse=True):  # a cache that grows forgets what lies past a position
-            start = context - 1 if kv_caching else 0
-            seconds = percentiles(_repeat(_step(model, tokens[:, start:context], start, logits), model))
-            steps.append({"batch_size": batch_size, "context": context, "kv_caching": kv_caching, "seconds": seconds})
-        return steps[::-1]
+    switched = model.with_kv_caching(kv_caching)
+    cache = model.new_cache(rows=batch_size, length=max(contexts)) if kv_caching else None
+    if kv_caching:
+        switched(tokens, 0, cache=cache, logits="last")
+    steps: list[StepTimes] = []
+    for context in sorted(contexts, reverse=True):  # a cache that grows forgets what lies past a position
+        start = context - 1 if kv_caching else 0
+        step = partial(_step, switched, tokens[:, start:context], start, cache=cache, logits=logits)
+        seconds = percentiles(_repeat(step, model))
+        steps.append({"batch_size": batch_size, "context": context, "kv_caching": kv_caching, "seconds": seconds})
+    return steps[::-1]
 
 
 def _more(seconds: list[float], model: Transformer) -> bool:
@@ -49,8 +51,8 @@ def _more(seconds: list[float], model: Transformer) -> bool:
     return bool(model.ranks.decide(torch.tensor([more], dtype=torch.uint8, device=model.device)))
 
 
-def _step(model: Transformer, fed: Tensor, start: int, logits: Literal["last", "all"]) -> Callable[[], object]:
-    return lambda: model(fed, start, logits=logits)[:, -1].argmax(-1).tolist()  # on the host, as the loop has it
+def _step(model: Transformer, fed: Tensor, start: int, **options: Any) -> None:
+    model(fed, start, **options)[:, -1].argmax(-1).tolist()  # on the host, as the loop has it
 
 
 def _repeat(work: Callable[[], object], model: Transformer) -> list[float]:
@@ -80,12 +82,7 @@ def crossover(steps: Sequence[StepTimes]) -> Crossover:
 @torch.inference_mode()
 def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
     """Take caches of one row of each length, and compare their bytes with the prediction."""
-    sizes: list[CacheSize] = []
-    for length in lengths:
-        fill_prompt(model, length, reserved=length)
-        sizes.append(cache_size(model, length))
-    model.free_cache()
-    return sizes
+    return [cache_size(model, filled_cache(model, length, reserved=length), length) for length in lengths]
 
 
 def context_lengths(longest: int) -> list[int]:

@@ -16,11 +16,10 @@ struct Choice {
     Int rows, vocab;
     double temperature, top_p, min_p;  // as sampling.py has them; at temperature 0 the others are not looked at
     Int top_k;                         // 0: all
-    double penalty;                    // of tokens that are marked in `seen`, (places, vocab); null: there is none
+    double penalty;                    // of tokens that are marked in `seen`, (rows, vocab); null: there is none
     const bool* seen;
     const double* draws;  // in [0, 1)
     Int* ids;             // what was chosen, or one of those below
-    const Int* places;    // (rows,): which of the draws, of the ids and of what was seen are a row's
     Int threads;                       // where no forward's choose
 };
 constexpr Int NOT_FINITE = -1, TOO_NEAR = -2;
@@ -313,18 +312,17 @@ inline void choose(const Choice& how, const Team& team, Largest* found, float* r
             if (other.most > best.most) best.most = other.most, best.at = other.at;
             best.total += other.total;
         }
-        const Int place = how.places[r];
         const float* logits = how.logits + r * how.vocab;
         if (!std::isfinite(best.total)) {
-            how.ids[place] = NOT_FINITE;
+            how.ids[r] = NOT_FINITE;
             continue;
         }
         if (how.seen) {
             float* less = room + team.rank * how.vocab;
-            penalize(logits, how.seen + place * how.vocab, how.vocab, float(how.penalty), less);
+            penalize(logits, how.seen + r * how.vocab, how.vocab, float(how.penalty), less);
             best = largest_logit(less, 0, how.vocab), logits = less;
         }
-        how.ids[place] = how.temperature > 0 ? sampled(logits, best.at, how, how.draws[place]) : best.at;
+        how.ids[r] = how.temperature > 0 ? sampled(logits, best.at, how, how.draws[r]) : best.at;
     }
 }
 

@@ -55,7 +55,7 @@ struct Batch {
     const float *cos, *sin;  // (positions, head_dim), as rope.py has them
     Int kind, slots;         // of the cache; slots: positions that it has room for, groups or blocks
     const LayerCache* caches;  // of every layer; null if the kind is NONE
-    const Int *places, *kept;  // (rows,): which row of the cache each is, and how many of its tokens are to be kept
+    const Int* kept;  // (rows,): how many of a row's tokens the cache is to keep, at least one
     float* logits;
     const Choice* choice;  // to be made from these logits, or null
     Int threads;
@@ -325,13 +325,13 @@ struct Forward {
     // Where the keys of a position stand, or its values: in the layer's cache, or in `own_side`, as it came.
     T* place_of(const std::int32_t* table, void* cache, T* own_side, Int row, Int position) const {
         if (owns()) return own_side + place_of_own(row, position);
-        if (table) position = table[batch.places[row] * batch.slots + position / PAGE] * PAGE + position % PAGE;
-        else position += batch.places[row] * batch.slots;
+        if (table) position = table[row * batch.slots + position / PAGE] * PAGE + position % PAGE;
+        else position += row * batch.slots;
         return (T*)cache + position * kv;
     }
     Int place_of_own(Int row, Int position) const { return (own[row] + position - first_own(row)) * kv; }
     // Where the newest group's keys of a position stand, or its values.
-    Int place_of_newest(Int row, Int position) const { return (batch.places[row] * TOKENS + position % TOKENS) * kv; }
+    Int place_of_newest(Int row, Int position) const { return (row * TOKENS + position % TOKENS) * kv; }
 
     // Turn pairs of neighbours by the token's position.
     void turn(float* x, Int count, Int position) const {
@@ -397,7 +397,6 @@ struct Forward {
         const T* ks = unturned ? unturned : keys;
         Int task = 0;
         for (Int r = 0; r < batch.rows; r++) {
-            if (!batch.kept[r]) continue;
             const Int end = batch.starts[r] + batch.kept[r];
             for (Int group = first_own(r) / TOKENS; group < end / TOKENS; group++)
                 for (Int head = 0; head < model.kv_heads; head++)
@@ -422,7 +421,7 @@ struct Forward {
     }
 
     Quantized group_of(const Quantized& side, Int row, Int group, Int head, Int shared) const {
-        const Int place = (batch.places[row] * batch.slots + group) * model.kv_heads + head;
+        const Int place = (row * batch.slots + group) * model.kv_heads + head;
         return side.at(place, TOKENS * model.head_dim * (batch.kind == INT8 ? 8 : 4) / 8, shared);
     }
 

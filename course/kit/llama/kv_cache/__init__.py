@@ -1,7 +1,9 @@
 """Keys and values of past tokens: the contract of a cache, and the one kind that the exercise is about."""
 
+from llama.kv_cache.attended import Attended
+from llama.kv_cache.cache import Cache
 from llama.kv_cache.contract import KVCache, check_lossless, use_kind
 from llama.kv_cache.names import cache_kind
 from llama.kv_cache.static import StaticCache
 
-__all__ = ["KVCache", "StaticCache", "cache_kind", "check_lossless", "use_kind"]
+__all__ = ["Attended", "Cache", "KVCache", "StaticCache", "cache_kind", "check_lossless", "use_kind"]

@@ -1,6 +1,7 @@
-"""Steps that native code takes ahead of the loop give what the loop gives by the same code, to the bit.
+"""The native stepper's steps give what the plain stepper gives by the same code, to the bit.
 
-The loop is that of a model of the same weights whose runner leaves every step to it.
+The plain stepper is that of a model of the same weights, whose runner makes no stepper of its own: each of its steps is
+a call of the model, which native code computes.
 """
 
 import copy
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ctypes import c_int64
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -21,16 +22,20 @@ from generations import GREEDY, WAYS, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
+from threads import elsewhere, in_threads
 from torch import Tensor
 
 import llama.batch
 import llama.sampling
+from llama.batch import Batch
+from llama.fast.native_caches import NativeCaches, Taken
 from llama.fast.native_library import Choice, Model, NativeBatch, NativeForward
 from llama.fast.native_runner import NativeRunner
-from llama.generation import NonFiniteLogits
-from llama.kv_cache import StaticCache
+from llama.generation import NonFiniteLogits, make_stepper
+from llama.kv_cache import Cache, StaticCache
 from llama.model import Transformer
-from llama.request import Options
+from llama.request import Options, make_request
+from llama.rows import Rows
 from llama.sampling import Sampler, Sampling, choose, sample
 from llama.session import Session
 
@@ -40,10 +45,10 @@ CACHES = ("static", "int8", "int4", "paged")
 
 
 class Looping(NativeRunner):
-    """Leaves every step to the loop."""
+    """Leaves every step to the plain stepper."""
 
-    def run_ahead(self, model: Transformer, batch: Any) -> Iterator[Any]:
-        return iter(())
+    def stepper(self, model: Transformer, batch: Any, cache: Any) -> None:
+        return None
 
 
 def pair(kind: str = "fp32", **args: Any) -> tuple[Transformer, Transformer]:
@@ -79,7 +84,7 @@ def test_a_generation_ahead_of_the_loop_is_the_loops(way: str, kv_cache: str) ->
         theirs = loop.generate_tokens(prompts, room, **how)
         with told_of_steps(ahead) as steps:
             assert ahead.generate_tokens(prompts, room, **how) == theirs
-        assert steps == [len(prompts)] * (max(room) - 1)
+        assert steps == [sum(step < left for left in room) for step in range(1, max(room))]  # rows that have not ended
         assert served(loop) - before[0] == served(ahead) - before[1] >= max(room) - 1
 
 
@@ -129,18 +134,21 @@ def test_rows_that_share_their_beginning_or_begin_with_a_session() -> None:
 
 
 @pytest.mark.parametrize(("kv_cache", "noted"), [("int8", "_ends"), ("int4", "_ends"), ("paged", "tables")])
-def test_the_caches_note_of_each_row_what_they_note_for_the_loop(kv_cache: str, noted: str) -> None:
+def test_the_caches_note_of_each_row_what_they_note_for_the_loop(
+    kv_cache: str, noted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[Any]] = []
+    caches: list[Cache] = []
+    made = Transformer.new_cache
+    monkeypatch.setattr(
+        Transformer, "new_cache", lambda *given, **how: caches.append(made(*given, **how)) or caches[-1]
+    )  # type: ignore[func-returns-value]
     for model in pair(kv_cache=kv_cache):
-        free = model.free_cache
-
-        def look(model: Transformer = model, free: Callable[[], None] = free) -> None:
-            seen.append([copy.deepcopy(getattr(cache, noted)) for cache in model.caches])
-            free()
-
-        model.free_cache = look  # type: ignore[method-assign]
-        model.generate_tokens(PROMPTS, [20, 4, 9], **GREEDY)
-    assert seen[0] == seen[1] != [[], []]
+        for room in ([20, 4, 9], [17, 17, 17]):
+            model.generate_tokens(PROMPTS, room, **GREEDY)
+            seen.append([copy.deepcopy(getattr(cache, noted)) for cache in caches[-1].layers])
+    assert seen[:2] == seen[2:]
+    assert [{len(rows) for rows in layers} for layers in seen[:2]] == [{1}, {3}]  # rows that have ended have left
 
 
 def test_a_stop_string_ends_the_text_where_the_loop_ends_it() -> None:
@@ -164,7 +172,7 @@ def test_logits_that_are_no_numbers_are_reported_at_the_loops_step(way: str) -> 
     said = []
     for model in (loop, ahead):
         model.tok_embeddings.weight[fatal] = torch.nan
-        for room in ([30, 4, 30], [30, 4, 13]):  # where the row has ended, it harms nobody
+        for room in ([30, 4, 30], [30, 4, 13]):  # where the row has ended, the token is not fed
             try:
                 said.append([model.generate_tokens(PROMPTS, room, **WAYS[way])])
             except NonFiniteLogits as error:
@@ -352,7 +360,7 @@ class Stopping(Ids):
 
 def held_by(session: Session) -> list[Any]:
     """Return all that goes on from a session."""
-    states = [cache.state(1, session._held) for cache in session._caches]
+    states = session.cache.state(1, session._held)
     logits = None if session.logits is None else session.logits.tolist()
     parts = [{name: part.tolist() for name, part in state.items()} for state in states]
     return [session.tokens, session.fed, session._held, session._written, logits, parts]
@@ -444,11 +452,6 @@ def switch_off_by_hand(model: Transformer) -> None:
         block.attention.kv_caching = False
 
 
-def free_by_hand(model: Transformer) -> None:
-    for cache in model.caches:
-        cache.free()
-
-
 def choose_what_is_no_token(model: Transformer) -> None:
     head = model.output.weight
     model.output.weight = torch.nn.Parameter(torch.cat([head, head * 9, -head * 9]), requires_grad=False)
@@ -458,26 +461,14 @@ def limit_the_length(model: Transformer) -> None:
     model.args = replace(model.args, max_seq_len=10)
 
 
-def move_the_cache(model: Transformer) -> None:
-    for cache in model.caches:
-        assert isinstance(cache, StaticCache)
-        assert cache.keys is not None
-        assert cache.values is not None
-        cache.keys, cache.values = cache.keys.clone(), -cache.values
-
-
-def switch_refused(model: Transformer) -> None:
-    with pytest.raises(RuntimeError, match="in the middle of a generation"):
-        model.kv_caching = False
-    with pytest.raises(RuntimeError, match="in the middle of a generation"):
-        model.kv_cache = "paged"
+def choose_another_kind(model: Transformer) -> None:
+    model.kv_cache = "paged"
 
 
 BETWEEN = {
     **{change.__name__: change for change in (replace_the_runner, put_another_runner, hook_the_model)},
-    **{change.__name__: change for change in (switch_off_by_hand, free_by_hand, limit_the_length, move_the_cache)},
+    **{change.__name__: change for change in (switch_off_by_hand, limit_the_length, choose_another_kind)},
     "choose_what_is_no_token": choose_what_is_no_token,
-    "switch_refused": switch_refused,
     **CHANGES,
 }
 
@@ -497,10 +488,46 @@ def test_what_a_streams_reader_does_to_the_model_counts_from_the_next_token_on(c
                         BETWEEN[change](model)
         except Exception as error:  # the same, whatever it is
             pieces.append((type(error), str(error)))
-        finally:
-            free = not model.generating
         model.runner = runner
-        outcomes.append((pieces, served(model) - before, free))
+        outcomes.append((pieces, served(model) - before))
+    assert outcomes[0] == outcomes[1]
+
+
+def free_the_cache(cache: Cache) -> None:
+    cache.free()
+
+
+def move_the_cache(cache: Cache) -> None:
+    for layer in cache.layers:
+        assert isinstance(layer, StaticCache)
+        assert layer.keys is not None
+        assert layer.values is not None
+        layer.keys, layer.values = layer.keys.clone(), -layer.values
+
+
+def assign_a_method(cache: Cache) -> None:
+    layer = cache.layers[1]
+    layer.update = lambda rows, xk, xv: StaticCache.update(layer, rows, xk, 2 * xv)  # type: ignore[arg-type, method-assign]
+
+
+@pytest.mark.parametrize("change", [free_the_cache, move_the_cache, assign_a_method])
+def test_what_a_streams_reader_does_to_a_sessions_cache_counts_from_the_next_token_on(
+    change: Callable[[Cache], None],
+) -> None:
+    outcomes = []
+    for model in pair():
+        session = model.session(Ids())  # type: ignore[arg-type]
+        session.feed([5, 6, 7] * 9)
+        pieces: list[object] = []
+        before = served(model)
+        try:
+            for made, piece in enumerate(session.stream(12, **GREEDY)):
+                pieces.append(piece)
+                if made == 5:
+                    change(session.cache)
+        except ValueError as error:
+            pieces.append(str(error))
+        outcomes.append((pieces, served(model) - before))
     assert outcomes[0] == outcomes[1]
 
 
@@ -519,50 +546,121 @@ def test_an_id_that_the_embedding_does_not_know_is_not_fed() -> None:
     assert 1 < sum(isinstance(one, str) for one in outcomes[0]) < 40
 
 
-@pytest.mark.parametrize("way", ["greedy", "greedy with a penalty"])
-def test_the_loop_goes_on_where_a_row_that_has_ended_chose_no_token(way: str) -> None:
-    texts, _ = pair(tied_head=False)[0].generate_tokens(PROMPTS[::-2], [12, 3], **WAYS[way])
-    fatal = texts[1][2]
-    assert fatal not in texts[0]
-    made = []
-    for model in pair(tied_head=False):
-        model.tok_embeddings.weight[fatal] = torch.nan
-        stream = model.stream(Ids(), PROMPTS[::-2], [12, 3], **WAYS[way])  # type: ignore[arg-type]
-        made.append([next(stream) for _ in range(9)])
-        model.runner = None
-        made[-1] += list(stream)
-    assert made[0] == made[1]
+# ---- several texts ---------------------------------------------------------------------------------------------------
 
 
-# ---- one owner -------------------------------------------------------------------------------------------------------
-
-
-def test_others_are_refused_between_and_within_steps() -> None:
+def test_a_cache_that_steps_refuses_others_and_the_model_does_not() -> None:
     _, ahead = pair()
+    session = ahead.session(Ids())  # type: ignore[arg-type]
+    session.feed([5, 6, 7])
+    expected = session.fork().generate(6, **GREEDY)["ids"]
     refused: list[str] = []
 
-    def others(*_: object) -> None:
-        for act in (lambda: ahead.generate_tokens([[1]], 2), lambda: ahead(torch.tensor([[1]])), ahead.free_cache):
-            try:
-                act()
-            except RuntimeError as error:
-                refused.append(str(error))
-
-    def in_a_thread(*_: object) -> None:
-        thread = threading.Thread(target=others)
-        thread.start()
-        thread.join()
+    def others(rows: int, width: int) -> None:
+        ahead.runner.watch = None  # type: ignore[union-attr]
+        try:
+            ahead(torch.tensor([[1]]), 3, cache=session.cache)
+        except RuntimeError as error:
+            refused.append(str(error))
+        assert ahead.generate_tokens([[5, 6, 7]], 6, **GREEDY) == ([expected], None)
+        ahead.runner.watch = others  # type: ignore[union-attr]
 
     assert ahead.runner is not None
-    for watch in (others, in_a_thread):
-        ahead.runner.watch = watch  # called in the middle of a step
-        with ahead.stream(Ids(), PROMPTS, 5, **GREEDY) as stream:  # type: ignore[arg-type]
-            for _ in range(6):
-                next(stream)
-            others(), in_a_thread()
-        assert all("in the middle of" in words for words in refused)
-        assert len(refused) == 3 + 2 * 3
-        refused.clear()
+    ahead.runner.watch = others  # called in the middle of a step
+    assert session.generate(6, **GREEDY)["ids"] == expected
+    assert len(refused) == 5
+    assert all("in the middle of another call" in words for words in refused)
+
+
+@pytest.mark.parametrize("kinds", [("static", "int8"), ("int4", "paged"), ("paged", "static"), ("static", "static")])
+def test_two_texts_at_once_on_one_model_are_each_what_they_are_alone(kinds: tuple[str, str]) -> None:
+    _, model = pair()
+    how: list[Options] = [
+        {**WAYS["greedy"], "kv_cache": kinds[0]},
+        {**WAYS["sampled"], "seed": 3, "kv_cache": kinds[1]},
+    ]
+    tasks = [partial(model.generate_tokens, PROMPTS, [60, 9, 33], **one) for one in how]
+    before = served(model)
+    alone = [task() for task in tasks]
+    steps = served(model) - before
+    for _ in range(4):
+        assert in_threads(*tasks) == alone
+    assert served(model) == before + 5 * steps
+
+
+def test_forks_that_share_blocks_step_at_once_in_threads() -> None:
+    """Each lets their pool grow, and moves the blocks of the others."""
+    _, model = pair(kv_cache="paged")
+    session = model.session(Ids())  # type: ignore[arg-type]
+    session.feed([5, 6, 7] * 7)
+    expected = [session.fork().generate(90, temperature=0.9, seed=seed)["ids"] for seed in range(3)]
+    for _ in range(4):
+        forks = [session.fork() for _ in range(3)]
+        made = in_threads(*(partial(fork.generate, 90, temperature=0.9, seed=seed) for seed, fork in enumerate(forks)))
+        assert [one["ids"] for one in made] == expected
+
+
+def test_a_stretch_sees_that_a_fork_has_moved_the_pool() -> None:
+    """The reader leaves the model as it is, and so nothing is looked at between these steps."""
+    _, model = pair(kv_cache="paged")
+    session = model.session(Ids())  # type: ignore[arg-type]
+    session.feed([5, 6, 7] * 7)
+    expected = session.fork().generate(60, **GREEDY)["ids"]
+    batch = Batch(make_request(model.args, True, [[5, 6, 7] * 7], 60, (), {"temperature": 0.0}, bound=None))
+    batch.begin(VOCAB, model.device)
+    cache, other = session.cache.copy(), session.fork()
+    batch.held = 20
+    stepper = make_stepper(model, batch, cache)
+    with torch.inference_mode():
+        ids = [*stepper.prefill()]
+        for step, chosen in enumerate(stepper):
+            ids += chosen.ids
+            if step == 3:
+                before = cache.layers[0].keys
+                elsewhere(lambda: other.append([1] * 150))
+                assert cache.layers[0].keys is not before
+            if len(ids) == 60:
+                break
+    assert ids == expected
+
+
+def test_weights_that_are_moved_or_freed_under_a_native_step_live_as_long_as_it() -> None:
+    """Another thread casts the model, and takes the freed memory, between the look at it and the step."""
+    _, model = pair()
+    expected = model.generate_tokens(PROMPTS, 6, **GREEDY)
+    taken: list[Tensor] = []
+    sizes = {weight.numel() for weight in model.parameters()}
+
+    def move(rows: int, width: int) -> None:
+        if not taken:
+            model.double()
+            taken.extend(torch.full((size,), torch.nan, dtype=torch.float32) for size in sizes for _ in range(20))
+
+    assert model.runner is not None
+    model.runner.watch = lambda rows, width: elsewhere(lambda: move(rows, width))
+    assert model.generate_tokens(PROMPTS, 6, **GREEDY) == expected
+    assert taken
+    model.runner.watch = None
+    assert model.norm.weight.dtype == torch.float64
+
+
+def test_a_cache_that_is_freed_under_a_native_step_lives_as_long_as_it() -> None:
+    _, model = pair()
+    session = model.session(Ids())  # type: ignore[arg-type]
+    session.feed([5, 6, 7] * 9)
+    expected = session.fork().generate(6, **GREEDY)["ids"]
+    assert model.runner is not None
+    taken: list[Tensor] = []
+
+    def free(rows: int, width: int) -> None:
+        if not taken:
+            size = session.cache.layers[0].held()["keys"].numel()
+            session.cache.free()
+            taken.extend(torch.full((size,), torch.nan, dtype=torch.float32) for _ in range(20))
+
+    model.runner.watch = free
+    assert session.generate(6, **GREEDY)["ids"] == expected
+    assert taken
 
 
 def test_another_thread_may_read_on() -> None:
@@ -576,17 +674,23 @@ def test_another_thread_may_read_on() -> None:
     assert [stream.results] == expected
 
 
-def test_a_stream_that_is_closed_or_dropped_leaves_nothing_behind() -> None:
+def test_a_stream_that_is_closed_or_dropped_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ahead = pair()
+    caches: list[weakref.ref[Cache]] = []
+    take = NativeCaches.take
+
+    def noting(self: NativeCaches, described: Any, cache: Cache, rows: Rows, *, whole: bool) -> Taken:
+        taken = take(self, described, cache, rows, whole=whole)
+        caches.append(weakref.ref(cache.layers[0].held()["keys"]))  # type: ignore[arg-type]
+        return taken
+
+    monkeypatch.setattr(NativeCaches, "take", noting)
     for leave in ("close", "drop"):
         stream = ahead.stream(Ids(), PROMPTS, 50, **GREEDY)  # type: ignore[arg-type]
         for _ in range(10):
             next(stream)
-        keys = weakref.ref(ahead.caches[0].get_buffer("keys"))
-        assert ahead.generating
+        assert caches[-1]() is not None
         if leave == "close":
             stream.close()
         del stream
-        assert not ahead.generating
-        assert ahead.caches[0].nbytes == 0
-        assert keys() is None
+        assert caches[-1]() is None

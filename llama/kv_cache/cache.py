@@ -1,0 +1,188 @@
+"""All layers of a cache: the keys and values of one text, or of the rows of a batch.
+
+A cache is a value beside the model: made by `model.new_cache`, fed as `model(tokens, start_pos, cache=cache)`, copied,
+cut, counted and dropped. Knows the kinds' contract; does not know models, files, or what is generated.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Lock, RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.kv_cache.contract import KVCache
+from llama.kv_cache.names import kinds_by_layer
+from llama.rope import RopeTable
+
+
+class Source(NamedTuple):
+    """Who computed what a cache holds, as far as that decides its numbers.
+
+    weights: one object for all models that have the same weights. exact: False, or what decides the bits of exact mode.
+    """
+
+    weights: object
+    exact: bool | str
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Cache:
+    """The KVCache of every layer, first layer first, in `layers`.
+
+    One call at a time: another one meanwhile, of any thread, gets a RuntimeError. Two threads that take turns would mix
+    their texts, which no one can see here: give each text a cache of its own. `kind`: by which name it was made.
+    `bound`: how many positions it holds at most; None: as many as a text has. `source`: who fed it; None: nobody yet.
+    """
+
+    def __init__(self, layers: Sequence[KVCache], kind: str) -> None:
+        self.layers, self.kind = list(layers), kind
+        bounds = [layer.bound for layer in self.layers if layer.bound is not None]
+        self.bound = max(bounds) if len(bounds) == len(self.layers) else None
+        self.source: Source | None = None
+        self._call = Lock()
+        self._turn = RLock()  # shared by copies that share memory
+
+    @staticmethod
+    def of(args: ModelArgs, kind: str, rope: RopeTable | None = None) -> "Cache":
+        """Make an empty cache of the kind that is named, for all layers or by layer. Raises ValueError.
+
+        The grammar is in `llama.kv_cache.names`; a FILE.py has been run by `cache_kind`.
+        """
+        rope, kinds = rope or RopeTable.of(args), kinds_by_layer(kind, args.n_layers)
+        return Cache([KVCache.of(replace(args, kv_cache=own), layer, rope) for layer, own in enumerate(kinds)], kind)
+
+    # ---- what it holds -----------------------------------------------------------------------------------------------
+
+    @property
+    def empty(self) -> bool:
+        """Whether it holds no memory."""
+        return not self.layers[0].nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it holds now; what copies share counts in each."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def predicted_bytes(
+        self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
+    ) -> int:
+        """Return what it would hold, whatever it holds now, once rows were fed so, see `KVCache.predicted_bytes`."""
+        return sum(
+            layer.predicted_bytes(prompts=prompts, ends=ends, reserved=reserved, itemsize=itemsize)
+            for layer in self.layers
+        )
+
+    def position_bytes(self, itemsize: int) -> int:
+        """Return the bytes that one position of a row takes in all layers, see `KVCache.position_bytes`."""
+        return sum(layer.position_bytes(itemsize) for layer in self.layers)
+
+    def check_name(self) -> None:
+        """Raise ValueError where `kind` would not name every layer's kind, so that a file could not tell it."""
+        for layer, kind in zip(self.layers, kinds_by_layer(self.kind, len(self.layers)), strict=True):
+            if type(layer) is not KVCache.named(kind) or layer.args.kv_cache != kind:
+                raise ValueError(
+                    f"a file would name the session's cache {self.kind!r}, and layer {layer.layer} has another kind, "
+                    f"{type(layer).__name__}; make it by model.session(tokenizer, kv_cache=NAME), of a class that is "
+                    "registered: class Mine(KVCache, kind=NAME)"
+                )
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Drop what is held; kinds that preallocate take room for `rows` x `length` when they are first written."""
+        for layer in self.layers:
+            layer.reserve(rows, length)
+        self.source = None
+
+    def free(self) -> None:
+        """Hold no memory until the next call."""
+        for layer in self.layers:
+            layer.free()
+        self.source = None
+
+    # ---- texts that last ---------------------------------------------------------------------------------------------
+
+    def copy(self) -> "Cache":
+        """Return a cache that holds the same and goes its own way; kinds that can share memory until one is written."""
+        source = self.source
+        with self.feeding(source, begins=False):
+            made = Cache([layer.copy() for layer in self.layers], self.kind)
+        made.source = source
+        if any(layer.shares_memory for layer in self.layers):
+            made._turn = self._turn
+        return made
+
+    def truncate(self, position: int) -> bool:
+        """Tell whether all rows may go on from `position`, before the end of what was fed, as if no more had been.
+
+        Where they may not, which kinds that drop or round positions answer, the text has to be fed again from 0 on.
+        """
+        return all(layer.truncate(position) for layer in self.layers)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let row i hold what row `rows[i]` holds; what the others held is given up. No row is named twice."""
+        for layer in self.layers:
+            layer.select_rows(rows)
+
+    def repeat_first_row(self, rows: int) -> None:
+        """Let each of `rows` rows hold what row 0 holds."""
+        for layer in self.layers:
+            layer.repeat_first_row(rows)
+
+    def state(self, rows: int | None = None, length: int | None = None) -> list[dict[str, Tensor]]:
+        """Return what each layer holds as tensors by name, see `KVCache.state`."""
+        return [layer.state(rows, length) for layer in self.layers]
+
+    def restore(self, layers: Sequence[Mapping[str, Tensor]], rows: int, length: int, source: Source) -> None:
+        """Hold what `state(rows, length)` of a cache of the same kind and sizes gave. Raises ValueError."""
+        for layer, state in zip(self.layers, layers, strict=True):
+            layer.restore(state, rows, length)
+        self.source = source
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def feeding(self, source: Source | None, *, begins: bool) -> Iterator[None]:
+        """Hold it for one call by `source`; `begins`: all rows begin at 0, so that what is held does not matter."""
+        if not self._call.acquire(blocking=False):
+            raise RuntimeError(
+                "this cache is in the middle of another call; wait for it, or give each text a cache of its own: "
+                "model.new_cache(), or cache.copy()"
+            )
+        try:
+            if begins:
+                self.source = None  # until all of the call is there
+            elif source is not None and self.source not in (None, source):
+                raise ValueError(_another(self.source, source))
+            with self._turn:
+                yield
+            self.source = source
+        except BaseException:
+            if begins and not self.empty:
+                self.source = source  # what was written is this caller's
+            raise
+        finally:
+            self._call.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_call", "_turn")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _call=Lock(), _turn=RLock())
+
+
+def _another(before: Source | None, now: Source) -> str:
+    """Return the refusal to go on with what was computed otherwise."""
+    if before is None or before.weights is not now.weights:
+        return (
+            "this cache was fed by another model, whose keys and values mean something else; feed the text again from "
+            "start_pos=0, or give each model a cache of its own"
+        )
+    then, here = [f"{one.dtype} on {one.device}{', exact' if one.exact else ''}" for one in (before, now)]
+    return (
+        f"what this cache holds was computed in another way ({then}) than the model computes now ({here}); feed the "
+        "text again from start_pos=0"
+    )

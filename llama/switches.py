@@ -1,0 +1,202 @@
+"""What can be switched on a model, its cache, exact mode and operations; and the caches that it makes.
+
+A switch holds for the calls that follow it. Knows that layers have an attention with a flag; does not know what a
+layer computes.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any, Protocol, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from llama.args import ModelArgs
+from llama.kv_cache import Cache, cache_kind, check_lossless
+from llama.kv_cache.cache import Source
+from llama.ops import Ops
+from llama.ranks import Ranks
+from llama.rope import RopeTable
+from llama.runner import Execution, Runner
+
+
+class Flagged(Protocol):
+    """An attention, of which only the flag is known here."""
+
+    kv_caching: bool
+
+
+class OwnCache(threading.local):
+    """The cache that a model keeps for calls that are given none: one for each thread. Copies begin without one."""
+
+    cache: Cache | None = None
+
+
+class Switches(nn.Module):
+    """The part of a model that is switched. identity: one object for all models that have the same weights."""
+
+    args: ModelArgs
+    ranks: Ranks
+    layers: nn.ModuleList
+    rope: RopeTable
+    ops: Ops
+    runner: Runner[Any] | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.identity = object()
+        self.process = os.getpid()
+        self._own = OwnCache()
+
+    @property
+    def share(self) -> ModelArgs:
+        """The sizes of what this rank holds; layers may have been taken out of the model, or added."""
+        args = self.args if self.ranks.size == 1 else self.args.share(self.ranks.size)
+        return args if args.n_layers == len(self.layers) else replace(args, n_layers=len(self.layers))
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the activations, which int8 weights do not have."""
+        raise NotImplementedError
+
+    @property
+    def kv_caching(self) -> bool:
+        """Whether past keys and values are kept. Setting it to False drops the model's own cache, in every thread."""
+        return cast(Flagged, self.layers[0].attention).kv_caching
+
+    @kv_caching.setter
+    def kv_caching(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"kv_caching={value!r} must be True or False")
+        for layer in self.layers:
+            cast(Flagged, layer.attention).kv_caching = value
+        if not value:
+            self._own = OwnCache()
+
+    def with_kv_caching(self, value: bool) -> Self:
+        """Return this model if its switch stands so, else a twin whose switch does.
+
+        A twin has the same weights, hooks and operations, in modules of its own, so that both may compute at once; what
+        is assigned to a module of one afterwards may not reach the other. Its `original` is this model.
+        """
+        if value == self.kv_caching:
+            return self
+        twin = copy(self)
+        twin.__dict__["original"] = self  # not a submodule
+        twin._modules = dict(self._modules)
+        twin.layers = copy(self.layers)
+        twin.layers._modules = {name: _switched(layer, value) for name, layer in self.layers._modules.items()}
+        return twin
+
+    @property
+    def kv_cache(self) -> str:
+        """The kind of the caches that `new_cache` makes. Setting it drops the model's own cache, in every thread."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, value: str) -> None:
+        self._kv_cache = self.new_cache(value).kind
+        self._own = OwnCache()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bits of a position's logits depend on nothing but the tokens up to it, inference alone.
+
+        Not on the cache being on or off, on how a text is cut into calls, or on the rows beside it. Setting it to True
+        compares the model with itself, and raises ValueError where a bit differs. Where a runner serves the model, it
+        is what is compared, and what it cannot serve raises ValueError from then on.
+        """
+        return self.ops.exact or (self.runner is not None and self.runner.exact is True)
+
+    @exact.setter
+    def exact(self, value: bool) -> None:
+        from llama.exact.switch import set_exact  # the one import that is deferred: plain models need none of it
+
+        set_exact(self, value)
+
+    @property
+    def execution(self) -> Execution:
+        """How forwards are executed now."""
+        kinds = {str(module.stored_as) for module in self.modules() if hasattr(module, "stored_as")}
+        bits = min((vars(module).get("activations", 16) for module in self.modules()), default=16)
+        name = str(self.ops) if self.runner is None else self.runner.name
+        return Execution(name, min(kinds, default=None), bits, self.exact)
+
+    def use(self, ops: Ops) -> None:
+        """Do every operation of the model in this way."""
+        for module in self.modules():
+            if hasattr(module, "ops"):
+                module.ops = ops  # type: ignore[assignment]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        exact = self.exact
+        if exact:
+            self.exact = False
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._own = OwnCache()
+        if exact:  # on another device or in another dtype it has to be shown anew
+            self.exact = True
+        return self
+
+    # ---- caches ------------------------------------------------------------------------------------------------------
+
+    def new_cache(
+        self, kind: str | None = None, *, rows: int = 0, length: int = 0, max_seq_len: int | None = None
+    ) -> Cache:
+        """Return an empty cache for a text, or a batch, of this model; by default of the model's kind.
+
+        Kinds that preallocate take room for `rows` x `length` positions when they are first written. `max_seq_len`
+        limits the text, by default as the model does. Raises ValueError for a kind that is not known, and for one that
+        rounds or drops positions while the model is in exact mode.
+        """
+        args = self.share
+        args = args if max_seq_len is None else replace(args, max_seq_len=max_seq_len)
+        cache = Cache.of(args, self.kv_cache if kind is None else cache_kind(kind), self.rope)
+        if self.exact:
+            check_lossless(cache.layers)
+        cache.reserve(rows, length)
+        return cache
+
+    @property
+    def cache(self) -> Cache | None:
+        """The model's own cache for this thread, which calls without a `cache` feed; None before the first of them."""
+        return self._own.cache
+
+    def free_cache(self) -> None:
+        """Drop the model's own cache for this thread."""
+        self._own.cache = None
+
+    @property
+    def source(self) -> Source:
+        """Who computes what a cache is fed now."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_own", "process", "original")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_own": OwnCache(), "process": os.getpid()})  # type: ignore[no-untyped-call]
+
+    def own_cache(self) -> Cache:
+        """Return the model's own cache for this thread, made now if there is none."""
+        if self._own.cache is None:
+            self._own.cache = self.new_cache()
+        return self._own.cache
+
+
+def _switched(layer: nn.Module, kv_caching: bool) -> nn.Module:
+    """Return a shallow copy of a layer whose attention has its switch so; a layer of one's own may have none."""
+    if not hasattr(layer, "attention"):
+        return layer
+    made = copy(layer)
+    made._modules = dict(layer._modules)
+    made.attention = attention = copy(cast(nn.Module, layer.attention))
+    cast(Flagged, attention).kv_caching = kv_caching
+    return made

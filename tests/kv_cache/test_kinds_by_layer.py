@@ -1,0 +1,219 @@
+"""Kinds of cache by layer: one grammar wherever a kind is named, and each layer does its own."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import Ids, write_checkpoint
+from oracles import FP64_TOLERANCE, some_tokens, tiny_args, tiny_model
+
+from llama import cli
+from llama.api import load
+from llama.commands.inference import main as inference
+from llama.kv_cache import Cache, KVCache, cache_kind
+from llama.kv_cache.names import kinds_by_layer
+from llama.model import Transformer
+from llama.request import Step
+from llama.session_file import _check_kind
+from llama.testing import CLAIMS, SIZES, check_cache_kind
+
+BY_LAYER: dict[str, list[str]] = {
+    "int4": ["int4"] * 4,
+    "static@:2,-1;int4": ["static", "static", "int4", "static"],
+    "static@:2,-2:;int4": ["static"] * 4,
+    "int8@3;paged:9@1:-1;window:5+2@0": ["window:5+2", "paged:9", "paged:9", "int8"],
+    "static@1;int8@:2;int4": ["int8", "static", "int4", "int4"],
+    "static@-4,::2;int4": ["static", "int4", "static", "int4"],
+    "static@:4": ["static"] * 4,
+}
+
+
+@pytest.mark.parametrize("text", BY_LAYER)
+def test_each_layer_has_the_kind_of_the_first_part_that_names_it(text: str) -> None:
+    assert kinds_by_layer(text, 4) == BY_LAYER[text]
+    cache = Cache.of(tiny_args(n_layers=4, kv_cache="static"), text)
+    assert [layer.args.kv_cache for layer in cache.layers] == BY_LAYER[text]
+    assert [type(layer) for layer in cache.layers] == [KVCache.named(kind) for kind in BY_LAYER[text]]
+    assert [layer.layer for layer in cache.layers] == [0, 1, 2, 3]
+    assert cache.kind == text
+
+
+BAD_BY_LAYER: dict[str, str] = {
+    "static@:2": "names no kind for layers 2, 3 of 4; end it with ;KIND",
+    "static@4;int4": "4 is outside of the model's 4 layers",
+    "static@-5;int4": "-5 is outside of the model's 4 layers",
+    "static@:5;int4": ":5 is outside of the model's 4 layers",
+    "static@2:2;int4": "2:2 names none of the model's 4 layers",
+    "static@1.5;int4": "'1.5' names no layers",
+    "static@::0;int4": "'::0' names no layers",
+    "static@1,;int4": "'' names no layers",
+    "static@;int4": "the part 'static@' must be KIND or KIND@LAYERS",
+    "static@0;;int4": "the part '' must be KIND or KIND@LAYERS",
+    "static@0;int4;": "the part '' must be KIND or KIND@LAYERS",
+    "": "the part '' must be KIND or KIND@LAYERS",
+    "@0;int4": "the part '@0' must be KIND or KIND@LAYERS",
+    "static;int4@0": "'static' has all layers, so none is left for 'int4@0'",
+    "static@0;lru": "'lru' is not a known kind of cache",
+    "static@0;window:0": "empty",
+}
+
+
+@pytest.mark.parametrize("text", BAD_BY_LAYER)
+def test_a_bad_choice_by_layer_is_refused_in_a_line_wherever_a_kind_is_named(text: str) -> None:
+    args = tiny_args(n_layers=4)
+    model = tiny_model(args)
+    asks: list[Callable[[], Any]] = [
+        lambda: Transformer(replace(args, kv_cache=text)),
+        lambda: setattr(model, "kv_cache", text),
+        lambda: model.new_cache(text),
+        lambda: model.generate_tokens([[1]], 2, kv_cache=text),
+        lambda: model.session(Ids(), kv_cache=text),  # type: ignore[arg-type]
+    ]
+    for ask in asks:
+        with pytest.raises(ValueError, match=re.escape(BAD_BY_LAYER[text])) as refusal:
+            ask()
+        assert "\n" not in str(refusal.value)
+    assert model.kv_cache == "static"
+
+
+def test_files_of_a_choice_by_layer_are_run(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from llama.kv_cache import StaticCache\n\n\nclass Params(StaticCache, kind='with params'):\n"
+        "    def configure(self, params):\n        self.params = params\n"
+    )
+    text = f"int4@1;{file}:with params:5@0;{file}:with params:6"
+    assert cache_kind(text) == "int4@1;with params:5@0;with params:6"
+    model = tiny_model(n_layers=3, kv_cache="static")
+    model.kv_cache = text
+    assert model.kv_cache == "int4@1;with params:5@0;with params:6"
+    layers = model.new_cache().layers
+    assert [getattr(layer, "params", None) for layer in layers] == ["5", None, "6"]
+
+
+MIXED = "static@:1,-1;int4"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("text", [MIXED, "concat@0;paged", "window:14+2@1;static", "int8@2;window:14+2@:2;paged"])
+def test_kinds_that_differ_by_layer_each_do_their_own(text: str) -> None:
+    """In the same call, also where one rotates queries and keys by places of its own and another does not."""
+    args = tiny_args(n_layers=4, head_dim=32, max_seq_len=100)
+    model, tokens, given = tiny_model(args, kv_cache=text), some_tokens(1, 60), []
+    model.kv_cache = text
+    cache = model.new_cache()
+    hooks = [
+        layer.attention.register_forward_pre_hook(lambda _, given_: given.append(given_)) for layer in model.blocks
+    ]
+    for a, b in ((0, 40), (40, 45), *((at, at + 1) for at in range(45, 60))):
+        given.clear()
+        whole = model(tokens[:, a:b], a, cache=cache)
+        assert whole.isfinite().all()
+        for (_, rows, angles, layer), kind in zip(given, kinds_by_layer(text, 4), strict=True):
+            assert layer.args.kv_cache == kind
+            for ours, wanted in zip(angles, model.rope.at(layer.rope_starts(rows), b - a, model.device), strict=True):
+                assert torch.equal(ours, wanted)
+    for hook in hooks:
+        hook.remove()
+
+
+@torch.inference_mode()
+def test_lossless_kinds_by_layer_give_the_logits_of_no_cache() -> None:
+    model = tiny_model(n_layers=3, kv_cache="concat@0;paged@-1;static")
+    assert check_cache_kind("concat@0;paged@-1;static", args=replace(SIZES, n_layers=3))
+    tokens = some_tokens(2, 20)
+    made = torch.cat([model(tokens[:, a:b], a) for a, b in ((0, 7), (7, 8), (8, 20))], dim=1)
+    wanted = model.with_kv_caching(False)(tokens)
+    torch.testing.assert_close(made, wanted, rtol=0, atol=FP64_TOLERANCE)
+
+
+def test_kinds_by_layer_keep_the_contract() -> None:
+    assert len(check_cache_kind("static@0;int4")) == len(CLAIMS) - 2
+    assert len(check_cache_kind("window:20+3@0;static")) == len(CLAIMS) - 2
+
+
+@torch.inference_mode()
+def test_bytes_and_divergence_of_a_mixed_choice_lie_between_those_of_its_kinds() -> None:
+    args = tiny_args(n_layers=4, head_dim=32, max_seq_len=200)
+    model, tokens = tiny_model(args), some_tokens(1, 160)
+    held, apart = {}, {}
+    expected = model.with_kv_caching(False)(tokens).log_softmax(-1)
+    for kind in ("static", MIXED, "int4"):
+        cache = model.new_cache(kind, rows=1, length=160)
+        made = torch.cat([model(tokens[:, at : at + 1], at, cache=cache) for at in range(160)], dim=1).log_softmax(-1)
+        held[kind] = [layer.nbytes for layer in cache.layers]
+        apart[kind] = float((expected.exp() * (expected - made)).sum(-1).mean())
+    assert held[MIXED] == [held["static"][0], *held["int4"][1:3], held["static"][3]]
+    assert sum(held["int4"]) < sum(held[MIXED]) < sum(held["static"])
+    assert abs(apart["static"]) < 1e-12
+    assert 1e-6 < apart[MIXED] < apart["int4"]
+
+
+def test_a_generation_and_a_model_take_kinds_by_layer() -> None:
+    prompts, options = [[1, 2, 3, 4], [5, 6]], {"temperature": 0.7, "seed": 3}
+    args = tiny_args(n_layers=4, head_dim=32, max_seq_len=80)
+    model, other = tiny_model(args), tiny_model(replace(args, kv_cache=MIXED))
+    assert other.kv_cache == MIXED
+    wanted = other.generate_tokens(prompts, 60, **options)  # type: ignore[arg-type]
+    assert model.generate_tokens(prompts, 60, kv_cache=MIXED, **options) == wanted  # type: ignore[arg-type]
+    seen: list[list[str]] = []
+
+    def note(step: Step) -> None:
+        assert step.cache is not None
+        seen.append([layer.args.kv_cache for layer in step.cache.layers])
+
+    model.generate_tokens(prompts, 1, kv_cache=MIXED, on_step=note)
+    assert seen == [["static", "int4", "int4", "static"]]
+
+
+def test_a_bound_holds_only_if_all_layers_have_one() -> None:
+    model = tiny_model(max_seq_len=64)
+    assert model.new_cache("window:20+4@0;window:30+2").bound == 32
+    assert model.new_cache("window:20+4@0;static").bound is None
+
+
+def test_exact_mode_looks_at_every_layers_kind() -> None:
+    model = tiny_model(head_dim=32)
+    model.exact = True
+    with pytest.raises(ValueError, match="kv_cache='int4' does not keep all"):
+        model.kv_cache = "static@0;int4"
+    model.kv_cache = "static@0;paged"
+    assert model.exact
+
+
+def test_a_session_with_kinds_by_layer_goes_on_from_its_file(tmp_path: Path) -> None:
+    model = tiny_model(n_layers=3, head_dim=32, max_seq_len=120, kv_cache="static").requires_grad_(False)
+    tokenizer: Any = Ids()
+    session = model.session(tokenizer, kv_cache="int4@1;paged@0;window:30+2")
+    session.feed(some_tokens(1, 70)[0].tolist())
+    session.save(tmp_path / "session")
+    loaded = model.load_session(tmp_path / "session", tokenizer)
+    assert loaded.kv_cache == "int4@1;paged@0;window:30+2"
+    assert [type(layer) for layer in loaded.cache.layers] == [type(layer) for layer in session.cache.layers]
+    assert loaded.generate(20, temperature=0.0)["ids"] == session.generate(20, temperature=0.0)["ids"]
+    assert loaded.fed == session.fed - 70
+    session.cache.layers[1] = KVCache.of(replace(model.args, kv_cache="int8"), 1)
+    with pytest.raises(ValueError, match="layer 1 has another kind, Int8Cache"):
+        session.save(tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["static@0;evil.py:mine", "evil.py:mine@0;static", "static@0;of nobody"])
+def test_a_session_file_that_names_code_or_an_unknown_kind_in_any_part_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('run')")
+    with pytest.raises(ValueError, match=r"a session may not, and none is run|a kind that is not known here"):
+        _check_kind(kind.replace("evil.py", str(tmp_path / "evil.py")))
+
+
+def test_commands_and_load_take_kinds_by_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, text = write_checkpoint(tmp_path / "model"), "static@0;int8"
+    assert load(folder, kv_cache=text)[0].kv_cache == text
+    words = ["--ckpt_dir", str(folder), "hello the", "--max_gen_len=4", "--temperature=0", "--kv_cache"]
+    assert cli.run(inference, [*words, text]) == 0
+    assert "KV cache on (static@0;int8)" in capsys.readouterr().out
+    for bad, said in (("static@7;int8", "7 is outside of the model's 2 layers"), ("static@0;;int8", "the part ''")):
+        assert cli.run(inference, [*words, bad]) == 2
+        assert said in capsys.readouterr().err

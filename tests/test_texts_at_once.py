@@ -1,0 +1,313 @@
+"""Any number of texts live on one model at once, in any threads, and each is what it is alone."""
+
+import copy
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fakes import Ids
+from native import needs_a_compiler, twins
+from oracles import some_tokens, tiny_model
+from threads import elsewhere, in_threads
+from torch import Tensor, nn
+
+from llama.model import Transformer
+from llama.session import Session
+
+PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [20, 3], [5] * 6]
+LENGTH = 12
+KINDS = ("static", "concat", "paged", "int8", "int4", "window:20+3")
+
+FAST = [False, pytest.param(True, marks=needs_a_compiler)]
+
+
+@pytest.fixture(params=FAST, ids=["plain", "fast"])
+def model(request: pytest.FixtureRequest) -> Transformer:
+    return twins("fp32")[request.param]
+
+
+def text_of(model: Transformer, prompt: list[int], **options: Any) -> list[int]:
+    return model.generate_tokens([prompt], LENGTH, **{"temperature": 0.0, **options})[0][0]
+
+
+# ---- many texts ------------------------------------------------------------------------------------------------------
+
+
+class Work:
+    """What one thread does with a model that others use meanwhile, held against a model that does it alone."""
+
+    def __init__(self, model: Transformer, alone: Transformer, seed: int) -> None:
+        self.model, self.alone, self.draw = model, alone, random.Random(seed)
+        self.sessions: list[tuple[Session, Session]] = []
+        self.done = 0
+
+    def step(self) -> None:
+        act = self.draw.choice((self.generate, self.generate, self.feed, self.fork, self.go_on, self.call))
+        act()
+        self.done += 1
+
+    def both(self, act: Callable[[Transformer], object]) -> None:
+        expected, found = act(self.alone), act(self.model)
+        assert found == expected
+
+    def generate(self) -> None:
+        prompts = self.draw.sample(PROMPTS, self.draw.randint(1, 3))
+        room = [self.draw.randint(1, LENGTH) for _ in prompts]  # rows end apart, and leave the batch
+        options = {"seed": self.draw.randrange(99), "temperature": self.draw.choice((0.0, 0.9))}
+        options |= self.draw.choice(({"kv_caching": False}, {"kv_cache": self.draw.choice(KINDS)}, {}))
+        if options.keys() & {"kv_caching", "kv_cache"}:
+            self.both(lambda model: model.generate_tokens(prompts, room, **options)[0])
+        else:  # others may have set another kind meanwhile: lossless ones give the same
+            self.both(lambda model: model.generate_tokens(prompts, room, **options, kv_cache="static")[0])
+
+    def feed(self) -> None:
+        kind, prompt = self.draw.choice(KINDS), self.draw.choice(PROMPTS)
+        pair = tuple(model.session(Ids(), kv_cache=kind) for model in (self.model, self.alone))  # type: ignore[arg-type]
+        for session in pair:
+            session.feed(prompt)
+        self.sessions = [*self.sessions[-3:], pair]  # type: ignore[list-item]
+
+    def fork(self) -> None:
+        if self.sessions:
+            ours, twin = self.draw.choice(self.sessions)
+            self.sessions.append((ours.fork(), twin.fork()))
+
+    def go_on(self) -> None:
+        if self.sessions:
+            count, seed = self.draw.randint(1, 9), self.draw.randrange(99)
+            ours, twin = (session.generate(count, seed=seed)["ids"] for session in self.draw.choice(self.sessions))
+            assert ours == twin
+        else:
+            self.model.kv_cache = self.draw.choice(KINDS)  # the kind of what is made from now on
+
+    def call(self) -> None:
+        tokens, kind = torch.tensor([self.draw.choice(PROMPTS)]), self.draw.choice(KINDS)
+        caches = [model.new_cache(kind) for model in (self.alone, self.model)]
+        for start in range(tokens.shape[1]):
+            models = zip((self.alone, self.model), caches, strict=True)
+            expected, found = (model(tokens[:, start : start + 1], start, cache=cache) for model, cache in models)
+            assert torch.equal(expected, found)
+
+
+def test_every_text_of_many_threads_is_what_it_is_alone(model: Transformer, request: pytest.FixtureRequest) -> None:
+    """With --long for ten minutes."""
+    seconds, threads = (600, 2) if request.config.getoption("--long") else (3, 4)
+    works = [Work(model, copy.deepcopy(model), seed) for seed in range(threads)]
+    before, end = sys.getswitchinterval(), time.monotonic() + seconds
+
+    def go(work: Work) -> None:
+        while time.monotonic() < end:
+            work.step()
+
+    sys.setswitchinterval(1e-4)
+    try:
+        outcomes = in_threads(*(lambda work=work: go(work) for work in works))  # type: ignore[misc]
+    finally:
+        sys.setswitchinterval(before)
+    assert outcomes == [None] * threads
+    assert all(work.done > 5 for work in works)
+
+
+def test_two_streams_that_are_read_in_turn_are_each_what_it_is_alone(model: Transformer) -> None:
+    expected = [text_of(model, prompt) for prompt in PROMPTS]
+    streams = [model.stream(Ids(), [prompt], LENGTH, temperature=0.0) for prompt in PROMPTS]  # type: ignore[arg-type]
+    going = list(streams)
+    while going:
+        going = [stream for stream in going if next(stream, None) is not None]
+    assert [stream.results[0]["ids"] for stream in streams] == expected
+
+
+def test_a_cached_and_an_uncached_text_run_beside_each_other(model: Transformer) -> None:
+    expected = [text_of(model, PROMPTS[0], kv_caching=on) for on in (True, False)]
+    tasks = [lambda on=on: text_of(model, PROMPTS[0], kv_caching=on) for on in (True, False)]  # type: ignore[misc]
+    assert in_threads(*tasks) == expected
+    assert {block.attention.kv_caching for block in model.blocks} == {True}
+
+
+def test_meta_s_form_has_a_text_for_each_thread(model: Transformer) -> None:
+    texts = [some_tokens(1, 9, seed=seed) for seed in range(4)]
+    whole = [model.with_kv_caching(False)(text)[:, -1] for text in texts]
+
+    def step_by_step(text: Tensor) -> Tensor:
+        assert model.cache is None
+        return [model(text[:, start : start + 1], start) for start in range(9)][-1][:, -1]
+
+    found = in_threads(*(lambda text=text: step_by_step(text) for text in texts))  # type: ignore[misc]
+    for ours, theirs in zip(found, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert model.cache is None
+
+
+def test_a_stream_may_go_on_in_another_thread(model: Transformer) -> None:
+    expected = text_of(model, PROMPTS[0])
+    stream = model.stream(Ids(), [PROMPTS[0]], LENGTH, temperature=0.0)  # type: ignore[arg-type]
+    while elsewhere(lambda: next(stream, None)) is not None:
+        pass
+    assert stream.results[0]["ids"] == expected
+
+
+def test_forks_of_a_paged_session_compute_in_two_threads_on_one_pool(model: Transformer) -> None:
+    session = model.session(Ids(), kv_cache="paged")  # type: ignore[arg-type]
+    session.feed([1, 2, 3] * 9)
+    alone = [session.fork().generate(40, temperature=0.9, seed=seed)["ids"] for seed in range(4)]
+    forks = [session.fork() for _ in range(4)]
+    assert len({id(fork.cache.layers[0].pool) for fork in forks}) == 1  # type: ignore[attr-defined]
+    made = in_threads(
+        *(lambda seed=seed: forks[seed].generate(40, temperature=0.9, seed=seed)["ids"] for seed in range(4))  # type: ignore[misc]
+    )
+    assert made == alone
+
+
+def test_models_that_share_layers_have_a_text_each(model: Transformer) -> None:
+    other = copy.deepcopy(model)
+    other.layers = model.layers[:1]
+    other.args = copy.copy(other.args)
+    object.__setattr__(other.args, "n_layers", 1)
+    expected = [text_of(one, PROMPTS[0]) for one in (model, other)]
+    streams = [one.stream(Ids(), PROMPTS[:1], LENGTH, temperature=0.0) for one in (model, other)]
+    for stream in (*streams, *streams):
+        next(stream)
+    for stream in streams:
+        stream.finish()
+    assert [stream.results[0]["ids"] for stream in streams] == expected
+
+
+# ---- one cache has one user at a time --------------------------------------------------------------------------------
+
+
+def while_it_computes(model: Transformer, feed: Callable[[], Any], task: Callable[[], Any]) -> Any:
+    """Do a task in this thread while another is in the middle of a forward."""
+    inside, done = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        if threading.current_thread() is thread:
+            inside.set()
+            done.wait(60)
+
+    hook = model.blocks[0].feed_forward.register_forward_hook(wait)
+    thread = threading.Thread(target=feed)
+    thread.start()
+    try:
+        inside.wait(60)
+        return task()
+    finally:
+        done.set()
+        thread.join()
+        hook.remove()
+
+
+def test_a_second_call_with_a_cache_in_the_middle_of_the_first_is_refused() -> None:
+    model, tokens = tiny_model(dtype=torch.float32).requires_grad_(False), some_tokens(1, 5)
+    cache, results = model.new_cache(), []
+    expected = model(tokens)
+    for act in (lambda: model(tokens, cache=cache), cache.copy):
+        with pytest.raises(RuntimeError, match=r"this cache is in the middle of another call.*new_cache"):
+            while_it_computes(model, lambda: results.append(model(tokens, cache=cache)), act)
+    assert all(torch.equal(result, expected) for result in results)
+    model(tokens, cache=cache)
+
+
+def test_a_hook_that_calls_the_model_with_the_same_cache_is_refused_and_with_another_it_is_served() -> None:
+    model, tokens = tiny_model(dtype=torch.float32).requires_grad_(False), some_tokens(1, 5)
+    cache, expected, done = model.new_cache(), model(tokens), []
+
+    def intrude(*_: object) -> None:
+        hook.remove()
+        with pytest.raises(RuntimeError, match="in the middle of another call"):
+            model(tokens, cache=cache)
+        done.append(torch.equal(model(tokens, cache=model.new_cache()), expected))
+
+    hook = model.blocks[0].register_forward_hook(intrude)
+    assert torch.equal(model(tokens, cache=cache), expected)
+    assert done == [True]
+
+
+def test_a_second_stream_of_a_session_ends_the_first(model: Transformer) -> None:
+    session = model.session(Ids())  # type: ignore[arg-type]
+    session.feed(PROMPTS[0])
+    first = session.stream(LENGTH, temperature=0.0)
+    next(first)
+    second = session.stream(LENGTH - 1, temperature=0.0)
+    next(second)
+    with pytest.raises(RuntimeError, match="changed since this stream made its last piece"):
+        next(first)
+    second.finish()
+    assert session.tokens[len(PROMPTS[0]) :] == text_of(model, PROMPTS[0])
+
+
+def test_a_copy_in_the_middle_of_a_forward_is_free() -> None:
+    model = tiny_model(dtype=torch.float32).requires_grad_(False)
+    other = while_it_computes(model, lambda: text_of(model, PROMPTS[0]), lambda: copy.deepcopy(model))
+    for block in other.blocks:
+        block.feed_forward._forward_hooks.clear()
+    assert text_of(other, PROMPTS[0]) == text_of(model, PROMPTS[0])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_call_that_is_broken_off_leaves_a_usable_model(
+    model: Transformer, error: type[BaseException], caching: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    model.kv_caching = caching
+    hook = model.blocks[0].register_forward_hook(fail)
+    for task in (lambda: model(some_tokens(1, 4)), lambda: text_of(model, PROMPTS[0])):
+        with pytest.raises(error):
+            task()
+    hook.remove()
+    model(some_tokens(1, 4))
+    text_of(model, PROMPTS[0])
+
+
+def test_a_layer_of_ones_own_needs_no_cache() -> None:
+    class Skip(nn.Module):
+        def forward(self, h: Tensor, *_: object) -> Tensor:
+            return h
+
+    model = tiny_model(dtype=torch.float32).requires_grad_(False)
+    model.layers[-1] = Skip()
+    assert model(some_tokens(1, 3)).shape[:2] == (1, 3)
+    cached, uncached = (text_of(model, PROMPTS[0], kv_caching=on) for on in (True, False))
+    assert cached == uncached
+
+
+FORKS = """
+import os, torch
+from llama.args import ModelArgs
+from llama.fast.choose import make_fast
+from llama.files import cache_dir
+from llama.model import Transformer
+model = Transformer(ModelArgs(dim=64, n_layers=2, n_heads=2, multiple_of=32, vocab_size=64)).requires_grad_(False)
+if {fast}:
+    make_fast(model, cache_dir() / "native-tests")
+tokens = torch.arange(64).view(1, 64)
+torch.set_num_threads(2)
+expected = model(tokens)
+for threads in (2, 1):
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(threads)
+        try:
+            code = 0 if torch.allclose(model(tokens), expected, atol=1e-5) else 3
+        except RuntimeError as error:
+            code = 4 if "forked" in str(error) and "set_num_threads(1)" in str(error) else 5
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("fast", FAST)
+def test_a_forked_process_is_told_why_it_would_hang_and_computes_with_one_thread(fast: bool) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKS.format(fast=fast)]
+    assert subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout == "4\n0\n"
