@@ -57,7 +57,7 @@ class HeldText:
 
     @property
     def kv_cache(self) -> str:
-        """The kind of its cache, NAME or NAME:PARAMS."""
+        """The kind of its cache, as `llama.kv_cache.names` reads it."""
         return self.cache.kind
 
     @property

@@ -1,4 +1,4 @@
-"""Inference mode for generators: entered for what they compute, and left for who reads them."""
+"""Inference mode for generators: on while they compute, off while the caller uses what they yield."""
 
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -12,9 +12,10 @@ Made = TypeVar("Made")
 
 
 def inferring(steps: Callable[Given, Generator[Made, None, None]]) -> Callable[Given, Generator[Made, None, None]]:
-    """Let a generator compute in inference mode, whoever asks for what it yields; who is in it already enters no other.
+    """Run a generator in inference mode.
 
-    As torch.inference_mode does, which enters one each time: at a step of a small model that is a time to be seen.
+    Skip the switch if the caller is already in it: entering costs measurable time, and torch.inference_mode as a
+    decorator enters the mode at each step.
     """
 
     @wraps(steps)

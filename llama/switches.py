@@ -192,7 +192,7 @@ class Switches(nn.Module):
 
 
 def _switched(layer: nn.Module, kv_caching: bool) -> nn.Module:
-    """Return a shallow copy of a layer whose attention has its switch so; a layer of one's own may have none."""
+    """Return a shallow copy of a layer with the switch set. A layer without an attention is returned as it is."""
     if not hasattr(layer, "attention"):
         return layer
     made = copy(layer)

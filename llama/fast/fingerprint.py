@@ -159,9 +159,9 @@ def _own_facts(model: Transformer) -> dict[str, int]:
 
 
 def original_of(model: Transformer) -> Transformer:
-    """Return the model that a twin came from, see `with_kv_caching`, if the two still differ in the switch alone.
+    """Return the model that a twin was made from (`with_kv_caching`) if the two differ in nothing except the switch.
 
-    Else, and of a model that is no twin, the model itself.
+    Return the model itself if they differ in more, or if it is not a twin.
     """
     original: Transformer | None = vars(model).get("original")
     if original is None or list(model.layers._modules) != list(original.layers._modules):
@@ -169,13 +169,13 @@ def original_of(model: Transformer) -> Transformer:
     pairs: list[tuple[nn.Module, nn.Module]] = [(model, original), (model.layers, original.layers)]
     for one, other in zip(model.layers, original.layers, strict=True):
         pairs.append((one, other))
-        if one is not other:  # a layer of one's own may have no attention
+        if one is not other:  # a twin copies each layer that has an attention
             pairs.append((one.attention, other.attention))  # type: ignore[arg-type]
     return original_of(original) if all(_alike(one, other) for one, other in pairs) else model
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:
-    """Tell whether a twin's module has the original's class, attributes and parts, but for parts that it has copied."""
+    """Return True if both modules have the same class, attributes and submodules, except those that a twin copies."""
     parts = isinstance(one, nn.ModuleList) or _same(one._modules, other._modules, {"layers", "attention"})
     return type(one) is type(other) and parts and _same(vars(one), vars(other), {"_modules", *_OF_TEXTS})
 
@@ -186,7 +186,7 @@ def _same(one: dict[str, Any], other: dict[str, Any], but: Set[str]) -> bool:
 
 
 class Described(Generic[Description]):
-    """What a step has to know of each model that it runs, described anew whenever the model is not what it was."""
+    """The description of each model that a step runs. A model that has changed is described again."""
 
     def __init__(self, describe: Callable[[Transformer], Description]) -> None:
         self._describe = describe

@@ -199,9 +199,9 @@ def _without_step(cache: KVCache) -> str:
 
 
 def steps_left(cache: Cache, starts: Sequence[int], taken: Taken) -> int:
-    """Return how many steps more, each a token on, may follow a step at `starts` without asking for room again.
+    """Return the number of steps that can follow a step at `starts` in the allocated memory, one token a row each.
 
-    As long as the same rows are fed, and nobody else changes the cache.
+    Holds if the same rows are fed and no other code changes the cache.
     """
     kind = type(cache.layers[0])
     if kind is PagedCache:  # up to where the first row comes to the end of its block

@@ -32,11 +32,12 @@ class Source(NamedTuple):
 
 
 class Cache:
-    """The KVCache of every layer, first layer first, in `layers`.
+    """The KVCache of every layer, in `layers`, first layer first.
 
-    One call at a time: another one meanwhile, of any thread, gets a RuntimeError. Two threads that take turns would mix
-    their texts, which no one can see here: give each text a cache of its own. `kind`: by which name it was made.
-    `bound`: how many positions it holds at most; None: as many as a text has. `source`: who fed it; None: nobody yet.
+    A cache serves one call at a time. A second call during the first one raises RuntimeError, in any thread. Two
+    threads that take turns on one cache mix their texts, and this class cannot detect that: use one cache per text.
+    kind: the name that the cache was made by. bound: the most positions that it stores; None if there is no limit.
+    source: the source of its keys and values; None before the first call.
     """
 
     def __init__(self, layers: Sequence[KVCache], kind: str) -> None:
@@ -54,7 +55,8 @@ class Cache:
         The grammar is in `llama.kv_cache.names`; a FILE.py has been run by `cache_kind`.
         """
         rope, kinds = rope or RopeTable.of(args), kinds_by_layer(kind, args.n_layers)
-        return Cache([KVCache.of(replace(args, kv_cache=own), layer, rope) for layer, own in enumerate(kinds)], kind)
+        args_of = {own: replace(args, kv_cache=own) for own in set(kinds)}
+        return Cache([KVCache.of(args_of[own], layer, rope) for layer, own in enumerate(kinds)], kind)
 
     # ---- what it holds -----------------------------------------------------------------------------------------------
 
@@ -116,9 +118,9 @@ class Cache:
         return made
 
     def truncate(self, position: int) -> bool:
-        """Tell whether all rows may go on from `position`, before the end of what was fed, as if no more had been.
+        """Return True if feeding can continue at `position` as if nothing behind it had been fed.
 
-        Where they may not, which kinds that drop or round positions answer, the text has to be fed again from 0 on.
+        Kinds that drop or round positions may return False. Then the text has to be fed again from position 0.
         """
         return all(layer.truncate(position) for layer in self.layers)
 
@@ -146,23 +148,27 @@ class Cache:
 
     @contextmanager
     def feeding(self, source: Source | None, *, begins: bool) -> Iterator[None]:
-        """Hold it for one call by `source`; `begins`: all rows begin at 0, so that what is held does not matter."""
+        """Reserve the cache for one call of `source`. Pass `begins` if all rows start at 0: old contents do not matter.
+
+        Raises RuntimeError during another call, and ValueError if the contents come from another source.
+        """
         if not self._call.acquire(blocking=False):
             raise RuntimeError(
                 "this cache is in the middle of another call; wait for it, or give each text a cache of its own: "
                 "model.new_cache(), or cache.copy()"
             )
         try:
+            before = self.source
             if begins:
-                self.source = None  # until all of the call is there
-            elif source is not None and self.source not in (None, source):
-                raise ValueError(_another(self.source, source))
+                self.source = None  # until the call has written all of its keys and values
+            elif before is not None and source is not None and before != source:
+                raise ValueError(_another(before, source))
             with self._turn:
                 yield
             self.source = source
         except BaseException:
             if begins and not self.empty:
-                self.source = source  # what was written is this caller's
+                self.source = source  # the keys and values that were written come from this caller
             raise
         finally:
             self._call.release()
@@ -174,9 +180,9 @@ class Cache:
         vars(self).update(state, _call=Lock(), _turn=RLock())
 
 
-def _another(before: Source | None, now: Source) -> str:
+def _another(before: Source, now: Source) -> str:
     """Return the refusal to go on with what was computed otherwise."""
-    if before is None or before.weights is not now.weights:
+    if before.weights is not now.weights:
         return (
             "this cache was fed by another model, whose keys and values mean something else; feed the text again from "
             "start_pos=0, or give each model a cache of its own"

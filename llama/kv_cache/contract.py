@@ -197,7 +197,7 @@ class KVCache:
             held[stays : len(rows)] = held[list(rows[stays:])]
 
     def truncate(self, position: int) -> bool:
-        """Tell whether all rows may go on from `position`, before the end of what was fed, as if no more had been."""
+        """Return True if feeding can continue at `position` as if nothing behind it had been fed."""
         return True
 
     def copy(self) -> Self:
