@@ -28,6 +28,7 @@ from torch import Tensor
 import llama.batch
 import llama.sampling
 from llama.batch import Batch
+from llama.fast.fingerprint import Fingerprint
 from llama.fast.native_caches import NativeCaches, Taken
 from llama.fast.native_library import Choice, Model, NativeBatch, NativeForward
 from llama.fast.native_runner import NativeRunner
@@ -642,6 +643,15 @@ def test_weights_that_are_moved_or_freed_under_a_native_step_live_as_long_as_it(
     assert taken
     model.runner.watch = None
     assert model.norm.weight.dtype == torch.float64
+
+
+def test_the_memory_of_weights_that_have_moved_since_the_description_is_not_handed_out() -> None:
+    """Another thread may move one between the comparison with the description and the hold on the memory."""
+    model = twins("fp32")[1]
+    facts = Fingerprint(model)
+    assert facts.memory() is not None
+    model.norm.weight.data = model.norm.weight.data.clone()
+    assert facts.memory() is None
 
 
 def test_a_cache_that_is_freed_under_a_native_step_lives_as_long_as_it() -> None:
