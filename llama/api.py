@@ -16,7 +16,7 @@ import torch
 
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.demo import demo_model_path
-from llama.fast.choose import Fast, make_fast
+from llama.fast.choose import make_fast
 from llama.files import cache_dir
 from llama.generation import Stream
 from llama.kv_cache import cache_kind
@@ -43,7 +43,7 @@ def load(
     max_seq_len: int | None = None,
     max_batch_size: int | None = None,
     kv_cache: str = "static",
-    fast: Fast = False,
+    fast: bool = False,
     quantize: str | None = None,
     activations: int = 16,
     repack: bool = True,
@@ -56,7 +56,7 @@ def load(
     by default the checkpoint's, and `max_batch_size` without limit. `tokenizer_path` names a tokenizer.model that does
     not stand beside Meta's weights. `kv_cache` names a kind, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see
     `llama.kv_cache`. `fast` takes the fastest way to run a forward that this machine has, and the plain one where it
-    has none; "fused", for a CUDA GPU, by our own kernels, which nobody has measured. `quantize` holds the matrices in
+    has none. `quantize` holds the matrices in
     "int8" or "int4", or, of a .gguf file, as it has them "stored", see `llama.packed`; with it `activations=8` rounds
     what is multiplied by them to 8 bits, as llama.cpp does, for its speed at its accuracy. "stored" with `repack=False`
     leaves them in the file, mapped: the model is there at once, and processes share its memory, but a step is slower,
@@ -93,7 +93,7 @@ def load(
             progress=progress,
         )
     if fast:
-        make_fast(model, cache_dir() / "native", fused=fast == "fused")
+        make_fast(model, cache_dir() / "native")
     elif quantize is not None:
         logger.info("without the fast step every weight is widened at every step, which is slow; ask for fast, too")
     with _bar_of_exact_mode(model) if exact is True else nullcontext():
@@ -130,17 +130,15 @@ def check_modes(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    fast: Fast,
+    fast: bool,
     quantize: str | None,
     exact: bool,
     activations: int = 16,
     repack: bool = True,
 ) -> None:
     """Raise ValueError for ways to compute that cannot be had together, or not here."""
-    if fast not in (True, False, "fused"):
-        raise ValueError(f"fast={fast!r} is not known; choose True, False or fused")
-    if fast == "fused" and device.type != "cuda":
-        raise ValueError(f"the fused kernels are for a CUDA GPU, not for {device}; ask for fast without them")
+    if not isinstance(fast, bool):
+        raise ValueError(f"fast={fast!r} must be True or False")
     if exact and fast and device.type == "cuda":
         raise ValueError("exact mode and the fast step of a GPU are two ways to compute; choose one of exact and fast")
     if type(activations) is not int or activations not in (8, 16):

@@ -19,7 +19,7 @@ settings.load_profile("fixed")
 LONG = (
     *("test_ranks.py", "test_demo_model.py", "test_console.py", "test_presets.py", "test_caches.py"),
     *("test_sessions.py", "test_exact.py"),
-    *("test_native.py", "test_fast_triton_kernels.py", "test_reports.py", "test_kinds.py", "test_quantize.py"),
+    *("test_native.py", "test_reports.py", "test_kinds.py", "test_quantize.py"),
     *("test_terminal.py", "test_changed_models.py", "test_native_caches.py", "test_checkpoint_memory.py"),
     *("test_session_file.py", "test_tokenizer.py", "test_certificate_of_the_demo.py", "test_gpu_report.py"),
     *("test_verify.py", "test_museum.py", "test_measure.py", "test_exact_triton_kernels.py", "test_chat.py"),

@@ -238,6 +238,7 @@ def test_every_way_to_generate_goes_on_with_int8(fast: bool) -> None:
         ({"quantize": "int8", "activations": 4}, "activations=4 must be 8 or 16, in bits"),
         ({"repack": False}, "repack=False leaves weights as a .gguf file has them; ask for quantize stored, too"),
         ({"repack": False, "quantize": "int8"}, "repack=False leaves weights as a .gguf file has them"),
+        ({"fast": "fused"}, "fast='fused' must be True or False"),
         ({"quantize": "int3"}, "quantize='int3' is not known; choose of int8, int4, stored"),
         ({"quantize": "stored", "exact": True}, "exact mode computes with stored weights by native code alone"),
         ({"quantize": "int4", "dtype": "fp16"}, "int4 weights go with activations in fp32 or bf16"),

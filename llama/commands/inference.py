@@ -58,7 +58,6 @@ def main(
     kv_cache: str = "static",
     share_prefix: bool = False,
     fast: bool = False,
-    fast_kernels: str | None = None,
     quantize: str | None = None,
     activations: int = 16,
     repack: bool = True,
@@ -95,8 +94,6 @@ def main(
         share_prefix: Feed the tokens that all prompts begin with once, for all of them.
         fast: Take the fastest way to compute that this machine has, native code on a CPU or CUDA graphs on a GPU, and
             say which.
-        fast_kernels: What steps on a CUDA GPU are made of: fused are our own kernels, which nobody has measured. Give
-            --fast with it.
         quantize: How weights are held: int8 in 8 bits, a quarter of fp32's memory, int4 most of them in 4; stored as a
             .gguf file has them. Give --fast with it.
         activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does: faster, less accurate.
@@ -137,10 +134,8 @@ def main(
         "share_prefix": share_prefix,
     }
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
-    if fast_kernels not in (None, "fused") or (fast_kernels is not None and not fast):
-        raise ValueError(f"--fast_kernels={fast_kernels}: there is fused, which goes with --fast; give both, or none")
     modes: dict[str, Any] = {
-        "fast": fast_kernels or fast,
+        "fast": fast,
         "quantize": quantize,
         "activations": activations,
         "repack": repack,

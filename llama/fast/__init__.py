@@ -1,1 +1,1 @@
-"""Faster ways to run a model: native code on a CPU, CUDA graphs and Triton kernels on a GPU; `choose` is the way in."""
+"""Faster ways to run a model: native code on a CPU, CUDA graphs on a GPU. `choose` selects one."""

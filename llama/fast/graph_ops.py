@@ -1,9 +1,9 @@
-"""What a decode step is made of when only the device knows the positions: one token a row, no host in between.
+"""The functions that a decode step on a GPU is made of: one token a row, without the host.
 
 A CUDA graph repeats what was recorded, so nothing here may depend on a number that the host reads: positions are a
-tensor, and keys past a row's own are masked, not cut off. `PYTORCH` does it with PyTorch on any device, in any dtype;
-`compiled` makes fewer kernels of them; `triton_kernels` has the same in Triton, for what its `refusal` allows.
-Plain twins, which are the definitions: the modules of model.py. Knows tensors, not modules, graphs or sampling.
+tensor, and keys past a row's own position are masked, not cut off. `PYTORCH` runs on any device, in any dtype;
+`compiled` makes fewer kernels of the same functions. The modules of model.py define the results.
+Knows tensors, not modules, graphs or sampling.
 Shapes: h is (rows, dim); positions (rows,) int64; keys and values (at least rows, slots, n_kv_heads, head_dim).
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cached_property
 from itertools import count
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,73 +21,16 @@ from llama.ops import linear, rms_norm
 from llama.rope import apply_rotary_emb
 
 
-class Qkv(Protocol):
-    """Norm, the three products, the rotation by position: return q, (rows, n_heads, head_dim), and write the cache."""
-
-    def __call__(
-        self,
-        h: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        wq: Tensor,
-        wk: Tensor,
-        wv: Tensor,
-        cos: Tensor,  # (at least slots, 1, head_dim), as RopeTable has them
-        sin: Tensor,
-        positions: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor: ...
-
-
-class AttendProject(Protocol):
-    """Return h + attention(q) @ wo.T, over the keys at or before each row's position."""
-
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, wo: Tensor, h: Tensor) -> Tensor: ...
-
-
-class Gate(Protocol):
-    """Return silu(n @ w1.T) * (n @ w3.T) for the normed n of h."""
-
-    def __call__(self, h: Tensor, norm_weight: Tensor, eps: float, w1: Tensor, w3: Tensor) -> Tensor: ...
-
-
-class Project(Protocol):
-    """Return h + x @ weight.T."""
-
-    def __call__(self, x: Tensor, weight: Tensor, h: Tensor) -> Tensor: ...
-
-
-class Head(Protocol):
-    """Return the logits, (rows, vocab) float32 or wider, and of each tile of them the largest and its id.
-
-    The largest, (rows, tiles), is nan where a logit of the tile is not finite.
-    """
-
-    def __call__(self, h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class Advance(Protocol):
-    """Take every row's likeliest token, -1 where a logit is not finite, and step on by one position, all in place.
-
-    best, at: what Head returns. tokens: (rows, width), the texts. chosen: (rows,) int64. A row that stands at the end
-    of its text stays there.
-    """
-
-    def __call__(self, best: Tensor, at: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None: ...
-
-
 class GraphOps(NamedTuple):
-    """One way to do all of them, for at most `most_rows` rows, or any number."""
+    """One implementation of all functions below."""
 
     name: str
-    qkv: Qkv
-    attend_project: AttendProject
-    gate: Gate
-    project: Project
-    head: Head
-    advance: Advance
-    most_rows: int | None = None
+    qkv: Callable[..., Tensor]
+    attend_project: Callable[..., Tensor]
+    gate: Callable[..., Tensor]
+    project: Callable[..., Tensor]
+    head: Callable[..., Tensor]
+    advance: Callable[..., None]
 
 
 def qkv(
@@ -103,6 +46,10 @@ def qkv(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
+    """Return the rotated queries, (rows, n_heads, head_dim), and write the keys and values at `positions`.
+
+    cos, sin: (at least slots, 1, head_dim), as RopeTable has them.
+    """
     normed = rms_norm(h, norm_weight, eps)
     xq, xk, xv = (linear(normed, w).view(len(h), 1, -1, keys.shape[-1]) for w in (wq, wk, wv))
     xq, xk = apply_rotary_emb(xq, xk, (cos[positions][:, None], sin[positions][:, None]))
@@ -112,8 +59,9 @@ def qkv(
 
 
 def attend_project(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, wo: Tensor, h: Tensor) -> Tensor:
+    """Return h + attention(q) @ wo.T, over the keys at or before each row's position."""
     seen = torch.arange(keys.shape[1], device=keys.device) <= positions[:, None]  # (rows, slots)
-    # 0 * nan would be nan, so what no query may see is zero
+    # 0 * nan would be nan, so what no query may see is zero.
     keys, values = (kept[: len(q)].masked_fill(~seen[..., None, None], 0).transpose(1, 2) for kept in (keys, values))
     gqa = q.shape[1] != keys.shape[1]
     output = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=gqa)
@@ -121,29 +69,37 @@ def attend_project(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, w
 
 
 def gate(h: Tensor, norm_weight: Tensor, eps: float, w1: Tensor, w3: Tensor) -> Tensor:
+    """Return silu(n @ w1.T) * (n @ w3.T) for the normed n of h."""
     normed = rms_norm(h, norm_weight, eps)
     return F.silu(linear(normed, w1)) * linear(normed, w3)
 
 
 def project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+    """Return h + x @ weight.T."""
     return h + linear(x, weight)
 
 
-def head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """Return the logits, (rows, vocab), in float32 or wider."""
     logits = linear(rms_norm(h, norm_weight, eps), weight)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    at = logits.argmax(-1, keepdim=True)  # the first of equals; here one tile is all of them
-    finite = logits.sum(-1, keepdim=True).isfinite()
-    return logits, logits.gather(-1, at).where(finite, torch.nan), at
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def advance(best: Tensor, at: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None:
-    likeliest = at.gather(1, best.argmax(-1, keepdim=True))[:, 0]  # tiles stand in order: the first of equals
-    step_on(likeliest.where(~best.isnan().any(-1), -1), tokens, positions, chosen)
+def advance(logits: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None:
+    """Choose every row's most likely token, the first of equals, and step on as `step_on` does."""
+    step_on(if_finite(logits, logits.argmax(-1)), tokens, positions, chosen)
+
+
+def if_finite(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the chosen ids, (rows,), with -1 for each row that has a logit which is not finite."""
+    return ids.where(logits.sum(-1).isfinite(), -1)
 
 
 def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None:
-    """Note the ids that were chosen, (rows,), and write them behind each row's position, which moves there."""
+    """Store the ids in `chosen`, move each position by one, and write the ids into the texts there, all in place.
+
+    tokens: the texts, (rows, slots). A row at the end of its text stays there.
+    """
     chosen.copy_(ids)
     positions.add_(1).clamp_(max=tokens.shape[1] - 1)
     tokens.scatter_(1, positions[:, None], ids.clamp(min=0)[:, None])
@@ -157,18 +113,18 @@ _COUNT = count()
 
 
 class Compiled:
-    """A function as torch.compile makes it: for the sizes that it meets first, then for all that differ as those did.
+    """A function compiled by torch.compile: for the sizes of its first call, then for all sizes that vary.
 
-    So one that was shown two lengths is not compiled for a third.
+    After calls with two lengths, a third length needs no compilation.
     """
 
     def __init__(self, function: Any, backend: str | Callable[..., Any]) -> None:
         self._made_of = function, backend
 
     @cached_property
-    def _call(self) -> Callable[..., Any]:  # made by the first call: where this Python cannot compile, that raises
+    def _call(self) -> Callable[..., Any]:  # compiled by the first call, which raises if this Python cannot compile
         function, backend = self._made_of
-        # PyTorch notes by a code's name and place which sizes vary, and models have nothing in common.
+        # PyTorch records by a code's name and file which sizes vary; a new name keeps models apart.
         name = f"{function.__name__}_{next(_COUNT)}"
         own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
         # With this a product of one row becomes a kernel of its own, which keeps memory busier than a library's
@@ -185,6 +141,6 @@ class Compiled:
 
 
 def compiled(backend: str | Callable[..., Any]) -> GraphOps:
-    """Return PyTorch's own kernels, fused by torch.compile within each function."""
+    """Return the functions of `PYTORCH`, each compiled by torch.compile."""
     functions: dict[str, Any] = {name: Compiled(getattr(PYTORCH, name), backend) for name in FUNCTIONS}
     return GraphOps("compiled", **functions)

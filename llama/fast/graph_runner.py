@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Described
-from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, step_on
+from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, if_finite, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.generation import PlainStepper
 from llama.kv_cache import Cache, StaticCache
@@ -157,7 +157,7 @@ class GraphRunner:
         self.ops, self.layer = ops, layer or run_layer
         self.takes_prompts = isinstance(self.layer, Compiled)
         self._recorder = recorder or Recorder
-        self.name = self.code = self.named(1, None)
+        self.name = self.code = self.named(None)
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self.prompting: GraphStepper | None = None  # the text whose prompt is under way
@@ -252,7 +252,7 @@ class GraphRunner:
 
     def _step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return a function of no arguments that takes one step, on the buffers alone."""
-        ops = self._ops_for(buffers.rows)
+        ops = self.ops
         numbers = zip(buffers.numbers.unbind(), key.chooses, strict=True)
         settings = Settings(*(number if there else None for number, there in numbers))
         greedy = settings.temperature is None and settings.penalty is None and not key.logprobs
@@ -263,25 +263,19 @@ class GraphRunner:
             if greedy:
                 take_likeliest(model, buffers, ops, h)
                 return
-            logits, best, _ = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+            logits = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
             ids, sure = choose_ahead(logits, settings, buffers.seen, buffers.draws, whole=key.whole)
             if key.logprobs:
                 buffers.logprobs.copy_(logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
             ids = ids if sure is None else ids.where(sure, UNSURE)
-            step_on(ids.where(~best.isnan().any(-1), -1), buffers.tokens, buffers.positions, buffers.chosen)
+            step_on(if_finite(logits, ids), buffers.tokens, buffers.positions, buffers.chosen)
 
         return step
 
-    def _ops_for(self, rows: int) -> GraphOps:
-        """Return the kernels, or PyTorch's own where there are more rows than they take."""
-        if self.ops.most_rows is None or rows <= self.ops.most_rows:
-            return self.ops
-        return PYTORCH
-
-    def named(self, rows: int, prefix: int | None) -> str:
-        """Return the name of what runs these rows."""
+    def named(self, prefix: int | None) -> str:
+        """Return the name of what a step is made of."""
         if prefix is None:
-            return f"CUDA graphs of {self._ops_for(rows).name} kernels"
+            return f"CUDA graphs of {self.ops.name} kernels"
         return f"CUDA graphs of {'compiled' if isinstance(self.layer, Compiled) else 'plain'} layers"
 
     # ---- prompts ----------------------------------------------------------------------------------------------------
@@ -462,7 +456,7 @@ class GraphStepper(PlainStepper):
                 runner.give_up(error, buffers.rows, buffers.slots)
                 return None
         runner.forwards += count
-        runner.name = runner.named(buffers.rows, prefix)
+        runner.name = runner.named(prefix)
         block.send()
         buffers.last = block.event
         return block
@@ -586,8 +580,8 @@ def first_angles(cos_sin: tuple[Tensor, Tensor], length: int) -> tuple[Tensor, T
 
 def take_likeliest(model: Transformer, buffers: DecodeBuffers, ops: GraphOps, h: Tensor) -> None:
     """Choose every row's likeliest next token, and step on."""
-    _, best, at = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
-    ops.advance(best, at, buffers.tokens, buffers.positions, buffers.chosen)
+    logits = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+    ops.advance(logits, buffers.tokens, buffers.positions, buffers.chosen)
 
 
 RunLayer = Callable[[TransformerBlock, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]

@@ -31,7 +31,7 @@ from llama.ops import without_cudnn
 from llama.sampling import Settings
 
 logger = logging.getLogger(__name__)
-Way = TypeVar("Way")
+Candidate = TypeVar("Candidate")
 
 # How far kernels may be from the modules, of the largest logit: float32 adds up in another order, 16-bit numbers are
 # rounded at other places.
@@ -44,18 +44,18 @@ TRIES, STEPS = 3, 20  # the best of so many tries is taken, of so many steps eac
 GREEDY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False, prefix=None)
 
 
-def quickest(ways: Iterable[tuple[str, Way]], trial: Callable[[Way], float]) -> Way | None:
-    """Return the way whose trial took the least time, or None where all of them failed; say of each how it went."""
-    best: tuple[float, Way] | None = None
-    for name, way in ways:
+def fastest(candidates: Iterable[tuple[str, Candidate]], trial: Callable[[Candidate], float]) -> Candidate | None:
+    """Return the candidate whose trial took the least time, or None if all trials failed; log the outcome of each."""
+    best: tuple[float, Candidate] | None = None
+    for name, candidate in candidates:
         try:
-            seconds = trial(way)
-        except Exception as why:  # whatever Triton, the compilers that it calls, a capture or a driver may raise
+            seconds = trial(candidate)
+        except Exception as why:  # a compiler, a capture or a driver may raise anything
             logger.warning("fast: %s are not used: %s", name, why if isinstance(why, Unsupported) else in_one_line(why))
             continue
         logger.info("fast: %s take %.3f ms", name, 1e3 * seconds)
         if best is None or seconds < best[0]:
-            best = seconds, way
+            best = seconds, candidate
     return None if best is None else best[1]
 
 
@@ -63,11 +63,11 @@ def try_steps(model: Transformer, runner: GraphRunner) -> float:
     """Return the seconds of a step at batch 1. Raises Unsupported where steps are not what the modules compute."""
     seconds = []
     model = model.with_kv_caching(True)
-    for rows, length in _shapes(model, runner.ops.most_rows):
+    for rows, length in _shapes(model):
         with _filled(model, runner, rows, length) as (buffers, ids, expected):
             _place(buffers, ids)
             h = cached(model, buffers, runner.ops)
-            logits, _, _ = runner.ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+            logits = runner.ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
             _compare(model, logits, expected, f"the {runner.ops.name} kernels' logits")
             _place(buffers, ids)
             wanted = []
@@ -88,7 +88,7 @@ def try_steps(model: Transformer, runner: GraphRunner) -> float:
 def try_prompts(model: Transformer, layer: RunLayer) -> float:
     """Return the seconds of a prompt. Raises Unsupported where it does not give the modules' logits, and cache."""
     runner, model = GraphRunner(layer=layer), model.with_kv_caching(True)
-    for rows, length in (*_shapes(model, None), (1, PROMPT)):
+    for rows, length in (*_shapes(model), (1, PROMPT)):
         with _filled(model, runner, rows, min(length, model.args.max_seq_len)) as (buffers, ids, expected):
             run = partial(runner.prompt, model, ids, [ids.shape[1]] * rows, buffers.keys_values)
             run()
@@ -99,11 +99,10 @@ def try_prompts(model: Transformer, layer: RunLayer) -> float:
     return seconds
 
 
-def _shapes(model: Transformer, most_rows: int | None) -> list[tuple[int, int]]:
-    """Return the shapes to try within the limits of the model and the kernels."""
-    limits = [limit for limit in (model.args.max_batch_size, most_rows) if limit is not None]
+def _shapes(model: Transformer) -> list[tuple[int, int]]:
+    """Return the shapes to try within the limits of the model."""
     shapes = {(rows, min(length, model.args.max_seq_len)): None for rows, length in SHAPES}
-    return [(rows, length) for rows, length in shapes if rows <= min(limits, default=rows)]
+    return [(rows, length) for rows, length in shapes if rows <= (model.args.max_batch_size or rows)]
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import copy
 import gc
 import logging
 import pickle
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -28,11 +27,9 @@ from hypothesis import strategies as st
 from oracles import tiny_args, tiny_model
 from torch import Tensor
 
-from llama import cli, fast, load, sampling
+from llama import sampling
 from llama.args import ModelArgs
-from llama.commands import inference
 from llama.fast import choose, graph_ops, graph_runner
-from llama.fast.choose import find_fused
 from llama.fast.fingerprint import Described
 from llama.fast.graph_ops import Compiled
 from llama.fast.graph_runner import (
@@ -44,7 +41,7 @@ from llama.fast.graph_runner import (
     Replay,
     run_layer,
 )
-from llama.fast.graph_trial import quickest, try_prompts, try_steps
+from llama.fast.graph_trial import fastest, try_prompts, try_steps
 from llama.fast.supported import Unsupported
 from llama.generation import NonFiniteLogits
 from llama.model import Transformer
@@ -280,7 +277,7 @@ def test_what_cannot_be_compiled_is_not_used(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(choose, "COMPILER", too_old)
     torch._dynamo.reset()
     with caplog.at_level(logging.WARNING, "llama"):
-        choose._use_graphs(fast, fused=False)
+        choose._use_graphs(fast)
     assert fast.execution.runner == "CUDA graphs of plain kernels"
     assert [words.split(" are not used: ")[0] for words in caplog.messages] == [
         "fast: compiled kernels", "fast: prompts by compiled layers"
@@ -298,7 +295,7 @@ def test_a_python_that_cannot_compile_has_pytorchs_own_kernels(
     _, fast = twins(dtype=torch.float32)
     monkeypatch.setattr(torch, "compile", refusing)
     with caplog.at_level(logging.WARNING, "llama"):
-        choose._use_graphs(fast, fused=False)
+        choose._use_graphs(fast)
     assert fast.execution.runner == "CUDA graphs of plain kernels"
     assert all("not supported on Python 3.15+" in words for words in caplog.messages)
     assert len(caplog.messages) == 2
@@ -311,9 +308,9 @@ def test_the_quickest_of_the_ways_that_are_right_is_taken(caplog: pytest.LogCapt
         return seconds
 
     with caplog.at_level(logging.WARNING, "llama"):
-        assert quickest([("first", 3.0), ("second", 1.0), ("third", 2.0)], trial) == 2.0
+        assert fastest([("first", 3.0), ("second", 1.0), ("third", 2.0)], trial) == 2.0
     assert caplog.messages == ["fast: second are not used: 1.0 is too little"]
-    assert quickest([("first", 1.0), ("second", 0.5)], trial) is None
+    assert fastest([("first", 1.0), ("second", 0.5)], trial) is None
 
 
 def test_a_generation_without_a_cache_leaves_none() -> None:
@@ -805,17 +802,6 @@ def test_a_runner_keeps_no_model_alive(change: Callable[[Transformer], None] | N
         gc.enable()
 
 
-def test_more_rows_than_the_kernels_take_run_by_pytorchs_own_and_the_name_says_so() -> None:
-    def never(*_: object) -> Any:
-        raise AssertionError("these kernels take two rows")
-
-    plain, fast = twins()
-    fast.runner = GraphRunner(graph_ops.PYTORCH._replace(name="narrow", gate=never, most_rows=2))
-    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
-    assert ran(fast) == 8
-    assert fast.execution.runner == "CUDA graphs of plain kernels"
-
-
 def test_the_name_says_what_ran() -> None:
     _, fast = twins()
     fast.runner = GraphRunner(graph_ops.PYTORCH._replace(name="own"))
@@ -879,28 +865,6 @@ def test_prompts_that_leave_another_cache_are_found_out() -> None:
         try_prompts(plain, misplaced)
 
 
-def test_without_triton_pytorchs_own_kernels_run_and_that_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delitem(sys.modules, "llama.fast.triton_kernels", raising=False)
-    monkeypatch.delattr(fast, "triton_kernels", raising=False)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with caplog.at_level(logging.WARNING, "llama"):
-        assert find_fused(twins()[0]) is None
-    assert caplog.messages == ["fast: triton is not installed, so PyTorch's own kernels run: pip install triton"]
-
-
-@pytest.mark.parametrize(("dtype", "words"), [(torch.float64, "not torch.float64"), (torch.float32, "not on cpu")])
-def test_what_the_kernels_do_not_cover_runs_by_pytorchs_own_and_that_is_said(
-    dtype: torch.dtype, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("triton")
-    with caplog.at_level(logging.WARNING, "llama"):
-        assert find_fused(twins(dtype=dtype)[0]) is None
-    assert len(caplog.messages) == 1
-    assert words in caplog.messages[0]
-
-
 @pytest.mark.parametrize("limits", [{"max_batch_size": 1}, {"max_seq_len": 2}])
 def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -> None:
     calls: list[int] = []
@@ -912,76 +876,13 @@ def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -
     model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
     try_steps(model, GraphRunner(graph_ops.PYTORCH._replace(name="own", project=project)))
     assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2})
-    calls.clear()
-    try_steps(model, GraphRunner(graph_ops.PYTORCH._replace(name="own", project=project, most_rows=1)))
-    assert set(calls) == {1}
-
-
-@pytest.mark.slow
-def test_fused_kernels_that_fail_give_way_to_what_runs_without_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: object) -> Any:
-        raise RuntimeError("no C compiler")
-
-    plain, _ = twins(dtype=torch.float32)
-    monkeypatch.setattr(choose, "COMPILER", "eager")
-    for project, words in ((broken, "no C compiler"), (wrong_project, "the own kernels' logits are off by")):
-        caplog.clear()
-        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "llama"):
-            patch.setattr(choose, "find_fused", lambda _, p=project: graph_ops.PYTORCH._replace(name="own", project=p))
-            choose._use_graphs(plain, fused=True)
-        assert plain.execution.runner in ("CUDA graphs of plain kernels", "CUDA graphs of compiled kernels")
-        assert len(caplog.messages) == 1
-        assert words in caplog.messages[0]
-        plain.runner = None
-
-
-@pytest.mark.slow
-def test_fused_kernels_run_where_they_were_asked_for_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, _ = twins(dtype=torch.float32)
-    monkeypatch.setattr(choose, "COMPILER", "eager")
-    monkeypatch.setattr(choose, "find_fused", lambda _: graph_ops.PYTORCH._replace(name="fused"))
-    choose._use_graphs(plain, fused=True)
-    assert plain.execution.runner == "CUDA graphs of fused kernels"
-    choose._use_graphs(plain, fused=False)
-    assert plain.execution.runner in ("CUDA graphs of plain kernels", "CUDA graphs of compiled kernels")
-
-
-def test_fused_kernels_are_refused_where_there_is_no_gpu_for_them(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(
-        ValueError, match="the fused kernels are for a CUDA GPU, not for cpu; ask for fast without them"
-    ):
-        load("demo", device="cpu", fast="fused")
-    with pytest.raises(ValueError, match=r"fast='quick' is not known; choose True, False or fused"):
-        load("demo", device="cpu", fast="quick")  # type: ignore[arg-type]
-    for words in (["--fast_kernels=fused"], ["--fast", "--fast_kernels=quick"]):
-        assert cli.run(inference.main, words) == 2
-        assert "there is fused, which goes with --fast" in capsys.readouterr().err
-
-
-def test_fused_kernels_that_nobody_measured_say_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda:1")))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    model, _ = twins(dtype=torch.float32)
-    for measured in (frozenset(), frozenset({(9, 0)})):
-        caplog.clear()
-        monkeypatch.setattr(choose, "MEASURED", measured)
-        with caplog.at_level(logging.WARNING, "llama"):
-            assert find_fused(model) is not None
-        said = "fast: the fused kernels are not measured on this GPU (NVIDIA H200); docs/log.md will tell"
-        assert caplog.messages == ([] if measured else [said])
 
 
 def test_int8_is_left_to_the_loop() -> None:
     plain, _ = twins(tiny_args(vocab_size=64), dtype=torch.float32)
     quantize_layers(plain, torch.float32)
     with pytest.raises(Unsupported, match="int8 weights are for a CPU so far"):
-        choose._use_graphs(plain, fused=False)
+        choose._use_graphs(plain)
 
 
 # ---- captures, by stand-ins for what CUDA has ------------------------------------------------------------------------

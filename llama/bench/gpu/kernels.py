@@ -20,7 +20,7 @@ from llama.bench.run.models import find_model, random_model
 from llama.bench.schema import Spread
 from llama.bench.statistics import percentiles
 from llama.costs import cache_bytes, step_bytes
-from llama.fast.choose import COMPILER, find_fused
+from llama.fast.choose import COMPILER
 from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, compiled
 from llama.fast.graph_runner import (
     DecodeBuffers,
@@ -84,9 +84,8 @@ def uneven_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> T
 
 def ways_of(model: Transformer) -> dict[str, GraphOps]:
     """Return the sets of kernels that a step may be made of here; a rehearsal on a CPU compiles nothing."""
-    cuda, fused = model.device.type == "cuda", find_fused(model)
-    ways = {"plain": PYTORCH, "compiled": compiled(COMPILER) if cuda else PYTORCH._replace(name="compiled")}
-    return ways if fused is None else {**ways, "fused": fused}
+    cuda = model.device.type == "cuda"
+    return {"plain": PYTORCH, "compiled": compiled(COMPILER) if cuda else PYTORCH._replace(name="compiled")}
 
 
 def layer_for(device: torch.device) -> RunLayer:
