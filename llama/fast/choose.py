@@ -56,7 +56,7 @@ def _use_graphs(model: Transformer) -> None:
     ops = fastest([("PyTorch's own kernels", PYTORCH), ("compiled kernels", compiled(COMPILER))], trial)
     if ops is None:
         raise Unsupported("no step works on this GPU")
-    layers: list[tuple[str, RunLayer]] = [("prompts by plain layers", run_layer)]
-    layers.append(("prompts by compiled layers", Compiled(run_layer, COMPILER)))
+    layers: list[tuple[str, RunLayer]] = [("plain layers", run_layer)]
+    layers.append(("compiled layers", Compiled(run_layer, COMPILER)))
     model.runner = GraphRunner(ops, fastest(layers, partial(try_prompts, model)))
     logger.info("fast: %s", model.runner.name)

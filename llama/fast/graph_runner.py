@@ -1,10 +1,9 @@
-"""The fast step of a GPU: whole steps, choosing included, recorded once as a CUDA graph and repeated without the host.
+"""The fast steps of a GPU: whole steps, choosing included, recorded once as CUDA graphs and replayed without the host.
 
-The host lets the device run some steps ahead, and looks at what they chose while the next ones run. With the cache, a
-step is made of a set of kernels (`llama.fast.graph_ops`); without it, of layers over the whole prefix, whose length is
-rounded up so that few graphs serve all. Prompts go through the same layers where these are compiled, else they are left
-to the plain path. Which kernels and layers serve is decided by `llama.fast.graph_trial`. On a CPU the same steps run
-unrecorded, which is how they are tested without a GPU.
+The host launches several steps, and reads their tokens while the next ones run. With the cache, a step consists of the
+functions in `llama.fast.graph_ops`; without it, of layers over the whole prefix, whose length is rounded up so that few
+graphs serve all lengths. Prompts run on the plain path. `llama.fast.graph_trial` selects the functions and the layers.
+On a CPU the same steps run unrecorded: this is how they are tested without a GPU.
 """
 
 import logging
@@ -12,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llama.batch import Batch, Chosen, Token
@@ -26,48 +24,46 @@ from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_module
 from llama.generation import PlainStepper
 from llama.kv_cache import Cache, StaticCache
 from llama.model import Transformer, TransformerBlock
-from llama.ops import UNCHANGED, _attend_in_step, last_real, without_cudnn
+from llama.ops import UNCHANGED, _attend_in_step, without_cudnn
 from llama.quantize import quantized_weights
 from llama.request import Request
 from llama.rope import apply_rotary_emb
-from llama.rows import Rows
 from llama.sampling import Sampler, Settings, choose_ahead, must_sort
 
 logger = logging.getLogger(__name__)
 
-SYNC_INTERVAL = (
-    8  # steps between two looks at the outcome: how far a stream lags, and half of what may be computed in vain
-)
-LENGTH_STEP = 32  # the length of buffers is a multiple of it, so that texts of nearly one length share them
-MAX_GRAPHS = 16  # for one set of buffers
+# Steps between two reads of the results: a stream lags by at most twice as many, and as many may be computed in vain.
+SYNC_INTERVAL = 8
+LENGTH_STEP = 32  # buffer lengths are multiples of it, so that texts of similar length share buffers
+MAX_GRAPHS = 16  # of one set of buffers
 
-UNSURE = -2  # stands for a token that candidates do not decide, as -1 does for logits that are not finite
+UNSURE = -2  # the id of a token that the candidates do not decide; -1 stands for logits that are not finite
 
 Replay = Callable[[], object]
 
 
 class GraphKey(NamedTuple):
-    """What a recorded step does; by which numbers it chooses, it reads anew each time."""
+    """What a recorded step does. The numbers that it samples by are read from a buffer at each replay."""
 
-    chooses: tuple[bool, ...]  # which of the Settings there are
+    chooses: tuple[bool, ...]  # which of the Settings are set
     whole: bool  # whether the whole vocabulary is sorted
     logprobs: bool
-    prefix: int | None  # how many positions are fed; None: the newest alone, over the cache
+    prefix: int | None  # the number of positions that are fed; None: only the newest token, with the cache
 
 
 class Unsure(Exception):
-    """Candidates did not decide a step, see `llama.sampling.choose_ahead`."""
+    """The candidates did not decide a step, see `llama.sampling.choose_ahead`."""
 
 
 @dataclass
 class DecodeBuffers:
-    """The rows of a generation as the device has them, at addresses that graphs rely on.
+    """The rows of a generation on the device, at the addresses that graphs read and write.
 
-    tokens: (rows, slots), the texts. positions: (rows,), where each row's newest token stands. chosen, logprobs:
-    (rows,), of the last step. draws: (rows,), numbers that sampling uses up. numbers: those of the Settings. seen:
-    (rows, vocab), the tokens that each row has, where they are penalized. cos_sin: the first of what RopeTable has; the
-    model may make a longer table and drop this one. record: makes graphs. cache: static layers of (rows, slots); None
-    while no step has needed it. The last slot belongs to no text. last: what the device was given last.
+    tokens: (rows, slots), the texts. positions: (rows,), the position of each row's newest token. chosen, logprobs:
+    (rows,), of the last step. draws: (rows,), the random numbers of the next step. numbers: those of the Settings.
+    seen: (rows, vocab), the tokens of each row, for the repetition penalty. cos_sin: the first rows of the RopeTable,
+    which may replace its own by a longer table. record: makes graphs. cache: static layers of (rows, slots), or None.
+    The last slot belongs to no text. last: an event behind the latest launch.
     """
 
     tokens: Tensor
@@ -94,23 +90,18 @@ class DecodeBuffers:
     @property
     def keys_values(self) -> list[tuple[Tensor, Tensor]]:
         """The cache's buffers of every layer."""
-        held = [] if self.cache is None else self.cache.layers
-        return [(layer.keys, layer.values) for layer in held if layer.keys is not None and layer.values is not None]
+        layers = [] if self.cache is None else self.cache.layers
+        return [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
 
     def take_cache(self, cache: Cache, *, like: Tensor) -> None:
-        """Let an empty cache of static layers have room for all rows and slots, and be what graphs read and write."""
+        """Allocate an empty cache of static layers for all rows and slots; graphs read and write it from now on."""
         for layer in cache.layers:
             assert isinstance(layer, StaticCache)
             layer.room(self.rows, self.slots, like=like)
         self.cache = cache
 
-    def drop_cache(self) -> None:
-        """Hold no cache, and none of the graphs that know one."""
-        self.cache = None
-        self.graphs = {key: graph for key, graph in self.graphs.items() if key.prefix is not None}
-
     def place(self, batch: Batch) -> None:
-        """Stand where the batch stands. Rows that have left it stay anywhere, and go along."""
+        """Copy the batch's texts, positions and settings. Rows that have left it keep theirs, and are computed too."""
         mark_seen(batch)
         rows = torch.tensor(batch.rows, device="cpu").to(self.tokens.device)
         texts = batch.tokens([0] * len(batch.rows))
@@ -122,11 +113,11 @@ class DecodeBuffers:
             self.seen[rows] = batch.sampler.seen
 
     def state(self) -> list[Tensor]:
-        """What a step changes, but for the cache."""
+        """Return all that a step changes, except the cache."""
         return [self.tokens, self.positions, self.chosen, self.logprobs, self.seen]
 
     def recorded(self, step: Replay, position: int) -> Replay:
-        """Return a step's replay, recorded with all rows at `position`; what that changes of them is put back."""
+        """Return a step's replay. It is recorded with all rows at `position`; the state is restored afterwards."""
         before = [tensor.clone() for tensor in self.state()]
         self.positions.fill_(position)
         with without_cudnn(self.tokens.device):
@@ -137,61 +128,50 @@ class DecodeBuffers:
 
 
 def mark_seen(batch: Batch) -> None:
-    """Let the sampler know all tokens of the batch's rows, where it penalizes them."""
+    """Mark all tokens of the batch's rows in the sampler, if it penalizes them."""
     if batch.sampler.seen is not None:
         for place, row in enumerate(batch.rows):
             batch.sampler.seen[place, batch.texts[row]] = True
 
 
 class GraphRunner:
-    """Has the buffers and graphs of a model's steps. `forwards` counts steps, and prompts that its layers run.
+    """The buffers and graphs of a model's steps. `forwards` counts the steps.
 
-    One text at a time has the buffers; others meanwhile are left to the plain path.
+    One text at a time uses the buffers; other texts run on the plain path meanwhile.
     """
 
     exact: bool | None = None
+    takes_prompts = False
 
     def __init__(
         self, ops: GraphOps = PYTORCH, layer: "RunLayer | None" = None, recorder: "type[Recorder] | None" = None
     ) -> None:
         self.ops, self.layer = ops, layer or run_layer
-        self.takes_prompts = isinstance(self.layer, Compiled)
         self._recorder = recorder or Recorder
         self.name = self.code = self.named(None)
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
-        self.prompting: GraphStepper | None = None  # the text whose prompt is under way
         self._buffers: DecodeBuffers | None = None
-        self.in_use = Lock()  # held by the text that has the buffers
+        self.in_use = Lock()  # acquired by the text that uses the buffers
         self._described = Described(_describe)
-        self._of: object = None  # the model, as it was described when the buffers were made
+        self._of: object = None  # the model's description when the buffers were made
         self._retired = False
         self._warn = WarnOnce(logger)
 
     def __reduce__(self) -> tuple[type["GraphRunner"], tuple[Any, ...]]:
-        return GraphRunner, (self.ops, self.layer, self._recorder)  # a copy has weights, and so graphs, of its own
+        return GraphRunner, (self.ops, self.layer, self._recorder)  # a copied model has other weights and other graphs
 
-    def __call__(
-        self,
-        model: Transformer,
-        tokens: Tensor,
-        rows: Rows,
-        cache: Cache | None,
-        *,
-        logits: Literal["all", "last"],
-    ) -> Tensor | None:
-        """Run the prompt of the text that has the buffers; leave all other calls to the modules."""
-        text = self.prompting
-        return None if text is None or rows is not text.prompt else text.run_prompt(tokens, rows)
+    def __call__(self, *call: Any, **options: Any) -> None:
+        """Return None: the modules compute all calls of the model."""
 
     def describe(self, model: Transformer) -> None:
-        """Raise Unsupported where steps would ignore what the model is."""
+        """Raise Unsupported if the steps would not compute what the model's modules do."""
         self._described.of(model)
 
     def stepper(self, model: Transformer, batch: Batch, cache: Cache | None) -> "GraphStepper | None":
-        """Return what makes the tokens of a batch by graphs, or None where the plain path has to.
+        """Return a stepper for the batch, or None if the plain path has to run it.
 
-        It has to for a text that goes on with a cache, a caller that looks at every step, and a sampler of its own.
+        It has to if the text begins with a cache, if the caller set `on_step`, and for other samplers than `Sampler`.
         """
         request = batch.request
         usual = cache is None and request.on_step is None and type(batch.sampler) is Sampler
@@ -203,7 +183,7 @@ class GraphRunner:
             made = GraphStepper(self, model, batch, buffers)
         except Unsupported as why:
             self._warn(why)
-        except Exception as error:  # whatever a driver may raise
+        except Exception as error:  # a driver may raise anything
             self.give_up(error, len(request.prompts), request.longest)
         finally:
             if made is None:
@@ -214,7 +194,7 @@ class GraphRunner:
         return bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
 
     def may_step(self, model: Transformer, buffers: DecodeBuffers, *, kv_caching: bool) -> bool:
-        """Tell whether a text may go on with the buffers: none of its steps failed, and the model is what it was."""
+        """Return True if a text may continue with the buffers: no step failed, and the model is unchanged."""
         try:
             same = self._described.of(model) is self._of and caching_of(model) == kv_caching
             if not same or self._watched(model):
@@ -222,14 +202,10 @@ class GraphRunner:
         except Unsupported as why:
             self._warn(why)
             return False
-        return self.has(buffers)
-
-    def has(self, buffers: DecodeBuffers) -> bool:
-        """Tell whether these are still the buffers: where a step failed, they are not."""
         return self._buffers is buffers
 
     def give_up(self, error: Exception, rows: int, length: int) -> None:
-        """Leave all to the plain path, and say why: this time, where memory was short; else from now on."""
+        """Log the error and run the plain path: for this text if memory ran out, otherwise from now on."""
         self._buffers = None
         if short_of_memory(error):
             self._warn(f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory")
@@ -240,18 +216,18 @@ class GraphRunner:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
-        """Return the step as a graph, recorded the first time it is asked for."""
+        """Return the step's graph; record it if there is none yet."""
         if key not in buffers.graphs:
             if len(buffers.graphs) == MAX_GRAPHS:
                 del buffers.graphs[next(iter(buffers.graphs))]
             if not buffers.graphs:
-                buffers.record = self._recorder(model.device)  # a pool without graphs is not to be used again
-            aside = (key.prefix or buffers.slots) - 1  # with a cache: where no row's keys stand
+                buffers.record = self._recorder(model.device)  # a memory pool without graphs may not be used again
+            aside = (key.prefix or buffers.slots) - 1  # with a cache, the slot that belongs to no text
             buffers.graphs[key] = buffers.recorded(self._step(model, buffers, key), aside)
         return buffers.graphs[key]
 
     def _step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
-        """Return a function of no arguments that takes one step, on the buffers alone."""
+        """Return a function without arguments that runs one step on the buffers."""
         ops = self.ops
         numbers = zip(buffers.numbers.unbind(), key.chooses, strict=True)
         settings = Settings(*(number if there else None for number, there in numbers))
@@ -273,87 +249,54 @@ class GraphRunner:
         return step
 
     def named(self, prefix: int | None) -> str:
-        """Return the name of what a step is made of."""
+        """Return the name of what runs a step with the cache, or one over a prefix."""
         if prefix is None:
             return f"CUDA graphs of {self.ops.name} kernels"
         return f"CUDA graphs of {'compiled' if isinstance(self.layer, Compiled) else 'plain'} layers"
 
-    # ---- prompts ----------------------------------------------------------------------------------------------------
-
-    def prompt(
-        self,
-        model: Transformer,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        kept: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """Feed prompts, (bsz, seqlen), from position 0 on; return the logits behind each, (bsz, 1, vocab).
-
-        `kept` are the buffers of every layer's keys and values, which are written; none with the switch off. Lengths
-        are rounded up as those of buffers are; what is fed beyond a row's end is overwritten before it is read.
-        """
-        bsz, seqlen = tokens.shape
-        h = model.tok_embeddings(F.pad(tokens, (0, rounded_up(seqlen) - seqlen)))
-        freqs_cis = first_angles(model.rope.up_to(h.shape[1], h.device), h.shape[1])
-        with without_cudnn(h.device):
-            for layer, block in enumerate(model.blocks):
-                h, *made = self.layer(block, h, freqs_cis)
-                for buffer, fed in zip(kept[layer], made, strict=True) if kept else ():
-                    buffer[:bsz, : fed.shape[1]] = fed
-        scores: Tensor = model.output(model.norm(last_real(h, lengths)))
-        return scores.to(torch.promote_types(scores.dtype, torch.float32))
-
     # ---- buffers ----------------------------------------------------------------------------------------------------
 
     def buffers_for(self, model: Transformer, rows: int, length: int, cache: Cache | None) -> DecodeBuffers:
-        """Return buffers for so many rows and positions of this model. Raises Unsupported.
+        """Return buffers for `rows` rows of `length` positions: the current ones if they fit, or new ones.
 
-        `cache` is what they have keys and values in, unless there are some already; None: they need none, and off
-        costs nothing.
+        cache: an empty one for new buffers; None: the steps use no cache. Raises Unsupported.
         """
-        buffers = self._fitting(model, rows, length)
-        if cache is None:
-            buffers.drop_cache()
-        elif buffers.cache is None:
-            buffers.take_cache(cache, like=model.norm.weight)
-        return buffers
-
-    def _fitting(self, model: Transformer, rows: int, length: int) -> DecodeBuffers:
-        """Return the buffers that are there, if they fit these rows, this length and this model; else new ones."""
         described = self._described.of(model)
         slots, buffers = rounded_up(length + 1), self._buffers
         if (
             buffers is None
             or buffers.rows != rows
             or not slots <= buffers.slots <= 2 * slots
+            or (buffers.cache is None) != (cache is None)
             or self._of is not described
         ):
-            buffers = self._buffers = None  # before another takes memory
+            buffers = self._buffers = None  # free their memory before allocating more
             buffers = new_buffers(model, rows, slots, self._recorder(model.device))
-        if buffers.last is not None:  # what an abandoned stream left under way, perhaps on another stream of the device
+            if cache is not None:
+                buffers.take_cache(cache, like=model.norm.weight)
+        if buffers.last is not None:  # an abandoned stream may still compute, perhaps on another stream of the device
             torch.cuda.current_stream(model.device).wait_event(buffers.last)
         self._buffers, self._of = buffers, described
         return buffers
 
     def drop(self) -> None:
-        """Hold no buffers and no graphs."""
+        """Release the buffers and their graphs."""
         self._buffers = None
 
 
 class GraphStepper(PlainStepper):
-    """Makes the tokens of a batch by recorded steps; from where these cannot go on, by calls of the model.
+    """Make the tokens of a batch by recorded steps. Where these cannot continue, calls of the model do.
 
-    It has the runner's buffers, and their cache, until it ends. The device goes on with all rows that it began with:
-    those that have ended only leave what is handed out, and the cache once calls go on with it.
+    It uses the runner's buffers, and their cache, until it ends. The device computes all rows until then: rows that
+    have ended are left out of the results, and of the cache once calls of the model continue.
     """
 
     model: Transformer
 
     def __init__(self, runner: GraphRunner, model: Transformer, batch: Batch, buffers: DecodeBuffers) -> None:
         super().__init__(model, batch, buffers.cache)
-        self.prompt: Rows | None = None  # those of the prompt that is under way
         self._runner, self._buffers = runner, buffers
-        self._end = finalize(self, runner.in_use.release)  # called once, and at the latest when this object is gone
+        self._end = finalize(self, runner.in_use.release)  # called once, at the latest when this object is freed
 
     def prefill(self) -> Iterator[Token]:
         try:
@@ -363,43 +306,20 @@ class GraphStepper(PlainStepper):
             raise
 
     def __iter__(self) -> Iterator[Chosen]:
-        """Yield what each step chooses: a call, recorded steps, and from where these end calls again."""
+        """Yield the tokens of each step: from the prompts' logits, then by recorded steps, then by calls again."""
         calls = super().__iter__()
         try:
             yield next(calls)
             yield from self._recorded()
-            self._hand_over()
+            mark_seen(self.batch)
+            if self.cache is not None:
+                self.cache.select_rows(self.batch.rows)
             yield from calls
         finally:
             self._end()
 
-    # ---- prompts ----------------------------------------------------------------------------------------------------
-
-    def _feed(self, fed: Tensor, rows: Rows, logits: Literal["all", "last"] = "last") -> Tensor:
-        """Run the model on `fed`; where the runner takes prompts, it is asked by the model for what begins a text."""
-        runner = self._runner
-        if rows.start != 0 or logits != "last" or not (runner.takes_prompts and runner.has(self._buffers)):
-            return super()._feed(fed, rows, logits)
-        self.prompt, runner.prompting = rows, self
-        try:
-            return super()._feed(fed, rows, logits)
-        finally:
-            self.prompt = runner.prompting = None
-
-    def run_prompt(self, tokens: Tensor, rows: Rows) -> Tensor | None:
-        """Return the logits behind each prompt, (bsz, 1, vocab), or None where this fails and the modules have to."""
-        try:
-            scores = self._runner.prompt(self.model, tokens, rows.lengths, self._buffers.keys_values)
-        except Exception as error:  # whatever a compiler or a driver may raise
-            self._runner.give_up(error, *tokens.shape)
-            return None
-        self._runner.forwards += 1
-        return scores
-
-    # ---- steps ------------------------------------------------------------------------------------------------------
-
     def _recorded(self) -> Iterator[Chosen]:
-        """Yield what all steps choose; from the first that candidates do not decide on, by the whole vocabulary."""
+        """Yield the tokens of all steps; sort the whole vocabulary from the first that the candidates do not decide."""
         if not self._may_step():
             return
         try:
@@ -409,7 +329,7 @@ class GraphStepper(PlainStepper):
             yield from self._steps(whole=True)
 
     def _steps(self, *, whole: bool) -> Iterator[Chosen]:
-        """Yield what further steps choose, each block once the next one is on its way."""
+        """Yield the tokens of further steps, each block after the next one was launched."""
         batch = self.batch
         batch.drop_ended()
         self._buffers.place(batch)
@@ -424,17 +344,19 @@ class GraphStepper(PlainStepper):
                 if UNSURE in chosen.ids:
                     self._put_back(draws[step:])
                     raise Unsure
-                self._take(chosen)
+                batch.fed += len(batch.rows) if self.cache is not None else sum(batch.cur_pos)
+                batch.append(chosen.ids)
+                self.logits = None  # they stay on the device
                 yield chosen
-                if not self._may_step():  # whoever took it may have changed the model
+                if not self._may_step():  # the caller may have changed the model
                     self._put_back(draws[step + 1 :])
                     return
             waiting = following
 
     def _launch(self, ahead: int, *, whole: bool) -> "StepBlock | None":
-        """Let the device run steps behind those `ahead` that are on their way.
+        """Launch steps behind the `ahead` steps that were launched and not read yet.
 
-        None where none are left, and where it cannot, which is said: what is on its way comes to its end.
+        Return None if no steps are left, or if a step failed, which is logged; the steps before it still complete.
         """
         runner, buffers, batch, request = self._runner, self._buffers, self.batch, self.batch.request
         count = min(batch.left - ahead, SYNC_INTERVAL)
@@ -445,13 +367,13 @@ class GraphStepper(PlainStepper):
         for step in range(count):
             longest = min(max(batch.cur_pos) + ahead + step, request.longest)
             prefix = None if self.cache is not None else rounded_up(longest)
-            if runner.watch is not None:  # what it raises is no failure of a step
+            if runner.watch is not None:  # outside of `try`: its errors are the caller's
                 runner.watch(buffers.rows, 1 if prefix is None else longest)
             try:
                 self._draw(block)
                 runner.recorded(self.model, buffers, GraphKey(chooses, whole, request.logprobs, prefix))()
                 block.note(step)
-            except Exception as error:  # whatever a compiler, a capture or a driver may raise
+            except Exception as error:  # a compiler, a capture or a driver may raise anything
                 self._put_back(block.draws)
                 runner.give_up(error, buffers.rows, buffers.slots)
                 return None
@@ -461,15 +383,8 @@ class GraphStepper(PlainStepper):
         buffers.last = block.event
         return block
 
-    def _take(self, chosen: Chosen) -> None:
-        """Let the batch have what a step chose."""
-        batch = self.batch
-        batch.fed += len(batch.rows) if self.cache is not None else sum(batch.cur_pos)
-        batch.append(chosen.ids)
-        self.logits = None  # they stay on the device
-
     def _draw(self, block: "StepBlock") -> None:
-        """Let the next step have what its rows draw by chance."""
+        """Draw the random numbers of the next step, and send them to the device."""
         draws = self.batch.sampler.draw()
         if draws is not None:
             block.draws.append(torch.zeros(self._buffers.rows, dtype=draws.dtype, device="cpu"))
@@ -477,36 +392,30 @@ class GraphStepper(PlainStepper):
             self._buffers.draws.copy_(block.draws[-1], non_blocking=True)
 
     def _put_back(self, draws: Sequence[Tensor]) -> None:
-        """Let what was drawn for steps that are not taken be drawn again."""
+        """Return the random numbers of steps that are discarded to the sampler."""
         self.batch.sampler.put_back([each[self.batch.rows] for each in draws])
-
-    def _hand_over(self) -> None:
-        """Leave the rows that are in the batch to calls of the model."""
-        mark_seen(self.batch)
-        if self.cache is not None:
-            self.cache.select_rows(self.batch.rows)
 
     def _may_step(self) -> bool:
         return self._runner.may_step(self.model, self._buffers, kv_caching=self.cache is not None)
 
 
 class StepBlock:
-    """What some steps choose: noted on the device, sent to the host, read there."""
+    """The results of some steps: stored on the device, copied to the host, read there."""
 
     def __init__(self, count: int, buffers: DecodeBuffers, *, logprobs: bool) -> None:
         self.count = count
         self._sources = [buffers.chosen, buffers.logprobs] if logprobs else [buffers.chosen]
         self._noted = [source.new_empty((count, buffers.rows)) for source in self._sources]
         self._sent: list[Tensor] = []
-        self.draws: list[Tensor] = []  # what its steps used up of chance, (rows of the buffers,) each
-        self.event: torch.cuda.Event | None = None  # when all of it was on the host
+        self.draws: list[Tensor] = []  # the random numbers of each step, (rows of the buffers,)
+        self.event: torch.cuda.Event | None = None  # behind the copies to the host
 
     def note(self, step: int) -> None:
         for noted, source in zip(self._noted, self._sources, strict=True):
             noted[step] = source
 
     def send(self) -> None:
-        """Let what was noted be copied once it is there, without waiting."""
+        """Start copying the results to the host, without waiting."""
         for noted in self._noted:
             host = torch.empty(noted.shape, dtype=noted.dtype, pin_memory=noted.is_cuda)
             self._sent.append(host.copy_(noted, non_blocking=True))
@@ -524,17 +433,17 @@ class StepBlock:
 
 
 def _describe(model: Transformer) -> object:
-    """Return something new for every model that is another than before. Raises Unsupported."""
+    """Return a new object for each model that differs from the one before. Raises Unsupported."""
     check_modules(model)
     if quantized_weights(model):
-        raise Unsupported("int8 weights are for a CPU so far")
+        raise Unsupported("quantised weights run on a CPU only")
     if any(name.endswith(("bias", "q_norm.weight", "k_norm.weight")) for name, _ in model.named_parameters()):
-        raise Unsupported("biases, and norms of queries and keys, have no kernels for a GPU so far")
+        raise Unsupported("biases, and norms of queries and keys, have no kernels for a GPU")
     return object()
 
 
 def _new_cache(model: Transformer, request: Request) -> Cache | None:
-    """Return an empty cache of the kind that is asked for; None with the switch off. Raises Unsupported."""
+    """Return an empty cache of the request's kind; None if the cache is off. Raises Unsupported."""
     if not caching_of(model):
         return None
     cache = model.new_cache(request.kv_cache)
@@ -544,7 +453,7 @@ def _new_cache(model: Transformer, request: Request) -> Cache | None:
 
 
 def cached(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
-    """Feed every row's newest token over the buffers' cache; return the last layer's vectors, (rows, dim)."""
+    """Feed every row's newest token with the cache; return the output of the last layer, (rows, dim)."""
     positions = buffers.positions
     h: Tensor = model.tok_embeddings(buffers.tokens.gather(1, positions[:, None])[:, 0])
     for block, (keys, values) in zip(model.blocks, buffers.keys_values, strict=True):
@@ -559,50 +468,44 @@ def cached(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
 
 
 def uncached(model: Transformer, buffers: DecodeBuffers, prefix: int, layer: "RunLayer") -> Tensor:
-    """Feed the first `prefix` tokens of every row; return the vectors of each one's newest, (rows, dim).
+    """Feed the first `prefix` tokens of every row; return the last layer's output for each newest token, (rows, dim).
 
-    What stands past it in the text is fed along, and no query sees it.
+    Tokens behind the newest one are computed too, and no query sees them.
     """
-    h = model.tok_embeddings(buffers.tokens[:, :prefix])
-    freqs_cis = first_angles(buffers.cos_sin, prefix)
+    h: Tensor = model.tok_embeddings(buffers.tokens[:, :prefix])
+    cos, sin = (table[:prefix][None] for table in buffers.cos_sin)  # strides that do not depend on the buffers' length
     for block in model.blocks:
-        h, _, _ = layer(block, h, freqs_cis)
+        h = layer(block, h, (cos, sin))
     positions = buffers.positions.clamp(max=prefix - 1)  # rows that have ended may stand anywhere
-    newest: Tensor = h[torch.arange(buffers.rows, device=h.device), positions]
-    return newest
-
-
-def first_angles(cos_sin: tuple[Tensor, Tensor], length: int) -> tuple[Tensor, Tensor]:
-    """Return those of the first positions, as layers take them, out of a RopeTable's."""
-    cos, sin = cos_sin
-    return cos[None, :length], sin[None, :length]
+    return h[torch.arange(buffers.rows, device=h.device), positions]
 
 
 def take_likeliest(model: Transformer, buffers: DecodeBuffers, ops: GraphOps, h: Tensor) -> None:
-    """Choose every row's likeliest next token, and step on."""
+    """Choose every row's most likely next token, and step on."""
     logits = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
     ops.advance(logits, buffers.tokens, buffers.positions, buffers.chosen)
 
 
-RunLayer = Callable[[TransformerBlock, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]
+RunLayer = Callable[[TransformerBlock, Tensor, tuple[Tensor, Tensor]], Tensor]
 
 
-def run_layer(block: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a layer over whole prefixes; return what comes out of it, and the keys and values that a cache would hold."""
+def run_layer(block: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the output of a layer over whole prefixes."""
     attention = block.attention
     normed = block.attention_norm(h)
     products = (attention.wq(normed), attention.wk(normed), attention.wv(normed))
     xq, xk, xv = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)
     xq, xk = apply_rotary_emb(xq, xk, freqs_cis)
-    # Without Rows, whose tuples would have a compiler make a graph for each number of rows.
+    # Without Rows: for their tuples, torch.compile would make a graph for each number of rows.
     h = h + attention.wo(_attend_in_step(xq, xk, xv, 0, None, UNCHANGED).flatten(-2))
-    return h + block.feed_forward(block.ffn_norm(h)), xk, xv
+    result: Tensor = h + block.feed_forward(block.ffn_norm(h))
+    return result
 
 
 class Recorder:
-    """Makes graphs of steps, all on one stream and out of one pool of memory: for they run one at a time.
+    """Record steps as graphs that share one stream and one memory pool, because they run one at a time.
 
-    On a CPU, which has no graphs, the step itself is what is replayed.
+    On a CPU, which has no graphs, the step itself is the replay.
     """
 
     _recording = Lock()  # a process may capture one graph at a time
@@ -614,7 +517,7 @@ class Recorder:
             self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Replay) -> Replay:
-        """Return the step's replay. It is run some times first: for what has to be compiled, chosen or allocated."""
+        """Return the step's replay. The step runs twice before: to compile, to select kernels, to allocate."""
         if self.device.type != "cuda":
             step()
             return step
@@ -627,11 +530,11 @@ class Recorder:
                         step()
                     return self._captured(step)
             finally:
-                current.wait_stream(self.stream)  # for what was begun of a step that failed, too
+                current.wait_stream(self.stream)  # also for a step that failed
 
     def _captured(self, step: Replay) -> Replay:
-        # cuBLAS keeps a workspace for every stream. That of the runs is given back; the graph takes its own from its
-        # pool, where it may stay, but no other code may go on to use it.
+        # cuBLAS caches a workspace for each stream. Free that of the runs before; the graph allocates its own in its
+        # pool. Clear the cache again afterwards, so that no other code uses the graph's.
         _clear_workspaces()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -639,10 +542,10 @@ class Recorder:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 step()
         except BaseException:
-            # Where a capture could not be ended, PyTorch's allocator of before https://github.com/pytorch/pytorch/pull/180395
-            # would wait for its end, and refuse to give memory back.
+            # Before https://github.com/pytorch/pytorch/pull/180395, PyTorch's allocator frees no memory after a
+            # capture whose end raised, because it waits for that end.
             graph.reset()
-            with suppress(RuntimeError):  # it was ended
+            with suppress(RuntimeError):  # the capture had ended
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
             raise
         finally:
@@ -661,7 +564,7 @@ def rounded_up(length: int) -> int:
 def new_buffers(model: Transformer, rows: int, slots: int, record: Recorder) -> DecodeBuffers:
     device = model.device
     cos, sin = model.rope.up_to(slots, device)
-    with torch.inference_mode(False):  # or it could not be written outside of inference mode
+    with torch.inference_mode(False):  # tensors made in it could not be written outside of it
         return DecodeBuffers(
             tokens=torch.zeros((rows, slots), dtype=torch.int64, device=device),
             positions=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -676,10 +579,10 @@ def new_buffers(model: Transformer, rows: int, slots: int, record: Recorder) -> 
 
 
 def short_of_memory(error: BaseException | None) -> bool:
-    """Tell whether an error began with memory: where it ends a capture, the capture's own end raises another one."""
+    """Return True if the error, or one in its context, is out of memory: ending a capture may raise another error."""
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or short_of_memory(error.__context__))
 
 
 def in_one_line(error: Exception) -> str:
-    """Return what an error says, short: compilers and drivers write pages."""
+    """Return the error as one line of at most 200 characters: compilers and drivers write pages."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

@@ -1,8 +1,7 @@
-"""Which kernels a GPU's steps are made of, and which layers its prompts go through: the quickest that are right.
+"""Select the functions of a GPU's steps, and the layers of its prefixes: the fastest candidates that are right.
 
-Each way is compared with the modules on the device itself, recorded, replayed, and timed, when a model is loaded. What
-torch.compile makes is compiled here, for rows and lengths that differ, and so not in the middle of a text. Knows ways;
-how one is run is known to `llama.fast.graph_runner`.
+When a model is loaded, each candidate is compared with the modules on the device, recorded, replayed and timed. This
+also compiles it for rows and lengths that vary, so that no text waits for a compiler later.
 """
 
 import logging
@@ -22,7 +21,9 @@ from llama.fast.graph_runner import (
     RunLayer,
     cached,
     in_one_line,
+    rounded_up,
     take_likeliest,
+    uncached,
 )
 from llama.fast.supported import Unsupported
 from llama.machine import wait_for
@@ -33,13 +34,12 @@ from llama.sampling import Settings
 logger = logging.getLogger(__name__)
 Candidate = TypeVar("Candidate")
 
-# How far kernels may be from the modules, of the largest logit: float32 adds up in another order, 16-bit numbers are
-# rounded at other places.
+# How far kernels may be from the modules, as a share of the largest logit: float32 sums have another order, and 16-bit
+# numbers are rounded in other places.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-# Rows and lengths of what is tried: alone and beside others, in buffers of two sizes.
-SHAPES = ((1, 6), (1, 40), (2, 6))
-PROMPT = 256  # tokens of a prompt that is timed
-TRIES, STEPS = 3, 20  # the best of so many tries is taken, of so many steps each
+SHAPES = ((1, 6), (1, 40), (2, 6))  # rows and lengths: one row, two rows, and buffers of two sizes
+PROMPT = 256  # tokens of the prompt that is timed
+TRIES, STEPS = 3, 20  # the fastest of TRIES counts, of STEPS steps each
 
 GREEDY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False, prefix=None)
 
@@ -60,41 +60,35 @@ def fastest(candidates: Iterable[tuple[str, Candidate]], trial: Callable[[Candid
 
 
 def try_steps(model: Transformer, runner: GraphRunner) -> float:
-    """Return the seconds of a step at batch 1. Raises Unsupported where steps are not what the modules compute."""
+    """Return the seconds of a step at batch 1. Raises Unsupported if steps do not compute what the modules do."""
     seconds = []
-    model = model.with_kv_caching(True)
+    model, ops = model.with_kv_caching(True), runner.ops
     for rows, length in _shapes(model):
         with _filled(model, runner, rows, length) as (buffers, ids, expected):
-            _place(buffers, ids)
-            h = cached(model, buffers, runner.ops)
-            logits = runner.ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
-            _compare(model, logits, expected, f"the {runner.ops.name} kernels' logits")
+            _compare(model, _logits(model, runner, cached(model, buffers, ops)), expected, f"the {ops.name} kernels'")
             _place(buffers, ids)
             wanted = []
             for _ in range(2):
-                take_likeliest(model, buffers, runner.ops, cached(model, buffers, runner.ops))
+                take_likeliest(model, buffers, ops, cached(model, buffers, ops))
                 wanted.append([tensor.clone() for tensor in buffers.state()])
             _place(buffers, ids)
             replay = runner.recorded(model, buffers, GREEDY)
             for states in wanted:
                 replay()
                 if not all(map(torch.equal, buffers.state(), states)):
-                    raise Unsupported(f"a recorded step of {runner.ops.name} kernels does not repeat what was recorded")
+                    raise Unsupported(f"a recorded step of {ops.name} kernels does not repeat what was recorded")
             if rows == 1:
                 seconds.append(_timed(model, replay, STEPS) / STEPS)
     return min(seconds)
 
 
 def try_prompts(model: Transformer, layer: RunLayer) -> float:
-    """Return the seconds of a prompt. Raises Unsupported where it does not give the modules' logits, and cache."""
+    """Return the seconds of a prefix of PROMPT tokens. Raises Unsupported if the logits are not the modules'."""
     runner, model = GraphRunner(layer=layer), model.with_kv_caching(True)
     for rows, length in (*_shapes(model), (1, PROMPT)):
         with _filled(model, runner, rows, min(length, model.args.max_seq_len)) as (buffers, ids, expected):
-            run = partial(runner.prompt, model, ids, [ids.shape[1]] * rows, buffers.keys_values)
-            run()
-            behind = model(ids[:, -1:], ids.shape[1] - 1, cache=buffers.cache, logits="last")  # over what it left there
-            _compare(model, behind[:, 0], expected, "logits behind a prompt")
-            _compare(model, run()[:, 0], expected, "a prompt's logits")
+            run = partial(uncached, model, buffers, rounded_up(ids.shape[1]), layer)
+            _compare(model, _logits(model, runner, run()), expected, "a prefix's")
             seconds = _timed(model, run)
     return seconds
 
@@ -109,14 +103,16 @@ def _shapes(model: Transformer) -> list[tuple[int, int]]:
 def _filled(
     model: Transformer, runner: GraphRunner, rows: int, length: int
 ) -> Iterator[tuple[DecodeBuffers, Tensor, Tensor]]:
-    """Let the modules of a model whose cache is on fill the runner's; yield its buffers, ids, and the logits behind."""
+    """Yield the runner's buffers with ids in texts and cache, the ids, and the logits behind them by the modules."""
     ids = torch.arange(rows * length, device=model.device).view(rows, length) % model.args.vocab_size
     with torch.inference_mode(), without_cudnn(model.device):
         buffers = runner.buffers_for(model, rows, length, model.new_cache("static"))
         try:
             if length > 1:
                 model(ids[:, :-1], 0, cache=buffers.cache, logits="last")
-            yield buffers, ids, model(ids[:, -1:], length - 1, cache=buffers.cache, logits="last")[:, 0]
+            expected = model(ids[:, -1:], length - 1, cache=buffers.cache, logits="last")[:, 0]
+            _place(buffers, ids)
+            yield buffers, ids, expected
         finally:
             runner.drop()
 
@@ -127,14 +123,18 @@ def _place(buffers: DecodeBuffers, ids: Tensor) -> None:
     buffers.positions.fill_(ids.shape[1] - 1)
 
 
-def _compare(model: Transformer, ours: Tensor, theirs: Tensor, what: str) -> None:
+def _logits(model: Transformer, runner: GraphRunner, h: Tensor) -> Tensor:
+    return runner.ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+
+
+def _compare(model: Transformer, ours: Tensor, theirs: Tensor, name: str) -> None:
     off = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     if not off <= TOLERANCE[model.dtype]:
-        raise Unsupported(f"{what} are off by {off:.2g} of the largest here")
+        raise Unsupported(f"{name} logits are off by {off:.2g} of the largest here")
 
 
 def _timed(model: Transformer, run: Callable[[], object], times: int = 1) -> float:
-    """Return the seconds of so many calls, the quickest of some tries."""
+    """Return the seconds of `times` calls, the fastest of TRIES."""
     seconds = []
     for _ in range(TRIES):
         wait_for(model.device)
