@@ -68,17 +68,17 @@ def choose(model: Transformer) -> None:
 
 def shorten_the_logits() -> None:
     """Let the code believe that the head has more columns than there is room for."""
-    whole = native_call.Frame.__init__
+    whole = native_call.NativeCall.__init__
 
-    def begin(self: native_call.Frame, look: native_call.Look, *given: Any, **how: Any) -> None:
-        columns = look.described.sizes.output.columns
+    def begin(self: native_call.NativeCall, described: Any, *given: Any, **how: Any) -> None:
+        columns = described.description.output.columns
         empty = torch.empty
         with pytest.MonkeyPatch.context() as patch:
             cut = lambda shape, **kind: empty((*shape[:-1], columns - 1) if isinstance(shape, tuple) else shape, **kind)  # noqa: E731
             patch.setattr(torch, "empty", cut)
-            whole(self, look, *given, **how)
+            whole(self, described, *given, **how)
 
-    native_call.Frame.__init__ = begin  # type: ignore[method-assign]
+    native_call.NativeCall.__init__ = begin  # type: ignore[method-assign]
 
 
 def texts_at_once(kinds: Sequence[str]) -> None:

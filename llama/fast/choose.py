@@ -34,12 +34,12 @@ def make_fast(model: Transformer, folder: Path) -> None:
 
 def _use_native_code(model: Transformer, folder: Path) -> None:
     runner = NativeRunner(folder)
-    described = runner.describe(model)
-    check_cache(described, model.new_cache(), model.rope)
+    native = runner.describe(model)
+    check_cache(native, model.new_cache(), model.rope)
     weights = quantized_weights(model).values()
     formats: set[Format | None] = {weight.format for weight in weights}
-    formats |= {None} if described.sizes.mixed else set()
-    check_library(folder, described.dtype, formats=frozenset(formats), activations=described.sizes.activations)
+    formats |= {None} if native.mixed else set()
+    check_library(folder, native.dtype, formats=frozenset(formats), activations=native.activations)
     check_blocks(folder, weights)
     model.runner = runner
     logger.info("fast: native code for %s", runner.instructions)

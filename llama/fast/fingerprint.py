@@ -1,8 +1,8 @@
-"""What a fast step relies on in a model, noted when the model is looked at, and compared at every call.
+"""A snapshot of what a fast step relies on in a model, compared with the model at every call.
 
-A fast step computes from weights and does not call the modules. So it notes every fact that decides what the modules
-compute: the modules, their classes, attributes and hooks, and the address, dtype, sizes and strides of every weight.
-Facts are no copies: neither a weight nor anything derived from one is stored.
+A fast step computes from weights and does not call the modules. So a snapshot contains everything that decides what the
+modules compute: the modules, their classes, attributes and hooks, and the address, dtype, sizes and strides of every
+weight. It contains no copy of a weight.
 
 Not detected:
     - a replaced function, method of a class, or constant of PyTorch or of this library: the fast step computes what the
@@ -13,13 +13,13 @@ Numbers written into a weight need no detection: a step reads them at every call
 
 from collections.abc import Callable, Sequence, Set, Sized
 from operator import is_
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # None unless torch.compile looks at every frame
-from torch._C._dynamo.guards import TensorGuards  # dynamo's own check of many tensors at a time
+from torch._C._dynamo.guards import TensorGuards  # dynamo's own comparison of many tensors at a time
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 from torch.overrides import _get_current_function_mode_stack
@@ -30,8 +30,6 @@ from llama.fast.supported import Unsupported
 from llama.model import Transformer
 
 Description = TypeVar("Description")
-
-# ---- the moment: what holds for every model --------------------------------------------------------------------------
 
 
 def check_moment() -> None:
@@ -44,7 +42,7 @@ def check_moment() -> None:
         raise Unsupported("autocast is on")
     if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
         raise Unsupported("a transformation of torch.func, or forward-mode differentiation, is under way")
-    if get_eval_frame_callback() is not None:  # where a graph ended early, and this is run as it stands
+    if get_eval_frame_callback() is not None:  # a graph ended early, and this code runs between two graphs
         raise Unsupported("torch.compile is under way")
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise Unsupported("the model is being traced")
@@ -52,16 +50,14 @@ def check_moment() -> None:
         raise Unsupported("a hook watches all modules")
 
 
-# ---- a model ---------------------------------------------------------------------------------------------------------
-
-# Attributes of modules that are no facts: the switch, which a step reads by itself, the caches of texts and how they
-# are made, and what leads back to the model; PyTorch's own; the angles worked out.
+# Attributes of modules that are not compared: the switch, which a step reads itself; the caches of texts and their
+# settings; references back to the model; PyTorch's own; the computed angles.
 _OF_TEXTS = {"kv_caching", "_kv_cache", "_own", "runner", "process", "original"}
-_NO_FACTS = {*vars(nn.Module()), *_OF_TEXTS, "rope._freqs_cis"}
+_NOT_COMPARED = {*vars(nn.Module()), *_OF_TEXTS, "rope._freqs_cis"}
 
 
-class TensorFacts:
-    """Where tensors lie, and how, without holding them; no tensor twice."""
+class TensorLayout:
+    """The addresses, dtypes, sizes and strides of tensors, without references to them. No tensor may occur twice."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
@@ -69,27 +65,26 @@ class TensorFacts:
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self._addresses = list(map(Tensor.data_ptr, tensors))
 
-    def hold(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Tell whether as many tensors are of the same classes, dtypes, devices, sizes and strides at the same places.
+    def same(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Return True if the tensors have the same classes, dtypes, devices, sizes, strides and addresses.
 
-        And whether the modes that PyTorch's dispatcher knows are the same.
+        Also compares the modes of PyTorch's dispatcher.
         """
-        return self._guards.check(*tensors) and self.lie(tensors)
+        return self._guards.check(*tensors) and self.same_addresses(tensors)
 
-    def lie(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Tell whether the tensors lie at the same places."""
+    def same_addresses(self, tensors: Sequence[Tensor | None]) -> bool:
         return list(map(Tensor.data_ptr, tensors)) == self._addresses  # type: ignore[arg-type]
 
 
-class Fingerprint:
-    """The facts of a model, as it is."""
+class Snapshot:
+    """What decides the results of a model's modules, at the time of its creation."""
 
     def __init__(self, model: Transformer) -> None:
         self._modules = [module for module in model.modules() if module is not model]  # no cycle through the model
-        self._kinds = list(map(type, self._modules))
-        facts = [(vars(module), key) for module in self._modules for key in vars(module).keys() - _NO_FACTS]
+        self._classes = list(map(type, self._modules))
+        facts = [(vars(module), key) for module in self._modules for key in vars(module).keys() - _NOT_COMPARED]
         facts += [(module._modules, key) for module in (model, *self._modules) for key in module._modules]
-        facts += [  # what is none so far, a bias for one; the others are `_tensors`
+        facts += [  # parameters that are None, such as a bias; the others are `_tensors`
             (module._parameters, name)
             for module in self._modules
             for name, weight in module._parameters.items()
@@ -97,65 +92,65 @@ class Fingerprint:
         ]
         self._owners, self._names = [owner for owner, _ in facts], [name for _, name in facts]
         self._values = list(map(dict.get, self._owners, self._names))
-        self._sized: list[Sized] = [vars(module) for module in self._modules]  # a method of an instance's own adds one
+        self._sized: list[Sized] = [vars(module) for module in self._modules]  # a method assigned on one adds an entry
         self._sizes = list(map(len, self._sized))
         self._lists = [module._modules for module in self._modules if isinstance(module, nn.ModuleList)]
         self._orders = list(map(list, self._lists))
         self._hooks = [
             hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
-        self._hooked = any(self._hooks)  # which hooks there are makes no difference: with any, no step is fast
-        self._own = _own_facts(model)
-        held = [
+        self._hooked = any(self._hooks)  # with any hook, no step is fast
+        self._model = _identities(model)
+        weights = [
             (module._parameters, name, weight)
             for module in (model, *self._modules)
             for name, weight in module._parameters.items()
             if weight is not None
         ]
-        places = {weight: place for place, (_, _, weight) in reversed(list(enumerate(held)))}  # the first of each
-        self._holders, self._weights = [holder for holder, _, _ in held], [name for _, name, _ in held]
-        self._first = [places[weight] for _, _, weight in held]  # of two ends of a tied head
+        places = {weight: place for place, (_, _, weight) in reversed(list(enumerate(weights)))}  # the first of each
+        self._holders, self._weights = [holder for holder, _, _ in weights], [name for _, name, _ in weights]
+        self._first = [places[weight] for _, _, weight in weights]  # differ from the places for a tied head
         self._once = sorted(places.values())
         tensors = self._tensors_now()
-        self._tensors = TensorFacts([tensors[place] for place in self._once])
+        self._tensors = TensorLayout([tensors[place] for place in self._once])
 
     def _tensors_now(self) -> list[Any]:
         return list(map(dict.get, self._holders, self._weights))
 
-    def _tensors_hold(self) -> bool:
+    def _same_tensors(self) -> bool:
         now = self._tensors_now()
         if len(self._once) < len(now):
             if not all(map(is_, now, map(now.__getitem__, self._first))):
                 return False
             now = list(map(now.__getitem__, self._once))
-        return self._tensors.hold(now)
+        return self._tensors.same(now)
 
-    def holds(self, model: Transformer) -> bool:
-        """Tell whether the model is still what it was."""
+    def matches(self, model: Transformer) -> bool:
+        """Return True if the model is unchanged."""
         return (
-            list(map(type, self._modules)) == self._kinds
+            list(map(type, self._modules)) == self._classes
             and list(map(len, self._sized)) == self._sizes
             and list(map(list, self._lists)) == self._orders
             and any(self._hooks) == self._hooked
             and all(map(is_, map(dict.get, self._owners, self._names), self._values))
-            and _own_facts(model) == self._own
-            and self._tensors_hold()
+            and _identities(model) == self._model
+            and self._same_tensors()
         )
 
     def memory(self) -> list[UntypedStorage] | None:
-        """Return the memory of all weights, which lives as long as the list; None where a weight has moved since."""
+        """Return the memory of all weights, which stays allocated as long as the list; None if a weight has moved."""
         tensors = self._tensors_now()
         tensors = list(map(tensors.__getitem__, self._once))
         memory = list(map(Tensor.untyped_storage, tensors))
-        return memory if self._tensors.lie(tensors) else None
+        return memory if self._tensors.same_addresses(tensors) else None
 
 
-def _own_facts(model: Transformer) -> dict[str, int]:
-    """Return what the model and its angles hold, by identity; whoever holds the facts may not hold the model."""
+def _identities(model: Transformer) -> dict[str, int]:
+    """Return the identities of the attributes of a model and its angles; no reference to the model itself."""
     angles: dict[str, object] = getattr(model.rope, "__dict__", {})
-    held = {**vars(model), **{f"rope.{name}": value for name, value in angles.items()}}
-    held |= {"its class": type(model), "rope's class": type(model.rope)}
-    return {name: id(value) for name, value in held.items() if name not in _NO_FACTS}
+    values = {**vars(model), **{f"rope.{name}": value for name, value in angles.items()}}
+    values |= {"its class": type(model), "rope's class": type(model.rope)}
+    return {name: id(value) for name, value in values.items() if name not in _NOT_COMPARED}
 
 
 def original_of(model: Transformer) -> Transformer:
@@ -185,35 +180,38 @@ def _same(one: dict[str, Any], other: dict[str, Any], but: Set[str]) -> bool:
     return names == other.keys() - but and all(one[name] is other[name] for name in names)
 
 
-class Described(Generic[Description]):
+class Described(NamedTuple, Generic[Description]):
+    """A model's description, and the memory of its weights, which stay at the described addresses as long as this."""
+
+    description: Description
+    memory: list[UntypedStorage]
+
+
+class Descriptions(Generic[Description]):
     """The description of each model that a step runs. A model that has changed is described again."""
 
     def __init__(self, describe: Callable[[Transformer], Description]) -> None:
         self._describe = describe
-        self._known = WeakKeyDictionary[Transformer, tuple[Fingerprint, Description | Unsupported]]()
+        self._known = WeakKeyDictionary[Transformer, tuple[Snapshot, Description | Unsupported]]()
 
-    def of(self, model: Transformer) -> Description:
-        """Return the description that holds now. Raises Unsupported where a fast step cannot compute this model."""
-        return self.lasting(model)[0]
+    def of(self, model: Transformer) -> Described[Description]:
+        """Return the model's current description. Raises Unsupported if a fast step cannot compute this model.
 
-    def lasting(self, model: Transformer) -> tuple[Description, list[UntypedStorage]]:
-        """Return what `of` does, and the memory of the weights: while it is held, they lie where the description says.
-
-        Another thread may move the model at any time. Raises Unsupported, too, where it does so right now.
+        Also if another thread moves the model's weights at this moment.
         """
         check_moment()
         model = original_of(model)
         known = self._known.get(model)
-        if known is None or not known[0].holds(model):
-            known = None  # not to hold the modules of before while others are described
+        if known is None or not known[0].matches(model):
+            known = None  # release the old modules before others are described
             self._known.pop(model, None)
-            known = self._known[model] = Fingerprint(model), self._verdict(model)
+            known = self._known[model] = Snapshot(model), self._verdict(model)
         if isinstance(known[1], Unsupported):
             raise Unsupported(*known[1].args)
         memory = known[0].memory()
         if memory is None:
             raise Unsupported("another thread moves the model's weights")
-        return known[1], memory
+        return Described(known[1], memory)
 
     def _verdict(self, model: Transformer) -> Description | Unsupported:
         try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llama.batch import Batch, Chosen, Token
-from llama.fast.fingerprint import Described
+from llama.fast.fingerprint import Descriptions
 from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, if_finite, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.generation import PlainStepper
@@ -153,7 +153,7 @@ class GraphRunner:
         self.watch: Callable[[int, int], None] | None = None
         self._buffers: DecodeBuffers | None = None
         self.in_use = Lock()  # acquired by the text that uses the buffers
-        self._described = Described(_describe)
+        self._descriptions = Descriptions(_describe)
         self._of: object = None  # the model's description when the buffers were made
         self._retired = False
         self._warn = WarnOnce(logger)
@@ -166,7 +166,7 @@ class GraphRunner:
 
     def describe(self, model: Transformer) -> None:
         """Raise Unsupported if the steps would not compute what the model's modules do."""
-        self._described.of(model)
+        self._descriptions.of(model)
 
     def stepper(self, model: Transformer, batch: Batch, cache: Cache | None) -> "GraphStepper | None":
         """Return a stepper for the batch, or None if the plain path has to run it.
@@ -196,7 +196,7 @@ class GraphRunner:
     def may_step(self, model: Transformer, buffers: DecodeBuffers, *, kv_caching: bool) -> bool:
         """Return True if a text may continue with the buffers: no step failed, and the model is unchanged."""
         try:
-            same = self._described.of(model) is self._of and caching_of(model) == kv_caching
+            same = self._descriptions.of(model).description is self._of and caching_of(model) == kv_caching
             if not same or self._watched(model):
                 raise Unsupported("the model was changed in the middle of a text")
         except Unsupported as why:
@@ -261,14 +261,14 @@ class GraphRunner:
 
         cache: an empty one for new buffers; None: the steps use no cache. Raises Unsupported.
         """
-        described = self._described.of(model)
+        description = self._descriptions.of(model).description
         slots, buffers = rounded_up(length + 1), self._buffers
         if (
             buffers is None
             or buffers.rows != rows
             or not slots <= buffers.slots <= 2 * slots
             or (buffers.cache is None) != (cache is None)
-            or self._of is not described
+            or self._of is not description
         ):
             buffers = self._buffers = None  # free their memory before allocating more
             buffers = new_buffers(model, rows, slots, self._recorder(model.device))
@@ -276,7 +276,7 @@ class GraphRunner:
                 buffers.take_cache(cache, like=model.norm.weight)
         if buffers.last is not None:  # an abandoned stream may still compute, perhaps on another stream of the device
             torch.cuda.current_stream(model.device).wait_event(buffers.last)
-        self._buffers, self._of = buffers, described
+        self._buffers, self._of = buffers, description
         return buffers
 
     def drop(self) -> None:

@@ -1,4 +1,4 @@
-"""Native code: compiled by the machine's own C++ compiler on first use, kept in a folder, loaded. Knows no model."""
+"""Compile native code with the machine's C++ compiler on first use, store it in a folder, load it. Knows no model."""
 
 import ctypes
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# -ffp-contract=off: bits must not hang on which products and sums a compiler likes to fuse; vectors.h says which are.
+# -ffp-contract=off: bits must not depend on which products and sums a compiler fuses; vectors.h fuses its own.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -27,7 +27,7 @@ FLAGS = (
     "-fPIC",
 )
 
-_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the modes in which others may write
+_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # modes that let other users write
 
 
 class NoNativeCode(RuntimeError):
@@ -35,10 +35,10 @@ class NoNativeCode(RuntimeError):
 
 
 def load_library(source: Path, folder: Path, symbols: Sequence[str]) -> ctypes.CDLL:
-    """Return the library made of `source` and the files beside it, which lies in `folder` from the first time on.
+    """Return the library compiled from `source` and the files beside it, and stored in `folder`.
 
-    It is made anew where the source, the flags, the compiler or the kind of CPU are others, where the file is not what
-    was written, is somebody else's, or lacks a symbol. Raises NoNativeCode.
+    It is compiled again if the source, the flags, the compiler or the kind of CPU differ, or if the file is damaged,
+    belongs to another user, or lacks a symbol. Raises NoNativeCode.
     """
     library = folder / f"{source.stem}-{_key(source)}.so"
     digest = library.with_suffix(".sha256")
@@ -46,7 +46,7 @@ def load_library(source: Path, folder: Path, symbols: Sequence[str]) -> ctypes.C
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not _is_ours(folder.stat()):
             raise NoNativeCode(
-                f"others than you may write into {folder}, and so put their code there: `chmod go-w` it, if it is "
+                f"other users may write into {folder}, and so put their code there: run `chmod go-w` on it if it is "
                 "yours, or set LLAMA_CACHE_DIR to a folder of your own"
             )
         loaded = _load(library, symbols) if _is_whole(library, digest) else None
@@ -58,24 +58,24 @@ def load_library(source: Path, folder: Path, symbols: Sequence[str]) -> ctypes.C
     except OSError as error:
         raise NoNativeCode(f"{library}: {error}") from error
     if loaded is None:
-        raise NoNativeCode(f"{library}: what {_compiler()} made cannot be loaded")
+        raise NoNativeCode(f"{library}, compiled by {_compiler()}, cannot be loaded")
     return loaded
 
 
 def _load(library: Path, symbols: Sequence[str]) -> ctypes.CDLL | None:
-    """Return the library, or None where it cannot be loaded here or lacks a symbol."""
+    """Return the library, or None if it cannot be loaded here or lacks a symbol."""
     try:
         loaded = ctypes.CDLL(str(library))
-    except OSError:  # of another architecture, say
+    except OSError:  # for example of another architecture
         return None
     if all(hasattr(loaded, symbol) for symbol in symbols):
         return loaded
-    ctypes.CDLL(None).dlclose(ctypes.c_void_p(loaded._handle))  # or this path would go on to mean this library
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(loaded._handle))  # else loading this path again would return this library
     return None
 
 
 def _key(source: Path) -> str:
-    """Return what the machine code depends on, in 16 letters; a home directory may be shared by several machines."""
+    """Return a digest of all that the machine code depends on: several machines may share a home directory."""
     files = sorted(source.parent.iterdir())
     parts = [
         *(file.read_bytes() for file in files if file.is_file()),
@@ -88,7 +88,7 @@ def _key(source: Path) -> str:
 
 
 def _cpu() -> bytes:
-    """Return what tells the CPU's instructions."""
+    """Return a text that differs between CPUs of different instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -97,14 +97,14 @@ def _cpu() -> bytes:
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Return whether nobody but this user, and root, may write a file or folder; True where modes mean nothing."""
+    """Return True if only this user and root may write the file or folder, or if the system has no modes."""
     if os.name != "posix":
         return True
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & _BY_OTHERS
 
 
 def _is_whole(library: Path, digest: Path) -> bool:
-    """Return whether the library is ours, and what was written: one that was cut short may load, and then crash."""
+    """Return True if the library is ours and complete: a truncated one may load, and crash later."""
     try:
         found = [library.lstat(), digest.lstat()]
     except FileNotFoundError:
@@ -116,12 +116,12 @@ def _is_whole(library: Path, digest: Path) -> bool:
 
 
 def _compiler() -> str | None:
-    """Return the compiler to call, with its flags: the user's, or the first that is found."""
+    """Return the compiler to call, with its flags: the user's, or the first one found."""
     return _own_compiler() or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 
 def _own_compiler() -> str:
-    """Return the compiler that the user names, or nothing: which one is found may not hang on PATH at every start."""
+    """Return the compiler that the user names, or "": the key must not change with PATH."""
     return os.environ.get("CXX", "").strip()
 
 
@@ -135,12 +135,12 @@ def _compile(source: Path, library: Path, digest: Path) -> None:
         command = [*compiler.split(), *FLAGS, str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode != 0 or not made.is_file():
-            lines = done.stderr.strip().splitlines() or ["without a word"]
+            lines = done.stderr.strip().splitlines() or ["no message"]
             reason = next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[0])
             raise NoNativeCode(f"{compiler} failed: {reason}")
         written = Path(scratch) / digest.name
         written.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
         for file in (made, written):
-            file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_BY_OTHERS)  # whatever the user's umask
-        os.replace(written, digest)  # first, so that two who compile at once never leave a library without its own
+            file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_BY_OTHERS)  # whatever the umask is
+        os.replace(written, digest)  # first, so that two processes never leave a library without its digest
         os.replace(made, library)

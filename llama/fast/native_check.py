@@ -1,6 +1,6 @@
-"""Whether the native code that was compiled here is to be trusted: tried on a tiny model before it serves a real one.
+"""Test the native code that was compiled on this machine with a tiny model, before it runs a real one.
 
-What a compiler makes of the code is known on the machine where it was made, and nowhere else.
+Only here is it known what this machine's compiler made of the code.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from llama.quantize import quantize_layers, weights_of
 from llama.sampling import Sampling, choose
 from llama.self_comparison import first_difference
 
-# Sizes that leave no loop out: heads of a whole and of half a block of vectors, a head that ends with part of a panel;
-# and all that any family adds.
+# Sizes that reach every loop: heads of a whole and of half a block of vectors, a head that ends with part of a panel;
+# and the parts of all families.
 _ARGS = ModelArgs(
     dim=96,
     n_layers=2,
@@ -39,10 +39,10 @@ _ARGS = ModelArgs(
     attention_bias=True,
     qk_norm=True,
 )
-# The same where 256 weights share a unit.
+# The same for formats with super-blocks of 256 weights.
 _IN_UNITS = replace(_ARGS, dim=256, n_heads=8, ffn_dim=512)
-# How far native logits may be from the modules', of the largest: they are added up in another order, and in bfloat16
-# the modules round between products. Of activations in 8 bits some come out as the neighbouring number, too.
+# How far native logits may be from the modules', as a share of the largest: sums have another order, in bfloat16 the
+# modules round between products, and some activations of 8 bits are rounded to the neighbouring number.
 _TOLERANCE = {
     (torch.float32, 16): 1e-3,
     (torch.float32, 8): 4e-2,
@@ -53,9 +53,9 @@ _TOLERANCE = {
 
 @cache
 def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format | None], activations: int) -> None:
-    """Raise Unsupported where the code in `folder` does not give the plain path's logits, or other bits each time.
+    """Raise Unsupported if the code in `folder` does not give the plain path's logits, or not the same bits each time.
 
-    Compares for one kind of weights, packed in any of `formats`, of which None stays plain; once in a process.
+    Compares for weights packed in these formats, None for plain ones; once in a process.
     """
     runner = NativeRunner(folder)
     check_choices(runner)
@@ -73,7 +73,7 @@ def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format
     difference = first_difference(model, rows=3, length=150)  # more than two chunks of keys
     if difference is not None:
         raise Unsupported(f"the native code compiled here rounds {kind} differently from call to call: {difference}")
-    for held in list(KINDS)[1:]:  # behind the static one, which has been compared
+    for held in list(KINDS)[1:]:  # except the static one, which was compared above
         off = _off_from_cache(model, runner, held)
         if not off <= tolerance:
             raise Unsupported(
@@ -83,7 +83,7 @@ def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format
 
 
 def check_choices(runner: NativeRunner) -> None:
-    """Raise Unsupported where the code chooses another token than the sampler."""
+    """Raise Unsupported if the code chooses another token than the sampler."""
     stream = torch.Generator("cpu").manual_seed(0)
     logits = 4 * torch.randn((64, 2999), generator=stream, dtype=torch.float32, device="cpu")
     draws = torch.rand(64, generator=stream, dtype=torch.float64, device="cpu")
@@ -103,7 +103,7 @@ def check_choices(runner: NativeRunner) -> None:
 
 
 def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:
-    """Raise Unsupported where the code in `folder` reads mapped matrices otherwise than their own definition."""
+    """Raise Unsupported if the code in `folder` reads mapped matrices differently from their own definition."""
     kinds = {weight.block: weight for weight in weights if isinstance(weight, MappedWeight)}
     if not kinds:
         return
@@ -124,7 +124,7 @@ def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:
 
 
 def _off_from_cache(model: Transformer, runner: NativeRunner, wanted: type[KVCache]) -> float:
-    """Return how far native logits are from the modules', behind a prompt that is in a cache of a kind."""
+    """Return how far native logits are from the modules' after a prompt in a cache of this kind."""
     name = next(name for name, kind in KVCache.kinds.items() if kind is wanted)
     prompt, step = torch.arange(80, device="cpu").view(1, 80), torch.arange(5, device="cpu").view(1, 5)
     with torch.inference_mode():
@@ -139,15 +139,15 @@ def _off_from_cache(model: Transformer, runner: NativeRunner, wanted: type[KVCac
 
 
 def tiny_model(dtype: torch.dtype, formats: Sequence[Format | None], activations: int) -> Transformer:
-    """Return a model of random weights whose matrices take the formats in turn."""
+    """Return a model of random weights whose matrices have the formats in turn."""
     stream = torch.Generator("cpu").manual_seed(0)
     args = _IN_UNITS if any(format is not None and format.nested for format in formats) else _ARGS
-    with torch.device("meta"):  # so that nothing is drawn from the user's own stream of random numbers
+    with torch.device("meta"):  # draws nothing from the user's stream of random numbers
         model = Transformer(args)
         if formats:
             turns = cycle(formats)
             quantize_layers(model, dtype, "stored", lambda _: next(turns), activations)
-    # As `to_empty` does, which loads sympy for a tensor on meta: half a second at every start.
+    # Instead of `to_empty`, which imports sympy for tensors on meta: half a second at every start.
     model.requires_grad_(False)._apply(lambda part: torch.empty(part.shape, dtype=part.dtype, device="cpu"))
     for weight in weights_of(model).values():
         if isinstance(weight, PackedWeight):
@@ -159,7 +159,7 @@ def tiny_model(dtype: torch.dtype, formats: Sequence[Format | None], activations
 
 
 def _draw(weight: PackedWeight, stream: torch.Generator) -> None:
-    """Give a matrix random codes and scales, by which its weights lie about 0, most of them within 0.1."""
+    """Write random codes and scales, so that the weights are around 0, most of them within 0.1."""
     step = 0.1 / (1 << weight.format.bits - 1)
     sizes = {"scales": step, "zeros": -0.1, "scale_units": step / 16, "zero_units": -0.1 / 16}
     for name, part in weight.named_parameters():

@@ -1,27 +1,25 @@
-"""A model as the native code is told of it: sizes, and where its weights lie; or why it is not told.
+"""Describe a model to native code: its sizes, and the addresses of its weights.
 
-Nothing reaches native code unchecked: the sizes are those of the tensors, not what a configuration says of them, and
-every tensor is of the dtype, shape, device and layout that the code reads. Knows the modules of model.py.
+Everything is checked before native code reads it: sizes come from the tensors, not from a configuration, and every
+tensor has the dtype, shape, device and layout that the code expects. Knows the modules of model.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Real
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from llama.costs import FILE_BLOCKS
-from llama.fast.native_library import Layer, Matrix, Model
+from llama.fast.native_library import Layer, Matrix, NativeModel
 from llama.fast.supported import Unsupported, check_modules
 from llama.model import RMSNorm, Transformer, TransformerBlock
 from llama.packed import Format, MappedWeight, QuantizedWeight, part_sizes
 from llama.quantize import PackedEmbedding, PackedLinear, quantized_weights
 
-# The bits, span and whether there are zeros of packed weights that it reads.
+# The packed weights that native code reads: bits, span, and whether there are zeros.
 _PACKED = {(bits, 32, zeros) for bits in (4, 5, 8) for zeros in (False, True)} | {(6, 16, False)}
-# The types of a .gguf file whose blocks it reads, as the file numbers them, and what is in one.
+# The blocks of a .gguf file that native code reads: their type number in the file, and their format.
 _BLOCKS = {
     "Q4_0": (2, Format(4, offset=8)),
     "Q4_1": (3, Format(4)),
@@ -32,53 +30,35 @@ _BLOCKS = {
     "Q5_K": (13, Format(5, nested=True)),
     "Q6_K": (14, Format(6, span=16, offset=32, nested=True)),
 }
-_MULTIPLE = 32  # of numbers that the native code takes at a time
-
-
-@dataclass(frozen=True)
-class NativeModel:
-    """What the native code computes, without any text. It holds no weight: the caller checks that they still lie there.
-
-    dtype: of norms, cache, and plain matrices. vocab_size: how many ids the embedding knows. trainable: whether some
-    weight may want a gradient.
-    """
-
-    sizes: Model
-    dtype: torch.dtype
-    vocab_size: int
-    trainable: bool
+_MULTIPLE = 32  # numbers that native code processes at a time
 
 
 def describe(model: Transformer) -> NativeModel:
-    """Return what native code has to know of the model. Raises Unsupported."""
+    """Return the model as native code reads it. Raises Unsupported."""
     check_modules(model)
     dtype = model.norm.weight.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise Unsupported(f"there is native code for float32 and bfloat16, not for {dtype}")
-    sizes = _sizes(model)
-    sizes.norm = check_tensor(model.norm.weight, (sizes.dim,), dtype)
-    sizes.embedding = _matrix(model.tok_embeddings.weight, model.tok_embeddings.weight.shape[0], sizes.dim, sizes)
+    native = _sizes(model)
+    native.norm = check_tensor(model.norm.weight, (native.dim,), dtype)
+    native.embedding = _matrix(model.tok_embeddings.weight, model.tok_embeddings.weight.shape[0], native.dim, native)
     if model.output.bias is not None:
         raise Unsupported("the head has a bias")
-    sizes.output = _matrix(model.output.weight, model.output.weight.shape[0], sizes.dim, sizes)
-    sizes.layers = (Layer * sizes.layer_count)(*(_layer(block, sizes, dtype) for block in model.blocks))
-    return NativeModel(
-        sizes=sizes,
-        dtype=dtype,
-        vocab_size=sizes.embedding.columns,
-        trainable=any(weight.requires_grad for weight in model.parameters()),
-    )
+    native.output = _matrix(model.output.weight, model.output.weight.shape[0], native.dim, native)
+    native.layers = (Layer * native.layer_count)(*(_layer(block, native) for block in model.blocks))
+    native.trainable = any(weight.requires_grad for weight in model.parameters())
+    return native
 
 
 def check_tensor(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return where a tensor lies. Raises Unsupported where the native code would read it for something else."""
+    """Return the address of a tensor. Raises Unsupported unless native code can read it as this shape and dtype."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         kind = f"{type(tensor).__name__} on {tensor.device}"
-        raise Unsupported(f"there is native code for plain tensors on a CPU alone, not for a {kind}")
+        raise Unsupported(f"native code reads plain tensors on a CPU, not a {kind}")
     if tensor.dtype != dtype:
-        raise Unsupported(f"a tensor is {tensor.dtype} where the others ask for {dtype}")
+        raise Unsupported(f"a tensor is {tensor.dtype}, and the others need {dtype}")
     if tuple(tensor.shape) != tuple(shape):
-        raise Unsupported(f"a tensor is {tuple(tensor.shape)} where the others ask for {tuple(shape)}")
+        raise Unsupported(f"a tensor is {tuple(tensor.shape)}, and the others need {tuple(shape)}")
     if not tensor.data_ptr():
         raise Unsupported("a tensor has no memory")
     if not tensor.is_contiguous() or tensor.is_neg() or tensor.data_ptr() % tensor.element_size():
@@ -86,15 +66,15 @@ def check_tensor(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> in
     return tensor.data_ptr()
 
 
-def _sizes(model: Transformer) -> Model:
-    """Return the sizes, without addresses; refuse what the native code computes otherwise than the modules, or not."""
+def _sizes(model: Transformer) -> NativeModel:
+    """Return the sizes, without addresses. Raises Unsupported if native code cannot compute what the modules do."""
     attention, embedding = model.blocks[0].attention, model.tok_embeddings.weight
     if any(len(weight.shape) != 2 for weight in (embedding, attention.wq.weight, attention.wk.weight)):
-        raise Unsupported("a matrix has not two dimensions")
+        raise Unsupported("a matrix does not have two dimensions")
     head_dim, eps = attention.head_dim, model.norm.eps
     if not isinstance(eps, Real):
         raise Unsupported(f"a norm's eps is {eps!r}")
-    sizes = Model(
+    sizes = NativeModel(
         bfloat16=model.norm.weight.dtype == torch.bfloat16,
         activations=_activations(model),
         dim=embedding.shape[1],
@@ -107,7 +87,7 @@ def _sizes(model: Transformer) -> Model:
     )
     for name, size in {"dim": sizes.dim, "head_dim": head_dim, "ffn_dim": sizes.hidden}.items():
         if size % _MULTIPLE:
-            raise Unsupported(f"{name} of the model, {size}, is no multiple of {_MULTIPLE}")
+            raise Unsupported(f"{name}={size} of the model is not a multiple of {_MULTIPLE}")
     if not sizes.kv_heads or sizes.heads % sizes.kv_heads:
         raise Unsupported(f"{sizes.heads} heads cannot share {sizes.kv_heads} KV heads")
     if isinstance(model.tok_embeddings, PackedEmbedding) and model.tok_embeddings.dtype != model.norm.weight.dtype:
@@ -120,62 +100,52 @@ def _sizes(model: Transformer) -> Model:
 
 
 def _activations(model: Transformer) -> int:
-    """Return how many bits activations have in the products with packed weights; 0 where no weight is packed."""
+    """Return the bits of activations in products with packed weights; 0 if no weight is packed."""
     found = {module.activations for module in model.modules() if isinstance(module, PackedLinear)}
     if not found and quantized_weights(model):
-        return 16  # an embedding alone, whose vectors are widened
+        return 16  # only the embedding is packed, and its vectors are widened
     if len(found) > 1 or not found <= {8, 16}:
         raise Unsupported(f"layers round activations to {sorted(found)} bits")
     return found.pop() if found else 0
 
 
-def _layer(block: TransformerBlock, sizes: Model, dtype: torch.dtype) -> Layer:
-    attention, mlp = block.attention, block.feed_forward
-    queries, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+def _layer(block: TransformerBlock, native: NativeModel) -> Layer:
+    attention, mlp, dtype = block.attention, block.feed_forward, native.dtype
+    queries, kv = native.heads * native.head_dim, native.kv_heads * native.head_dim
     if any(layer.bias is not None for layer in (attention.wo, mlp.w1, mlp.w2, mlp.w3)):
         raise Unsupported("a layer other than wq, wk and wv has a bias")
-    return Layer(
-        attention_norm=check_tensor(block.attention_norm.weight, (sizes.dim,), dtype),
-        ffn_norm=check_tensor(block.ffn_norm.weight, (sizes.dim,), dtype),
-        q_bias=_bias(attention.wq, queries, dtype),
-        k_bias=_bias(attention.wk, kv, dtype),
-        v_bias=_bias(attention.wv, kv, dtype),
-        q_norm=_head_norm(attention.q_norm, sizes, dtype),
-        k_norm=_head_norm(attention.k_norm, sizes, dtype),
-        wq=_matrix(attention.wq.weight, queries, sizes.dim, sizes),
-        wk=_matrix(attention.wk.weight, kv, sizes.dim, sizes),
-        wv=_matrix(attention.wv.weight, kv, sizes.dim, sizes),
-        wo=_matrix(attention.wo.weight, sizes.dim, queries, sizes),
-        w1=_matrix(mlp.w1.weight, sizes.hidden, sizes.dim, sizes),
-        w2=_matrix(mlp.w2.weight, sizes.dim, sizes.hidden, sizes),
-        w3=_matrix(mlp.w3.weight, sizes.hidden, sizes.dim, sizes),
+    layer = Layer(
+        attention_norm=check_tensor(block.attention_norm.weight, (native.dim,), dtype),
+        ffn_norm=check_tensor(block.ffn_norm.weight, (native.dim,), dtype),
+        wq=_matrix(attention.wq.weight, queries, native.dim, native),
+        wk=_matrix(attention.wk.weight, kv, native.dim, native),
+        wv=_matrix(attention.wv.weight, kv, native.dim, native),
+        wo=_matrix(attention.wo.weight, native.dim, queries, native),
+        w1=_matrix(mlp.w1.weight, native.hidden, native.dim, native),
+        w2=_matrix(mlp.w2.weight, native.dim, native.hidden, native),
+        w3=_matrix(mlp.w3.weight, native.hidden, native.dim, native),
     )
+    for name, product, size in (("q", attention.wq, queries), ("k", attention.wk, kv), ("v", attention.wv, kv)):
+        if product.bias is not None:
+            setattr(layer, f"{name}_bias", check_tensor(product.bias, (size,), dtype))
+    for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
+        if isinstance(norm, RMSNorm):
+            setattr(layer, name, check_tensor(norm.weight, (native.head_dim,), dtype))
+        elif not isinstance(norm, nn.Identity):
+            raise Unsupported(f"queries or keys go through a {type(norm).__name__}")
+    return layer
 
 
-def _bias(layer: nn.Module, length: int, dtype: torch.dtype) -> int | None:
-    bias = cast(Tensor | None, layer.bias)
-    return None if bias is None else check_tensor(bias, (length,), dtype)
-
-
-def _head_norm(norm: nn.Module, sizes: Model, dtype: torch.dtype) -> int | None:
-    if isinstance(norm, nn.Identity):
-        return None
-    if not isinstance(norm, RMSNorm):
-        raise Unsupported(f"queries or keys go through a {type(norm).__name__}")
-    return check_tensor(norm.weight, (sizes.head_dim,), dtype)
-
-
-def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, sizes: Model) -> Matrix:
-    """Return a weight (rows, columns) as the native code is told of it, whose columns are our rows."""
+def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, native: NativeModel) -> Matrix:
+    """Return a weight (rows, columns) as native code reads it; its `columns` are our rows; set `mixed`, `mapped`."""
     if isinstance(weight, Tensor):
-        sizes.mixed |= bool(sizes.activations)
-        dtype = torch.bfloat16 if sizes.bfloat16 else torch.float32
-        return Matrix(weight=check_tensor(weight, (rows, columns), dtype), columns=rows, length=columns)
+        native.mixed |= bool(native.activations)
+        return Matrix(weight=check_tensor(weight, (rows, columns), native.dtype), columns=rows, length=columns)
     if tuple(weight.shape) != (rows, columns):
-        raise Unsupported(f"a matrix is {tuple(weight.shape)} where the others ask for {(rows, columns)}")
+        raise Unsupported(f"a matrix is {tuple(weight.shape)}, and the others need {(rows, columns)}")
     format = weight.format
     if isinstance(weight, MappedWeight):
-        sizes.mapped = True
+        native.mapped = True
         return mapped_matrix(weight)
     if (format.bits, format.span, format.offset is None) not in _PACKED:
         raise Unsupported(f"there is no native code for weights packed as {format}")
@@ -187,7 +157,7 @@ def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, sizes: Mo
 
 
 def mapped_matrix(weight: MappedWeight) -> Matrix:
-    """Return a matrix as it lies in a file, as the native code is told of it. Raises Unsupported."""
+    """Return a matrix of a file's blocks as native code reads it. Raises Unsupported."""
     number, format = _BLOCKS.get(weight.block, (0, None))
     if format is None or format != weight.format:
         raise Unsupported(f"there is no native code for {weight.format} in blocks of {weight.block}")

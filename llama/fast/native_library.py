@@ -1,11 +1,13 @@
-"""The native forward, and the structs by which it is told of a model; `native/` declares the same in this order.
+"""The native library, and the structs that its functions read: addresses and sizes; `native/` declares the same.
 
-Its plain twin is `Transformer.forward`. Knows no modules: addresses and sizes only.
+`Transformer.forward` defines the results.
 """
 
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
+
+import torch
 
 from llama.fast.native_build import load_library
 
@@ -13,9 +15,9 @@ SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 
 
 class Matrix(ctypes.Structure):
-    """A weight (columns, length); of a packed one the codes and the other parts, as `llama/packed.py` has them.
+    """A weight (columns, length); if packed, its codes and the other parts in the layout of `llama/packed.py`.
 
-    bits: of a code; 0 where the weight is plain. block: the number of a mapped one's type, else 0.
+    bits: of a code; 0 for a plain weight. block: the type number of a mapped weight's blocks, else 0.
     """
 
     _fields_ = (
@@ -34,7 +36,7 @@ class Layer(ctypes.Structure):
 
 
 class LayerCache(ctypes.Structure):
-    """Where the buffers of one layer's cache lie, under their names there; null for those that its kind lacks."""
+    """The addresses of the buffers of one layer's cache, by name; null for buffers that its kind does not have."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values")),
@@ -43,12 +45,18 @@ class LayerCache(ctypes.Structure):
     )
 
 
-class Model(ctypes.Structure):
+class NativeModel(ctypes.Structure):
+    """A model's sizes, and the addresses of its weights. It stores no weight: the caller keeps them in memory.
+
+    trainable: whether a weight requires a gradient.
+    """
+
+    trainable = False
     _fields_ = (
-        ("bfloat16", c_int64),  # whether norms, cache and plain matrices are bfloat16, not float32
-        ("activations", c_int64),  # bits that packed matrices are multiplied with, 8 or 16; 0: all matrices are plain
-        ("mixed", c_int64),  # whether some are plain where others are packed
-        ("mapped", c_int64),  # whether some lie as a file has them
+        ("bfloat16", c_int64),  # 1: norms, cache and plain matrices are bfloat16; 0: float32
+        ("activations", c_int64),  # bits of activations in products with packed matrices, 8 or 16; 0: all are plain
+        ("mixed", c_int64),  # 1: some matrices are plain and others are packed
+        ("mapped", c_int64),  # 1: some matrices are the blocks of a file
         *((name, c_int64) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden", "layer_count")),
         ("eps", c_float),
         ("embedding", Matrix),
@@ -56,6 +64,16 @@ class Model(ctypes.Structure):
         ("norm", c_void_p),
         ("layers", POINTER(Layer)),
     )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of norms, cache and plain matrices."""
+        return torch.bfloat16 if self.bfloat16 else torch.float32
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that the embedding has."""
+        return int(self.embedding.columns)
 
 
 class NativeBatch(ctypes.Structure):
@@ -68,19 +86,19 @@ class NativeBatch(ctypes.Structure):
         ("all", c_int64),
         ("cos", c_void_p),
         ("sin", c_void_p),
-        ("kind", c_int64),  # of the cache, see native_caches.py
+        ("kind", c_int64),  # of the cache, see KINDS in native_caches.py; 0: no cache
         ("slots", c_int64),
-        ("caches", POINTER(LayerCache)),  # of every layer, or none
+        ("caches", POINTER(LayerCache)),  # of every layer, or null
         ("kept", c_void_p),
         ("logits", c_void_p),
-        ("choice", c_void_p),  # a Choice, or none
+        ("choice", c_void_p),  # a Choice, or null
         ("threads", c_int64),
         ("workspace", c_void_p),
     )
 
 
 class Choice(ctypes.Structure):
-    """How tokens are chosen, and where; an id of TOO_NEAR was not chosen, for rounding may decide it."""
+    """How tokens are chosen from logits. The id TOO_NEAR: rounding may decide this row, so no token was chosen."""
 
     TOO_NEAR = -2
     _fields_ = (
@@ -90,15 +108,15 @@ class Choice(ctypes.Structure):
         *((name, c_double) for name in ("temperature", "top_p", "min_p")),
         ("top_k", c_int64),
         ("penalty", c_double),
-        ("seen", c_void_p),  # or none
+        ("seen", c_void_p),  # or null
         ("draws", c_void_p),
         ("ids", c_void_p),
-        ("threads", c_int64),  # where no forward's choose
+        ("threads", c_int64),  # unless a forward chooses
     )
 
 
 class NativeForward:
-    """The library's functions, and the CPU's instructions that they were compiled for."""
+    """The functions of the library. `instructions`: those of the CPU that it was compiled for."""
 
     def __init__(self, folder: Path) -> None:
         library = load_library(SOURCE, folder, ("forward", "choose_tokens", "unpack", "instructions"))
@@ -110,19 +128,19 @@ class NativeForward:
         self._unpack.restype, self._unpack.argtypes = None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)
         library.instructions.restype = c_char_p
         self.instructions: str = library.instructions().decode()
-        self.code = Path(library._name).stem  # by source, flags and CPU, see native_build.py
+        self.code = Path(library._name).stem  # depends on source, flags and CPU, see native_build.py
 
-    def __call__(self, model: Model, batch: NativeBatch, room: int) -> int:
-        """Return how many bytes `batch.workspace` has to have; where its `room` is less, nothing was computed."""
+    def __call__(self, model: NativeModel, batch: NativeBatch, room: int) -> int:
+        """Return the bytes that `batch.workspace` needs; compute nothing if its `room` is less."""
         size: int = self._run(byref(model), byref(batch), room)
         return size
 
     def unpack(self, matrix: Matrix, first: int, panels: int, room: int) -> Matrix:
-        """Return panels of a mapped matrix, from column `first` on, as a packed one in the memory at `room`."""
+        """Return panels of a mapped matrix, from column `first` on, as a packed matrix in memory at address `room`."""
         panel = Matrix()
         self._unpack(byref(matrix), first, panels, room, byref(panel))
         return panel
 
     def choose(self, choice: Choice) -> None:
-        """Write what every row of logits gives to `choice.ids`: -1 where they are not finite."""
+        """Write the token of each row to `choice.ids`: -1 if a logit of the row is not finite."""
         self._choose(byref(choice))

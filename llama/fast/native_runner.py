@@ -1,4 +1,4 @@
-"""The fast step of a CPU: a whole forward, prompts too, as one native function over the model's weights and cache."""
+"""The fast runner of a CPU: a whole forward, prompts too, as one native function over the model's weights and cache."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from llama.batch import Batch, Chosen
 from llama.calls import check_call
-from llama.fast.fingerprint import Described
+from llama.fast.fingerprint import Described, Descriptions
 from llama.fast.native_build import NoNativeCode
-from llama.fast.native_caches import NativeCaches, check_cache, ends_noted, steps_left
-from llama.fast.native_call import Chooser, Frame, Look, choice_by
-from llama.fast.native_description import NativeModel, check_tensor, describe
-from llama.fast.native_library import NativeForward
+from llama.fast.native_caches import NativeCache, check_cache, steps_left, stored_ends
+from llama.fast.native_call import NativeCall, NativeSampler, choice_by
+from llama.fast.native_description import check_tensor, describe
+from llama.fast.native_library import NativeForward, NativeModel
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
 from llama.generation import PlainStepper
 from llama.kv_cache import Cache
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class NativeRunner:
-    """Runs a forward as one native function, over the model's own weights and a text's cache. `forwards` counts them.
+    """Run a forward as one native function, over the model's own weights and a text's cache. `forwards` counts them.
 
-    Nothing of a call is kept here, so any number of texts may be computed at a time, in any threads. While `exact` is
-    set, what it cannot run is refused: the plain path would give other bits.
+    It stores nothing of a call, so any threads may compute any number of texts at a time. With `exact` set, it raises
+    ValueError instead of leaving a forward to the plain path, which gives other bits.
     """
 
     name, takes_prompts = "native", True
@@ -45,52 +45,52 @@ class NativeRunner:
         self.exact: bool | None = False
         self.watch: Callable[[int, int], None] | None = None
         self._warn = WarnOnce(logger)
-        self._described = Described(describe)
-        self._caches = WeakKeyDictionary[Cache, NativeCaches]()
+        self._descriptions = Descriptions(describe)
+        self._caches = WeakKeyDictionary[Cache, NativeCache]()
 
     def __reduce__(self) -> tuple[Callable[..., "NativeRunner | None"], tuple[Path, bool | None]]:
-        return _again, (self._folder, self.exact)  # the copy of a model has weights of its own
+        return _copied, (self._folder, self.exact)  # a copied model has other weights
 
     def __call__(
         self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None, *, logits: Literal["all", "last"]
     ) -> Tensor | None:
-        """Return what `model(...)` returns, or None where the plain path has to do it, which is said once.
+        """Return what `model(...)` returns, or None if the plain path has to compute it; the reason is logged once.
 
-        Raises ValueError where it would return None, and is `exact`.
+        Raises ValueError in the place of None if `exact` is set.
         """
-        frame = self.frame(model, tokens, rows, cache, whole=logits == "all")
-        if frame is None:
+        call = self.prepare(model, tokens, rows, cache, whole=logits == "all")
+        if call is None:
             return None
-        self.run(frame)
-        return frame.logits
+        self.run(call)
+        return call.logits
 
     def stepper(self, model: Transformer, batch: Batch, cache: Cache | None) -> "NativeStepper | None":
-        """Return what makes the tokens of a batch; None where each step has to be a call of the model."""
+        """Return a stepper for the batch, or None if each step has to be a call of the model."""
         if batch.request.on_step is not None or not self.may_step(model):
             return None
         return NativeStepper(self, model, batch, cache)
 
     def may_step(self, model: Transformer) -> bool:
-        """Whether a cached step of the model would come here, and may pass the hooks of the model's calls by.
+        """Return True if cached steps of the model may run without calls of the model, and so of its hooks.
 
-        It may where there are none, or all of them only look, by an attribute `only_looks`, and `watch` looks for them.
+        They may if it has no hooks, or if `watch` is set and all hooks have the attribute `only_looks`.
         """
         hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
         watched = hooks and (self.watch is None or not all(getattr(hook, "only_looks", False) for hook in hooks))
         return model.runner is self and model.kv_caching and not watched
 
     def describe(self, model: Transformer) -> NativeModel:
-        """Return what the native code is told of the model now. Raises Unsupported."""
-        return self._described.of(model)
+        """Return the model as native code reads it now. Raises Unsupported."""
+        return self._descriptions.of(model).description
 
-    def caches_of(self, cache: Cache) -> NativeCaches:
-        """Return what native code was told of a cache."""
+    def cache_of(self, cache: Cache) -> NativeCache:
+        """Return the cache as native code reads it."""
         known = self._caches.get(cache)
         if known is None:
-            known = self._caches[cache] = NativeCaches()
+            known = self._caches[cache] = NativeCache()
         return known
 
-    def frame(
+    def prepare(
         self,
         model: Transformer,
         tokens: Tensor,
@@ -98,37 +98,40 @@ class NativeRunner:
         cache: Cache | None,
         *,
         whole: bool = False,
-        look: Look | None = None,
-    ) -> Frame | None:
-        """Return what computes a call, with room in the cache; None where the plain path has to do it, said once.
+        described: Described[NativeModel] | None = None,
+    ) -> NativeCall | None:
+        """Return a call with memory in the cache, or None if the plain path has to compute it; log the reason once.
 
-        whole: whether the logits of all tokens are asked for. look: what was found, where no other code ran since.
+        whole: whether it computes the logits of all tokens. described: the model as it was described, if no other code
+        ran since; else it is compared again.
         """
         try:
-            look = self._look(model, cache) if look is None else look
-            if look.described.trainable and torch.is_grad_enabled():
+            described = self._described(model, cache) if described is None else described
+            if described.description.trainable and torch.is_grad_enabled():
                 self._check_leaving("gradients are recorded, which torch.inference_mode() prevents")
-                return None  # whoever records gradients needs the modules
-            ids = _ids(tokens, look.described)
-            cos_sin = _rotations(model, rows.end, look.described)
-            taken = None if cache is None else self.caches_of(cache).take(look.described, cache, rows, whole=whole)
+                return None  # the modules record gradients
+            ids = _ids(tokens, described.description)
+            cos_sin = _rotations(model, rows.end, described.description)
+            room = None
+            if cache is not None:
+                room = self.cache_of(cache).reserve(described.description, cache, rows, whole=whole)
         except Unsupported as why:
             self._check_leaving(why)
             self._warn(why)
             return None
-        return Frame(look, ids, rows, cos_sin, taken, whole=whole)
+        return NativeCall(described, ids, rows, cos_sin, room, whole=whole)
 
-    def _look(self, model: Transformer, cache: Cache | None) -> Look:
-        """Look at a model and at a cache. Raises Unsupported where native code would not compute what they do."""
-        look = Look(*self._described.lasting(model))
+    def _described(self, model: Transformer, cache: Cache | None) -> Described[NativeModel]:
+        """Return the description of a model. Raises Unsupported if native code would not compute it with this cache."""
+        described = self._descriptions.of(model)
         if caching_of(model) != (cache is not None):
             raise Unsupported("the cache's switch was set in the middle of a call")
         if cache is not None:
-            check_cache(look.described, cache, model.rope)
-        return look
+            check_cache(described.description, cache, model.rope)
+        return described
 
     def _check_leaving(self, why: object) -> None:
-        """Refuse to leave a forward to the plain path where its bits would be others."""
+        """Raise ValueError in exact mode, because the plain path would give other bits."""
         if self.exact:
             raise ValueError(
                 f"exact mode computes by native code here, and the plain path has other bits; but {why}: undo that, or "
@@ -136,7 +139,7 @@ class NativeRunner:
             )
 
     def choose(self, logits: Tensor, sampling: Sampling, draws: Tensor, seen: Tensor | None = None) -> list[int]:
-        """Return what (bsz, vocab) logits, (bsz,) draws and the tokens `seen` so far give, as far as `Choice` says."""
+        """Return the ids chosen from (bsz, vocab) logits, (bsz,) draws and the tokens `seen`, or what `Choice` says."""
         rows, vocab = logits.shape
         ids = (c_int64 * rows)()
         choice = choice_by(sampling, ids, seen)
@@ -145,19 +148,19 @@ class NativeRunner:
         self._native.choose(choice)
         return list(ids)
 
-    def run(self, frame: Frame) -> None:
-        """Compute a call, and choose if the frame does."""
-        frame.run(self._native)
+    def run(self, call: NativeCall) -> None:
+        """Compute a call, and choose tokens if it does."""
+        call.run(self._native)
         with self._counting:
             self.forwards += 1
 
 
 class NativeStepper(PlainStepper):
-    """Makes the tokens of a batch by native code, one call a step, in which the token is chosen, too.
+    """Make the tokens of a batch by native code: one call a step, which also chooses the token.
 
-    A step is taken when it is asked for, so the reader of the tokens may have changed the model since the one before:
-    then everything is looked at. Otherwise what was found, and the room in the cache, serve a stretch of steps. Where
-    native code cannot go on, the plain steps do.
+    A step runs when its token is requested, so the caller may have changed the model since the last one: then model and
+    cache are compared again. Otherwise one description, and memory reserved once, serve a stretch of steps. Plain steps
+    continue where native code cannot.
     """
 
     model: Transformer
@@ -165,14 +168,14 @@ class NativeStepper(PlainStepper):
     def __init__(self, runner: NativeRunner, model: Transformer, batch: Batch, cache: Cache | None) -> None:
         super().__init__(model, batch, cache)
         assert self.cache is not None
-        self._runner, self._cache, self._caches = runner, self.cache, runner.caches_of(self.cache)
-        self._look: Look | None = None  # what was found, until other code may have run
+        self._runner, self._cache, self._native_cache = runner, self.cache, runner.cache_of(self.cache)
+        self._described: Described[NativeModel] | None = None  # valid until other code may have run
         # Of the stretch:
         self._left = 0  # steps
-        self._ends: list[list[int]] = []  # where the cache notes how far each row was written
+        self._ends: list[list[int]] = []  # where the cache stores the end of each row
 
     def __iter__(self) -> Iterator[Chosen]:
-        """Yield what each step chooses: those behind the prompts, then one native call each, then plain steps."""
+        """Yield the tokens of each step: from the prompts' logits, then by native calls, then by plain steps."""
         yield self._choose()
         while (chosen := self._step()) is not None:
             yield chosen
@@ -181,33 +184,33 @@ class NativeStepper(PlainStepper):
             yield self._choose()
 
     def _step(self) -> Chosen | None:
-        """Feed every row's newest token, and choose the next; None where the plain path has to."""
+        """Feed every row's newest token and choose the next; return None if the plain path has to."""
         batch, cache = self.batch, self._cache
         if len(batch.live) < len(batch.rows):
             cache.select_rows(batch.drop_ended())
             self._left = 0
         starts, newest = [pos - 1 for pos in batch.cur_pos], [batch.texts[row][-1] for row in batch.rows]
-        if (batch.disturbed or self._look is None) and not self._may_go_on():
+        if (batch.disturbed or self._described is None) and not self._may_continue():
             return None
         with cache.feeding(self._source, begins=False):
             if self._left and self._in_place():
                 self._left -= 1
-                self._frame.go_on(newest, starts)
+                self._call.feed(newest, starts)
                 for ends in self._ends:
                     ends[: len(starts)] = batch.cur_pos
             elif not self._begin_stretch():
                 return None
             if self._runner.watch is not None:
                 self._runner.watch(len(starts), 1)
-            chosen = self._chooser()
+            chosen = self._sampler()
         batch.fed += len(starts)
         batch.append(chosen.ids)
-        self.logits = self._chooser.logits
+        self.logits = self._sampler.logits
         return chosen
 
-    def _may_go_on(self) -> bool:
-        """Check what a call of the model would, as other code may have run; tell whether native code goes on."""
-        self._look, self._left = None, 0
+    def _may_continue(self) -> bool:
+        """Check what a call of the model would: other code may have run. Return True if native code continues."""
+        self._described, self._left = None, 0
         if not self._runner.may_step(self.model):
             return False
         check_call(self.model, *self._fed(), self._cache, "last")
@@ -215,30 +218,30 @@ class NativeStepper(PlainStepper):
         return True
 
     def _in_place(self) -> bool:
-        """Tell whether the buffers are those of the stretch: a fork in another thread may let their pool grow."""
-        return not self._shared or not self._caches.moved(self._cache, self._taken)
+        """Return True if the buffers are those of the stretch: a fork in another thread may enlarge their pool."""
+        return not self._shared or not self._native_cache.moved(self._cache, self._room)
 
     def _fed(self) -> tuple[Tensor, Rows]:
-        """Return what a step feeds."""
+        """Return the tokens and rows of a step."""
         starts = [pos - 1 for pos in self.batch.cur_pos]
         return self.batch.tokens(starts), Rows.at(starts, [1] * len(starts))
 
     def _begin_stretch(self) -> bool:
-        """Look at the model where other code may have run, take room for a step, and tell whether native code can."""
+        """Prepare a call for the next steps; return True if native code runs them."""
         tokens, rows = self._fed()
-        frame = self._runner.frame(self.model, tokens, rows, self._cache, look=self._look)
-        if frame is None or frame.cache is None or not frame.closed:
+        call = self._runner.prepare(self.model, tokens, rows, self._cache, described=self._described)
+        if call is None or call.cache is None or not call.can_repeat:
             return False
-        self._frame, self._taken, self._look = frame, frame.cache, frame.look
-        self._left = min(steps_left(self._cache, rows.starts, frame.cache), frame.positions - rows.end)
-        self._ends, self._shared = ends_noted(self._cache), any(layer.shares_memory for layer in self._cache.layers)
-        self._chooser = Chooser(self._runner.run, frame, self.batch)
+        self._call, self._room, self._described = call, call.cache, call.described
+        self._left = min(steps_left(self._cache, rows.starts, call.cache), call.positions - rows.end)
+        self._ends, self._shared = stored_ends(self._cache), any(layer.shares_memory for layer in self._cache.layers)
+        self._sampler = NativeSampler(self._runner.run, call, self.batch)
         self.batch.disturbed = False
         return True
 
 
-def _again(folder: Path, exact: bool | None) -> NativeRunner | None:
-    """Return a runner for a copy of a model; None, and that is said, where no native code can be had and none must."""
+def _copied(folder: Path, exact: bool | None) -> NativeRunner | None:
+    """Return a runner for a copied model; None, which is logged, without native code unless the model is exact."""
     try:
         runner = NativeRunner(folder)
     except NoNativeCode as why:
@@ -250,12 +253,12 @@ def _again(folder: Path, exact: bool | None) -> NativeRunner | None:
     return runner
 
 
-def _ids(tokens: Tensor, described: NativeModel) -> Tensor:
+def _ids(tokens: Tensor, model: NativeModel) -> Tensor:
     """Return the token ids as the native code reads them."""
     if type(tokens) is not Tensor or tokens.dtype not in (torch.int64, torch.int32) or tokens.device.type != "cpu":
         raise Unsupported(f"tokens are {tokens.dtype} on {tokens.device}, in a {type(tokens).__name__}")
     low, high = tokens.aminmax()
-    if not 0 <= int(low) <= int(high) < described.vocab_size:
+    if not 0 <= int(low) <= int(high) < model.vocab_size:
         raise IndexError("a token id is outside of the vocabulary")
     ids = tokens.to(torch.int64).contiguous()
     if ids.is_neg() or ids.data_ptr() % ids.element_size():
@@ -264,11 +267,11 @@ def _ids(tokens: Tensor, described: NativeModel) -> Tensor:
     return ids
 
 
-def _rotations(model: Transformer, end: int, described: NativeModel) -> tuple[Tensor, Tensor]:
-    """Return the cos and sin of the positions 0 to end - 1, and perhaps of more."""
+def _rotations(model: Transformer, end: int, native: NativeModel) -> tuple[Tensor, Tensor]:
+    """Return the cos and sin of at least the positions 0 to end - 1."""
     cos, sin = model.rope.up_to(end, torch.device("cpu"))
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise Unsupported("gradients of the angles are recorded")
     for part in (cos, sin):
-        check_tensor(part, (max(end, len(cos)), 1, described.sizes.head_dim), torch.float32)
+        check_tensor(part, (max(end, len(cos)), 1, native.head_dim), torch.float32)
     return cos, sin

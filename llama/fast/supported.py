@@ -1,4 +1,4 @@
-"""Whether a model is what the fast steps compute: they work from its weights, past its modules. Knows the modules."""
+"""Check that a model is one that the fast steps compute: they use its weights, not its modules. Knows the modules."""
 
 from logging import Logger
 from typing import cast
@@ -23,24 +23,24 @@ _WEIGHTS = {"weight", "bias", "raw", *Parts._fields}
 
 
 class Unsupported(Exception):
-    """A fast step does not compute this model; the message says why."""
+    """A fast step cannot compute this model; the message says why."""
 
 
 class WarnOnce:
-    """Says each thing once."""
+    """Log each reason once."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger, self._said = logger, set[str]()
 
     def __call__(self, words: object) -> None:
-        said = str(words)  # an error itself, kept in a log, would keep the model of its traceback
+        said = str(words)  # a log record of the error itself would keep the model of its traceback alive
         if said not in self._said:
             self._logger.warning("fast: %s; the plain path runs instead", said)
         self._said.add(said)
 
 
 def check_modules(model: Transformer) -> None:
-    """Raise Unsupported where a module, hook, method of an instance or operation of the user's own would be ignored."""
+    """Raise Unsupported if a fast step would ignore a module, a hook, an assigned method or an operation."""
     if model.ranks.size > 1:
         raise Unsupported("several ranks share the model")
     if model.ops != PLAIN:
@@ -48,7 +48,7 @@ def check_modules(model: Transformer) -> None:
     if model.args.rope_theta is None:
         raise Unsupported("rope_theta=None: models without RoPE have no fast step")
     if type(model.rope) is not RopeTable:
-        raise Unsupported("the angles are not those of a RopeTable as it is")
+        raise Unsupported("the model's rope is not a RopeTable")
     check_attributes(model.rope)
     for name, module in model.named_modules():
         kind = type(module)
@@ -85,15 +85,15 @@ def check_attributes(instance: object) -> None:
 
 
 def _check_weights(module: nn.Module) -> None:
-    """Refuse weights that are no parameters: nobody would see when others take their place."""
+    """Raise Unsupported for weights that are not parameters: their replacement would not be detected."""
     held = {**vars(module), **module._buffers}
     others = {name for name in _WEIGHTS & held.keys() if held[name] is not None}
     if others:
-        raise Unsupported(f"{type(module).__name__}.{min(others)} is no parameter")
+        raise Unsupported(f"{type(module).__name__}.{min(others)} is not a parameter")
 
 
 def caching_of(model: Transformer) -> bool:
-    """Return whether the cache is on. Raises Unsupported where it is on in some layers and off in others."""
+    """Return whether the cache is on. Raises Unsupported if it is on in some layers and off in others."""
     attentions = [block._modules["attention"] for block in model.layers._modules.values()]
     settings = {cast(Attention, attention).kv_caching for attention in attentions}
     if len(settings) > 1:

@@ -20,7 +20,7 @@ from oracles import bits, some_tokens
 from llama.api import load
 from llama.exact import first_difference, slowdown_words
 from llama.fast.choose import make_fast
-from llama.fast.native_call import Frame
+from llama.fast.native_call import NativeCall
 from llama.fast.native_runner import NativeRunner
 from llama.model import Transformer
 from llama.runner import Execution
@@ -96,9 +96,9 @@ def test_a_model_with_such_a_cache_is_not_granted_exact_mode() -> None:
 def test_native_code_that_differs_from_itself_is_refused_and_stays_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     real = NativeRunner.run
 
-    def by_width(runner: NativeRunner, frame: Frame) -> None:
-        real(runner, frame)
-        frame.logits.add_(frame._held[1].shape[1] * 1e-5)  # of the ids
+    def by_width(runner: NativeRunner, call: NativeCall) -> None:
+        real(runner, call)
+        call.logits.add_(call._memory[1].shape[1] * 1e-5)  # of the ids
 
     for kind in ("fp32", "int8"):
         _, fast = twins(kind)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
-from llama.fast.fingerprint import Fingerprint, check_moment
+from llama.fast.fingerprint import Snapshot, check_moment
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_description import check_tensor
 from llama.fast.native_runner import NativeRunner
@@ -449,8 +449,8 @@ def test_every_step_of_a_generation_looks_again() -> None:
 def test_within_a_generation_a_model_is_looked_at_only_where_other_code_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fast = twins("fp32")
     looks: list[int] = []
-    holds = Fingerprint.holds
-    monkeypatch.setattr(Fingerprint, "holds", lambda *given: looks.append(1) or holds(*given))  # type: ignore[func-returns-value]
+    holds = Snapshot.matches
+    monkeypatch.setattr(Snapshot, "matches", lambda *given: looks.append(1) or holds(*given))  # type: ignore[func-returns-value]
 
     def looks_of(act: Callable[[], Any]) -> int:
         looks.clear()

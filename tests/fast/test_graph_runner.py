@@ -30,7 +30,7 @@ from torch import Tensor
 from llama import sampling
 from llama.args import ModelArgs
 from llama.fast import choose, graph_ops, graph_runner
-from llama.fast.fingerprint import Described
+from llama.fast.fingerprint import Descriptions
 from llama.fast.graph_ops import Compiled
 from llama.fast.graph_runner import (
     LENGTH_STEP,
@@ -489,7 +489,7 @@ def test_a_text_that_ends_before_its_first_step_releases_the_graphs() -> None:
     assert are_free(fast)
     handle = fast.blocks[0].register_forward_pre_hook(lambda *_: 1 // 0)
     fast.runner = GraphRunner()
-    fast.runner._described = Described(lambda _: None)  # type: ignore[assignment]  # as if the hook came a moment later
+    fast.runner._descriptions = Descriptions(lambda _: None)  # type: ignore[assignment]  # as if the hook came a moment later
     with pytest.raises(ZeroDivisionError) as caught:
         fast.generate_tokens(PROMPTS, 9, **GREEDY)
     assert are_free(fast), f"{caught} has the frames of the text"

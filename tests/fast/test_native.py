@@ -406,8 +406,8 @@ def test_a_changed_model_is_run_as_it_is_and_that_is_said_once(
     [
         (replace(ARGS, kv_cache="concat"), "kv_cache='concat' has no fast step"),
         (replace(ARGS, rope_theta=None), "rope_theta=None: models without RoPE have no fast step"),
-        (tiny_args(dim=48, head_dim=32, multiple_of=32), "dim of the model, 48, is no multiple of 32"),
-        (tiny_args(dim=64, head_dim=8, multiple_of=32), "head_dim of the model, 8"),
+        (tiny_args(dim=48, head_dim=32, multiple_of=32), "dim=48 of the model is not a multiple of 32"),
+        (tiny_args(dim=64, head_dim=8, multiple_of=32), "head_dim=8 of the model"),
     ],
 )
 def test_a_model_that_it_does_not_cover_stays_plain(

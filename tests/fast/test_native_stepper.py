@@ -28,9 +28,9 @@ from torch import Tensor
 import llama.batch
 import llama.sampling
 from llama.batch import Batch
-from llama.fast.fingerprint import Fingerprint
-from llama.fast.native_caches import NativeCaches, Taken
-from llama.fast.native_library import Choice, Model, NativeBatch, NativeForward
+from llama.fast.fingerprint import Snapshot
+from llama.fast.native_caches import CacheRoom, NativeCache
+from llama.fast.native_library import Choice, NativeBatch, NativeForward, NativeModel
 from llama.fast.native_runner import NativeRunner
 from llama.generation import NonFiniteLogits, make_stepper
 from llama.kv_cache import Cache, StaticCache
@@ -308,7 +308,7 @@ def test_what_native_code_does_not_settle_the_sampler_draws(way: str, monkeypatc
     expected = loop.generate_tokens(PROMPTS, 30, **WAYS[way])
     run, calls = NativeForward.__call__, []
 
-    def sometimes(native: NativeForward, model: Model, batch: NativeBatch, room: int) -> int:
+    def sometimes(native: NativeForward, model: NativeModel, batch: NativeBatch, room: int) -> int:
         size = run(native, model, batch, room)
         if batch.choice and size <= room:
             calls.append(batch.choice)
@@ -648,7 +648,7 @@ def test_weights_that_are_moved_or_freed_under_a_native_step_live_as_long_as_it(
 def test_the_memory_of_weights_that_have_moved_since_the_description_is_not_handed_out() -> None:
     """Another thread may move one between the comparison with the description and the hold on the memory."""
     model = twins("fp32")[1]
-    facts = Fingerprint(model)
+    facts = Snapshot(model)
     assert facts.memory() is not None
     model.norm.weight.data = model.norm.weight.data.clone()
     assert facts.memory() is None
@@ -687,14 +687,14 @@ def test_another_thread_may_read_on() -> None:
 def test_a_stream_that_is_closed_or_dropped_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ahead = pair()
     caches: list[weakref.ref[Cache]] = []
-    take = NativeCaches.take
+    take = NativeCache.reserve
 
-    def noting(self: NativeCaches, described: Any, cache: Cache, rows: Rows, *, whole: bool) -> Taken:
+    def noting(self: NativeCache, described: Any, cache: Cache, rows: Rows, *, whole: bool) -> CacheRoom:
         taken = take(self, described, cache, rows, whole=whole)
         caches.append(weakref.ref(cache.layers[0].held()["keys"]))  # type: ignore[arg-type]
         return taken
 
-    monkeypatch.setattr(NativeCaches, "take", noting)
+    monkeypatch.setattr(NativeCache, "reserve", noting)
     for leave in ("close", "drop"):
         stream = ahead.stream(Ids(), PROMPTS, 50, **GREEDY)  # type: ignore[arg-type]
         for _ in range(10):

@@ -20,7 +20,7 @@ from oracles import tiny_model
 from torch import Tensor
 
 from llama import cli
-from llama.fast.native_call import Frame
+from llama.fast.native_call import NativeCall
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.rows import Rows
@@ -295,9 +295,9 @@ def test_native_code_that_is_off_is_a_bug(native_command: Command, monkeypatch: 
     native_command("--exact", "--fast", "--tokens=4", "--batch_size=1")  # the library is compared with itself once
     real = NativeRunner.run
 
-    def later(runner: NativeRunner, frame: Frame) -> None:
-        real(runner, frame)
-        frame.logits += (max(frame._starts) > 100) * 1e-5
+    def later(runner: NativeRunner, call: NativeCall) -> None:
+        real(runner, call)
+        call.logits += (max(call._starts) > 100) * 1e-5
 
     monkeypatch.setattr(NativeRunner, "run", later)
     code, printed = native_command("--exact", "--fast", "--tokens=110", "--batch_size=1")
