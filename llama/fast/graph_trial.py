@@ -26,7 +26,7 @@ from llama.fast.graph_runner import (
     uncached,
 )
 from llama.fast.supported import Unsupported
-from llama.machine import wait_for
+from llama.host.machine import wait_for
 from llama.model import Transformer
 from llama.ops import without_cudnn
 from llama.sampling import Settings

@@ -10,12 +10,12 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from llama.costs import FILE_BLOCKS
 from llama.fast.native_library import Layer, Matrix, NativeModel
 from llama.fast.supported import Unsupported, check_modules
 from llama.model import RMSNorm, Transformer, TransformerBlock
-from llama.packed import Format, MappedWeight, QuantizedWeight, part_sizes
-from llama.quantize import PackedEmbedding, PackedLinear, quantized_weights
+from llama.quant.layers import PackedEmbedding, PackedLinear, quantized_weights
+from llama.quant.packed import Format, MappedWeight, QuantizedWeight, part_sizes
+from llama.untrusted.gguf_sizes import FILE_BLOCKS
 
 # The packed weights that native code reads: bits, span, and whether there are zeros.
 _PACKED = {(bits, 32, zeros) for bits in (4, 5, 8) for zeros in (False, True)} | {(6, 16, False)}

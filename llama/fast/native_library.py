@@ -15,7 +15,7 @@ SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 
 
 class Matrix(ctypes.Structure):
-    """A weight (columns, length); if packed, its codes and the other parts in the layout of `llama/packed.py`.
+    """A weight (columns, length); if packed, its codes and the other parts in the layout of `llama/quant/packed.py`.
 
     bits: of a code; 0 for a plain weight. block: the type number of a mapped weight's blocks, else 0.
     """

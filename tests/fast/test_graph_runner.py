@@ -45,7 +45,7 @@ from llama.fast.graph_trial import fastest, try_prompts, try_steps
 from llama.fast.supported import Unsupported
 from llama.generation import NonFiniteLogits
 from llama.model import Transformer
-from llama.quantize import quantize_layers
+from llama.quant.layers import quantize_layers
 from llama.request import Options
 
 VOCAB = 61
