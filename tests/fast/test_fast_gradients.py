@@ -1,53 +1,24 @@
-"""A fast model that is trained in part, the rest of it frozen, gets its gradients from the plain path.
+"""A fast model of which a part is trained, and the rest is frozen, gets its gradients from the plain path.
 
-Whether the fast step may serve a forward is a question to each parameter and to the grad mode, at every forward.
+At every forward, each parameter and the grad mode decide whether native code runs it.
 """
-
-import copy
-import shutil
 
 import pytest
 import torch
-from oracles import some_tokens, tiny_args, tiny_model
+from native import needs_a_compiler, served, twins
+from oracles import some_tokens, tiny_args
 from torch import Tensor
 
-from llama.fast.choose import make_fast
-from llama.host.files import cache_dir
 from llama.model import Transformer
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"
-)
-# Sizes that the native code computes.
+pytestmark = needs_a_compiler
 ARGS = tiny_args(dim=64, n_heads=2, n_kv_heads=1, multiple_of=32, kv_caching=False)
 TOKENS = some_tokens(2, 6)
-# The first that the forward meets, the last, and one of each kind between them.
-TRAINED = [
-    "tok_embeddings.weight",
-    "layers.0.attention_norm.weight",
-    "layers.0.attention.wk.weight",
-    "layers.1.feed_forward.w2.weight",
-    "norm.weight",
-    "output.weight",
-]
 
 
 @pytest.fixture
-def plain() -> Transformer:
-    return tiny_model(ARGS, dtype=torch.float32).requires_grad_(False)
-
-
-@pytest.fixture
-def fast(plain: Transformer) -> Transformer:
-    model = copy.deepcopy(plain)
-    make_fast(model, cache_dir() / "native")  # where the library is compiled once for all
-    assert model.runner is not None
-    return model
-
-
-def served(model: Transformer) -> int:
-    assert model.runner is not None
-    return model.runner.forwards
+def pair() -> tuple[Transformer, Transformer]:
+    return twins("fp32", ARGS)
 
 
 def gradients(model: Transformer) -> dict[str, Tensor]:
@@ -56,43 +27,37 @@ def gradients(model: Transformer) -> dict[str, Tensor]:
     return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_one_trained_weight_among_frozen_ones_gets_its_gradient(
-    name: str, plain: Transformer, fast: Transformer
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    "name", ["tok_embeddings.weight", "layers.0.attention.wk.weight", "layers.1.ffn_norm.weight", "output.weight"]
+)
+def test_one_trained_or_one_frozen_weight_of_all(
+    name: str, trained: bool, pair: tuple[Transformer, Transformer]
 ) -> None:
-    for model in (plain, fast):
-        model.get_parameter(name).requires_grad_(True)
-    expected, found = gradients(plain), gradients(fast)
-    assert found.keys() == expected.keys() == {name}
-    assert torch.equal(found[name], expected[name])
-    assert served(fast) == 0
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_one_frozen_weight_among_trained_ones_takes_no_gradient_from_the_others(
-    name: str, plain: Transformer, fast: Transformer
-) -> None:
-    for model in (plain, fast):
-        model.requires_grad_(True).get_parameter(name).requires_grad_(False)
-    expected, found = gradients(plain), gradients(fast)
-    assert found.keys() == expected.keys() == {other for other, _ in plain.named_parameters()} - {name}
+    for model in pair:
+        model.requires_grad_(not trained).get_parameter(name).requires_grad_(trained)
+    expected, found = map(gradients, pair)
+    assert found.keys() == expected.keys()
+    assert (name in found) == trained
     assert all(torch.equal(found[other], expected[other]) for other in expected)
-    assert served(fast) == 0
+    assert served(pair[1]) == 0
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_where_gradients_are_off_a_partly_frozen_model_is_fast(off: type, fast: Transformer) -> None:
+def test_without_gradients_a_partly_frozen_model_is_fast(off: type, pair: tuple[Transformer, Transformer]) -> None:
+    fast = pair[1]
     fast.norm.weight.requires_grad_(True)
     with off():
         fast(TOKENS)
     assert served(fast) == 1
 
 
-def test_a_weight_may_be_thawed_and_frozen_again_between_two_forwards(plain: Transformer, fast: Transformer) -> None:
+def test_a_weight_may_be_thawed_and_frozen_again_between_two_forwards(pair: tuple[Transformer, Transformer]) -> None:
+    plain, fast = pair
     frozen = fast(TOKENS)
     assert served(fast) == 1
     assert not frozen.requires_grad
-    for model in (plain, fast):
+    for model in pair:
         model.output.weight.requires_grad_(True)
     assert torch.equal(gradients(fast)["output.weight"], gradients(plain)["output.weight"])
     assert served(fast) == 1
@@ -101,9 +66,10 @@ def test_a_weight_may_be_thawed_and_frozen_again_between_two_forwards(plain: Tra
     assert served(fast) == 2
 
 
-def test_with_the_cache_on_gradients_of_a_fast_model_are_refused_as_of_a_plain_one(fast: Transformer) -> None:
+def test_with_the_cache_on_gradients_raise_the_error_of_the_plain_path(pair: tuple[Transformer, Transformer]) -> None:
+    fast = pair[1]
     fast.kv_caching = True
-    fast.get_parameter("layers.0.ffn_norm.weight").requires_grad_(True)  # on which the keys of layer 1 depend
+    fast.get_parameter("layers.0.ffn_norm.weight").requires_grad_(True)  # the keys of layer 1 depend on it
     with pytest.raises(ValueError, match="gradients cannot flow through the KV cache"):
         fast(TOKENS)
     assert served(fast) == 0

@@ -1,4 +1,4 @@
-"""What people do to a model while they work with it: each a function that does the same to any model of the tests."""
+"""Changes of a model that researchers make: each a function that makes the same change to any model of the tests."""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Doubled(nn.Module):
 
 
 class LoRA(nn.Module):
-    """A linear layer with an adapter of rank 1 beside it."""
+    """A linear layer plus an adapter of rank 1."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -36,33 +36,10 @@ class LoRA(nn.Module):
         return out + 0.1 * x.mean(-1, keepdim=True)
 
 
-class Silent(nn.Module):
-    """In the place of an MLP, it says nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-
 def first_weight(model: Transformer) -> nn.Parameter:
-    """Return a float matrix, or of an int8 model, which has none, a norm."""
+    """Return a float matrix, or a norm of an int8 model, which has no float matrix."""
     weight = model.blocks[0].attention.wo.weight
     return model.blocks[0].attention_norm.weight if isinstance(weight, PackedWeight) else weight
-
-
-def halve(model: Transformer) -> None:
-    model.half()
-
-
-def double(model: Transformer) -> None:
-    model.double()
-
-
-def to_bfloat16(model: Transformer) -> None:
-    model.bfloat16()
-
-
-def to_float(model: Transformer) -> None:
-    model.float()
 
 
 def edit_in_place(model: Transformer) -> None:
@@ -71,7 +48,7 @@ def edit_in_place(model: Transformer) -> None:
 
 
 def add_to_a_bias(model: Transformer) -> None:
-    """Of a model without one, it gives wv one, of zeros to begin with."""
+    """Add to the bias of wv, which is first made of zeros if the model has none."""
     layer = model.blocks[-1].attention.wv
     if layer.bias is None:
         layer.bias = nn.Parameter(model.norm.weight.new_zeros(layer.weight.shape[0]), requires_grad=False)
@@ -84,7 +61,7 @@ def take_a_bias(model: Transformer) -> None:
 
 
 def swap_a_head_norm(model: Transformer) -> None:
-    """Of a model without them, it norms the keys of a layer; else it leaves these as they are."""
+    """Norm the keys of a layer if the model does not; else leave them without a norm."""
     attention = model.blocks[0].attention
     if isinstance(attention.k_norm, nn.Identity):
         attention.k_norm = RMSNorm(attention.head_dim, model.norm.eps).to(model.norm.weight.dtype).requires_grad_(False)
@@ -98,41 +75,17 @@ def point_data_elsewhere(model: Transformer) -> None:
 
 
 def transpose_data(model: Transformer) -> None:
-    """The same numbers at the same address, read the other way round; the matrix is square or the model refuses."""
+    """Keep the numbers and their address, and transpose the strides; the matrix is square, or the model raises."""
     weight = first_weight(model)
     weight.data = weight.data.t() if weight.ndim == 2 else weight.data.flip(0)
-
-
-def widen_data(model: Transformer) -> None:
-    weight = first_weight(model)
-    weight.data = weight.data.double()
 
 
 def assign_a_parameter(model: Transformer) -> None:
     model.norm.weight = nn.Parameter(model.norm.weight.detach() * 0.5, requires_grad=False)
 
 
-def assign_a_strided_parameter(model: Transformer) -> None:
-    weight = torch.stack([model.norm.weight.detach()] * 2, dim=1) * 1.25
-    model.norm.weight = nn.Parameter(weight[:, 0], requires_grad=False)
-
-
-def assign_a_misaligned_parameter(model: Transformer) -> None:
-    weight = model.norm.weight.detach()
-    room = torch.zeros(weight.nbytes + 1, dtype=torch.uint8)
-    misaligned = torch.frombuffer(room.numpy(), dtype=weight.dtype, count=len(weight), offset=1)
-    misaligned.copy_(weight * 0.75)
-    model.norm.weight = nn.Parameter(misaligned, requires_grad=False)
-
-
-def flatten_a_matrix(model: Transformer) -> None:
-    weight = model.tok_embeddings.weight
-    data = weight if isinstance(weight, Tensor) else weight.codes
-    data.data = data.data.flatten()
-
-
 def scaled(model: Transformer, factor: float) -> dict[str, Tensor]:
-    """Return other weights of the model's shapes and dtypes; the codes of int8 as they are."""
+    """Return other weights of the model's shapes and dtypes; the codes of int8 unchanged."""
     return {
         name: factor * weight if weight.is_floating_point() else weight.clone()
         for name, weight in model.state_dict().items()
@@ -146,10 +99,6 @@ def load_by_assignment(model: Transformer) -> None:
 
 def load_by_copy(model: Transformer) -> None:
     model.load_state_dict(scaled(model, 0.9))
-
-
-def hook_that_watches(model: Transformer) -> None:
-    model.blocks[0].feed_forward.register_forward_hook(lambda *_: None)
 
 
 def hook_that_changes(model: Transformer) -> None:
@@ -168,10 +117,6 @@ def replace_a_method_of_an_instance(model: Transformer) -> None:
 def replace_a_method_of_a_cache(model: Transformer) -> None:
     for cache in layers_held(model)[:1]:
         cache.update = lambda rows, xk, xv, cache=cache: type(cache).update(cache, rows, xk, 2 * xv)  # type: ignore[method-assign, misc]
-
-
-def replace_a_module(model: Transformer) -> None:
-    model.blocks[0].feed_forward = Silent()  # type: ignore[assignment]
 
 
 def wrap_a_module(model: Transformer) -> None:
@@ -218,7 +163,7 @@ def take_all_layers(model: Transformer) -> None:
 
 
 def resize(layer: Any, rows: int | None = None, columns: int | None = None) -> None:
-    """Cut or fill a matrix, a packed one by its own means."""
+    """Change the size of a matrix, plain or packed."""
     weight = layer.weight
     if isinstance(weight, PackedWeight):
         wide = weight.rows(0, weight.shape[0])
@@ -231,7 +176,7 @@ def resize(layer: Any, rows: int | None = None, columns: int | None = None) -> N
 
 
 def fitted(weight: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the matrix with so many rows and columns, its own numbers repeated where there are more."""
+    """Return the matrix cut to this size, its own numbers repeated if it is smaller."""
     return weight.repeat(-(-rows // weight.shape[0]), -(-columns // weight.shape[1]))[:rows, :columns].contiguous()
 
 
@@ -252,7 +197,7 @@ def prune_all_mlps(model: Transformer) -> None:
 
 
 def prune_a_query_head(model: Transformer) -> None:
-    """So that the KV heads cannot be shared evenly."""
+    """Leave a number of query heads that the KV heads do not divide."""
     for block in model.blocks:
         attention = block.attention
         left = (model.args.n_heads - 1) * attention.head_dim
@@ -269,7 +214,7 @@ def shrink_the_head(model: Transformer) -> None:
 
 
 def break_a_shape(model: Transformer) -> None:
-    """What the plain path refuses."""
+    """Make a shape that the plain path rejects."""
     resize(model.blocks[0].attention.wo, columns=32)
 
 
@@ -297,22 +242,8 @@ def turn_by_a_method_of_an_instance(model: Transformer) -> None:
     model.rope.at = lambda *given: (at(*given)[0] * 1.5, at(*given)[1])  # type: ignore[method-assign]
 
 
-def keep_a_weight_as_a_buffer(model: Transformer) -> None:
-    norm = model.blocks[0].ffn_norm
-    weight = norm.weight.detach() * 1.5
-    del norm.weight
-    norm.register_buffer("weight", weight)
-
-
-def keep_a_weight_as_an_attribute(model: Transformer) -> None:
-    norm = model.blocks[0].ffn_norm
-    weight = norm.weight.detach() * 1.5
-    del norm.weight
-    norm.weight = weight  # type: ignore[assignment]
-
-
 def take_the_memory_of_a_matrix(model: Transformer) -> None:
-    """Not of a norm, or of packed weights: PyTorch itself would read them."""
+    """Free the memory of a matrix; not of a norm or packed weights, which PyTorch itself would read."""
     if (weight := first_weight(model)).ndim == 2:
         weight.untyped_storage().resize_(0)
 
@@ -327,12 +258,6 @@ def replace_the_call_of_an_instance(model: Transformer) -> None:
     attention._call_impl = lambda *given: 2 * attention.forward(*given)  # type: ignore[method-assign]
 
 
-def replace_the_compiled_call_of_an_instance(model: Transformer) -> None:
-    """As Module.compile does."""
-    attention = model.blocks[0].attention
-    attention._compiled_call_impl = lambda *given: 2 * attention.forward(*given)
-
-
 def louder_plain(model: Transformer, *given: Any) -> Tensor:
     return 2 * Transformer._plain(model, *given)
 
@@ -342,7 +267,7 @@ def replace_a_method_of_the_model(model: Transformer) -> None:
 
 
 def layers_held(model: Transformer) -> list[KVCache]:
-    """Return the layers of the model's own cache, none before its first text."""
+    """Return the layers of the model's own cache, [] before its first text."""
     return [] if model.cache is None else model.cache.layers
 
 
@@ -389,7 +314,7 @@ def want_gradients_of_angles(model: Transformer) -> None:
 
 
 def put_a_cache_of_ones(model: Transformer) -> None:
-    """A researcher's own keys and values: another address, another length, and not contiguous."""
+    """Replace keys and values by tensors at another address, which are not contiguous."""
     for cache in layers_held(model):
         if cache.keys is not None:
             cache.keys = torch.ones_like(cache.keys.transpose(0, 1).contiguous()).transpose(0, 1)
@@ -397,39 +322,32 @@ def put_a_cache_of_ones(model: Transformer) -> None:
 
 
 CHANGES: dict[str, Change] = {
-    change.__name__: change
-    for change in (
-        *(add_to_a_bias, take_a_bias, swap_a_head_norm),
-        *(halve, double, to_bfloat16, to_float, edit_in_place, point_data_elsewhere, transpose_data, widen_data),
-        *(assign_a_parameter, assign_a_strided_parameter, assign_a_misaligned_parameter, load_by_assignment),
-        *(flatten_a_matrix, load_by_copy, hook_that_watches, hook_that_changes, pre_hook_that_changes),
-        *(replace_a_method_of_an_instance, replace_a_method_of_a_cache, replace_a_module, wrap_a_module),
-        *(parametrize_a_weight, change_one_eps, change_every_eps, change_an_operation, change_one_operation),
-        *(
-            take_a_layer,
-            add_a_layer,
-            use_a_layer_twice,
-            take_all_layers,
-            widen_one_mlp,
-            prune_all_mlps,
-            prune_a_query_head,
-        ),
-        *(enlarge_the_head, shrink_the_head, break_a_shape, renorm_the_embedding, unlike_the_others_uncached),
-        *(turn_by_other_angles, turn_by_float64, turn_by_a_method_of_an_instance, put_a_cache_of_ones),
-        *(keep_a_weight_as_a_buffer, keep_a_weight_as_an_attribute, take_the_memory_of_a_matrix),
-        *(assign_zeros_without_memory, replace_the_call_of_an_instance, keep_keys_unrotated, halve_what_is_kept),
-        *(be_of_another_class, turn_by_another_class, change_the_order_of_layers, leave_eps_to_pytorch),
-        *(want_gradients_of_angles, replace_the_compiled_call_of_an_instance, replace_a_method_of_the_model),
-    )
+    **{"halve": nn.Module.half, "double": nn.Module.double},
+    **{"to_bfloat16": nn.Module.bfloat16, "to_float": nn.Module.float},
+    **{
+        change.__name__: change
+        for change in (
+            *(add_to_a_bias, take_a_bias, swap_a_head_norm, edit_in_place, point_data_elsewhere, transpose_data),
+            *(assign_a_parameter, load_by_assignment, load_by_copy, hook_that_changes, pre_hook_that_changes),
+            *(replace_a_method_of_an_instance, replace_a_method_of_a_cache, wrap_a_module, parametrize_a_weight),
+            *(change_one_eps, change_every_eps, change_an_operation, change_one_operation, take_a_layer, add_a_layer),
+            *(use_a_layer_twice, take_all_layers, widen_one_mlp, prune_all_mlps, prune_a_query_head, enlarge_the_head),
+            *(shrink_the_head, break_a_shape, renorm_the_embedding, unlike_the_others_uncached, turn_by_other_angles),
+            *(turn_by_float64, turn_by_a_method_of_an_instance, put_a_cache_of_ones, take_the_memory_of_a_matrix),
+            *(assign_zeros_without_memory, replace_the_call_of_an_instance, keep_keys_unrotated, halve_what_is_kept),
+            *(be_of_another_class, turn_by_another_class, change_the_order_of_layers, leave_eps_to_pytorch),
+            *(want_gradients_of_angles, replace_a_method_of_the_model),
+        )
+    },
 }
 
 
-# What PyTorch and this project raise for what they do not take.
+# What PyTorch and this project raise for unsupported values.
 REFUSALS = (ValueError, RuntimeError, IndexError, KeyError, TypeError, AttributeError, NotImplementedError)
 
 
 def outcome(call: Callable[[], Tensor]) -> Tensor | type[BaseException]:
-    """Return the logits, or the class of what is raised."""
+    """Return the logits, or the class of the error."""
     try:
         return call()
     except REFUSALS as error:
@@ -437,11 +355,10 @@ def outcome(call: Callable[[], Tensor]) -> Tensor | type[BaseException]:
 
 
 def check_alike(plain: Tensor | type[BaseException], fast: Tensor | type[BaseException], *, coarse: bool) -> None:
-    """Two models that went through the same gave this: the same refusal, or the same logits but for rounding.
+    """Assert that two models raised the same class of error, or gave the same logits up to rounding.
 
-    Of the largest logit: float32 is 1e-5 away at most; 16 bits (`coarse`), and what they left in a cache, 5 % as a rule
-    and 17 % once in some thousand. What was computed from other weights, positions or operations is as far away as
-    another text.
+    Rounding, as a share of the largest logit: 1e-5 at most in float32; in 16 bits (`coarse`) 5 % as a rule, and 17 %
+    once in some thousand. Other weights, positions or operations differ as much as another text.
     """
     if not isinstance(plain, Tensor) or not isinstance(fast, Tensor):
         assert plain is fast
