@@ -1,38 +1,61 @@
-"""The batch-invariant kernels give what their plain twins give, and a row the same bits in any company.
+"""The batch-invariant kernels give the results of `llama.ops`, and a row the same bits in any batch.
 
-Without a GPU they run in Triton's interpreter, which does their arithmetic in NumPy: the indexing and the masks are
-those of a GPU, so what is read, and in which tile, is tested here. What a GPU rounds is not; the last test is for that.
+Without a GPU they run in Triton's interpreter, which computes in NumPy with a GPU's indices and masks: these tests
+check what is read, and in which tile. The last test needs a GPU, which rounds differently.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_claims_hold_interpreted, compiled, interpreted, made, triton, with_cuda
 from torch import Tensor
 from writes import rows_of
 
-from llama.exact import triton_kernels
 from llama.model import RMSNorm
 from llama.ops import attend, linear
 from llama.rows import Rows
 
+triton = pytest.importorskip("triton")
+triton_kernels = pytest.importorskip("llama.exact.triton_kernels")
+INTERPRETED = triton.knobs.runtime.interpret
+compiled = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
+with_cuda = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA GPU")
 KERNELS = (triton_kernels._linear, triton_kernels._attend, triton_kernels._rms_norm)
 DTYPES = [torch.float32, torch.float64]  # the interpreter's bfloat16 is wrong
 FP64_TOLERANCE = 1e-13  # averages of numbers of about 1, a hundred roundings of 1e-16 each
 FP32_TOLERANCE = 1e-5  # the same with roundings of 6e-8
 
 
+def interpreted(claim: Callable[..., None]) -> Callable[..., None] | None:
+    """Collect a test only if the interpreter is on: `TRITON_INTERPRET=1 pytest FILE`."""
+    return claim if INTERPRETED else None
+
+
+def made(*size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.randn(size, dtype=torch.float64).to(device, dtype)
+
+
 @pytest.mark.slow
 @compiled
 def test_all_claims_hold_in_tritons_interpreter() -> None:
-    assert_claims_hold_interpreted(__file__)
+    """In another process: Triton reads the setting on import, and transformers imports Triton too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def assert_same_product(x: Tensor, weight: Tensor) -> None:
-    """Two ways of summing K products are each off by K * eps of the sum of magnitudes at most (as in test_linear)."""
+    """Two orders of summing K products are each off by at most K * eps of the sum of magnitudes."""
     product, expected = triton_kernels.linear(x, weight), linear(x, weight)
     assert product.shape == expected.shape
     assert product.dtype == expected.dtype
@@ -68,7 +91,7 @@ def test_products_equal_the_plain_ones_on_and_off_the_tile_grid(
 
 @interpreted
 @pytest.mark.parametrize("lay", [lambda x: x.T.contiguous().T, lambda x: x.repeat(1, 2)[:, 3:9], lambda x: x[1:]])
-def test_operands_of_a_product_may_lie_in_memory_in_any_way(lay: Callable[[Tensor], Tensor]) -> None:
+def test_operands_of_a_product_may_have_any_strides(lay: Callable[[Tensor], Tensor]) -> None:
     assert_same_product(lay(made(5, 6)), lay(made(7, 6)))
 
 
@@ -90,8 +113,8 @@ def test_heads_of_any_size_share_keys_in_groups(n_heads: int, n_kv_heads: int, h
 
 @interpreted
 @pytest.mark.parametrize("seqlen", [1, 2, 20])
-def test_rows_may_stand_at_positions_of_their_own(seqlen: int) -> None:
-    """Over numbers of blocks of their own, too: two tokens from 15 on touch two, from 16 on one."""
+def test_rows_may_have_different_positions(seqlen: int) -> None:
+    """And different numbers of blocks: two tokens from 15 on are in two, from 16 on in one."""
     assert_attends(made(4, seqlen, 2, 16), made(4, 90, 1, 16), made(4, 90, 1, 16), [15, 0, 16, 63])
 
 
@@ -108,7 +131,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(slope: Tensor) -> None:
 @interpreted
 @pytest.mark.parametrize("start_pos", [0, 3, 64, [0, 30], [64, 15]])
 @pytest.mark.parametrize("seqlen", [1, 2])
-def test_what_lies_past_a_rows_own_end_is_never_read(seqlen: int, start_pos: int | list[int]) -> None:
+def test_memory_behind_a_row_s_end_is_never_read(seqlen: int, start_pos: int | list[int]) -> None:
     """Not even multiplied by zero: zero times nan is nan."""
     xq, keys, values = made(2, seqlen, 2, 16), made(2, 70, 1, 16), made(2, 70, 1, 16)
     expected = attend_exactly(xq, keys, values, start_pos)
@@ -128,7 +151,7 @@ def test_what_lies_past_a_rows_own_end_is_never_read(seqlen: int, start_pos: int
         lambda kept: kept[:1, :9].expand(2, -1, -1, -1),  # one row, twice
     ],
 )
-def test_queries_keys_and_values_may_lie_in_memory_in_any_way(lay: Callable[[Tensor], Tensor]) -> None:
+def test_queries_keys_and_values_may_have_any_strides(lay: Callable[[Tensor], Tensor]) -> None:
     xq, laid, plain = made(2, 2, 4, 20), lay(made(3, 30, 2, 20)), made(2, 9, 2, 20)
     assert_attends(xq, laid, plain, 7)
     assert_attends(xq, plain, laid, 7)
@@ -141,7 +164,7 @@ def test_queries_keys_and_values_may_lie_in_memory_in_any_way(lay: Callable[[Ten
 def test_norms_equal_the_plain_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     plain = RMSNorm(shape[-1], 1e-5).to(dtype).requires_grad_(False)
     plain.weight.uniform_(0.5, 1.5)
-    for size in (1, 1e-3):  # of which eps is next to nothing, and ten times the mean square
+    for size in (1, 1e-3):  # eps is negligible, and ten times the mean square
         x = size * made(*shape, dtype=dtype)
         # A sum of dim positive numbers is off by dim roundings at most, its root by half of that.
         rtol = (4 + shape[-1]) * torch.finfo(dtype).eps
@@ -162,50 +185,44 @@ def test_norms_are_rounded_before_the_weight_comes() -> None:
     ("refused", "call"),
     [
         ("whose keys stand at 0, 1, 2", lambda x: attend_exactly(x, x, x, 0, torch.arange(3))),
-        (
-            r"start_pos=\[0, 0\] must be one per row \(of 1\)",
-            lambda x: triton_kernels.attend(x, x, x, Rows.at([0, 0], [3, 3])),
-        ),
+        (r"\[0, 0\] must be one per row \(of 1\)", lambda x: triton_kernels.attend(x, x, x, Rows.at([0, 0], [3, 3]))),
         (r"start_pos=\[1\] must be .* from 0 to 3 keys - 3", lambda x: attend_exactly(x, x, x, 1)),
         (r"do not agree: .*keys \(1, 2, 2, 4\)", lambda x: attend_exactly(x[:, :1], x[:, :2], x, 0)),
         ("do not agree", lambda x: attend_exactly(x, x[..., :3], x[..., :3], 0)),
         ("do not agree", lambda x: attend_exactly(x[:, :, :1], x, x, 0)),
         ("last sizes must agree", lambda x: triton_kernels.linear(x, x[0, :, 0, :3])),
         ("last sizes must agree", lambda x: triton_kernels.rms_norm(x, x[0, 0, 0, :3], 1e-5)),
-        (
-            "one dtype on one .* x torch.float32 .* weight torch.float64",
-            lambda x: triton_kernels.linear(x, x[0, 0].double()),
-        ),
+        ("one dtype on one .* torch.float32 .* torch.float64", lambda x: triton_kernels.linear(x, x[0, 0].double())),
         ("one device .* on cpu, .* on meta", lambda x: triton_kernels.linear(x, x[0, 0].to("meta"))),
         ("float32 or float64 .given x torch.int64", lambda x: triton_kernels.linear(x.long(), x[0, 0].long())),
         ("no gradient: run .*inference_mode", lambda x: triton_kernels.linear(x, x[0, 0].clone().requires_grad_())),
         ("no gradient", lambda x: attend_exactly(x, x, x.clone().requires_grad_(), 0)),
     ],
 )
-def test_what_the_kernels_cannot_take_is_refused_in_words(refused: str, call: Callable[[Tensor], Tensor]) -> None:
+def test_unsupported_operands_raise(refused: str, call: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match=refused):
         call(made(1, 3, 2, 4))
 
 
 @interpreted
-def test_weights_that_could_have_a_gradient_pass_where_none_is_taken() -> None:
+def test_weights_that_require_a_gradient_pass_in_inference_mode() -> None:
     x, weight = made(2, 4), made(3, 4).requires_grad_()
     with torch.inference_mode():
         assert_same_product(x, weight)
 
 
-# What Triton makes of the kernels, which the interpreter does not ask. It takes no GPU.
+# Compilation by Triton, which the interpreter leaves out. It needs no GPU.
 
 
 @compiled
-def test_a_cpu_is_refused_in_words() -> None:
+def test_a_cpu_raises() -> None:
     with pytest.raises(ValueError, match=r"run on CUDA GPUs.*given x torch.float32 on cpu"):
         triton_kernels.linear(made(2, 4), made(3, 4))
 
 
 @compiled
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_no_kernel_is_compiled_anew_for_what_differs_from_call_to_call(kernel: Any) -> None:
+def test_no_kernel_is_compiled_again_for_values_that_differ_between_calls(kernel: Any) -> None:
     """Not for the number 1, multiples of 16 and aligned addresses: another program may sum in another order."""
     fixed = {"weight", "out_features", "in_features"}  # by the model
     for each in kernel.params:
@@ -234,12 +251,12 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(
     )
     ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ptx"]
     assert "tf32" not in ptx  # float32 is float32
-    assert "atom." not in ptx  # nobody adds to the sum of another program
+    assert "atom." not in ptx  # no program adds to the sum of another
     assert "\tred." not in ptx
 
 
-# Claims about bits. In the interpreter they say that a row meets the same tiles, and no neighbour's numbers; that a GPU
-# rounds it the same way is seen only there, by the same three claims.
+# Claims about bits. In the interpreter they show that a row is computed in the same tiles, without its neighbours'
+# numbers. Only a GPU shows that it rounds them the same way.
 
 
 def products_keep_their_bits(**kind: Any) -> None:
@@ -281,12 +298,12 @@ CLAIMS = [products_keep_their_bits, norms_keep_their_bits, attention_keeps_its_b
 
 @interpreted
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_a_row_meets_the_same_tiles_in_any_company(claim: Callable[..., None]) -> None:
+def test_a_row_is_computed_in_the_same_tiles_in_any_batch(claim: Callable[..., None]) -> None:
     claim()
 
 
 @with_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_a_row_keeps_its_bits_in_any_company_on_a_gpu(claim: Callable[..., None], dtype: torch.dtype) -> None:
+def test_a_row_keeps_its_bits_in_any_batch_on_a_gpu(claim: Callable[..., None], dtype: torch.dtype) -> None:
     claim(dtype=dtype, device="cuda")

@@ -405,7 +405,7 @@ def test_a_table_with_a_block_outside_of_the_pool_is_not_used(caplog: pytest.Log
     assert "not in the pool" in caplog.text
 
 
-# ---- errors, and what runs on the plain path --------------------------------------------------------------------------
+# ---- errors, and what runs on the plain path -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_cache", GROUPED)
