@@ -1,4 +1,4 @@
-"""Models with native code and their plain twins, and where the code is compiled: once on a machine, for all tests."""
+"""Models with native code, their plain twins, and the folder of the code, which is compiled once for all tests."""
 
 import platform
 import shutil
@@ -25,7 +25,7 @@ needs_a_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"
 )
 FOLDER = cache_dir() / "native-tests"
-VOCAB = 101  # no multiple of anything
+VOCAB = 101  # not a multiple of any size in native code
 ARGS = tiny_args(
     dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
 )
@@ -35,14 +35,14 @@ KINDS = ("fp32", "bf16", "int8", "int8 in bf16", "int4", "int4 in bf16")
 
 
 def cpu_flags() -> set[str]:
-    """Return what the CPU can do, in Linux's words."""
+    """Return the CPU's flags from Linux's /proc/cpuinfo; none on other systems."""
     file = Path("/proc/cpuinfo")
     return set(file.read_text().split()) if platform.machine() == "x86_64" and file.exists() else set()
 
 
 @contextmanager
 def compiled_with(*flags: str) -> Iterator[None]:
-    """Let native code be compiled, and found, with these flags behind the usual ones: the last one counts."""
+    """Compile and load native code with these flags after the usual ones, which they override."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_build, "FLAGS", (*native_build.FLAGS, *flags))
         yield
@@ -77,10 +77,10 @@ def served(model: Transformer) -> int:
 
 
 def tolerance(kind: str, logits: Tensor) -> float:
-    """Return how far rounding alone may take the native logits from the plain ones.
+    """Return how far native logits may be from the plain ones by rounding.
 
-    In 16 bits the plain path also rounds between products, where the native one does not; and int8's activations are
-    rounded to 16 bits, 2^-16 of the largest of a row.
+    In 16 bits the plain path also rounds between products, and native code does not; int8's activations are rounded to
+    16 bits, 2^-16 of the largest of a row.
     """
     dtype = torch.bfloat16 if "bf16" in kind else torch.float32
     allowed = fp32_tolerance(logits, ARGS, dtype)
@@ -88,7 +88,7 @@ def tolerance(kind: str, logits: Tensor) -> float:
 
 
 def check_bits(kind: str, args: ModelArgs = ARGS) -> None:
-    """Native logits have the same bits however a text is cut, whatever stands beside it, by any number of threads."""
+    """Assert that native logits have the same bits in any chunks, any batch, and with any number of threads."""
     _, fast = twins(kind, args)
     tokens = some_tokens(5, 130, vocab_size=VOCAB)
     fast.kv_caching = False

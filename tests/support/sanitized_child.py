@@ -1,4 +1,4 @@
-"""Run native code, compiled to watch its own memory and arithmetic, over the edges of everything: see the test."""
+"""Run native code, compiled with sanitizers, with sizes around every edge; see test_native_builds."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ from llama.sampling import Sampling
 
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror")
 THREADS_SANITIZED = ("-O1", "-g", "-fsanitize=thread")
-# At and beside every number of tokens, keys, queries or rows that the code takes at a time.
+# Equal to, and one beside, every number of tokens, keys, queries or rows that the code processes at a time.
 LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 97, 130)
 SHAPES = (
     ARGS,
@@ -34,7 +34,7 @@ SHAPES = (
 
 
 def feed(model: Transformer, lengths: list[int], threads: int, *, caching: bool) -> None:
-    """Feed rows of these lengths, as one prompt and then a step, into a cache of just that room."""
+    """Feed rows of these lengths as a prompt and then a step, into a cache of exactly that capacity."""
     torch.set_num_threads(threads)
     model.kv_caching = caching
     tokens = torch.randint(model.args.vocab_size, (len(lengths), max(lengths)))
@@ -48,7 +48,7 @@ def feed(model: Transformer, lengths: list[int], threads: int, *, caching: bool)
 
 
 def choose(model: Transformer) -> None:
-    """Choose from as many logits as the code takes at a time, and one more or less; then step by step."""
+    """Choose from as many logits as the code processes at a time, and one more or less; then generate."""
     runner = model.runner
     assert isinstance(runner, NativeRunner)
     for vocab in (*LENGTHS, 511, 512, 513, 5000):
@@ -67,7 +67,7 @@ def choose(model: Transformer) -> None:
 
 
 def shorten_the_logits() -> None:
-    """Let the code believe that the head has more columns than there is room for."""
+    """Allocate one column less for the logits than the head has."""
     whole = native_call.NativeCall.__init__
 
     def begin(self: native_call.NativeCall, described: Any, *given: Any, **how: Any) -> None:
@@ -82,7 +82,7 @@ def shorten_the_logits() -> None:
 
 
 def texts_at_once(kinds: Sequence[str]) -> None:
-    """Let two texts, of each pair of kinds of cache, step on one model in two threads, and forks that share blocks."""
+    """Generate two texts on one model in two threads, with each pair of kinds of cache, and forks that share blocks."""
     for weights in ("fp32", "int4"):
         _, model = twins(weights, ARGS)
         for pair in itertools.combinations_with_replacement(kinds, 2):
@@ -93,7 +93,7 @@ def texts_at_once(kinds: Sequence[str]) -> None:
 
 
 def texts_in_one_cache() -> None:
-    """Let two threads step on one cache, whose lock holds nobody up."""
+    """Feed one cache, of which the lock is off, in two threads."""
     _, model = twins("fp32", ARGS)
     cache = model.new_cache(rows=1, length=200)
     Cache.feeding = lambda self, source, *, begins: nullcontext()  # type: ignore[assignment, method-assign, return-value]
@@ -102,7 +102,7 @@ def texts_in_one_cache() -> None:
 
 def main(*words: str) -> None:
     if "--threads" in words or "--one-cache" in words:
-        torch.set_num_threads(1)  # what OpenMP's own threads wait for, the thread sanitizer does not see
+        torch.set_num_threads(1)  # the thread sanitizer does not see the barriers of OpenMP
         with compiled_with(*THREADS_SANITIZED):
             texts_in_one_cache() if "--one-cache" in words else texts_at_once(("static", "int8", "int4", "paged"))
         print("clean")
