@@ -1,7 +1,7 @@
-"""Compare a model with itself: do the bits of a position's logits depend on nothing but the tokens up to it?
+"""Compare a model with itself: do the bits of a position's logits depend only on the tokens up to it?
 
-Nothing that computes a step faster, or exactly, is trusted before the model that uses it has passed here. Knows what
-can be asked of a model; does not know how it computes, nor what a difference is called by whoever asks.
+Exact mode and native code are used only for a model that passes this comparison. Knows how a model is called; does not
+know how it computes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.kv_cache import Cache
 
-FEW = 21  # positions of rows that stand beside one another: more than a block of 16 queries in exact mode
+FEW = 21  # positions of several rows in one batch: more than a block of 16 queries in exact mode
 
 
 class CachedModel(Protocol):
-    """What is needed of a model to compare it with itself."""
+    """The part of a model that the comparison uses."""
 
     @property
     def args(self) -> ModelArgs: ...
@@ -31,15 +31,15 @@ class CachedModel(Protocol):
 
 @torch.inference_mode()
 def first_difference(model: CachedModel, *, rows: int = 2, length: int = 85) -> str | None:
-    """Say where logits differ to the bit: alone, cut off, through the cache, ragged; None where they do not.
+    """Return where the bits of logits differ (alone, truncated, with the cache, ragged), or None if they do not.
 
-    One row is fed to `length`, in one pass and through the cache; with others beside it, all to FEW, which is cheaper.
+    One row is fed to `length`, in one pass and with the cache; several rows are fed to FEW, which is cheaper.
     """
     rows, length = _sizes(model, rows, length)
     stream = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randint(model.args.vocab_size, (rows, length), generator=stream, device="cpu")
     tokens = tokens.to(model.device)
-    last, few = tokens[-1:], tokens[:, :FEW]  # the last row stands elsewhere when it is alone
+    last, few = tokens[-1:], tokens[:, :FEW]  # alone, the last row is at another place
     plain, cached = model.with_kv_caching(False), model.with_kv_caching(True)
     whole, beside = plain(last), plain(few)
     if not torch.equal(beside[-1], whole[0, : few.shape[1]]):
@@ -54,7 +54,7 @@ def first_difference(model: CachedModel, *, rows: int = 2, length: int = 85) -> 
     for start, end in cuts(few.shape[1]):
         if not torch.equal(cached(few[:, start:end], start, cache=cache), beside[:, start:end]):
             return f"tokens {start} to {end - 1} of {rows} rows, through the cache, are not what they are without it"
-    starts = [row * (few.shape[1] - 1) // rows for row in range(rows)]  # all of it has been fed, and may be again
+    starts = [row * (few.shape[1] - 1) // rows for row in range(rows)]  # all of it was fed, and may be fed again
     ragged = cached(few.gather(1, torch.tensor(starts, device=model.device)[:, None]), starts, cache=cache)
     if any(not torch.equal(ragged[row, 0], beside[row, start]) for row, start in enumerate(starts)):
         return f"rows at positions {starts} are not what they are at one"
@@ -62,7 +62,7 @@ def first_difference(model: CachedModel, *, rows: int = 2, length: int = 85) -> 
 
 
 def tokens_fed(model: CachedModel, *, rows: int = 2, length: int = 85) -> int:
-    """Return how many tokens `first_difference` feeds where it finds none."""
+    """Return the number of tokens that `first_difference` feeds if it finds none."""
     rows, length = _sizes(model, rows, length)
     return 2 * (length + rows * min(FEW, length) + rows)
 
@@ -73,7 +73,7 @@ def _sizes(model: CachedModel, rows: int, length: int) -> tuple[int, int]:
 
 
 def cuts(length: int) -> Iterator[tuple[int, int]]:
-    """Cut a text into pieces of many lengths, as (start, end); single tokens among them, one of them past 64 others."""
+    """Yield chunks of a text, (start, end), of many lengths; some of one token, one of these after 64 others."""
     start = 0
     for size in cycle((5, 1, 1, 1, 17, 1, 2, 33, 1, 1, 3, 1, 60)):
         end = min(start + size, length)

@@ -1,11 +1,11 @@
-"""Exact mode: operations whose bits for one position do not depend on what is computed beside it.
+"""Batch-invariant operations: the bits of one position do not depend on what is computed beside it.
 
-A matrix product rounds a row differently when it is alone, attention rounds differently over another number of keys,
-and so do the last few numbers of a vector loop. So here everything is cut into tiles of one shape, the same wherever a
-position stands: rows in whole blocks, queries in blocks of 16 that begin at multiples of 16, keys in chunks of 64.
-Which blocks of rows are enough belongs to the machine, so `probe` finds out. Ranks that share a model cut its products,
-so each product is computed in slices: any number of ranks that divides them gets the same bits. Knows tensors; does not
-know a model. On CUDA, `triton_kernels` does the same.
+A matrix product rounds a row differently when it is alone, attention rounds differently for another number of keys, and
+so do the last few numbers of a vector loop. So all operands are cut into tiles of one shape: rows in whole blocks,
+queries in blocks of 16 that begin at multiples of 16, keys in chunks of 64. The number of rows that a block needs
+depends on the machine: see `probe`. Ranks that share a model cut its products, so each product is computed in slices:
+any number of ranks that divides them gives the same bits. On CUDA, `triton_kernels` has the same operations. Knows
+tensors; does not know a model.
 Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025.
 """
 
@@ -22,15 +22,15 @@ from llama.ranks import Ranks
 from llama.rows import Rows
 
 QUERIES, KEYS = 16, 64  # in a tile of attention
-TILES = 256  # tiles at a time, and so scores of 256 x 16 queries at once in memory
+TILES = 256  # tiles at a time: scores of 256 x 16 queries are in memory at once
 
-Product = Callable[[Tensor, Tensor], Tensor]  # x @ weight.T, with the same bits for a row in any company
+Product = Callable[[Tensor, Tensor], Tensor]  # x @ weight.T, batch-invariant
 
 
 def exact_ops(device: torch.device, slices: int = 1) -> Ops:
-    """Return the operations of exact mode for a device, with products in `slices`, as a layer of this rank has them.
+    """Return the operations of exact mode for a device. slices: those of a layer's products on this rank.
 
-    Raises ValueError where CUDA lacks Triton.
+    Raises ValueError on CUDA without Triton.
     """
     if device.type != "cuda":
         by_slices = partial(exact_linear, slices=slices)
@@ -40,34 +40,34 @@ def exact_ops(device: torch.device, slices: int = 1) -> Ops:
     try:
         from llama.exact import triton_kernels as kernels
     except ModuleNotFoundError as missing:
-        raise ValueError(f"exact mode on CUDA needs {missing.name}: pip install triton, or take device=cpu") from None
-    # The tiles of its product do not depend on how many outputs there are, so only sums need slices.
+        raise ValueError(f"exact mode on CUDA needs {missing.name}: pip install triton, or use device=cpu") from None
+    # The tiles of Triton's product do not depend on the number of outputs, so only sums need slices.
     sum_by_slices = partial(exact_sum_linear, kernels.linear, slices=slices)
     attend = softmax_attention(partial(_attend_unchanged, kernels.attend))
     return Ops("exact", kernels.linear, sum_by_slices, attend, kernels.rms_norm, exact_silu, exact=True)
 
 
 def exact_linear(x: Tensor, weight: Tensor, slices: int = 1) -> Tensor:
-    """Return x @ weight.T, of x (..., in_features) and weight (out_features, in_features), in slices of the outputs."""
+    """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features), by slices of the outputs."""
     if slices == 1 or is_its_slices(weight, slices):
         return exact_product(x, weight)
     return torch.cat([exact_product(x, rows) for rows in weight.chunk(slices)], dim=-1)
 
 
 def exact_sum_linear(product: Product, x: Tensor, weight: Tensor, ranks: Ranks, slices: int = 1) -> Tensor:
-    """Return x @ weight.T, every rank having its share of the columns of both, added up from slices, in order."""
+    """Return x @ weight.T, of which every rank has a share of the columns: the sum of all slices, in order."""
     operands = zip(x.chunk(slices, dim=-1), weight.chunk(slices, dim=-1), strict=True)
     parts = torch.stack([product(part, columns.contiguous()) for part, columns in operands])
     wide = torch.promote_types(x.dtype, torch.float32)
-    everyones = torch.cat(ranks.gather(parts)).to(wide)  # (slices of all ranks, *x.shape[:-1], out_features)
-    total = everyones[0]
-    for part in everyones[1:]:
+    slices_of_all = torch.cat(ranks.gather(parts)).to(wide)  # (slices of all ranks, *x.shape[:-1], out_features)
+    total = slices_of_all[0]
+    for part in slices_of_all[1:]:
         total = total + part
     return total.to(x.dtype)
 
 
 def exact_silu(x: Tensor) -> Tensor:
-    """Return x * sigmoid(x). The exponential of PyTorch has no tail that rounds differently; its silu has."""
+    """Return x * sigmoid(x). PyTorch's silu rounds the tail of a vector differently; its exponential does not."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide / (1 + (-wide).exp())).type_as(x)
 
@@ -81,7 +81,7 @@ def _attend_unchanged(
     visible: Tensor | None = None,
     scoring: Scoring = UNCHANGED,
 ) -> Tensor:
-    """Attend by an exact `attend`; raise ValueError on scores that are to be changed."""
+    """Call an exact `attend`; raise ValueError if the operations have a score_mod."""
     if scoring.score_mod is not None:
         raise ValueError("exact mode cannot apply a score_mod; set model.exact = False first")
     return attend(xq, keys, values, rows, visible)
@@ -94,7 +94,7 @@ def exact_attend(
     rows: Rows,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """Do what `llama.ops.attend` does, each query in the same place of the same tile wherever it is fed."""
+    """Return what `llama.ops.attend` does; each query is in the same place of the same tile in every call."""
     if visible is not None:
         raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
     _compare_attention(xq, keys)
@@ -106,11 +106,11 @@ def exact_attend(
 
 
 def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int) -> Tensor:
-    """Attend where all rows stand at the same position; in float32 or wider."""
+    """Attend for rows that all start at the same position, in float32 or wider."""
     bsz, seqlen, n_heads, head_dim = xq.shape
-    before = start_pos % QUERIES  # places of the first block that stay empty
+    before = start_pos % QUERIES  # empty places of the first block
     wide = torch.promote_types(xq.dtype, torch.float32)
-    # Filled up with zeros, which add nothing; the scale belongs to the size as it was.
+    # Padded with zeros, which add nothing; the scale is that of the original size.
     queries = _in_tiles(xq.to(wide) / head_dim**0.5, QUERIES, before)  # (bsz, n_heads, blocks, QUERIES, width)
     k, v = (  # (bsz, n_heads, chunks, KEYS, width)
         _in_tiles(kept[:, : start_pos + seqlen].to(wide), KEYS).repeat_interleave(n_heads // keys.shape[2], dim=1)
@@ -124,7 +124,7 @@ def _attend_in_step(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int) ->
 
 
 def _attend_blocks(queries: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
-    """Attend for blocks of queries of which the first begins at `begin`: (bsz, n_heads, blocks x QUERIES, width)."""
+    """Return the attention of blocks of queries from position `begin` on, (bsz, n_heads, blocks x QUERIES, width)."""
     bsz, n_heads, blocks, _, width = queries.shape
     chunks = min(k.shape[2], -(-(begin + blocks * QUERIES) // KEYS))
     flat = queries.flatten(0, 2)  # (bsz x n_heads x blocks, QUERIES, width)
@@ -139,14 +139,14 @@ def _attend_blocks(queries: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
     return output.view(bsz, n_heads, blocks * QUERIES, width)
 
 
-# The sizes for which a process has compared attention with itself: heads, KV heads, head_dim, dtype, device, threads.
+# The sizes for which this process compared attention with itself: heads, KV heads, head_dim, dtype, device, threads.
 _ATTENDS: set[tuple[int, int, int, torch.dtype, torch.device, int]] = set()
 
 
 def _compare_attention(xq: Tensor, keys: Tensor, length: int = 5 * KEYS) -> None:
-    """Raise ValueError where attention with these heads, cut into calls, has not the bits of one call.
+    """Raise ValueError if attention with these heads has other bits in several calls than in one.
 
-    A model's comparison with itself is too dear to be as long. Compared once for each size, dtype and count of threads.
+    The comparison of a whole model is shorter, because it costs more. Runs once for each key of _ATTENDS.
     """
     n_heads, head_dim = xq.shape[2:]
     wide = torch.promote_types(xq.dtype, torch.float32)
@@ -162,13 +162,13 @@ def _compare_attention(xq: Tensor, keys: Tensor, length: int = 5 * KEYS) -> None
     for start, end in cuts(length):
         if not torch.equal(_attend_in_step(q[:, start:end], k, v, start), whole[:, start:end]):
             raise ValueError(
-                f"exact mode is not available here: attention to {end} positions, asked from {start} on, differs"
+                f"exact mode is not available here: attention to {end} positions differs for queries from {start} on"
             )
     _ATTENDS.add(key)
 
 
 def _in_tiles(x: Tensor, size: int, before: int = 0) -> Tensor:
-    """Cut (bsz, seqlen, heads, head_dim), behind `before` empty places, into (bsz, heads, tiles, size, width)."""
+    """Return (bsz, seqlen, heads, head_dim), after `before` empty places, as (bsz, heads, tiles, size, width)."""
     bsz, seqlen, heads, head_dim = x.shape
     whole = x.new_zeros(bsz, heads, round_up(before + seqlen, size), round_up(head_dim, SIDE))
     whole[:, :, before : before + seqlen, :head_dim] = x.transpose(1, 2)
@@ -176,5 +176,5 @@ def _in_tiles(x: Tensor, size: int, before: int = 0) -> Tensor:
 
 
 def _for_each_block(chunk: Tensor, blocks: int) -> Tensor:
-    """Return a chunk of every head, (bsz, n_heads, KEYS, width), once for each block of its queries."""
+    """Return a chunk of every head, (bsz, n_heads, KEYS, width), repeated for each block of queries."""
     return chunk[:, :, None].expand(-1, -1, blocks, -1, -1).flatten(0, 2)

@@ -1,7 +1,7 @@
-"""The switch of exact mode: nothing is promised before the model was compared with itself; and what the mode costs.
+"""Switch exact mode on, after a comparison of the model with itself, or off; measure what the mode costs.
 
-A model with a runner that can keep its bits is compared as that runs it, and no operation is changed. Knows
-`ExactModel`, and how many slices ranks can share; does not know how an operation is done, nor what a runner does.
+A model whose runner has batch-invariant bits is compared as the runner computes it, and no operation is changed. Knows
+`ExactModel`, and how many slices ranks can share; does not know operations, nor runners.
 """
 
 import math
@@ -25,7 +25,7 @@ from llama.stepper import Runner
 
 
 class ExactModel(CachedModel, Protocol):
-    """What is needed of a model to switch exact mode; `llama.Transformer` has it."""
+    """The part of a model that exact mode uses; `llama.Transformer` has it."""
 
     @property
     def exact(self) -> bool: ...
@@ -48,7 +48,10 @@ def set_exact(model: ExactModel, value: bool) -> None:
         return
     _check(model)
     try:
-        _switch_on(model)
+        if model.runner is None:
+            use_exact_ops(model)
+        else:
+            model.runner.exact = True
         if difference := first_difference(model):
             raise ValueError(f"exact mode is not available here{_by(model.runner)}: {difference}")
     except BaseException:
@@ -56,15 +59,8 @@ def set_exact(model: ExactModel, value: bool) -> None:
         raise
 
 
-def _switch_on(model: ExactModel) -> None:
-    if model.runner is None:
-        use_exact_ops(model)
-        return
-    model.runner.exact = True
-
-
 def _switch_off(model: ExactModel) -> None:
-    """Release the model's runner from exact mode, or put PLAIN back wherever the mode has put its own operations."""
+    """Switch the model's runner to other bits, and put PLAIN in the place of exact mode's operations."""
     if model.runner is not None and model.runner.exact:
         model.runner.exact = False
     for module in model.modules():
@@ -73,7 +69,7 @@ def _switch_off(model: ExactModel) -> None:
 
 
 def _ops_of(module: nn.Module) -> Ops:
-    """Return the operations by which a module computes; PLAIN for a module that needs none."""
+    """Return the operations of a module; PLAIN for a module that has none."""
     ops = getattr(module, "ops", PLAIN)
     return ops if isinstance(ops, Ops) else PLAIN
 
@@ -83,7 +79,7 @@ def _by(runner: Runner[Any] | None) -> str:
 
 
 def _check(model: ExactModel) -> None:
-    """Refuse what exact mode cannot go together with."""
+    """Raise ValueError for a model that exact mode does not support."""
     if slices_of(model.args) % model.ranks.size:
         raise ValueError(
             f"exact mode computes in {slices_of(model.args)} slices, which {model.ranks.size} ranks cannot share"
@@ -105,12 +101,12 @@ def _check(model: ExactModel) -> None:
 
 
 def slices_of(args: ModelArgs) -> int:
-    """Return in how many slices exact mode computes products: ranks of any number that divides it get the same bits."""
+    """Return the number of slices of a product: any number of ranks that divides it gives the same bits."""
     return math.gcd(args.n_heads, args.ffn_dim, args.vocab_size, 24)
 
 
 def use_exact_ops(model: ExactModel) -> None:
-    """Let every module compute by the operations of exact mode, a layer's products in the slices of its rank."""
+    """Set the operations of exact mode on every module; each rank computes its slices of a product."""
     whole = slices_of(model.args)
     of_kv = math.gcd(whole, model.args.n_kv_heads)
     for name, module in model.named_modules():
@@ -121,11 +117,11 @@ def use_exact_ops(model: ExactModel) -> None:
 
 @torch.inference_mode()
 def slowdown(model: ExactModel, *, prompt: int = 64, repeats: int = 5, patience: float = 3.0) -> tuple[float, float]:
-    """Return how many times as long one row takes in exact mode: to prefill `prompt` tokens, and a cached step.
+    """Return the slowdown of exact mode for one row: of the prefill of `prompt` tokens, and of a cached step.
 
-    The ratios of the median seconds, both ways timed in turns, `repeats` times after one that warms up; or fewer, and
-    at worst in that one alone, where `patience` seconds have passed. The model needs room for one position more, and no
-    runner, which does in exact mode what it does without.
+    The ratios of the median seconds, measured alternately: one warm-up turn and `repeats` turns, or fewer after
+    `patience` seconds; then the warm-up may be all. The model needs one position more than `prompt`, and no runner: a
+    runner is as fast in exact mode as without.
     """
     _check(model)
     prompt = min(prompt, model.args.max_seq_len - 1)
@@ -154,7 +150,7 @@ def slowdown(model: ExactModel, *, prompt: int = 64, repeats: int = 5, patience:
 
 
 def slowdown_words(model: ExactModel) -> str:
-    """Return a sentence that says what exact mode costs this model here, measured now."""
+    """Return a sentence with the cost of exact mode for this model on this machine, measured now."""
     if model.runner is not None:
         return f"exact mode by {model.runner.name} code takes no longer: the fast step is the same without it"
     prefill, step = slowdown(model)
@@ -163,5 +159,5 @@ def slowdown_words(model: ExactModel) -> str:
 
 def _timed(model: ExactModel, tokens: Tensor, start_pos: int, cache: Cache) -> float:
     started = time.perf_counter()
-    model(tokens, start_pos, cache=cache).sum().item()  # the sum is on the host once the logits are made
+    model(tokens, start_pos, cache=cache).sum().item()  # waits for the logits
     return time.perf_counter() - started

@@ -1,15 +1,13 @@
-"""Triton kernels that give a row the same bits whatever is computed beside it: exact mode on CUDA.
+"""Batch-invariant Triton kernels: exact mode on CUDA.
 
 A library chooses its tiles, and how it splits a sum, by the shape of the whole call, so a token's last bits depend on
-how many others are fed with it. Here each sum is taken by one program, in tiles of one size, in order; none is split
-and nothing is tuned. Triton itself compiles anew for the number 1, for multiples of 16 and for aligned addresses, and
-another program may sum in another order; so it may not look at what differs from call to call (`do_not_specialize`).
-What remains to be trusted is that a GPU treats all rows of a tile alike, and that adding zero times a number changes
-nothing. The price is speed, most of all where one token is fed after a long past.
+how many others are fed with it. Here one program computes each sum, in tiles of one size, in order; no sum is split and
+nothing is tuned. Triton specializes programs for the number 1, for multiples of 16 and for aligned addresses, and
+another program may sum in another order; so values that differ between calls are excluded (`do_not_specialize`).
+Assumed: a GPU computes all rows of a tile alike, and adding zero times a number changes nothing. The price is speed,
+most of all for one token after a long past. Operations on single numbers (silu, sums, rotations) need no kernel.
 
-Knows tensors and positions; does not know the model, where keys came from, or how to differentiate. What acts on single
-numbers (silu, sums, rotations) needs no kernel here.
-Plain twins, which are the definitions: linear, attend and rms_norm in llama/ops.py.
+linear, attend and rms_norm in llama/ops.py define the results. Knows tensors and positions; does not know the model.
 Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025. Softmax in one
 pass: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
 """
@@ -23,11 +21,11 @@ from torch import Tensor
 
 from llama.rows import Rows
 
-# A product's tile, and how much of the sum it takes in a step. Triton multiplies nothing narrower than 16.
+# A product's tile, and the depth of a step of its sum. 16 is Triton's smallest size.
 ROWS = tl.constexpr(16)
 COLUMNS = tl.constexpr(64)
 DEPTH = tl.constexpr(64)
-# A piece of attention. A block of queries stands within one chunk of keys, so all its queries meet the same chunks.
+# A tile of attention. A block of queries lies within one chunk of keys, so all its queries use the same chunks.
 QUERIES = tl.constexpr(16)
 KEYS = tl.constexpr(64)
 
@@ -57,7 +55,7 @@ def _linear(
     in_features,
     WIDE: tl.constexpr,
 ):
-    """Make one tile of the product. Tiles of the same columns follow each other, so that they share their weights."""
+    """Compute one tile of the product. Tiles of the same columns follow each other, so that they share their weights."""
     tiles_down = tl.cdiv(n_rows, ROWS)
     row = (tl.program_id(0) % tiles_down).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     column = (tl.program_id(0) // tiles_down).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
@@ -77,11 +75,11 @@ def attend(
     rows: Rows,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
+    """Return the attention of queries to keys at or before their positions, (bsz, seqlen, n_heads, head_dim).
 
-    xq is (bsz, seqlen, n_heads, head_dim), and query i of a row stands at the row's start + i. keys and values are
-    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. What lies past a row's last query is never read. Raises
-    ValueError on keys that stand elsewhere.
+    xq: (bsz, seqlen, n_heads, head_dim); query i of a row is at the row's start + i. keys, values: (bsz, kv_len,
+    n_kv_heads, head_dim); key j is at j. Keys behind a row's last query are never read. Raises ValueError if `visible`
+    is given, because keys then are at other positions.
     """
     if visible is not None:
         raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
@@ -103,7 +101,7 @@ def attend(
     out = torch.empty_like(xq)
     grid = (blocks * n_heads * bsz,)
     with torch.cuda.device(xq.get_device()):
-        # In one stage: several chunks of wide heads in float32 would not fit into the shared memory of a small GPU.
+        # One stage: several chunks of wide heads in float32 do not fit into the shared memory of a small GPU.
         _attend[grid](xq, keys, values, out, at, seqlen, blocks, *steps, *sizes, _wide(xq), num_stages=1)
     return out
 
@@ -135,8 +133,8 @@ def _attend(
 ):
     """Attend for one block of queries of one head in one row.
 
-    A block begins at a multiple of QUERIES, whatever was fed, so a query always stands in the same place of the same
-    block and meets the same chunks. Each of them holds a key that all queries of the block may see: no maximum is -inf.
+    A block begins at a multiple of QUERIES in every call, so a query always has the same place in the same block and
+    the same chunks. Each chunk has a key that all queries of the block may see: no maximum is -inf.
     """
     block = tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks % HEADS
@@ -164,7 +162,7 @@ def _attend(
         scores = tl.where(first + tl.trans(key) <= query, scores, float("-inf"))  # (QUERIES, KEYS)
         higher = tl.maximum(peak, tl.max(scores, 1))
         shares = tl.exp(scores - higher[:, None])
-        fading = tl.exp(peak - higher)  # what came before was scaled by a lower peak
+        fading = tl.exp(peak - higher)  # earlier chunks were scaled by a lower peak
         total = total * fading + tl.sum(shares, 1)
         v = tl.load(values + (first + key) * value_step, there, 0.0)
         mixed = tl.dot(shares.to(v.dtype), v, mixed * fading[:, None], input_precision="ieee", out_dtype=WIDE)
@@ -173,7 +171,7 @@ def _attend(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale vectors (..., dim) to a root mean square of one, then each of their numbers by weight, (dim,)."""
+    """Return vectors (..., dim) scaled to a root mean square of one, times weight, (dim,)."""
     _check(x=x, weight=weight)
     dim = x.shape[-1]
     if weight.shape != (dim,):
@@ -197,12 +195,12 @@ def _rms_norm(x, weight, out, EPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.co
 
 
 def _wide(x: Tensor) -> tl.dtype:
-    """Return the type to sum in."""
+    """Return the dtype of sums."""
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
 def _check(**operands: Tensor) -> None:
-    """Refuse what the kernels would get wrong without a word. Nothing is moved or cast silently."""
+    """Raise ValueError for operands that the kernels would compute wrongly. Nothing is moved or cast."""
     operand = next(iter(operands.values()))
     if any((other.dtype, other.device) != (operand.dtype, operand.device) for other in operands.values()):
         problem = "take operands of one dtype on one device"

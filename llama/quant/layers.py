@@ -1,7 +1,7 @@
-"""Drop-in layers that hold packed weights, and the change of a model's linear layers and embeddings into these.
+"""Layers of packed weights, and their use in the place of a model's linear layers and embeddings.
 
-Nothing is kept in a wider dtype: the layers widen some outputs at a time as they multiply. They define the result,
-which native code computes from the packed bytes. Knows torch and `packed.py` only.
+The layers dequantise some outputs at a time as they multiply, and store nothing in a wider dtype. They define the
+results of native code, which computes from the packed bytes. Knows torch and `packed.py` only.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from llama.quant.packed import GROUP, INT4, INT8, Format, PackedWeight, Quantize
 
 
 class PackedLinear(nn.Module):
-    """x @ weight.T + bias for a QuantizedWeight, widened some outputs at a time: what defines the result.
+    """x @ weight.T + bias for a QuantizedWeight, dequantised some outputs at a time.
 
-    activations: 8 rounds x to whole numbers of 8 bits first, those of every 32 inputs with a scale of their own. With
-    16 nothing is rounded here; native code rounds to 16 bits, with a scale for every vector. Raises ValueError where a
-    gradient would have to pass: that of a rounding says nothing.
+    activations: 8 rounds x to integers of 8 bits first, with a scale for every 32 inputs. With 16 nothing is rounded
+    here; native code rounds to 16 bits, with a scale for every vector. Raises ValueError if x requires a gradient:
+    rounding has no useful one.
     """
 
     def __init__(self, weight: QuantizedWeight, activations: int = 16, bias: nn.Parameter | None = None) -> None:
@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """A vector of a QuantizedWeight for each token, in the dtype of the model's activations."""
+    """An embedding of a QuantizedWeight, in the dtype of the model's activations."""
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ class PackedEmbedding(nn.Module):
 
 
 def in_8_bits(x: Tensor) -> Tensor:
-    """Return x (..., columns) as 8 bits and a scale for every 32 columns give it. Source: llama.cpp's Q8_0."""
+    """Return x (..., columns) rounded to 8 bits with a scale for every 32 columns. Source: llama.cpp's Q8_0."""
     spans = torch.unflatten(x.float(), -1, (-1, GROUP))
-    most = spans.abs().amax(dim=-1, keepdim=True).clamp(min=1e-36)  # so that its inverse is no infinity
+    most = spans.abs().amax(dim=-1, keepdim=True).clamp(min=1e-36)  # its inverse must be finite
     return ((spans * (127 / most)).round() * (most / 127)).flatten(-2).to(x.dtype)
 
 
 def format_of(name: str, quantize: str) -> Format:
-    """Return how a matrix is packed with "int8" or "int4", where the embedding and the head have 8 bits, too."""
+    """Return the format of a matrix for "int8" or "int4"; with both, the embedding and the head have 8 bits."""
     return INT4 if quantize == "int4" and name.startswith("layers.") else INT8
 
 
@@ -73,14 +73,14 @@ def quantize_layers(
     stored: Callable[[str], Format | QuantizedWeight | None] | None = None,
     activations: int = 16,
 ) -> None:
-    """Put packed layers in the place of linear layers and embeddings; those that share stay so.
+    """Replace linear layers and embeddings by packed layers; layers that share a weight still share it.
 
-    `quantize` is "int8", "int4" or "stored", for which `stored` returns the format of every matrix by its name, or the
-    matrix itself, or None for one that stays as it is. Where there is a format, the matrix is still to be filled.
-    `dtype` is that of the activations; `activations`: how many bits they have in products.
+    dtype: of the activations. quantize: "int8", "int4" or "stored". stored: returns for each matrix by its name its
+    format, the matrix itself, or None if it stays unquantised. Matrices made from a format are not filled yet.
+    activations: their bits in products.
     """
     if hasattr(model, "identity"):
-        model.identity = object()  # type: ignore[assignment]  # a cache that the weights of before fed is not gone on with
+        model.identity = object()  # type: ignore[assignment]  # caches of the old weights are no longer valid
     made: dict[Tensor, QuantizedWeight | None] = {}
     for prefix, owner in list(model.named_modules()):
         for name, layer in owner.named_children():
@@ -101,12 +101,12 @@ def quantize_layers(
 
 
 def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """Return the quantised matrices by their names; one that two layers share is here once, under the first's."""
+    """Return the quantised matrices by name; a matrix that two layers share occurs once, with the first name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter | QuantizedWeight]:
-    """Return all weights by their names, a quantised matrix as one; one that two layers share is here once."""
+    """Return all weights by name; a quantised matrix is one weight, and a shared weight occurs once."""
     matrices = quantized_weights(model)
     floats = {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[0] not in matrices}
     return {**floats, **matrices}

@@ -1,11 +1,11 @@
-"""A matrix of packed weights: codes of 4 to 8 bits, in the layout that is fastest to multiply with, and their scales.
+"""Quantised matrices: codes of 4 to 8 bits, in the layout that is fastest to multiply with, and their scales.
 
-A weight is `scale * code + zero`. Neighbouring weights of an output share a scale and a zero, as the matrix's `Format`
-says. What a .gguf file holds is kept to the bit (`quantize="stored"`). Of float weights a span of 8 bits takes
-whichever loses less: 240 steps from its smallest weight to its largest, or 127 steps to either side of 0. The first is
-exact for weights that come from a file with 4 bits a weight in such spans (240 is 16 times 15), the second for one with
-8; others are off by 1/480 of their span's width at most, and by what float16 rounds off. One of 4 bits takes 15 steps
-from its smallest weight to its largest. Knows torch only. `llama/fast/native/products.h` reads the same bytes.
+A weight is `scale * code + zero`. Neighbouring weights of an output, a span, share a scale and a zero; see `Format`.
+The weights of a .gguf file are stored unchanged (`quantize="stored"`). Float weights in 8 bits: a span has 240 steps
+from its smallest weight to its largest, or 127 steps on either side of 0, whichever is more accurate. The first is
+exact for weights from a file of 4 bits in such spans (240 is 16 times 15), the second for one of 8 bits; others are off
+by at most 1/480 of their span's range, plus the rounding of float16. Float weights in 4 bits: 15 steps from the
+smallest weight to the largest. Knows torch only. `llama/fast/native/products.h` reads the same bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GROUP = 32  # weights of an output whose codes stand together
-UNIT = 256  # weights of an output that share what their nested scales are multiplied by
-LANES = 16  # outputs whose groups stand side by side, so that one vector of a CPU holds the same weights of each
-_ROWS = 128  # outputs that are widened at a time: what stays in a CPU's nearer cache
+GROUP = 32  # weights of an output whose codes are contiguous
+SUPERBLOCK = 256  # weights of an output that share the factor of their nested scales; ggml's word
+LANES = 16  # outputs of a panel: their groups alternate, so that one CPU vector has the same weights of each
+_ROWS = 128  # outputs that are dequantised at a time: they fit into a CPU's inner cache
 
 
 @dataclass(frozen=True)
 class Format:
-    """What the numbers of a packed matrix are.
+    """The format of a packed matrix.
 
-    bits: of a code. span: how many weights share a scale. offset: the code of 0, where no zeros are stored. nested:
-    scales and zeros are whole numbers of 8 bits, times a float16 for every 256 weights; else they are float16.
+    bits: of a code. span: the number of weights that share a scale. offset: the code of 0, if no zeros are stored.
+    nested: scales and zeros are integers of 8 bits, times a float16 for every 256 weights; else they are float16.
     """
 
     bits: int
@@ -40,10 +40,10 @@ INT8, INT4 = Format(8), Format(4)
 
 
 class Parts(NamedTuple):
-    """Some outputs of a matrix: codes as `pack_codes` returns them, and (outputs, spans) scales and zeros.
+    """Some outputs of a matrix: codes as `pack_codes` returns them; scales and zeros, (outputs, spans).
 
-    Where these are nested, (outputs, columns / 256) is what they are multiplied by. Zeros are None where a format has
-    an offset.
+    scale_units, zero_units: the factors of nested scales and zeros, (outputs, columns / 256). Zeros are None if the
+    format has an offset.
     """
 
     codes: Tensor
@@ -54,10 +54,10 @@ class Parts(NamedTuple):
 
 
 class QuantizedWeight(nn.Module):
-    """A matrix (out_features, in_features) whose weights are codes of a Format, wherever these lie.
+    """A matrix (out_features, in_features) of codes in a Format.
 
-    stored_as: how a model of such weights is called. What subclasses hold are parameters, so that they are counted,
-    saved and moved as weights are; a cast of the model is one of its activations and leaves them as they are.
+    stored_as: the name of the weights in `Execution`. Subclasses store parameters, so that they are counted, saved and
+    moved like weights; a cast of the model changes its activations, and not these.
     """
 
     def __init__(self, out_features: int, in_features: int, format: Format, stored_as: str) -> None:
@@ -97,7 +97,7 @@ class QuantizedWeight(nn.Module):
         return self
 
     def blocks(self, most: int = _ROWS) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of at most so many outputs at a time, but at least 16, each start a multiple of 16."""
+        """Yield (start, stop) of at most `most` outputs, but at least 16; each start is a multiple of 16."""
         step = max(LANES, most // LANES * LANES)
         return ((start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
 
@@ -105,8 +105,8 @@ class QuantizedWeight(nn.Module):
 class PackedWeight(QuantizedWeight):
     """A quantised matrix in the layout that is fastest to multiply with; a tied head and its embedding share one.
 
-    codes are (panels, groups, bits, 16, 4), bytes, a panel being 16 outputs; the others (panels, spans, 16), and units
-    (panels, columns / 256, 16). Where out_features is no multiple of 16, the last panel is filled up.
+    A panel is 16 outputs. codes: (panels, groups, bits, 16, 4), bytes; scales, zeros: (panels, spans, 16); units:
+    (panels, columns / 256, 16). If out_features is not a multiple of 16, the last panel is padded.
     """
 
     codes: nn.Parameter
@@ -117,7 +117,7 @@ class PackedWeight(QuantizedWeight):
 
     def __init__(self, out_features: int, in_features: int, format: Format = INT8, stored_as: str = "int8") -> None:
         super().__init__(out_features, in_features, format, stored_as)
-        together = UNIT if format.nested else GROUP
+        together = SUPERBLOCK if format.nested else GROUP
         if in_features % together:
             raise ValueError(
                 f"{stored_as} weights come in groups of {together}, and a layer of this model has {in_features} "
@@ -129,10 +129,7 @@ class PackedWeight(QuantizedWeight):
 
     @torch.no_grad()
     def fill(self, start: int, weight: Tensor) -> None:
-        """Take the float weights of the outputs from `start` on, a multiple of 16; all 16 of a panel at once.
-
-        For INT8 and INT4; the other formats are a file's.
-        """
+        """Quantise float weights to INT8 or INT4 and store them as the outputs from `start` on, whole panels only."""
         assert self.format in (INT8, INT4)
         spans = weight.float().view(len(weight), -1, GROUP)
         codes, scales, zeros = (_nearest if self.format == INT8 else _spanned)(spans)
@@ -140,7 +137,7 @@ class PackedWeight(QuantizedWeight):
 
     @torch.no_grad()
     def take(self, start: int, parts: Parts) -> None:
-        """Take the parts of some outputs as they are; else as `fill`."""
+        """Store the parts of the outputs from `start` on, whole panels only. Raises ValueError."""
         count = len(parts.codes)
         if start % LANES or (count % LANES and start + count != self.shape[0]):
             raise ValueError(f"outputs {start} to {start + count} do not end with a panel of {LANES}")
@@ -149,7 +146,7 @@ class PackedWeight(QuantizedWeight):
             assert (held is None) == (part is None), "the parts are of another format"
             if held is None or part is None:
                 continue
-            if part.dtype == torch.uint8:  # word by word, not byte by byte
+            if part.dtype == torch.uint8:  # copies words, not bytes
                 held, part = (bytes.view(torch.int32)[..., 0] for bytes in (held, part.clone()))
             padded = F.pad(part, (0, 0) * (part.ndim - 1) + (0, -count % LANES))
             held[panels] = torch.unflatten(padded, 0, (-1, LANES)).movedim(1, -1)
@@ -172,10 +169,10 @@ class PackedWeight(QuantizedWeight):
 
 
 class MappedWeight(QuantizedWeight):
-    """A quantised matrix whose bytes are those of a file, mapped: nothing is read before it is used.
+    """A quantised matrix in the mapped bytes of a file, which are read when they are used.
 
-    raw: (out_features, blocks, bytes of a block). block: the file's name for such blocks. `split` returns the parts of
-    some outputs' blocks. A copy of it holds the bytes in memory.
+    raw: (out_features, blocks, bytes of a block). block: the file's name for such blocks. split: returns the parts of
+    some outputs' blocks. A copy of it has the bytes in memory.
     """
 
     raw: nn.Parameter
@@ -195,10 +192,10 @@ class MappedWeight(QuantizedWeight):
 
 
 def part_sizes(out_features: int, in_features: int, format: Format) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of every part that a matrix of this format has, by its name."""
+    """Return the shape and dtype of every part of a matrix of this format, by name."""
     panels, has_zeros = -(-out_features // LANES), format.offset is None
     share = (panels, in_features // format.span, LANES), torch.int8 if format.nested else torch.float16
-    unit = (panels, in_features // UNIT, LANES), torch.float16
+    unit = (panels, in_features // SUPERBLOCK, LANES), torch.float16
     parts = {
         "codes": ((panels, in_features // GROUP, format.bits, LANES, 4), torch.uint8),
         "scales": share,
@@ -212,9 +209,10 @@ def part_sizes(out_features: int, in_features: int, format: Format) -> dict[str,
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Return codes (outputs, groups, 32) as the words of a packed matrix, (outputs, groups, bits, 4), in bytes.
 
-    A word has four codes of 8 bits. Of fewer bits, four words have the low halves: word i those of the weights from 4i
-    on, above them those from 16 + 4i on. The bits that are left follow: the fifth bit of weight 4i + b in bit i of
-    byte b, in one word; or of 6 bits two from bit 2i of byte b, in a word for every 16 weights.
+    With 8 bits, a word has four codes. With fewer bits, the first four words have the lower 4 bits of all codes: word i
+    those of the weights from 4i on, and in its upper halves those from 16 + 4i on. The other bits follow. With 5 bits,
+    one word: the fifth bit of weight 4i + b is bit i of byte b. With 6 bits, a word for every 16 weights: the two bits
+    of weight 4i + b begin at bit 2i of byte b.
     """
     fours = torch.unflatten(codes, -1, (8, 4))
     if bits == 8:
@@ -229,7 +227,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
-    """Return what `pack_codes` was given, (..., groups, 32), for words (..., groups, bits, 4)."""
+    """Return the codes, (..., groups, 32), that `pack_codes` packed into words (..., groups, bits, 4)."""
     if bits == 8:
         return words.flatten(-2)
     codes = torch.cat((words[..., :4, :] & 15, words[..., :4, :] >> 4), dim=-2)
@@ -254,7 +252,7 @@ def _whole(shares: Tensor | None, units: Tensor | None, span: int) -> Tensor:
     assert shares is not None
     if units is None:
         return shares.float()
-    return (torch.unflatten(shares, -1, (-1, UNIT // span)).float() * units[..., None].float()).flatten(-2)
+    return (torch.unflatten(shares, -1, (-1, SUPERBLOCK // span)).float() * units[..., None].float()).flatten(-2)
 
 
 def _spanned(spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:

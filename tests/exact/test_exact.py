@@ -11,18 +11,10 @@ from torch import Tensor
 from writes import rows_of
 
 from llama.args import YarnScaling
-from llama.exact import (
-    Block,
-    block_for,
-    exact_attend,
-    exact_linear,
-    exact_product,
-    exact_silu,
-    operations,
-    probe,
-    slowdown,
-)
+from llama.exact import operations, probe, slowdown
 from llama.exact.batch_invariance import first_difference
+from llama.exact.operations import exact_attend, exact_linear, exact_silu
+from llama.exact.probe import Block, block_for, exact_product
 from llama.model import Transformer
 from llama.ops import PLAIN, attend
 
