@@ -55,7 +55,7 @@ def _linear(
     in_features,
     WIDE: tl.constexpr,
 ):
-    """Compute one tile of the product. Tiles of the same columns follow each other, so that they share their weights."""
+    """Compute one tile of the product. Tiles of the same columns follow each other, and so share their weights."""
     tiles_down = tl.cdiv(n_rows, ROWS)
     row = (tl.program_id(0) % tiles_down).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     column = (tl.program_id(0) // tiles_down).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
@@ -75,7 +75,7 @@ def attend(
     rows: Rows,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of queries to keys at or before their positions, (bsz, seqlen, n_heads, head_dim).
+    """Return attention to the keys at or before each query's position, (bsz, seqlen, n_heads, head_dim).
 
     xq: (bsz, seqlen, n_heads, head_dim); query i of a row is at the row's start + i. keys, values: (bsz, kv_len,
     n_kv_heads, head_dim); key j is at j. Keys behind a row's last query are never read. Raises ValueError if `visible`

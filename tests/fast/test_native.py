@@ -3,11 +3,7 @@
 Compiled for this machine; on an x86 also for older ones, so that their code runs too.
 """
 
-import copy
-import gc
 import logging
-import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from native import (
     ARGS,
     EVERYTHING,
@@ -38,7 +32,6 @@ from oracles import bits, fp32_tolerance, some_tokens, tiny_args
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.fast import native_build
 from llama.fast.choose import make_fast
 from llama.fast.native_check import check_blocks, check_library, tiny_model
 from llama.fast.supported import Unsupported
@@ -188,37 +181,6 @@ def test_sums_of_the_largest_codes_and_activations_do_not_overflow(packed: Forma
     assert served(model) == 1
 
 
-@settings(max_examples=20)
-@given(data=st.data())
-def test_models_of_many_shapes_and_ragged_rows(data: st.DataObject) -> None:
-    heads = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
-    args = tiny_args(
-        dim=32 * data.draw(st.integers(1, 4)),
-        n_layers=data.draw(st.integers(1, 3)),
-        n_heads=heads,
-        n_kv_heads=data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if heads % n == 0])),
-        head_dim=data.draw(st.sampled_from([32, 64, 96, 128])),
-        multiple_of=32,
-        vocab_size=data.draw(st.sampled_from([3, 16, 57])),
-        tied_head=data.draw(st.booleans()),
-        max_seq_len=200,
-    )
-    plain, fast = twins(data.draw(st.sampled_from(["fp32", "int8"])), args)
-    torch.set_num_threads(data.draw(st.integers(1, 2)))
-    try:
-        lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=5))
-        tokens = some_tokens(len(lengths), max(lengths), vocab_size=args.vocab_size)
-        step = some_tokens(len(lengths), 1, vocab_size=args.vocab_size, seed=1)
-        for fed, starts, ends in ((tokens, 0, lengths), (step, lengths, None)):
-            theirs = plain(fed, starts, logits="last", lengths=ends)
-            ours = fast(fed, starts, logits="last", lengths=ends)
-            allowed = 16 * fp32_tolerance(theirs, args)
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=allowed)
-    finally:
-        torch.set_num_threads(1)
-    assert served(fast) == 2
-
-
 @pytest.mark.parametrize("heads", [(50, 1), (64, 2)])
 def test_more_query_heads_than_attention_takes_at_a_time(heads: tuple[int, int]) -> None:
     args = tiny_args(dim=64, n_heads=heads[0], n_kv_heads=heads[1], head_dim=32, multiple_of=32, vocab_size=VOCAB)
@@ -299,17 +261,6 @@ def test_every_way_to_generate_is_native_and_gives_the_plain_tokens(kind: str) -
     assert cached == uncached
 
 
-def test_nothing_is_compiled_during_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, fast = twins("fp32")
-    ran: list[Any] = []
-    monkeypatch.setattr(native_build.subprocess, "run", lambda *words, **_: ran.append(words))
-    for length in (1, 2, 17, 33, 64, 100):
-        fast.generate_tokens([[3] * length, [4]], 3, temperature=0.0)
-        fast.generate_tokens([[3] * length], 3, temperature=0.0, kv_caching=False)
-    assert served(fast) == 36
-    assert ran == []
-
-
 def test_an_id_outside_of_the_vocabulary_raises() -> None:
     _, fast = twins("fp32")
     for id in (-1, VOCAB):
@@ -377,38 +328,6 @@ def test_an_unsupported_model_stays_plain(args: ModelArgs, words: str, caplog: p
 
 
 # ---- a model that changes, or goes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_runs_on_its_own_weights(copied: Callable[[Transformer], Transformer]) -> None:
-    _, fast = twins("fp32")
-    tokens = some_tokens(1, 8, vocab_size=VOCAB)
-    expected = fast(tokens)
-    other = copied(fast)
-    fast.norm.weight.zero_()
-    other.free_cache()
-    assert torch.equal(other(tokens), expected)
-    assert served(other) == 1
-
-
-def test_the_memory_of_a_freed_cache_is_released() -> None:
-    _, fast = twins("fp32")
-    fast(some_tokens(2, 8, vocab_size=VOCAB))
-    held = [weakref.ref(cache.keys) for cache in fast.own_cache().layers if cache.keys is not None]
-    assert len(held) == ARGS.n_layers
-    fast.free_cache()
-    gc.collect()
-    assert [ref() for ref in held] == [None] * ARGS.n_layers
-    assert fast(some_tokens(4, 30, vocab_size=VOCAB)).shape == (4, 30, VOCAB)
-
-
-def test_a_growing_text_moves_into_larger_buffers() -> None:
-    _, fast = twins("fp32")
-    tokens = some_tokens(2, 100, vocab_size=VOCAB)
-    whole = fast(tokens)
-    fast.free_cache()
-    parts = [fast(tokens[:, pos : pos + 1], pos) for pos in range(100)]
-    assert torch.equal(torch.cat(parts, 1), whole)
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------

@@ -184,17 +184,6 @@ def test_rows_that_leave_do_not_change_the_others_bits(kv_cache: str) -> None:
 
 
 @pytest.mark.parametrize("kv_cache", CACHES)
-def test_a_generation_with_rows_that_end_is_native_throughout(kv_cache: str) -> None:
-    plain, fast = pair(kv_cache)
-    prompts = [[5, 6, 7], [1] * 40, [9, 8]]
-    made = [model.generate_tokens(prompts, [50, 5, 33], temperature=0.0)[0] for model in (plain, fast)]
-    assert served(fast) == 50
-    assert [len(ids) for ids in made[1]] == [50, 5, 33]
-    for theirs, ours in zip(*made, strict=True):
-        assert ours[:5] == theirs[:5]  # later a code that differs may change the text
-
-
-@pytest.mark.parametrize("kv_cache", CACHES)
 def test_rows_that_share_their_beginning_continue_separately(kv_cache: str) -> None:
     plain, fast = pair(kv_cache)
     check_step(plain, fast, TOKENS[:1, :45], 0)
@@ -291,26 +280,28 @@ def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: 
                 assert torch.equal(held, numbers), (side, part)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_models_of_many_shapes_and_ragged_rows(data: st.DataObject) -> None:
-    heads = data.draw(st.sampled_from([1, 2, 4, 8]))
+    heads = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
     args = tiny_args(
-        dim=32 * data.draw(st.integers(1, 3)),
-        n_layers=data.draw(st.integers(1, 2)),
+        dim=32 * data.draw(st.integers(1, 4)),
+        n_layers=data.draw(st.integers(1, 3)),
         n_heads=heads,
-        n_kv_heads=data.draw(st.sampled_from([n for n in (1, 2, 4, 8) if heads % n == 0])),
+        n_kv_heads=data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if heads % n == 0])),
         head_dim=data.draw(st.sampled_from([32, 64, 96, 128])),
         multiple_of=32,
-        vocab_size=VOCAB,
+        vocab_size=data.draw(st.sampled_from([3, 16, VOCAB])),
+        tied_head=data.draw(st.booleans()),
         max_seq_len=200,
     )
-    plain, fast = pair(data.draw(st.sampled_from(CACHES)), "fp32", args)
-    torch.set_num_threads(data.draw(st.integers(1, 3)))
+    kv_cache, kind = data.draw(st.sampled_from(["static", *CACHES])), data.draw(st.sampled_from(["fp32", "int8"]))
+    plain, fast = pair(kv_cache, kind, args)
+    torch.set_num_threads(data.draw(st.integers(1, 2)))
     try:
-        lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
-        tokens = some_tokens(len(lengths), max(lengths), vocab_size=VOCAB)
-        check_step(plain, fast, tokens, 0, logits="last", lengths=lengths)
+        lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=5))
+        tokens = some_tokens(len(lengths), max(lengths), vocab_size=args.vocab_size)
+        check_step(plain, fast, tokens, 0, "int8", logits="last", lengths=lengths)
         for width in data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)):
             check_step(plain, fast, tokens[:, :1].expand(-1, width), lengths, "int8")
             lengths = [length + width for length in lengths]
