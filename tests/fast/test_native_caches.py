@@ -500,7 +500,9 @@ def test_a_cache_that_rotates_by_other_angles_runs_on_the_plain_path() -> None:
 
 @pytest.mark.skipif("fma" not in cpu_flags(), reason="no x86")
 @pytest.mark.parametrize("kv_cache", GROUPED)
-@pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-march=x86-64-v3", "-mno-f16c")])
+@pytest.mark.parametrize(
+    "flags", [("-march=x86-64-v3", "-mtune=generic"), ("-march=x86-64-v3", "-mno-f16c", "-O0")], ids=["v3", "no f16c"]
+)
 def test_older_cpus_read_and_make_the_same_groups(kv_cache: str, flags: tuple[str, ...]) -> None:
     with compiled_with(*flags):
         for kind in ("fp32", "bf16"):
