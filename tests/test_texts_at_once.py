@@ -288,7 +288,7 @@ from llama.host.files import cache_dir
 from llama.model import Transformer
 model = Transformer(ModelArgs(dim=64, n_layers=2, n_heads=2, multiple_of=32, vocab_size=64)).requires_grad_(False)
 if {fast}:
-    make_fast(model, cache_dir() / "native-tests")
+    make_fast(model, cache_dir() / "native")
 tokens = torch.arange(64).view(1, 64)
 torch.set_num_threads(2)
 expected = model(tokens)

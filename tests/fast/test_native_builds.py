@@ -17,7 +17,6 @@ import pytest
 import torch
 from native import (
     ARGS,
-    FOLDER,
     KINDS,
     VOCAB,
     check_bits,
@@ -32,6 +31,7 @@ from oracles import bits, some_tokens
 
 from llama.fast import native_library
 from llama.fast.choose import make_fast
+from llama.host.files import cache_dir
 
 pytestmark = needs_a_compiler
 # GCC chooses other instructions for each CPU of an architecture. Other tests use the builds for znver3 and generic too.
@@ -124,7 +124,7 @@ def test_wrong_code_is_not_used(
     monkeypatch.setattr(native_library, "SOURCE", sources / native_library.SOURCE.name)
     model = model_of("fp32")
     with compiled_with("-O0"), caplog.at_level(logging.WARNING, "llama"):
-        make_fast(model, FOLDER / fault.replace(" ", "-"))  # a process caches the result by the folder
+        make_fast(model, cache_dir() / "native-tests" / fault.replace(" ", "-"))  # the result is cached by folder
     assert model.runner is None
     (said,) = (record.getMessage() for record in caplog.records)
     assert "the native code compiled here" in said

@@ -396,7 +396,7 @@ def test_float_matrices_of_a_file_stay_floats(tmp_path: Path) -> None:
     tokens = some_tokens(2, 9, vocab_size=20)
     with torch.inference_mode():
         plain = model(tokens)
-        make_fast(model, cache_dir() / "native-tests")
+        make_fast(model, cache_dir() / "native")
         torch.testing.assert_close(model(tokens), plain, rtol=1e-3, atol=1e-3)
     assert model.runner is None or model.runner.forwards == 1
 

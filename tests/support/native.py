@@ -24,7 +24,7 @@ from llama.quant.packed import PackedWeight
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"
 )
-FOLDER = cache_dir() / "native-tests"
+FOLDER = cache_dir() / "native"  # that of the commands: one build serves both
 VOCAB = 101  # not a multiple of any size in native code
 ARGS = tiny_args(
     dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
