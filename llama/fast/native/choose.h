@@ -1,9 +1,8 @@
-// How a row's next token is chosen from its logits. Its plain twin, which defines the result, is sampling.py.
+// Choose a row's next token from its logits. sampling.py defines the results.
 //
-// A sampled token is settled here only where no rounding could make it another one: sums of tens of thousands of
-// probabilities are added up in another order than there, so what comes too near to a limit is left to the plain twin.
-// Sorting a vocabulary takes longer than a step, so tokens are brought into buckets by their logits, and only buckets in
-// which something ends are sorted.
+// A token is drawn here only if no rounding could change it: sums of tens of thousands of probabilities have another
+// order than in sampling.py, so draws that come too close to a limit are left to it. Sorting a vocabulary takes longer
+// than a step, so tokens are put into buckets by their logits, and only buckets that contain a limit are sorted.
 
 #pragma once
 
@@ -14,24 +13,24 @@ namespace {
 struct Choice {
     const float* logits;  // (rows, vocab)
     Int rows, vocab;
-    double temperature, top_p, min_p;  // as sampling.py has them; at temperature 0 the others are not looked at
+    double temperature, top_p, min_p;  // as in sampling.py; at temperature 0 the others are not read
     Int top_k;                         // 0: all
-    double penalty;                    // of tokens that are marked in `seen`, (rows, vocab); null: there is none
+    double penalty;                    // of tokens marked in `seen`, (rows, vocab); null: no penalty
     const bool* seen;
     const double* draws;  // in [0, 1)
-    Int* ids;             // what was chosen, or one of those below
-    Int threads;                       // where no forward's choose
+    Int* ids;             // the chosen ids, or one of those below
+    Int threads;                       // unless a forward chooses
 };
 constexpr Int NOT_FINITE = -1, TOO_NEAR = -2;
 
-// The largest of some logits, where it stands, the first of equals, and the sum of all: not finite where one is not.
+// The largest of some logits, its place (the first of equals), and the sum of all, which shows logits not finite.
 struct Largest {
     float most, total;
     Int at;
 };
 
 inline Largest largest_logit(const float* logits, Int first, Int end) {
-    constexpr Int SOME = 32 * LANES;  // logits that are looked through once more, for the place
+    constexpr Int SOME = 32 * LANES;  // logits that are scanned again for the place
     float most = -INFINITY, total = 0;
     Int begin = first;
     floats totals = {};
@@ -53,16 +52,16 @@ inline Largest largest_logit(const float* logits, Int first, Int end) {
     return {most, total, begin};
 }
 
-// What tokens weigh against the likeliest one: exp((logit - most) / temperature).
+// The weights of tokens relative to the most likely one: exp((logit - most) / temperature).
 struct Weights {
     static constexpr Int SOME = LANES / 2;
     const float* logits;
     const Int vocab;
     const float most;
     const double temperature, inverse = std::min(1 / temperature, 1e300);
-    const double doubt = double(vocab + 1000) * 0x1p-51;  // how far two sums of them may be apart, of all together
+    const double doubt = double(vocab + 1000) * 0x1p-51;  // how much two sums may differ, as a share of all
 
-    // Those of SOME tokens from i on; of what stands behind the last nothing.
+    // Those of SOME tokens from i on; 0 behind the last token.
     INLINE doubles from(Int i) const {
         some_floats x = some_floats{} - INFINITY;
         if (i + SOME <= vocab)
@@ -87,27 +86,27 @@ bool any(V mask) {
     return found != 0;
 }
 
-// A row's tokens, in buckets from the likeliest on: each has those whose logits lie in a stretch behind those of the one
-// before, down to `reach` temperatures below the largest.
+// A row's tokens in buckets, the most likely first: each has the logits of one interval, down to `reach` temperatures
+// below the largest.
 class Buckets {
     static constexpr Int COUNT = 512, MOST = 4096, TABLES = 4;
     struct Token {
         double weight;
         Int id;
-        bool operator<(const Token& other) const {  // the order in which they are taken
+        bool operator<(const Token& other) const {  // the order in which they are drawn
             return weight > other.weight || (weight == other.weight && id < other.id);
         }
     };
     const Weights& all;
-    const float of_logit;                     // buckets to a logit
-    double weights[TABLES][COUNT + 1] = {};   // of a bucket's tokens together; behind the last, of all others
+    const float of_logit;                     // buckets per logit
+    double weights[TABLES][COUNT + 1] = {};   // of a bucket's tokens; behind the last bucket, of all others
     std::int32_t counts[TABLES][COUNT + 1] = {};
     Token sorted[MOST];
-    Int held = -1, held_count = 0;  // the bucket that stands in `sorted`
+    Int held = -1, held_count = 0;  // the bucket that is in `sorted`
 
   public:
     double total = 0;
-    bool unsettled = false;  // whether rounding may have changed what was found, or it lies out of reach
+    bool unsettled = false;  // whether rounding may have changed the result, or it is out of reach
 
     Buckets(const Weights& given, double reach)
         : all(given), of_logit(float(std::clamp(COUNT / (reach * all.temperature), 1e-37, 1e38))) {
@@ -122,7 +121,7 @@ class Buckets {
             std::int32_t bucket[LANES];
             double weight[LANES];
             store(bucket, at), store(weight, some), store(weight + Weights::SOME, others);
-            for (Int i = 0; i < std::min<Int>(LANES, all.vocab - first); i++) {  // tables do not wait for each other
+            for (Int i = 0; i < std::min<Int>(LANES, all.vocab - first); i++) {  // independent sums
                 weights[i % TABLES][bucket[i]] += weight[i];
                 counts[i % TABLES][bucket[i]]++;
             }
@@ -134,8 +133,8 @@ class Buckets {
         }
     }
 
-    // What the likeliest tokens weigh: at most `most`, none behind those that weigh `cut` together, none that weighs less
-    // than `least`; but at least one.
+    // The weight of the most likely tokens: at most `most`, up to a sum of `cut`, each of at least `least`; but at least
+    // one token.
     double kept(Int most, double cut, double least) {
         const double near = all.doubt * total;
         const Int thin = least > 0 ? bucket_of(all.most + std::log(least) * all.temperature) - 1 : COUNT;
@@ -217,8 +216,8 @@ class Buckets {
         std::sort(sorted, sorted + held_count);
     }
 
-    // Whether a token of a sorted bucket weighs the same as another but for rounding, and not because their logits are
-    // the same: then either may come first.
+    // Whether a token of a sorted bucket has the weight of another up to rounding, although their logits differ: then
+    // either may come first.
     bool tied(Int bucket, const Token& token) const {
         const double logit = all.logits[token.id], apart = 1e-11 * all.temperature;
         for (Int i = 0; i < held_count; i++)
@@ -229,14 +228,14 @@ class Buckets {
     }
 };
 
-// Draw a token of those that top_k, top_p and min_p leave, from the likeliest on.
+// Draw a token of those that top_k, top_p and min_p keep, in the order of their weights.
 inline Int drawn(Buckets& tokens, Int vocab, const Choice& how, double draw) {
     const Int most = how.top_k ? std::min(how.top_k, vocab) : vocab;
     const double total = how.top_k ? tokens.kept(most, INFINITY, 0) : tokens.total;
     return tokens.passing(draw * tokens.kept(most, how.top_p < 1 ? how.top_p * total : INFINITY, how.min_p));
 }
 
-// Draw a token of all, or of those that min_p leaves, by their ids.
+// Draw a token of all, or of those that min_p keeps, in the order of their ids.
 inline Int drawn_of_all(const Weights& all, double least, double draw) {
     bool unsettled = false;
     auto left = [&](Int i) {
@@ -244,7 +243,7 @@ inline Int drawn_of_all(const Weights& all, double least, double draw) {
         if (least > 0) unsettled |= any((over < 0 ? -over : over) <= 1e-12 * least);
         return weights < least ? doubles{} : weights;
     };
-    constexpr Int MANY = 64 * Weights::SOME;  // of which the sum is made at a time
+    constexpr Int MANY = 64 * Weights::SOME;  // that are summed at a time
     auto sum_from = [&](Int first) {
         doubles sums = {};
         for (Int i = first; i < std::min(first + MANY, all.vocab); i += Weights::SOME) sums += left(i);
@@ -271,7 +270,7 @@ inline Int drawn_of_all(const Weights& all, double least, double draw) {
 inline Int sampled(const float* logits, Int best, const Choice& how, double draw) {
     const Weights weights{logits, how.vocab, logits[best], how.temperature};
     if (!how.top_k && how.top_p >= 1) return drawn_of_all(weights, how.min_p, draw);
-    for (const double reach : {12, 48}) {  // few weigh less, but in a flat distribution, or where top_k is large
+    for (const double reach : {12, 48}) {  // few weigh less, except in a flat distribution or with a large top_k
         Buckets tokens(weights, reach);
         const Int id = drawn(tokens, how.vocab, how, draw);
         if (!tokens.unsettled) return id;
@@ -295,10 +294,10 @@ inline void penalize(const float* logits, const bool* seen, Int vocab, float pen
     }
 }
 
-// Room that `choose` needs besides, for each thread: a row's logits, where some are penalized.
+// The memory that `choose` needs for each thread: a row's logits, if some are penalized.
 inline Int penalized(const Choice* how) { return how && how->seen ? how->vocab : 0; }
 
-// Choose the next token of every row. `found`: (size, rows); a thread looks first at the columns that it has computed.
+// Choose the next token of every row. `found`: (size, rows); a thread first scans the columns that it has computed.
 inline void choose(const Choice& how, const Team& team, Largest* found, float* room) {
     team.share(how.vocab, [&](Int first, Int end) {
         for (Int r = 0; r < how.rows; r++)

@@ -1,8 +1,8 @@
-// The forward of a Llama on a CPU as one function of loops; its plain twin, which defines the result, is model.py.
+// The forward of a Llama on a CPU as one function of loops. model.py defines the results.
 //
-// Activations stand in float32 between two products and are added up in float32. A position is computed in the same
-// order whatever stands beside it. Threads share the tokens where there are many, else the columns of every product.
-// Nobody allocates: a call says what it needs.
+// Activations between two products, and their sums, are float32. A position is computed in the same order, whatever is
+// computed beside it. Threads share the tokens if there are many, else the columns of every product. Nothing here
+// allocates memory: a call returns the bytes that it needs.
 
 #include <vector>
 
@@ -14,11 +14,11 @@ namespace {
 
 struct Layer {
     const void *attention_norm, *ffn_norm;
-    const void *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;  // or null; a norm's weights are those of a head
+    const void *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;  // or null; a norm has the weights of one head
     Matrix wq, wk, wv, wo, w1, w2, w3;
 };
 
-struct LayerCache {  // what a text has stored in one layer; what its kind does not use is null
+struct LayerCache {  // the buffers of a text's cache in one layer; null if its kind does not use them
     void *keys, *values;         // (rows, slots, kv_heads, head_dim); those of INT8 and INT4 are the newest TOKENS
     Quantized key, value;        // (rows, slots, kv_heads, ...)
     const std::int32_t* table;   // (rows, slots) of PAGED: the blocks of keys and values, (blocks, PAGE, ...), of a row
@@ -26,20 +26,20 @@ struct LayerCache {  // what a text has stored in one layer; what its kind does 
 
 constexpr LayerCache NO_CACHE{};
 
-// What a cache holds. Between a step and the next the plain path may write and read the same.
+// The kinds of cache. Between two steps, the plain path may read and write the same buffers.
 enum Kind : Int {
     NONE,    // nothing
     STATIC,  // a slot for every position
-    INT8,    // groups of TOKENS positions in 8 bits, as groups.h has them, and the newest as they came
-    INT4,    // the same in 4 bits, keys as they are before RoPE
-    PAGED,   // blocks of PAGE positions anywhere in a pool, and a table of every row's
+    INT8,    // groups of TOKENS positions in 8 bits, see groups.h, and the newest group unquantised
+    INT4,    // the same in 4 bits, with keys before RoPE
+    PAGED,   // blocks of PAGE positions anywhere in a pool, and a table of each row's blocks
 };
 
 struct Model {
-    Int bfloat16;  // whether norms, cache and plain matrices are bfloat16, not float32
-    Int activations;  // bits that packed matrices are multiplied with, 8 or 16; 0: all matrices are plain
-    Int mixed;        // whether some are plain where others are packed
-    Int mapped;       // whether some lie as a file has them
+    Int bfloat16;  // 1: norms, cache and plain matrices are bfloat16; 0: float32
+    Int activations;  // their bits in products with packed matrices, 8 or 16; 0: all matrices are plain
+    Int mixed;        // 1: some matrices are plain and others are packed
+    Int mapped;       // 1: some matrices are the blocks of a file
     Int dim, heads, kv_heads, head_dim, hidden, layer_count;
     float eps;
     Matrix embedding, output;
@@ -51,18 +51,18 @@ struct Batch {
     Int rows, width;
     const Int* tokens;            // (rows, width)
     const Int *starts, *lengths;  // (rows,)
-    Int all;                 // whether the logits of all positions are wanted, (rows, width, vocab), else (rows, vocab)
-    const float *cos, *sin;  // (positions, head_dim), as rope.py has them
-    Int kind, slots;         // of the cache; slots: positions that it has room for, groups or blocks
-    const LayerCache* caches;  // of every layer; null if the kind is NONE
-    const Int* kept;  // (rows,): how many of a row's tokens the cache is to keep, at least one
+    Int all;                 // 1: compute the logits of all positions, (rows, width, vocab); 0: (rows, vocab)
+    const float *cos, *sin;  // (positions, head_dim), in the layout of rope.py
+    Int kind, slots;         // of the cache; slots: its capacity in positions, groups or blocks
+    const LayerCache* caches;  // of each layer; null if the kind is NONE
+    const Int* kept;  // (rows,): the number of a row's tokens to store in the cache, at least one
     float* logits;
-    const Choice* choice;  // to be made from these logits, or null
+    const Choice* choice;  // how to choose from these logits, or null
     Int threads;
     char* workspace;
 };
 
-struct Carver {  // hands out the workspace, or only counts
+struct Carver {  // allocates from the workspace, or only counts
     char* base;
     Int used = 0;
     template <class T>
@@ -73,13 +73,13 @@ struct Carver {  // hands out the workspace, or only counts
     }
 };
 
-// How much is taken at a time, so that it stays in the nearer caches:
-constexpr Int BLOCK = 48;    // tokens of a thread of its own
-constexpr Int PAGE = 16;     // positions of a paged cache that stand together
-constexpr Int KEYS = 64;     // keys that attention looks at
+// Sizes of what is processed at a time, to fit into the inner CPU caches:
+constexpr Int BLOCK = 48;    // tokens of a block of one thread
+constexpr Int PAGE = 16;     // positions in a block of a paged cache
+constexpr Int KEYS = 64;     // keys in a chunk of attention
 constexpr Int QUERIES = 48;  // queries of one kv head, but at least those of one token
 constexpr Int SCORED = 64;   // tokens whose logits are computed
-constexpr Int SHARED = 64;   // tokens of a block that all threads compute, each with a rounded copy of its own
+constexpr Int SHARED = 64;   // tokens of a block that all threads compute, each with its own rounded copy
 
 template <class T, class Product>
 struct Forward {
@@ -87,29 +87,29 @@ struct Forward {
     const Batch& batch;
     const Product product_of;
     Int threads, tokens, scored;
-    Int queries, kv, rep;  // numbers of a token's queries, and of its keys; query heads to a kv head
+    Int queries, kv, rep;  // the numbers of a token's queries, and of its keys; query heads per kv head
     float scale;           // of attention's scores
-    bool together;         // all threads on one block of all tokens, sharing columns; else blocks, a thread each
+    bool together;         // all threads compute one block of all tokens and share columns; else each its own
     bool apart;            // so few tokens that their keys are shared out; else, of one block, rows are
     Int blocks, block_rows;
-    Int chunks;  // of keys of the longest text
+    Int chunks;  // of keys, for the longest text
     // In the workspace:
     std::int32_t *row, *position;  // of every token
     Int* begin;                    // the first token of every row
     float *h, *q;                  // of every token
-    // What attention reads as it came, row behind row: keys, turned, and values of every token; where the cache has
-    // groups, also of those before them in a group that is not full.
+    // What attention reads unquantised, row after row: the rotated keys, and the values, of every token; with groups in
+    // the cache, also of earlier positions in a group that is not full.
     T *keys, *values;
     T* unturned;  // the same keys before RoPE, for INT4
-    Int* own;     // where in them a row begins
+    Int* own;     // where each row begins in them
     float* turns;  // for INT4: cos and sin of every group's positions, (groups, head_dim / 2, 2, TOKENS)
     float *k, *v, *gate, *up;  // of a block's tokens
     char *rounded, *attention;     // each thread's
-    float* parts;                  // of every token, chunk and head, where keys are shared out
+    float* parts;                  // of every token, chunk and head, if threads share the keys
     float* scaled_row;             // each thread's
     char* rooms;                   // each thread's
-    Largest* found;                // each thread's, of every row, where tokens are chosen
-    float* penalized_row;          // each thread's, where some are penalized
+    Largest* found;                // each thread's, of every row, if tokens are chosen
+    float* penalized_row;          // each thread's, with a penalty
     Int rounded_bytes, attention_bytes, room_bytes, workspace_size;
 
     Forward(const Model& m, const Batch& b) : model(m), batch(b), product_of{m.mixed != 0} {
@@ -159,7 +159,7 @@ struct Forward {
 
     bool grouped() const { return batch.kind == INT8 || batch.kind == INT4; }
     bool owns() const { return batch.kind == NONE || grouped(); }
-    // The first position of a row that attention reads as it came, and how many of all rows it reads so.
+    // The first position of a row that attention reads unquantised, and the number of such positions of all rows.
     Int first_own(Int row) const { return grouped() ? batch.starts[row] / TOKENS * TOKENS : 0; }
     Int owned() const {
         Int count = tokens;
@@ -172,7 +172,7 @@ struct Forward {
         for (Int r = 0; r < batch.rows; r++) longest = std::max(longest, first_own(r));
         return longest;
     }
-    // Numbers that reading a group needs room for.
+    // The numbers of scratch memory for reading a group.
     Int of_group() const { return TOGETHER * std::max(model.head_dim, Int(TOKENS)); }
 
     Int widest() const { return std::max(model.dim, model.hidden); }
@@ -239,7 +239,7 @@ struct Forward {
                 added(layer.w2, own, count, team, h + first * model.dim, up + slot * widest());
                 team.wait();
             });
-            if (owns()) all.wait();  // before the next layer's keys replace these
+            if (owns()) all.wait();  // before the next layer's keys overwrite these
         }
         all.wait();
         head(all, scaled, own);
@@ -253,7 +253,7 @@ struct Forward {
 
     Int token(Int t) const { return batch.tokens[row[t] * batch.width + position[t] - batch.starts[row[t]]]; }
 
-    // Every thread has a rounded copy of its own where rows are few; where there are more, they share the work and one.
+    // With few rows, every thread has its own rounded copy; with more, threads share the work and one copy.
     bool rows_shared() const { return together && !apart; }
 
     template <class Act>
@@ -286,7 +286,7 @@ struct Forward {
         for (Int i = 0; i < length; i += LANES) store(to + i, widen(x + i) * factor * widen(weight + i));
     }
 
-    // Add a bias to a token's heads, and norm each of them, where there are such.
+    // Add the bias to a token's heads and norm each head, if the model has them.
     void complete(float* x, Int heads, const void* bias, const void* weight) const {
         const Int d = model.head_dim;
         for (Int i = 0; bias && i < heads * d; i += LANES) store(x + i, widen(x + i) + widen((const T*)bias + i));
@@ -300,7 +300,7 @@ struct Forward {
         });
     }
 
-    // The same, added to `to`; `scratch` takes the product.
+    // The same, added to `to`; the product is written to `scratch`.
     void added(const Matrix& matrix, const char* x, Int count, const Team& team, float* to, float* scratch) const {
         team.share(matrix.columns, [&](Int first, Int end) {
             product_of.multiply(matrix, x, count, first, end, scratch, matrix.columns, team.room);
@@ -309,7 +309,7 @@ struct Forward {
         });
     }
 
-    // The MLP's hidden numbers, silu(w1 x) * w3 x, in `g`; `u` takes w3 x.
+    // Write the MLP's hidden numbers, silu(w1 x) * w3 x, to `g`, and w3 x to `u`.
     void gated(const Layer& layer, const char* x, Int count, const Team& team, float* g, float* u) const {
         team.share(model.hidden, [&](Int first, Int end) {
             product_of.multiply(layer.w1, x, count, first, end, g, model.hidden, team.room);
@@ -322,7 +322,7 @@ struct Forward {
         });
     }
 
-    // Where the keys of a position stand, or its values: in the layer's cache, or in `own_side`, as it came.
+    // The address of a position's keys or values: in the layer's cache, or unquantised in `own_side`.
     T* place_of(const std::int32_t* table, void* cache, T* own_side, Int row, Int position) const {
         if (owns()) return own_side + place_of_own(row, position);
         if (table) position = table[row * batch.slots + position / PAGE] * PAGE + position % PAGE;
@@ -330,10 +330,10 @@ struct Forward {
         return (T*)cache + position * kv;
     }
     Int place_of_own(Int row, Int position) const { return (own[row] + position - first_own(row)) * kv; }
-    // Where the newest group's keys of a position stand, or its values.
+    // The address of a position's keys or values in the newest group.
     Int place_of_newest(Int row, Int position) const { return (row * TOKENS + position % TOKENS) * kv; }
 
-    // Turn pairs of neighbours by the token's position.
+    // Rotate pairs of neighbours by the token's position.
     void turn(float* x, Int count, Int position) const {
         const float *cos = batch.cos + position * model.head_dim, *sin = batch.sin + position * model.head_dim;
         for (Int head = 0; head < count; head++, x += model.head_dim)
@@ -344,7 +344,7 @@ struct Forward {
             }
     }
 
-    // The same of numbers of the cache's kind, rounded to it again.
+    // The same for numbers of the cache's dtype, rounded to it again.
     void turn_rounded(const T* x, T* to, Int count, Int position) const {
         for (Int i = 0; i < count; i += LANES) {
             const Int at = position * model.head_dim + i % model.head_dim;
@@ -353,7 +353,7 @@ struct Forward {
         }
     }
 
-    // Bring cos and sin of every group's positions into the order in which its keys are read.
+    // Write cos and sin of every group's positions in the order in which its keys are read.
     void group_turns(const Team& all) const {
         const Int d = model.head_dim, groups = turned() / TOKENS;
         for (Int g = groups * all.rank / all.size; g < groups * (all.rank + 1) / all.size; g++)
@@ -361,17 +361,17 @@ struct Forward {
                 for (Int token = 0; token < TOKENS; token++) {
                     const Int at = (g * TOKENS + token) * d + c;
                     float* to = turns + (g * d + c) * TOKENS + token;
-                    to[0] = batch.cos[at], to[TOKENS] = batch.sin[at + 1];  // that of the first of two is -sin
+                    to[0] = batch.cos[at], to[TOKENS] = batch.sin[at + 1];  // the first of two has -sin
                 }
     }
 
-    // Turn a token's queries and keys by its position, and put its keys and values where they belong.
+    // Rotate a token's queries and keys by its position, and store its keys and values.
     void place(const Layer& layer, const LayerCache& cache, Int t, float* k, float* v) const {
         complete(q + t * queries, model.heads, layer.q_bias, layer.q_norm);
         complete(k, model.kv_heads, layer.k_bias, layer.k_norm);
         complete(v, model.kv_heads, layer.v_bias, nullptr);
         turn(q + t * queries, model.heads, position[t]);
-        if (unturned) {  // what is kept is rounded before it is turned
+        if (unturned) {  // stored keys are rounded before the rotation
             T* to = unturned + place_of_own(row[t], position[t]);
             for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to + i), store(k + i, widen(to + i));
         }
@@ -381,7 +381,7 @@ struct Forward {
         for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to_keys + i), narrow(widen(v + i), to_values + i);
     }
 
-    // Bring what the cache has of groups that are not full to where attention reads it as it came.
+    // Copy groups that are not full from the cache to where attention reads unquantised positions.
     void recall(const LayerCache& cache, const Team& all) const {
         for (Int r = 0; r < batch.rows; r++)
             for (Int p = first_own(r) + all.rank; p < batch.starts[r]; p += all.size) {
@@ -392,7 +392,7 @@ struct Forward {
             }
     }
 
-    // Quantise the groups that this call filled, and keep the newest one as it came.
+    // Quantise the groups that this call filled, and store the newest one unquantised.
     void keep(const LayerCache& cache, const Team& all) const {
         const T* ks = unturned ? unturned : keys;
         Int task = 0;
@@ -401,7 +401,7 @@ struct Forward {
             for (Int group = first_own(r) / TOKENS; group < end / TOKENS; group++)
                 for (Int head = 0; head < model.kv_heads; head++)
                     if (task++ % all.size == all.rank) keep_group(cache, ks, r, group, head);
-            for (Int p = (end - 1) / TOKENS * TOKENS; p < end; p++) {  // also where it is full: it may be fed once more
+            for (Int p = (end - 1) / TOKENS * TOKENS; p < end; p++) {  // also if it is full: it may be fed again
                 if (task++ % all.size != all.rank) continue;
                 const Int from = place_of_own(r, p), to = place_of_newest(r, p);
                 std::memcpy((T*)cache.keys + to, ks + from, kv * sizeof(T));
@@ -425,14 +425,14 @@ struct Forward {
         return side.at(place, TOKENS * model.head_dim * (batch.kind == INT8 ? 8 : 4) / 8, shared);
     }
 
-    // Attention over a block's tokens; what comes out stands where the queries stood.
+    // Attention for a block's tokens; the output overwrites the queries.
     void attend(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
         if (apart) return attend_apart(cache, first, count, team, scratch);
         Int task = 0;
         for (Int t = first; t < first + count;) {
-            Int end = t;  // tokens of one row that look at its keys together
+            Int end = t;  // the end of the tokens of one row that read its keys together
             while (end < first + count && row[end] == row[t] && (end == t || (end - t + 1) * rep <= QUERIES)) end++;
-            // All heads of a token read its keys in one go.
+            // All heads of a token read its keys at once.
             const Int heads = end - t > 1 ? rep : model.heads;
             for (Int head = 0; head < model.heads; head += heads)
                 if (task++ % team.size == team.rank) look(cache, t, end - t, head, heads, scratch);
@@ -440,15 +440,15 @@ struct Forward {
         }
     }
 
-    // The same where tokens are too few to share out: threads share the chunks of their keys, each a stretch of them,
-    // which memory gives faster than every other chunk, and then the heads.
+    // The same for too few tokens to share: threads share the chunks of their keys, each a contiguous range, which is
+    // faster than alternating chunks, and then the heads.
     void attend_apart(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
         const Int d = model.head_dim;
         Look it(*this, scratch);
         Int tasks = 0;
         for (Int t = first; t < first + count; t++) tasks += position[t] / KEYS + 1;
-        // A task has all heads of a chunk, because memory gives a position's keys fastest in one go; the heads of one kv
-        // head where a cache keeps these apart, or where chunks are fewer than threads.
+        // A task has all heads of a chunk, because reading a position's keys at once is fastest. It has the heads of one kv
+        // head if the cache stores these separately, or if there are fewer chunks than threads.
         const Int heads = grouped() || tasks < team.size ? rep : model.heads;
         tasks *= model.heads / heads;
         const Int begin = tasks * team.rank / team.size, end = tasks * (team.rank + 1) / team.size;
@@ -469,7 +469,7 @@ struct Forward {
         }
     }
 
-    // Let tokens t .. t + count - 1, of one row, look at their past with `heads` heads, those of whole kv heads.
+    // Attention of tokens t .. t + count - 1, of one row, to their past, for `heads` heads of whole kv heads.
     void look(const LayerCache& cache, Int t, Int count, Int head, Int heads, char* scratch) const {
         Look it(*this, scratch);
         begin_look(it, t, count, head, heads);
@@ -483,12 +483,12 @@ struct Forward {
             finish(it, i, q + (t + i % count) * queries + (head + i / count) * model.head_dim);
     }
 
-    // What a look needs, for so many queries at most. A part is what a query took from one chunk of keys: the largest
-    // score, the sum of the weights against it, and the weighted values.
+    // The memory of attention for at most so many queries. A part is a query's result for a chunk of keys: the largest
+    // score, the sum of the weights relative to it, and the weighted values.
     struct Look {
         T* queries;
         float *scores, *parts, *sums, *most, *total;
-        float *wide, *own;  // where the cache has groups: the queries in float32, and room to read a group
+        float *wide, *own;  // with groups in the cache: the queries in float32, and memory to read a group
         float* sums_of_keys;  // else: of LANES keys and all queries
 
         Look(const Forward& f, char* scratch) {
@@ -503,7 +503,7 @@ struct Forward {
         }
     };
 
-    // Keys and values of up to KEYS positions and one kv head, `run` of them at a place, `stride` from one to the next.
+    // Keys and values of up to KEYS positions and one kv head, in runs of `run` positions, `stride` apart.
     struct Chunk {
         const T *keys[KEYS / PAGE], *values[KEYS / PAGE];
         Int stride, run;
@@ -528,7 +528,7 @@ struct Forward {
         it.most[i] = -INFINITY, it.total[i] = 0;
     }
 
-    // Look at the chunk of keys that begins at `from`; the parts of all queries stand at `to` one behind the other.
+    // Attention to the chunk of keys that begins at `from`; the parts of all queries are written to `to` in order.
     void look_at(Look& it, const LayerCache& cache, Int t, Int count, Int head, Int heads, Int from, float* to) const {
         const Int d = model.head_dim, group = std::min(rep, heads) * count, size = part_size();
         const Int seen = std::min(KEYS, position[t + count - 1] + 1 - from);
@@ -554,7 +554,7 @@ struct Forward {
         }
     }
 
-    // Where keys and values of positions `from` to `end` stand as they came, `at` numbers behind a token's first.
+    // The unquantised keys and values of positions `from` to `end`, `at` numbers after a token's first.
     Chunk chunk_at(const LayerCache& cache, Int row, Int from, Int end, Int at) const {
         Chunk chunk{{}, {}, kv, batch.kind == PAGED ? PAGE : KEYS};
         for (Int p = from, i = 0; p < end; p += chunk.run, i++) {
@@ -564,8 +564,8 @@ struct Forward {
         return chunk;
     }
 
-    // The scores of a token's queries, all heads of a key in one go: memory gives bytes that lie together faster than a
-    // head's pieces. The values are asked for meanwhile.
+    // The scores of a token's queries, all heads of a key at once: contiguous bytes are faster to read than those of
+    // one head. The values are prefetched meanwhile.
     void score_all(Look& it, const LayerCache& cache, Int row, Int from, Int seen) const {
         for (Int first = 0; first < seen; first += LANES) {
             for (Int key = first; key < std::min(first + LANES, seen); key++) {
@@ -586,7 +586,7 @@ struct Forward {
         }
     }
 
-    // What `dots` adds up of ROWS queries and a key, before it adds the lanes.
+    // The sums of `dots` for ROWS queries and a key, before the lanes are added.
     template <int ROWS>
     void key_sums(const T* queries, const T* key, float* to) const {
         floats sums[ROWS] = {};
@@ -611,7 +611,7 @@ struct Forward {
         });
     }
 
-    // Add the group's values at `p`, by their weights.
+    // Add the values of the group at `p`, times their weights.
     void add(Look& it, const LayerCache& cache, Int row, Int p, Int head, Int count, const float* weights, float* to) const {
         const Int d = model.head_dim;
         const Quantized group = group_of(cache.value, row, p / TOKENS, head, TOKENS * d / PART);
@@ -625,8 +625,8 @@ struct Forward {
         });
     }
 
-    // Turn a query's scores into weights against the largest; a part begins with that and with the weights' sum.
-    // A key that it may not see weighs nothing, and where it sees none the part is never looked at.
+    // Convert a query's scores to weights relative to the largest; a part begins with that score and the weights' sum.
+    // Keys that the query may not see have weight 0; if it sees none, its part is never read.
     void weigh(float* scores, Int visible, float* part) const {
         for (Int key = std::max<Int>(visible, 0); key < KEYS; key++) scores[key] = -INFINITY;
         floats largest = floats{} - INFINITY;
@@ -644,7 +644,7 @@ struct Forward {
         part[0] = most, part[1] = sum_of(total);
     }
 
-    // Add a part to query i's sums, both brought to the larger of their largest scores.
+    // Add a part to query i's sums, both rescaled to the larger of their largest scores.
     // Source: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
     void merge(Look& it, Int i, const float* part) const {
         float* sum = it.sums + i * model.head_dim;
@@ -696,7 +696,7 @@ struct Forward {
                 norm_of(h + t * model.dim, (const T*)model.norm, scaled, own + i * product_of.bytes(model.dim));
             });
             product(model.output, own, count, all, batch.logits + done * model.output.columns);
-            if (rows_shared()) all.wait();  // before the next ones replace these
+            if (rows_shared()) all.wait();  // before the next ones overwrite these
         }
     }
 };
@@ -719,7 +719,7 @@ void with_types(const Model& model, Act act) {
 
 extern "C" {
 
-// The instructions that it was compiled for, in words.
+// The names of the instructions that it was compiled for.
 const char* instructions() {
 #if defined(__AVX512BF16__)
     return "AVX-512 with VNNI and bf16";
@@ -734,7 +734,7 @@ const char* instructions() {
 #endif
 }
 
-// Return the bytes of workspace that it needs; where `room` is less, nothing was computed.
+// Return the bytes of workspace that it needs; if `room` is less, compute nothing.
 Int forward(const Model* model, const Batch* batch, Int room) {
     Int size = 0;
     with_types(*model, [&](auto number, auto product) {
@@ -745,7 +745,7 @@ Int forward(const Model* model, const Batch* batch, Int room) {
     return size;
 }
 
-// Write panels of a mapped matrix into `room` and, to `panel`, where they are; see matrices.h.
+// Write panels of a mapped matrix to `room`, and their addresses to `panel`; see matrices.h.
 void unpack(const Matrix* matrix, Int first, Int panels, char* room, Matrix* panel) {
     *panel = unpacked(*matrix, first, panels, room);
 }

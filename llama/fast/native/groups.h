@@ -1,4 +1,4 @@
-// Groups of positions in 8 or 4 bits, as kv_cache/quantized.py defines them: attended to, and made of full ones.
+// Groups of positions in 8 or 4 bits, as kv_cache/quantized.py defines them: attention to them, and quantisation.
 //
 // A group of one KV head is head_dim x TOKENS codes of keys, each channel with a scale and a zero, and TOKENS x head_dim
 // codes of values, every PART of a token with a scale and a zero. A number is code * scale + zero.
@@ -10,15 +10,15 @@
 namespace {
 
 constexpr int TOKENS = 32;  // of a group
-constexpr int PART = 32;    // numbers of a token's values that share a scale and a zero
-constexpr int RUN = 32;     // codes that are packed with one another; of 4 bits a byte has one of each half
+constexpr int PART = 32;    // of a token's values, which share a scale and a zero
+constexpr int RUN = 32;     // codes that are packed together; with 4 bits a byte has one of each half
 
 // One side of a layer's cache, keys or values: (rows, groups, kv_heads, ...).
 struct Quantized {
     std::uint8_t* codes;  // (head_dim, TOKENS * bits / 8) of keys, (TOKENS, head_dim * bits / 8) of values
     half *scale, *zero;   // (head_dim,) of keys, (head_dim / PART, TOKENS) of values
 
-    // The group at this place, of rows x groups x kv heads; `shared` scales stand for a group.
+    // The group at this place, of rows x groups x kv heads; a group has `shared` scales.
     Quantized at(Int place, Int bytes, Int shared) const {
         return {codes + place * bytes, scale + place * shared, zero + place * shared};
     }
@@ -26,7 +26,7 @@ struct Quantized {
 
 // ---- reading ---------------------------------------------------------------------------------------------------------
 
-// LANES numbers from place i on of a run's first half, and as many of its last half.
+// LANES numbers from place i on of a run's first half, and as many of its second half.
 struct Halves {
     floats of[2];
 };
@@ -38,8 +38,8 @@ INLINE Halves halves(const std::uint8_t* run, Int i) {
     return {__builtin_convertvector(both & 15, floats), __builtin_convertvector(both >> 4, floats)};
 }
 
-// to[row][token] = query . key, for ROWS queries, (ROWS, d), and a group's keys. Keys of 4 bits are turned by cos and
-// sin of their positions: `turns`, (d / 2, 2, TOKENS). `own` has room for 2 x d numbers, and for ROWS x d.
+// to[row][token] = query . key, for ROWS queries, (ROWS, d), and a group's keys. Keys of 4 bits are rotated by cos and
+// sin of their positions: `turns`, (d / 2, 2, TOKENS). `own` has 2 x d and ROWS x d numbers.
 template <int BITS, int ROWS>
 void score_group(const Quantized& group, Int d, const float* queries, const float* turns, float* own, float* to,
                  Int stride) {
@@ -84,8 +84,8 @@ void score_group(const Quantized& group, Int d, const float* queries, const floa
     }
 }
 
-// to[row] += the sum of weights[row][token] * value, for ROWS rows and a group's values: the scale and the zero go with
-// the weight. `own` has room for ROWS x TOKENS numbers.
+// to[row] += the sum of weights[row][token] * value, for ROWS rows and a group's values: the scale and the zero are
+// multiplied with the weight. `own` has ROWS x TOKENS numbers.
 template <int BITS, int ROWS>
 void add_group(const Quantized& group, Int d, const float* weights, Int weights_stride, float* own, float* to,
                Int stride) {
@@ -121,7 +121,7 @@ void add_group(const Quantized& group, Int d, const float* weights, Int weights_
 
 // ---- making ----------------------------------------------------------------------------------------------------------
 
-// The lowest and highest of numbers; both are no numbers where one is none.
+// The lowest and highest of numbers; both are nan if one is.
 struct Range {
     floats low, high;
 
@@ -137,7 +137,7 @@ struct Range {
     }
 };
 
-// The scale and zero of a range, rounded to float16, and as they are divided by.
+// The scale and zero of a range, rounded to float16, and the divisor.
 struct Steps {
     half scales[LANES], zeros[LANES];
     floats divisor, zero;
@@ -185,7 +185,7 @@ void make_keys(const T* from, Int stride, Int d, const Quantized& to) {
     }
 }
 
-// The same of values.
+// The same for values.
 template <int BITS, class T>
 void make_values(const T* from, Int stride, Int d, const Quantized& to) {
     const Int parts = d / PART;

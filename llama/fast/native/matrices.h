@@ -1,5 +1,5 @@
-// What a matrix is; and how one that lies as a .gguf file has it is brought into packed.py's layout, where a product
-// wants it, a few panels at a time. checkpoint/gguf_types.py says the same of every type.
+// Matrices, and the conversion of a .gguf file's blocks into packed.py's layout, a few panels at a time, when a product
+// needs them. quant/gguf_types.py defines every type of block.
 // Source: the structs of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 
 #pragma once
@@ -8,9 +8,9 @@
 
 namespace {
 
-// A weight as PyTorch has it, (columns, length), of 0 bits; or in codes of 4 to 8 bits, as packed.py has them, where
-// zeros and units may be null. offset: the code of 0 where there are no zeros. block: 0, or the number of the type that
-// `weight` has in a file; then all others are null.
+// A plain weight, (columns, length), with bits = 0; or codes of 4 to 8 bits in packed.py's layout, of which zeros and
+// units may be null. offset: the code of 0 if there are no zeros. block: 0, or the type number of the file's blocks at
+// `weight`; then all others are null.
 struct Matrix {
     const void *weight, *scales, *zeros, *scale_units, *zero_units;
     Int columns, length;
@@ -20,7 +20,7 @@ struct Matrix {
 using byte = std::uint8_t;
 typedef std::uint32_t quad __attribute__((vector_size(16)));  // words, each of four codes, of one column or of four
 
-// Turn four columns' words into the columns of each word.
+// Transpose four columns' words into the columns of each word.
 INLINE void transpose(quad x[4]) {
     const quad a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
     const quad c = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7), d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
@@ -28,7 +28,7 @@ INLINE void transpose(quad x[4]) {
     x[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5), x[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
 }
 
-// Blocks of four neighbouring columns, and where their numbers go in a panel.
+// Blocks of four neighbouring columns, and the places of their numbers in a panel.
 template <int BITS>
 struct Four {
     const byte* block[4];
@@ -36,14 +36,14 @@ struct Four {
     char *scales, *zeros;
     half *scale_units, *zero_units;
 
-    // Words i to i + 3 of a group: what act makes of a column's block.
+    // Words i to i + 3 of a group, computed by act from a column's block.
     template <class Act>
     INLINE void codes_of(Int group, Int i, Act act) const {
         quad words[4] = {act(block[0]), act(block[1]), act(block[2]), act(block[3])};
         transpose(words);
         for (int w = 0; w < 4; w++) store(codes + (group * BITS + i + w) * PANEL * 4, words[w]);
     }
-    // Word i: all words together of what act makes.
+    // Word i, combined from all words that act computes.
     template <class Act>
     INLINE void code_of(Int group, Int i, Act act) const {
         quad words[4] = {act(block[0]), act(block[1]), act(block[2]), act(block[3])};
@@ -56,9 +56,9 @@ struct Four {
     }
 };
 
-// The types of a file: how many weights a block has, in how many bytes, and what stands where.
+// The types of a file: the weights of a block, its bytes, and its layout.
 
-// A float16 scale, with MINIMUM a float16 zero, of 5 bits the fifth ones, and 16 bytes with the low halves of codes.
+// A float16 scale; with MINIMUM a float16 zero; with 5 bits the fifth bits; and 16 bytes of the lower 4 bits of codes.
 template <int CODE_BITS, bool MINIMUM>
 struct Nibbles {
     static constexpr int BITS = CODE_BITS, LENGTH = GROUP, LOW = (MINIMUM ? 4 : 2) + (BITS == 5 ? 4 : 0);
@@ -94,13 +94,13 @@ struct Q8_0 {
     }
 };
 
-// The low halves of a group's codes, which stand in 32 bytes from `at` on, above `up` others.
+// The lower 4 bits of a group's codes, in 32 bytes from `at` on, shifted by `up` bits.
 INLINE quad halves_at(const byte* at, int up) {
     return (load<quad>(at) >> up & 0x0f0f0f0fu) | (load<quad>(at + HALF) >> up & 0x0f0f0f0fu) << 4;
 }
 
-// Two float16, eight scales and zeros of 6 bits, of 5 bits a byte of fifth bits for each place in a span, and of every
-// two spans 32 bytes, the first one's low halves below the second one's.
+// Two float16; eight scales and zeros of 6 bits; with 5 bits a byte of fifth bits for each place in a span; for every
+// two spans 32 bytes: the lower 4 bits of the first span's codes below those of the second.
 template <int CODE_BITS>
 struct Nested {
     static constexpr int BITS = CODE_BITS, LENGTH = UNIT, LOW = BITS == 5 ? 48 : 16, BYTES = LOW + UNIT / 2;
@@ -109,7 +109,7 @@ struct Nested {
         for (int lane = 0; lane < 4; lane++) {
             const byte *block = to.block[lane], *six = block + 4;
             to.scale_units[lane] = load<half>(block), to.zero_units[lane] = load<half>(block + 2);
-            to.zero_units[lane].bits ^= 0x8000;  // what is subtracted there
+            to.zero_units[lane].bits ^= 0x8000;  // the file's zeros are subtracted
             for (int i = 0; i < 4; i++) {
                 char *scale = to.scales + i * PANEL + lane, *zero = to.zeros + i * PANEL + lane;
                 scale[0] = six[i] & 63, scale[4 * PANEL] = (six[8 + i] & 15) | six[i] >> 6 << 4;
@@ -128,7 +128,7 @@ struct Nested {
     }
 };
 
-// 128 bytes of low halves, 64 of what is left, 16 scales and a float16.
+// 128 bytes of lower 4 bits, 64 of upper 2 bits, 16 scales and a float16.
 struct Q6_K {
     static constexpr int BITS = 6, LENGTH = UNIT, BYTES = 210;
 
@@ -151,7 +151,7 @@ struct Q6_K {
     }
 };
 
-// Call act with the type of a file's blocks, where the compiler knows it.
+// Call act with the type of a file's blocks as a compile-time constant.
 template <class Act>
 void with_block(Int number, Act act) {
     switch (number) {
@@ -166,7 +166,7 @@ void with_block(Int number, Act act) {
     }
 }
 
-// No fewer bytes than so many panels take, whatever their format.
+// At least the bytes of so many panels in any format.
 constexpr Int room_of(Int panels, Int length) { return panels * PANEL * length * 3 / 2 + 5 * 64; }
 
 // Return `panels` panels of a mapped matrix, from column `first` on, as a matrix in `room`.
@@ -191,7 +191,7 @@ inline Matrix unpacked(const Matrix& matrix, Int first, Int panels, char* room) 
             const Int p = lane / PANEL, place = lane % PANEL;
             Four<BITS> four;
             for (int i = 0; i < 4; i++) {
-                const Int column = std::min(first + lane + i, matrix.columns - 1);  // the last one fills its panel up
+                const Int column = std::min(first + lane + i, matrix.columns - 1);  // the last column pads its panel
                 four.block[i] = (const byte*)matrix.weight + column * blocks * Kind::BYTES;
             }
             for (Int b = 0; b < blocks; b++) {

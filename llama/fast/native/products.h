@@ -1,7 +1,7 @@
-// Products: rows of activations, rounded to the weights' kind, times the columns of a matrix.
+// Products: rows of activations, rounded for the kind of weights, times the columns of a matrix.
 //
-// Two kinds with the same functions: Plain for float32 and bfloat16, Packed for the weights of packed.py. A sum is
-// added up in the same order however many rows and columns are taken at a time.
+// Two kinds with the same functions: Plain for float32 and bfloat16, Packed for the weights of packed.py. A sum has the
+// same order for any number of rows and columns.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace {
 // Weights of float32 or bfloat16, and activations rounded to the same.
 template <class T>
 struct Plain {
-    bool mixed;  // as Packed has it; here it says nothing
+    bool mixed;  // as in Packed; unused here
 
     static Int bytes(Int length) { return length * sizeof(T); }
     static constexpr Int room_for(Int) { return 0; }
@@ -32,10 +32,10 @@ struct Plain {
         multiply(matrix, x, bytes(matrix.length), rows, first, end, to, stride);
     }
 
-    // The same where rows are `size` bytes apart.
+    // The same for rows `size` bytes apart.
     static void multiply(const Matrix& matrix, const char* x, Int size, Int rows, Int first, Int end, float* to,
                          Int stride) {
-        for (Int c = first; c < end; c += PANEL) {  // these weights stay in the nearest cache while all rows pass
+        for (Int c = first; c < end; c += PANEL) {  // these weights stay in the innermost cache for all rows
             const T* panel = (const T*)matrix.weight + c * matrix.length;
             all_dots((const T*)x, size / Int(sizeof(T)), rows, panel, matrix.length, std::min<Int>(PANEL, end - c),
                      matrix.length, to + c, stride, rows > 1 ? panel + PANEL * matrix.length : nullptr);
@@ -43,15 +43,15 @@ struct Plain {
     }
 };
 
-// What a row of activations is rounded to for packed weights: whole numbers of so many bits, 16 with one scale for the
-// row, or 8 with a scale for every GROUP.
+// A row of activations rounded for packed weights: integers of 16 bits with one scale for the row, or of 8 bits with a
+// scale for every GROUP.
 template <int ACTIVATIONS>
 struct RoundedRow {
-    float* factors;       // two: of 16 bits the scale is their product, of 8 the second belongs to every scale
-    float *scales, *sums;  // of every GROUP; the sums are of its numbers, of 8 bits times the scale
-    std::int32_t* counts;  // the sum of every half of a GROUP, in whole numbers
-    char* numbers;         // of 16 bits in the order 0 2 1 3 of every four, in which masks give codes
-    char* widened;         // the same in 16 bits, where codes of 8 bits are multiplied so
+    float* factors;       // two: with 16 bits the scale is their product, with 8 the second multiplies every scale
+    float *scales, *sums;  // of every GROUP; the sums of its numbers, with 8 bits times the scale
+    std::int32_t* counts;  // the sum of every half of a GROUP, as integers
+    char* numbers;         // with 16 bits in the order 0 2 1 3 of every four, which is that of masked codes
+    char* widened;         // the same in 16 bits, if codes of 8 bits are multiplied in 16
 
     RoundedRow(const char* at, Int length) {
         factors = (float*)at, scales = factors + 16, sums = scales + length / GROUP;
@@ -64,8 +64,8 @@ struct RoundedRow {
     }
 };
 
-// The codes of four neighbouring weights of LANES columns, a byte each, those from HALF * h + 4 * w on in a
-// GROUP. Up to 6 bits, a group has four words of the low halves of codes and then their high bits.
+// The codes of four neighbouring weights of LANES columns, a byte each, from HALF * h + 4 * w on in a GROUP. Up to 6
+// bits, a group has four words of the lower 4 bits of codes, and then their upper bits.
 template <int BITS>
 INLINE words four_codes(const char* group, int h, int w) {
     constexpr Int WORD = PANEL * 4;
@@ -77,9 +77,9 @@ INLINE words four_codes(const char* group, int h, int w) {
     return low | ((at < 4 ? high << (4 - at) : high >> (at - 4)) & (BITS == 5 ? 0x10101010u : 0x30303030u));
 }
 
-constexpr int spans(int bits) { return bits == 6 ? 2 : 1; }  // how many scales a column has in a GROUP
+constexpr int spans(int bits) { return bits == 6 ? 2 : 1; }  // scales of a column in a GROUP
 
-// Scales or zeros of LANES columns, one span after the other: float16, or whole numbers times a float16 of every UNIT.
+// Scales or zeros of LANES columns, one span after the other: float16, or integers times a float16 of every UNIT.
 struct Shares {
     const void* each;
     const half* units;
@@ -91,7 +91,7 @@ struct Shares {
     INLINE floats at(Int span, Int group) const { return units ? nested_at(span, group) : plain_at(span); }
 };
 
-// Where LANES columns of a packed matrix begin.
+// The addresses of LANES columns of a packed matrix.
 struct Place {
     const char* codes;
     Shares scales, zeros;
@@ -118,11 +118,11 @@ INLINE void all_at(const Place (&places)[COUNT], Int span, Int group, floats* to
         UNROLL for (int v = 0; v < COUNT; v++) to[v] = (places[v].*SIDE).plain_at(span);
 }
 
-// Packed weights: PANEL columns and GROUP of their weights stand together in words, of which each column has one.
+// Packed weights: GROUP weights of PANEL columns are contiguous, in words of one column each, in turn.
 template <int ACTIVATIONS, class T>
 struct Packed {
     using Row = RoundedRow<ACTIVATIONS>;
-    bool mixed;  // whether some matrices are plain, of T: then a rounded row ends with the same row as these want it
+    bool mixed;  // some matrices are plain, of T: then a rounded row ends with the same row for these
 
     Int bytes(Int length) const { return Row::bytes(length) + (mixed ? (length * Int(sizeof(T)) + 63) / 64 * 64 : 0); }
 
@@ -131,7 +131,7 @@ struct Packed {
         constexpr float MOST = ACTIVATIONS == 16 ? 32767.0f : 127.0f;
         const Row row(to, length);
         const float largest = largest_of(x, length);
-        // Rows of tiny numbers are computed 2**64 times as large, or the inverse would be past float32.
+        // Rows of tiny numbers are computed 2**64 times as large, so that the inverse fits into float32.
         const float up = largest < 0x1p-64f ? 0x1p64f : 1.0f;
         row.factors[0] = 1, row.factors[1] = 1.0f / up;
         float scale = largest * up / MOST;
@@ -150,14 +150,14 @@ struct Packed {
                     some += whole;
                 }
                 const float count = sum_of(some);
-                row.counts[h] = std::isfinite(count) ? count : 0, sum += count;  // else its scale tells of it
+                row.counts[h] = std::isfinite(count) ? count : 0, sum += count;  // else the scale is not finite
             }
             row.sums[g] = ACTIVATIONS == 16 ? sum : sum * scale;
         }
         if (ACTIVATIONS == 16) row.factors[0] = scale;
     }
 
-    // The largest size, or nan where a number is no finite one, which no whole number could tell.
+    // The largest magnitude, or nan if a number is not finite, which integers cannot represent.
     static float largest_of(const float* x, Int count) {
         floats most = {}, lost = {};
         for (Int i = 0; i < count; i += LANES) {
@@ -174,7 +174,7 @@ struct Packed {
         constexpr int EACH = PANEL / LANES, VECTORS = PANELS * EACH;
         constexpr bool IN_16_BITS = ACTIVATIONS == 16 || (BITS == 8 && SUMS_OF_16_BITS);
         constexpr int SPANS = spans(BITS);
-        constexpr int CHAINS = ROWS == 1 ? 4 : SPANS;  // of sums, which do not wait for each other
+        constexpr int CHAINS = ROWS == 1 ? 4 : SPANS;  // of independent sums
         const Int length = matrix.length, groups = length / GROUP;
         const std::int32_t offset = matrix.offset;
         Place at[VECTORS];
@@ -197,7 +197,7 @@ struct Packed {
                     UNROLL for (int v = 0; v < VECTORS; v++) {
                         const char* group = at[v].codes + g * PANEL * BITS * 4;
                         four[v] = four_codes<BITS>(group, h, w);
-                        // The CPU's own reading ahead ends with a page; many rows have time to ask for the next panels.
+                        // The CPU's own prefetching ends with a page; many rows have time to prefetch the next panels.
                         const Int ahead = ROWS == 1 ? 4096 : PANELS * groups * PANEL * BITS * 4;
                         if (4 * h + w < BITS) __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + ahead);
                     }
@@ -259,14 +259,14 @@ struct Packed {
         }
     }
 
-    static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // panels at a time, by the registers there are
+    static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // panels at a time, by the number of registers
 
     template <int BITS>
     void by_columns(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
                     char* room) const {
         const Int size = bytes(matrix.length);
         for (Int c = first; c < end;) {
-            const bool many = rows > 1 && c + MOST * PANEL <= end;  // one row reads from as few places as it can
+            const bool many = rows > 1 && c + MOST * PANEL <= end;  // one row reads from few addresses at a time
             const Int panels = many ? MOST : 1, skipped = matrix.block ? c : 0;
             const Matrix here = matrix.block ? unpacked(matrix, c, panels, room) : matrix;
             by_rows(rows, [&](auto n, Int r) {
@@ -280,7 +280,7 @@ struct Packed {
         }
     }
 
-    // What `room` a thread needs for mapped matrices that are so long.
+    // The bytes of `room` that a thread needs for mapped matrices of this length.
     static constexpr Int room_for(Int length) { return room_of(MOST, length); }
 
     void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
@@ -313,7 +313,7 @@ struct Packed {
             }
     }
 
-    // Call act with how many bits the codes have, where the compiler knows it.
+    // Call act with the bits of the codes as a compile-time constant.
     template <class Act>
     static void with_bits(const Matrix& matrix, Act act) {
         switch (matrix.bits) {

@@ -1,4 +1,4 @@
-// Threads that compute together: who of them does what, and where they wait for each other.
+// Threads that compute together: how they share the work, and where they wait for each other.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Where threads wait for each other, six or seven times a layer; OpenMP's own barrier takes longer.
+// A barrier, used six or seven times a layer; OpenMP's own is slower.
 struct Barrier {
     alignas(64) std::atomic<Int> arrived{0};
     alignas(64) std::atomic<Int> passed{0};
@@ -29,7 +29,7 @@ struct Barrier {
             if (turns < 10000)
                 pause();
             else
-                std::this_thread::yield();  // somebody else may be computing where the others should
+                std::this_thread::yield();  // another process may use the core of a thread that is late
     }
 
     static void pause() {
@@ -39,7 +39,7 @@ struct Barrier {
     }
 };
 
-// Some threads that compute together; one alone waits for nobody. room: a thread's own, for panels of
+// Threads that compute together; a single one never waits. room: memory of each thread, for panels of
 // mapped matrices.
 struct Team {
     Int rank, size;
@@ -50,7 +50,7 @@ struct Team {
         if (size > 1) barrier->wait(size);
     }
 
-    // Call act(first, end) with this thread's share of so many columns, whole panels all but the last.
+    // Call act(first, end) with this thread's share of so many columns: whole panels, except the last.
     template <class Act>
     void share(Int columns, Act act) const {
         const Int panels = (columns + PANEL - 1) / PANEL;
@@ -59,7 +59,7 @@ struct Team {
     }
 };
 
-// Let so many threads act(team).
+// Run act(team) in so many threads.
 template <class Act>
 void in_team(Int threads, Act act) {
     Barrier barrier;

@@ -1,10 +1,10 @@
-// Vectors of numbers: how they are loaded, widened and rounded, and sums of products, a vector full of them at a time.
+// Vectors of numbers: loading, conversion, rounding, and sums of products.
 //
-// A vector is 64 bytes with AVX-512 and 32 elsewhere, in the compiler's own notation, which it splits where need be.
-// The few instructions that the compiler does not find by itself are asked for by name where the machine has them.
-// Every fused multiply-add is written as one, and the compiler may fuse no others (-ffp-contract=off): it would fuse
-// one loop and not its twin, by what it knows of the CPU, and the two would round differently.
-// Everything stands in namespaces without a name: the library shows nothing but its functions.
+// A vector is 64 bytes with AVX-512 and 32 elsewhere, a vector type of the compiler, which it splits if necessary.
+// Instructions that the compiler does not find by itself are called by name if the machine has them.
+// Every fused multiply-add is explicit, and the compiler may fuse no others (-ffp-contract=off): on some CPUs it
+// would fuse one loop and not its twin, and the two would round differently.
+// All code is in unnamed namespaces: the library exports only its functions.
 
 #pragma once
 
@@ -21,9 +21,9 @@
 #endif
 #endif
 
-// GCC would make calls of what is used more than once, and keep its vectors in memory.
+// GCC would call functions that are used more than once, and keep their vectors in memory.
 #define INLINE inline __attribute__((always_inline))
-// GCC would keep an array of vectors in memory where a loop over it stays one.
+// GCC would keep an array of vectors in memory if a loop over it is not unrolled.
 #define UNROLL _Pragma("GCC unroll 16")
 
 namespace {
@@ -45,14 +45,14 @@ typedef std::int16_t signed_pairs __attribute__((vector_size(VECTOR)));
 typedef std::uint64_t longs __attribute__((vector_size(VECTOR)));
 typedef std::uint8_t bytes __attribute__((vector_size(VECTOR / 4)));
 typedef double doubles __attribute__((vector_size(VECTOR)));
-typedef float some_floats __attribute__((vector_size(VECTOR / 2)));  // as many as there are doubles
+typedef float some_floats __attribute__((vector_size(VECTOR / 2)));  // as many as a vector has doubles
 
 constexpr int LANES = VECTOR / 4;
-constexpr int TOGETHER = 4;  // rows that are taken at a time
-constexpr int PANEL = 16;    // columns of which a thread takes all or none; those of packed weights stand side by side
-constexpr int GROUP = 32;    // packed weights of a column that stand together; packed.py has the layout
-constexpr int HALF = 16;     // the fewest of them that share a scale
-constexpr int UNIT = 256;    // those that share what their scales are multiplied by
+constexpr int TOGETHER = 4;  // rows that are processed at a time
+constexpr int PANEL = 16;    // columns that one thread computes; those of packed weights alternate
+constexpr int GROUP = 32;    // contiguous packed weights of a column; packed.py has the layout
+constexpr int HALF = 16;     // the fewest weights that share a scale
+constexpr int UNIT = 256;    // weights that share the factor of their scales
 
 struct bfloat {
     std::uint16_t bits;
@@ -115,12 +115,12 @@ INLINE floats widen(const half* x) {
 #else
     words bits = __builtin_convertvector(load<shorts>(x), words);
     floats size = (floats)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponent's bias of float32 for that of float16
-    words endless = (words)((ints)(bits & 0x7c00u) == 0x7c00) & 0x7f800000u;  // infinities, and what is no number
+    words endless = (words)((ints)(bits & 0x7c00u) == 0x7c00) & 0x7f800000u;  // infinities and nan
     return (floats)((words)size | endless | (bits & 0x8000u) << 16);
 #endif
 }
 
-// LANES whole numbers of 8 bits.
+// LANES integers of 8 bits.
 INLINE ints whole(const std::uint8_t* x) {
 #if defined(__AVX512F__)
     return (ints)_mm512_maskz_cvtepu8_epi32(0xffff, load<__m128i>(x));
@@ -148,7 +148,7 @@ INLINE void narrow(floats x, float* to) { store(to, x); }
 INLINE void narrow(floats x, bfloat* to) {
     words bits = (words)x;
     words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-    words quiet = (words)(x != x);                                 // a nan stays one
+    words quiet = (words)(x != x);                                 // a nan stays a nan
     store(to, __builtin_convertvector((rounded & ~quiet) | (0x7fc0u & quiet), shorts));
 }
 
@@ -162,7 +162,7 @@ INLINE void narrow(floats x, half* to) {
     const words normal = (bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;  // to nearest, ties to even
     const words small = (words)((floats)bits + 0.5f) - 0x3f000000u;  // below 2**-14: a step of 2**-24 is float's at 0.5
     words size = (ints)bits < (113 << 23) ? small : normal;
-    size = (ints)bits >= 0x477ff000 ? words{} + 0x7c00u : size;  // what rounds past 65504
+    size = (ints)bits >= 0x477ff000 ? words{} + 0x7c00u : size;  // numbers that round past 65504
     size = (ints)bits > 0x7f800000 ? words{} + 0x7e00u : size;
     store(to, __builtin_convertvector(size | sign, shorts));
 #endif
@@ -178,7 +178,7 @@ INLINE float sum_of(floats x) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
-// The larger of each two; y where x is no number.
+// The larger of each two; y if x is nan.
 INLINE floats larger(floats x, floats y) { return x > y ? x : y; }
 
 INLINE float largest_of(floats x) {
@@ -191,7 +191,7 @@ INLINE float largest_of(floats x) {
     return std::max(std::max(x[0], x[2]), std::max(x[1], x[3]));
 }
 
-constexpr float ROUND = 12582912.0f;  // 1.5 * 2**23: adding it rounds to a whole number
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer
 
 // exp, within two units in the last place from -87 to 88, below that 0. Source: the minimax polynomial of Cephes' expf.
 INLINE floats exp_of(floats x) {
@@ -212,7 +212,7 @@ INLINE floats exp_of(floats x) {
 // exp, within two units in the last place from -700 to 0, below that 0. Source: its series, with ln 2 in two parts as in
 // fdlibm's e_exp.c.
 INLINE doubles exp_of(doubles x) {
-    constexpr double TO_WHOLE = 0x1.8p52;  // adding it rounds to a whole number, which then stands in the lowest bits
+    constexpr double TO_WHOLE = 0x1.8p52;  // adding it rounds to an integer, which is in the lowest bits then
     const longs far = (longs)(x < -700.0);
     x = x < -700.0 ? doubles{} - 700.0 : x;
     const doubles zero = {}, shifted = multiply_add(zero + TO_WHOLE, x, zero + 0x1.71547652b82fep0);
@@ -227,12 +227,12 @@ INLINE doubles exp_of(doubles x) {
 
 // ---- as many sums at a time as a vector has lanes -------------------------------------------------------------------
 
-// What a product takes from memory at a time: a number for every lane, or a pair.
+// What a product loads at a time: a number for every lane, or a pair.
 INLINE floats take(const float* x) { return load<floats>(x); }
 INLINE words take(const bfloat* x) { return load<words>(x); }
 
-// The same, kept in a register: GCC would load it again for each of its uses, or, of sums, make all products before it
-// adds the first, and then loading and storing is what takes the time.
+// The same in a register: GCC would load it again for each use, or compute all products of a sum before it adds the
+// first, and then loads and stores take most of the time.
 template <class V>
 INLINE V held(V v) {
 #if defined(__AVX512F__)
@@ -300,8 +300,8 @@ INLINE ints multiply_add(ints sum, ints x, ints w) {
 // Return the upper byte of every 16 bits.
 INLINE ints upper_bytes(words x) { return (ints)((pairs)x >> 8); }
 
-// Whether this CPU adds products of 8 bits up in 16, and cuts what is more. So it takes numbers of 16 for codes of 8 bits,
-// and of the others so many fours at a time:
+// Whether this CPU adds products of 8 bits in 16 bits, with saturation. Then codes of 8 bits are multiplied with
+// numbers of 16 bits, and of the others so many fours are added at a time:
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && (defined(__AVX512F__) || !defined(__AVXVNNI__))
 constexpr bool SUMS_OF_16_BITS = true;
 #else
@@ -325,7 +325,7 @@ INLINE ints add_fours(ints sum, ints x, words codes) {
 #endif
 }
 
-// The sum of every two of 16 bits.
+// The sum of every two numbers of 16 bits.
 INLINE ints pairs_added(ints x) { return multiply_add(ints{}, x, ints{} + 0x00010001); }
 
 // Return the sum of vector i in lane i.
@@ -354,8 +354,8 @@ INLINE floats sums_of(floats v[LANES]) {
 #endif
 }
 
-// to[k * k_step + s * s_step] = kept[k] . streamed[s], for KEPT and STREAMED of them. The kept ones stay in registers
-// while the others pass, and so do the sums.
+// to[k * k_step + s * s_step] = kept[k] . streamed[s], for KEPT and STREAMED of them. The kept ones, and the sums, stay
+// in registers while the others are loaded.
 template <int KEPT, int STREAMED, class T>
 INLINE void dots(const T* kept, Int k_stride, const T* streamed, Int s_stride, Int length, float* to, Int k_step,
                  Int s_step) {
@@ -383,8 +383,8 @@ INLINE float dot(const T* x, const T* w, Int length) {
     return sum_of(sum);
 }
 
-// Call act(ROWS, row) for all rows, where the compiler knows ROWS: MOST at a time, as long as that leaves none or no
-// fewer than 4, then 4 at a time, then the others.
+// Call act(ROWS, row) for all rows, with ROWS a compile-time constant: MOST at a time while that leaves none or at
+// least 4, then 4 at a time, then the others.
 template <int MOST = TOGETHER, class Act>
 void by_rows(Int rows, Act act) {
     Int r = 0;
@@ -396,19 +396,19 @@ void by_rows(Int rows, Act act) {
     if (rows - r == 1) act(std::integral_constant<int, 1>(), r);
 }
 
-// How many rows fill the registers there are with sums.
+// The number of rows whose sums fill the registers.
 template <class T>
 constexpr int most_rows() {
     return VECTOR == 32 && sizeof(T) == sizeof(float) ? 6 : TOGETHER;
 }
 
-// Ask for the part of so many bytes that falls to rows `r` to `end` of `rows`.
+// Prefetch the share of so many bytes that rows `r` to `end` of `rows` have.
 INLINE void ask_for_part(const char* from, Int bytes, Int r, Int end, Int rows) {
     for (Int at = bytes * r / rows; at < bytes * end / rows; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
-// to[r][c] = x[r] . w[c], for any numbers of rows and columns. The `next` columns are asked for meanwhile, where there are
-// such: read when the first rows pass, these would wait for memory, which would then idle while the others do.
+// to[r][c] = x[r] . w[c], for any number of rows and columns. The `next` columns, if any, are prefetched: else the
+// first rows would wait for memory, which would then idle during the others.
 template <class T>
 void all_dots(const T* x, Int x_stride, Int rows, const T* w, Int w_stride, Int columns, Int length, float* to,
               Int to_stride, const T* next = nullptr) {
@@ -417,7 +417,7 @@ void all_dots(const T* x, Int x_stride, Int rows, const T* w, Int w_stride, Int 
         const T* from = x + r * x_stride;
         for (Int c = 0; c < columns; c += COLUMNS)
             if (columns >= COLUMNS) {
-                c = std::min<Int>(c, columns - COLUMNS);  // the last ones may be computed twice
+                c = std::min<Int>(c, columns - COLUMNS);  // the last columns may be computed twice
                 const T* column = w + c * w_stride;
                 float* out = to + r * to_stride + c;
                 if (next)
