@@ -21,7 +21,7 @@ from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin
 
 from llama import console
-from llama.cores import say_if_crowded, use_threads
+from llama.cores import use_threads, warn_if_oversubscribed
 
 # A word of two dashes and a name, or of one dash and nothing but a name: `-5 degrees` is a prompt.
 _FLAG = re.compile(r"--\w|-[A-Za-z][\w-]*(=|\Z)")
@@ -84,7 +84,7 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
         use_threads(values.get("threads"))
         # What names no device computes little; what takes threads itself gives them to processes that it watches.
         if "device" in own and "threads" not in own:
-            say_if_crowded(console.say)
+            warn_if_oversubscribed(console.say)
         return call_through_fire(command, {key: value for key, value in values.items() if key in own})
     except KeyboardInterrupt as stop:
         console.say(console.in_words(stop))

@@ -1,8 +1,8 @@
-"""How well a model predicts a text, by itself and with a kind of KV cache: python -m llama.perplexity --text FILE.
+"""The perplexity of a model on a text, with and without a kind of KV cache: python -m llama.perplexity --text FILE.
 
-A kind of cache that keeps less than all keys and values, or keeps them rounded, changes what comes out. Here is how
-much: perplexity, the divergence of what is expected at each position, and how often the same token is the most likely.
-Knows models and ids; text and checkpoints enter in `main` alone. Log-likelihoods are in nats, ids are a list.
+A kind of cache that drops or rounds keys and values changes the model's predictions. Perplexity, the KL divergence at
+each position and the share of equal most likely tokens measure how much. Knows models and ids; only `main` knows texts
+and checkpoints. Log-likelihoods are in nats, ids are a list.
 """
 
 import json as json_format
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llama.cores import FreeCores
 from llama.files import TEXT_LIMIT, read_text
 from llama.kv_cache import Cache, cache_kind
 from llama.machine import dtype_name
@@ -30,13 +31,13 @@ from llama.parallel import world_size
 from llama.progress import progress_bar
 from llama.streaming import encode_prompt
 
-CONTEXT, PROMPT_LEN = 1024, 64  # of a window; of what is fed in one pass before the steps
-_CHUNK = 64  # positions whose log-probabilities are computed at a time: 32 MB for a vocabulary of 128,256
+CONTEXT, PROMPT_LEN = 1024, 64  # tokens of a window, and those of them that are fed in one pass before the steps
+_CHUNK = 64  # positions whose losses are computed at a time: 32 MB for a vocabulary of 128,256
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a text was predicted: the tokens that were scored, and the mean of their negative log-likelihoods."""
+    """The number of scored tokens of a text, and the mean of their negative log-likelihoods."""
 
     tokens: int
     mean_nll: float
@@ -45,16 +46,16 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Return exp(mean_nll): among how many equally likely tokens the model chose, so to speak."""
+        """Return exp(mean_nll)."""
         return _exp(self.mean_nll)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far expectations are from those of a reference, over the same positions of the same text.
+    """How far predictions are from those of a reference, over the same positions of the same text.
 
-    mean_kl: the mean of KL(reference || other). top1_agreement: the share of positions at which both find the same
-    token the most likely.
+    mean_kl: the mean of KL(reference || other). top1_agreement: the share of positions at which both have the same
+    most likely token.
     """
 
     tokens: int
@@ -74,11 +75,11 @@ class Comparison:
 
 
 def windows(length: int, *, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, first, end) for each window of a text: tokens begin .. end - 1 are fed, those from `first` scored.
+    """Yield (begin, first, end) of each window: tokens begin .. end - 1 are fed, and those from `first` on are scored.
 
-    Windows are of `context` tokens, the last may be shorter, and each begins `stride` behind the one before. So every
-    token is scored once, behind at least context - stride others but in the first window; the first token of a text,
-    and where stride equals context of each window, has nothing before it and is not scored.
+    A window has `context` tokens (the last one may have fewer) and begins `stride` tokens after the one before. So
+    every token is scored once, after at least context - stride tokens except in the first window. A token with nothing
+    before it is not scored: the first of the text, and the first of every window if stride equals context.
     Source: "Perplexity of fixed-length models", https://huggingface.co/docs/transformers/perplexity
     """
     scored = 1
@@ -93,11 +94,10 @@ def windows(length: int, *, context: int, stride: int) -> Iterator[tuple[int, in
 
 @torch.inference_mode()
 def perplexity(model: Transformer, ids: Sequence[int], *, context: int = CONTEXT, stride: int | None = None) -> Score:
-    """Score a text without a cache, in windows of `context` tokens that begin `stride` (half of it) behind each other.
+    """Score a text without a cache, one pass a window; `stride` is half of `context` by default, see `windows`.
 
-    One pass a window. The documented code of Hugging Face (see `windows`) weights a window by one token less than it
-    scores; here every token weighs the same. Raises ValueError for a text of less than two tokens, and for windows that
-    the model cannot read.
+    The documented code of Hugging Face weights a window by one token less than it scores; here all tokens have the same
+    weight. Raises ValueError for fewer than two tokens, and for windows longer than the model's limit.
     """
     stride = max(context // 2, 1) if stride is None else stride
     _check_windows(model, len(ids), context=context, stride=stride)
@@ -116,10 +116,10 @@ def perplexity(model: Transformer, ids: Sequence[int], *, context: int = CONTEXT
 def cached_perplexity(
     model: Transformer, ids: Sequence[int], *, context: int = CONTEXT, prompt_len: int = PROMPT_LEN
 ) -> Score:
-    """Score a text with the model's own kind of cache, which is read for every scored token but a window's first.
+    """Score a text through the model's kind of cache, token by token after the first `prompt_len` of each window.
 
-    As `perplexity` with stride = context - prompt_len, but of each window `prompt_len` tokens are fed in one pass and
-    the others one by one. The first `prompt_len` tokens of the text are not scored. Raises ValueError as `perplexity`.
+    The windows are those of stride = context - prompt_len. The first `prompt_len` tokens of the text are not scored.
+    Raises ValueError as `perplexity` does.
     """
     _check_prompt(len(ids), prompt_len=prompt_len, context=context)
     stride = context - prompt_len
@@ -139,12 +139,11 @@ def cached_perplexity(
 def expected(
     model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
 ) -> Generator[Tensor, None, None]:
-    """Yield what the model expects at each position from `prompt_len` on: log-probabilities, (vocab,).
+    """Yield the predicted log-probabilities, (vocab,), of each position from `prompt_len` on, with teacher forcing.
 
-    They are of ids[prompt_len], ids[prompt_len + 1], ... to the last, whatever these are (teacher forcing). The first
-    `prompt_len` ids are fed in one pass, the others one by one, through `cache`, an empty one; by default a new one of
-    the model's kind. They are float64 where the device has it: two caches that differ by little more than rounding
-    would differ by the rounding of float32 here.
+    The first `prompt_len` ids are fed in one pass, the others one by one, through `cache`, which must be empty; by
+    default a new one of the model's kind. float64 if the device has it: float32 would round away small differences
+    between two kinds of cache.
     """
     with closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as steps:
         for logits in steps:
@@ -154,10 +153,10 @@ def expected(
 def next_logits(
     model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
 ) -> Generator[Tensor, None, None]:
-    """Yield the logits, (vocab,), of which `expected` gives the log-probabilities."""
+    """Yield the logits, (vocab,), of the positions of `expected`."""
     _check_prompt(len(ids), prompt_len=prompt_len)
     cache = model.new_cache(rows=1, length=len(ids) - 1) if cache is None else cache
-    model.args.check_room(1, 0 if cache.bound else len(ids) - 1)  # now, not after all the steps before the limit
+    model.args.check_room(1, 0 if cache.bound else len(ids) - 1)  # before the first step, not at the limit
     tokens = torch.tensor(ids, device=model.device)[None]  # (1, length)
     starts = [0, *range(prompt_len, len(ids) - 1)]
     cached = model.with_kv_caching(True)
@@ -168,15 +167,15 @@ def next_logits(
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Return the log-softmax of logits, (vocab,), in float64 where the device has it."""
+    """Return the log-softmax of logits, (vocab,), in float64 if the device has it."""
     return logits.log_softmax(-1, dtype=logits.dtype if logits.device.type == "mps" else torch.float64)
 
 
 def compare(model: Transformer, kind: str, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN) -> Comparison:
-    """Compare what a model expects of a text through a cache of this kind with its own kind's; see `expected`.
+    """Compare a model's predictions of a text through a cache of this kind with those through the model's own kind.
 
-    Both go in lockstep, so that no more than two positions' log-probabilities are held. Raises ValueError for a kind
-    that is not known, and as `expected`.
+    Both run in lockstep, so the log-probabilities of only one position are in memory. Raises ValueError for an unknown
+    kind, and as `expected` does.
     """
     cache = model.new_cache(kind, rows=1, length=len(ids) - 1)
     with (
@@ -187,19 +186,19 @@ def compare(model: Transformer, kind: str, ids: Sequence[int], *, prompt_len: in
 
 
 def compared(
-    ours: Iterable[Tensor], theirs: Iterable[Tensor], ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
+    reference: Iterable[Tensor], other: Iterable[Tensor], ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
 ) -> Comparison:
-    """Return how far `theirs` are from `ours`, both what `expected` yields for the same ids."""
+    """Compare two iterables of log-probabilities, as `expected` yields them for the same ids."""
     kl = same = nll = other_nll = 0.0
-    wanted = ids[prompt_len:]
-    with progress_bar("scoring", total=len(wanted), unit="token") as bar:
-        for full, changed, token in zip(ours, theirs, wanted, strict=True):
+    targets = ids[prompt_len:]
+    with progress_bar("scoring", total=len(targets), unit="token") as bar:
+        for full, changed, token in zip(reference, other, targets, strict=True):
             kl += float(F.kl_div(changed, full, reduction="sum", log_target=True))  # KL(full || changed)
             same += int(full.argmax()) == int(changed.argmax())
             nll -= float(full[token])
             other_nll -= float(changed[token])
             bar.update()
-    n = len(wanted)
+    n = len(targets)
     return Comparison(n, prompt_len, kl / n, same / n, nll / n, other_nll / n)
 
 
@@ -223,7 +222,7 @@ def _check_windows(model: Transformer, length: int, *, context: int, stride: int
             "give another context, or load the model with a larger max_seq_len"
         )
     if not 1 <= stride <= context:
-        raise ValueError(f"stride={stride} must be from 1 to context={context}, or tokens would be passed over")
+        raise ValueError(f"stride={stride} must be from 1 to context={context}, or tokens would be skipped")
     if length < 2:
         raise ValueError(f"the text has {length} tokens, and the first has nothing before it; give a longer text")
 
@@ -235,7 +234,7 @@ def _check_prompt(length: int, *, prompt_len: int, context: int | None = None) -
         raise ValueError(f"context={context} must be above prompt_len={prompt_len}, or no token would be scored")
     if length <= prompt_len:
         raise ValueError(
-            f"the text has {length} tokens, and those past prompt_len={prompt_len} are scored; "
+            f"the text has {length} tokens, and only those after prompt_len={prompt_len} are scored; "
             "give a longer text, or a smaller prompt_len"
         )
 
@@ -260,30 +259,32 @@ def main(
     repack: bool = True,
     json: bool = False,
 ) -> int:
-    """Print a model's perplexity on a text, without a cache in one pass a window, or through a kind of cache.
+    """Print a model's perplexity on a text, without a cache in one pass a window, or with a kind of cache.
 
     Args:
         text: The file to score, UTF-8.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
-        context: The tokens of a window; 1024 by default, or what the model can read where that is less.
-        stride: How far behind each other windows begin; half a context by default. Each token is scored once.
-        tokens: Score the first so many tokens of the text; all by default.
-        kv_cache: A kind of cache, static, concat or file.py:kind: feed the text token by token, so that it is read.
-        prompt_len: With kv_cache, the tokens of a window that are fed in one pass before; 64 by default.
-        dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64.
-        device: Where it computes: auto, cpu, cuda or mps.
-        fast: Use the fastest way to run a forward that this machine has.
-        quantize: How weights are held: int8, int4, stored (as a .gguf file has them), or none.
-        activations: 8 rounds what is multiplied by such weights to 8 bits; else 16.
-        repack: With stored weights: --repack=False leaves them in their file, mapped.
+        context: The tokens of a window; by default 1024, or the model's max_seq_len if that is less.
+        stride: The distance between the starts of windows; by default half a context. Each token is scored once.
+        tokens: How many tokens of the text to score; by default all.
+        kv_cache: A kind of cache, such as static, concat or file.py:kind, through which the text is fed token by token.
+        prompt_len: With kv_cache, the tokens of a window that are fed in one pass before the others; by default 64.
+        dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64.
+        device: The device to compute on: auto, cpu, cuda or mps.
+        fast: Use the fastest implementation of the forward that this machine supports.
+        quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none.
+        activations: With quantize, 8 rounds the inputs of quantised products to 8 bits; the default is 16.
+        repack: With stored weights, --repack=False leaves them in their file, mapped.
         json: Print JSON.
     """
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
-    from llama.api import load  # all above knows no checkpoints
+    from llama.api import load, pick_device
 
     words = read_text(path, limit=TEXT_LIMIT)
     kind = "static" if kv_cache is None else cache_kind(kv_cache)
     packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    if pick_device(device).type == "cpu":
+        FreeCores().choose_threads(console.say)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, **packing)
     ids = encode_prompt(tokenizer, words)[:tokens]
     context = min(CONTEXT, model.args.max_seq_len) if context is None else context
@@ -292,7 +293,7 @@ def main(
     else:
         prompt_len = PROMPT_LEN if prompt_len is None else prompt_len
         score = cached_perplexity(model, ids, context=context, prompt_len=prompt_len)
-    facts = {"text": text, "text_tokens": len(ids), "bos": tokenizer.adds_bos, "model": ckpt_dir}
+    facts: dict[str, object] = {"text": text, "text_tokens": len(ids), "bos": tokenizer.adds_bos, "model": ckpt_dir}
     facts |= {"dtype": dtype_name(model.norm.weight.dtype), "device": str(model.device)}
     facts |= {"execution": str(model.execution), "kv_cache": kv_cache, "prompt_len": prompt_len}
     scored = {"perplexity": score.perplexity, **asdict(score)}
@@ -301,10 +302,10 @@ def main(
 
 
 def report(score: Score, facts: Mapping[str, object]) -> str:
-    """Return a score, and what was scored and how, in a few lines."""
+    """Return a score, its text and its settings, as lines of text."""
     how = "off, one pass a window"
     if facts["kv_cache"] is not None:
-        how = f"{facts['kv_cache']}, read: token by token behind {facts['prompt_len']} in one pass"
+        how = f"{facts['kv_cache']}, {facts['prompt_len']} tokens of a window in one pass, the others one by one"
     scored = f"{score.tokens:,} scored of {facts['text_tokens']:,}, {'BOS first' if facts['bos'] else 'no BOS'}"
     return "\n".join(
         [
@@ -321,7 +322,7 @@ def report(score: Score, facts: Mapping[str, object]) -> str:
 def _check_flags(
     text: str | None, *, stride: int | None, tokens: int | None, kv_cache: str | None, prompt_len: int | None
 ) -> Path:
-    """Return the file to read; refuse, before a model is loaded, what no model could do."""
+    """Return the file to read; raise ValueError for flags that are wrong with any model."""
     if world_size() > 1:
         raise ValueError("this command scores in one process; start it without torchrun")
     if text is None:
@@ -329,9 +330,9 @@ def _check_flags(
     if tokens is not None and tokens < 2:
         raise ValueError(f"tokens={tokens} must be at least 2: the first has nothing before it")
     if kv_cache is None and prompt_len is not None:
-        raise ValueError(f"prompt_len={prompt_len} goes with kv_cache, whose kind is to be read; leave one of them out")
+        raise ValueError(f"prompt_len={prompt_len} needs --kv_cache; give both, or none")
     if kv_cache is not None and stride is not None:
-        raise ValueError(f"stride={stride} follows from context - prompt_len with kv_cache; leave stride out")
+        raise ValueError(f"stride={stride} cannot be set with kv_cache: it is context - prompt_len; leave stride out")
     return Path(text)
 
 

@@ -82,7 +82,7 @@ MAY_IMPORT = {
     "llama/json_files.py": ("files", ""),
     "llama/untrusted/": ("json_files words", ""),
     "llama/parallel.py": ("ranks", "torch fairscale"),
-    "llama/perplexity.py": ("api cli console files kv_cache machine model parallel progress streaming", "torch"),
+    "llama/perplexity.py": ("api cli console cores files kv_cache machine model parallel progress streaming", "torch"),
     # wings: each knows the floor and itself, and another one where its name says so
     "llama/tokenizer/template_child.py": ("", "jinja2"),
     "llama/tokenizer/template.py": ("words", ""),

@@ -17,15 +17,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    from llama import console
+from llama import cli, console
 
+if __name__ == "__main__":
     console.quiet_imports()
 
 import torch
 
-from llama import cli
-from llama.api import load
+from llama.api import load, pick_device
+from llama.cores import FreeCores
 from llama.costs import size
 from llama.exact import slowdown
 from llama.files import check_writable
@@ -98,6 +98,8 @@ def main(
     kind = lossless_kind(kv_cache)
     check_writable(path)
     packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    if pick_device(device).type == "cpu":
+        FreeCores().choose_threads(console.say)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact, fast=fast, **packing)
     sizes = {"batch_size": batch_size, "tokens": tokens, "prompt_len": prompt_len}
     config = {"model": ckpt_dir, "kv_cache": kv_cache, **sizes, **facts_of(model)}
