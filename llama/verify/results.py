@@ -11,9 +11,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
-from llama import console
-from llama.files import keep_file
-from llama.machine import DTYPES
+from llama.cli import console
+from llama.host.files import keep_file
+from llama.host.machine import DTYPES
 from llama.verify.certificate import PASSES, WIDE, Divergence, Figures
 from llama.verify.passes import STEPS, UNCACHED
 

@@ -19,11 +19,12 @@ from oracles import tiny_model
 from torch import Tensor
 
 from llama import cli
+from llama.cli import verify
 from llama.fast.native_call import Frame
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.rows import Rows
-from llama.verify import __main__, certificate, results, tolerance
+from llama.verify import certificate, results, tolerance
 from llama.verify.certificate import Divergence, Figures
 
 SMALL = ("--batch_size=2", "--tokens=4", "--prompt_len=4", "--device=cpu")
@@ -67,7 +68,7 @@ class Command:
     def _run(self, words: Sequence[str]) -> tuple[int, str, str]:
         given = {word.partition("=")[0] for word in words}
         small = [word for word in SMALL if word.partition("=")[0] not in given]
-        code = cli.run(__main__.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
+        code = cli.run(verify.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
         return code, *self.capsys.readouterr()
 
     @property
@@ -318,22 +319,22 @@ def test_seeds_are_new_to_the_runs_that_are_added_up(command: Command) -> None:
 
 
 def test_prompts_follow_from_the_seed_with_bos_first_and_never_alone() -> None:
-    drawn = __main__.draw_prompts(4, 200, 5, 40, bos=39)
-    assert drawn == __main__.draw_prompts(4, 200, 5, 40, bos=39)
-    assert drawn != __main__.draw_prompts(5, 200, 5, 40, bos=39)
+    drawn = verify.draw_prompts(4, 200, 5, 40, bos=39)
+    assert drawn == verify.draw_prompts(4, 200, 5, 40, bos=39)
+    assert drawn != verify.draw_prompts(5, 200, 5, 40, bos=39)
     assert {len(prompt) for prompt in drawn} == {2, 3, 4, 5}
     assert {prompt[0] for prompt in drawn} == {39}
-    plain = __main__.draw_prompts(4, 200, 5, 40, bos=None)
+    plain = verify.draw_prompts(4, 200, 5, 40, bos=None)
     assert {len(prompt) for prompt in plain} == {1, 2, 3, 4, 5}
     assert {id for prompt in plain for id in prompt} == set(range(40))
 
 
 def test_other_weights_are_another_model() -> None:
     model, same = tiny_model(dtype=torch.float32), tiny_model(dtype=torch.float32)
-    assert __main__.weights_id(model) == __main__.weights_id(same)
+    assert verify.weights_id(model) == verify.weights_id(same)
     with torch.no_grad():
         same.layers[1].attention.wo.weight[0, 0] += 1e-6  # type: ignore[union-attr, index]
-    assert __main__.weights_id(model) != __main__.weights_id(same)
+    assert verify.weights_id(model) != verify.weights_id(same)
 
 
 # ---- the bar ---------------------------------------------------------------------------------------------------------
@@ -480,7 +481,7 @@ def test_several_ranks_are_refused(command: Command, monkeypatch: pytest.MonkeyP
 
 
 def test_too_little_memory_is_refused_before_it_is_used(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(__main__, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(verify, "available_memory", lambda device: 2**20)
     message = command.refused()
     assert "2 rows of 8 positions need" in message
     assert "cpu has 1.0 MB left" in message
@@ -490,7 +491,7 @@ def test_too_little_memory_is_refused_before_it_is_used(command: Command, monkey
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(__main__, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("")
     command.file = tmp_path / "file" / "verify.json"
     assert str(tmp_path / "file") in command.refused()

@@ -1,0 +1,246 @@
+"""Certify that switching the KV cache changes nothing: python -m llama.verify [--dtype bf16] [--runs 50] [--exact].
+
+A run's prompts follow from its seed; `certificate` measures and judges it. Runs are stored in a JSON file, and the
+command prints the sum of that file. Knows models by their paths; does not know which difference is a violation.
+"""
+
+import hashlib
+import random
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama.api import load, pick_device
+from llama.cli import console
+from llama.cli.progress import progress_bar
+from llama.costs import size
+from llama.exact import slowdown
+from llama.host.cores import FreeCores
+from llama.host.files import check_writable
+from llama.host.machine import available_memory, environment
+from llama.kv_cache import KVCache, cache_kind
+from llama.kv_cache.names import kinds_named
+from llama.model import Transformer
+from llama.ranks.torchrun import world_size
+from llama.tokenizer import Tokenizer
+from llama.verify import certificate
+from llama.verify.passes import reference_of
+from llama.verify.results import Run, add_run, comparable, read_runs, report
+from llama.verify.tolerance import TOLERANCE_FACTOR
+
+
+def main(
+    *,
+    ckpt_dir: str = "demo",
+    dtype: str = "fp32",
+    batch_size: int = 4,
+    tokens: int = 64,
+    prompt_len: int = 8,
+    seed: int | None = None,
+    runs: int = 1,
+    exact: bool = False,
+    fast: bool = False,
+    quantize: str | None = None,
+    activations: int = 16,
+    repack: bool = True,
+    kv_cache: str = "static",
+    device: str = "auto",
+    output: str = "results/verify.json",
+) -> int:
+    """Certify that a model writes the same with its KV cache on and off, down to rounding; or, if exact, to the bit.
+
+    Exits with 0 if all runs of the file are certified, 1 if one found a bug, 2 on bad input. A run with a bug stays in
+    the file; move the file away once the bug is fixed.
+
+    Args:
+        ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
+        dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64.
+        batch_size: The rows of a run.
+        tokens: The number of greedy tokens in each row; at least 2.
+        prompt_len: The longest prompt; prompts are random ids, from 1 to this many a row.
+        seed: The seed of the first run, which draws its prompts; by default the first one that the file does not have.
+        runs: How many runs to add to the file; 0 prints the file's report.
+        exact: Measure exact mode, in which no bit may differ.
+        fast: With exact, use the exact mode of native code, if it supports the model.
+        quantize: With exact and fast, quantise the weights to int8, int4, or stored; see llama-kv run.
+        activations: With quantize, 8 rounds the inputs of quantised products to 8 bits.
+        repack: With stored weights, --repack=False leaves them in their file, mapped.
+        kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. A lossy kind
+            is rejected: llama-kv bench --preset caches measures those.
+        device: The device to compute on: auto, cpu, cuda or mps.
+        output: The file in which runs add up.
+    """
+    if world_size() > 1:
+        raise ValueError("this command certifies one process; start it without torchrun")
+    if (fast or quantize is not None) and not exact:
+        flags = "--exact" if fast else "--exact --fast"
+        raise ValueError(f"native code is certified to the bit, and not down to rounding; give {flags}, too")
+    path = Path(output)
+    check_numbers(batch_size=batch_size, tokens=tokens, prompt_len=prompt_len, seed=seed, runs=runs)
+    before = read_runs(path)
+    if runs == 0:
+        if not before:
+            raise ValueError(f"{path} has no runs yet; make some with --runs 1")
+        return report(before, path)
+    kind = lossless_kind(kv_cache)
+    check_writable(path)
+    packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    if pick_device(device).type == "cpu":
+        FreeCores().choose_threads(console.say)
+    model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact, fast=fast, **packing)
+    sizes = {"batch_size": batch_size, "tokens": tokens, "prompt_len": prompt_len}
+    config = {"model": ckpt_dir, "kv_cache": kv_cache, **sizes, **facts_of(model)}
+    check_fits(model, tokenizer, **sizes)
+    for run in make_runs(model, tokenizer, config, choose_seeds(before, config, seed, runs)):
+        add_run(path, run)
+    return report(read_runs(path), path)
+
+
+def facts_of(model: Transformer) -> dict[str, Any]:
+    """Return the facts of a loaded model that belong to a run's configuration."""
+    execution = model.execution
+    return {
+        "weights": weights_id(model),
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "exact": execution.exact,
+        "runner": execution.runner,
+        "quantize": execution.weights,
+        "activations": execution.activations,
+        "slack": TOLERANCE_FACTOR[model.norm.weight.itemsize],
+    }
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_numbers(*, seed: int | None, runs: int, **sizes: int) -> None:
+    """Raise ValueError for numbers that no model can use."""
+    least = {"batch_size": 1, "tokens": 2, "prompt_len": 1}  # the cache is first read for the second token
+    for name, number in sizes.items():
+        if number < least[name]:
+            raise ValueError(f"{name}={number} must be at least {least[name]}")
+    if runs < 0:
+        raise ValueError(f"runs={runs} must be at least 0, which prints the report of the file")
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed={seed} must not be negative")
+    if seed is not None and runs == 0:
+        raise ValueError(f"seed={seed} has no effect with runs=0; leave one of them out")
+
+
+def lossless_kind(text: str) -> str:
+    """Return the name of the kind of cache; raise ValueError for a lossy kind."""
+    kind = cache_kind(text)
+    if not all(KVCache.named(part).lossless for part, _ in kinds_named(kind)):
+        raise ValueError(
+            f"kv_cache={text!r} is lossy, so it cannot be certified to change nothing; "
+            f"llama-kv bench --preset caches --kv_cache {shlex.quote(text)} measures its quality"
+        )
+    return kind
+
+
+def check_fits(model: Transformer, tokenizer: Tokenizer, *, batch_size: int, tokens: int, prompt_len: int) -> None:
+    """Raise ValueError, before anything slow, for texts beyond the model's limit, or beyond the free memory."""
+    length = prompt_len + tokens
+    if length > model.args.max_seq_len:
+        raise ValueError(
+            f"prompt_len={prompt_len} plus tokens={tokens} is more than max_seq_len={model.args.max_seq_len}; "
+            "reduce one of them"
+        )
+    if tokenizer.adds_bos and prompt_len < 2:
+        raise ValueError("prompt_len=1 fits BOS only, so all prompts would be equal; give at least 2")
+    needed = certificate.bytes_needed(model, rows=batch_size, length=length, tokens=tokens)
+    free = available_memory(model.device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{batch_size} rows of {length} positions need {size(needed)} beside the model, for its float64 copy and "
+            f"the logits, and {model.device} has {size(free)} left; give a smaller batch_size, fewer tokens, "
+            "or another device"
+        )
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def weights_id(model: Transformer) -> str:
+    """Return 16 hexadecimal digits that identify the weights: SHA-256 of some 1000 numbers of each tensor."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        some = weight.flatten()[:: max(1, weight.numel() // 1000)].contiguous()
+        digest.update(f"{name} {tuple(weight.shape)}".encode() + bytes(some.view(torch.uint8).tolist()))
+    return digest.hexdigest()[:16]
+
+
+def choose_seeds(runs: Sequence[Run], config: dict[str, Any], seed: int | None, wanted: int) -> list[int]:
+    """Return `wanted` seeds that no comparable run has used: from `seed` on, or the first free ones."""
+    used = {run["seed"] for run in runs if comparable(run["config"]) == comparable(config)}
+    if seed is None:
+        free = (number for number in count() if number not in used)
+        return [next(free) for _ in range(wanted)]
+    seeds = range(seed, seed + wanted)
+    taken = sorted(used.intersection(seeds))
+    if taken:
+        raise ValueError(
+            f"seed={taken[0]} has been run, and would count twice; leave seed out, or give one from {max(used) + 1} on"
+        )
+    return list(seeds)
+
+
+def draw_prompts(seed: int, rows: int, longest: int, vocab_size: int, bos: int | None) -> list[list[int]]:
+    """Return `rows` prompts of up to `longest` random ids. If `bos` is given, it comes first and never alone."""
+    dice = random.Random(seed)
+    head = [] if bos is None else [bos]
+    lengths = [dice.randint(1, longest - len(head)) for _ in range(rows)]
+    return [[*head, *(dice.randrange(vocab_size) for _ in range(length))] for length in lengths]
+
+
+def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]) -> Iterator[Run]:
+    """Yield the run of each seed as soon as it is measured."""
+    timed = model.exact and model.runner is None  # native code takes the same time in both modes
+    with progress(timed + 1 + certificate.STAGES * len(seeds)) as begin:
+        cost = None
+        if timed:
+            begin("timing exact mode")
+            cost = dict(zip(("prefill", "step"), slowdown(model), strict=True))
+        machine = environment(model.device)
+        begin("copying the model to float64")
+        reference = reference_of(model)
+        bos = tokenizer.bos_id if tokenizer.adds_bos else None
+        for number, seed in enumerate(seeds, 1):
+            prompts = draw_prompts(seed, config["batch_size"], config["prompt_len"], model.args.vocab_size, bos)
+            started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+            on_stage = partial(begin, prefix=f"run {number} of {len(seeds)}: ")
+            figures = certificate.measure(model, reference, prompts, config["tokens"], seed=seed, on_stage=on_stage)
+            yield {
+                "config": config,
+                "seed": seed,
+                "started": started,
+                "seconds": round(time.perf_counter() - began, 3),
+                "environment": machine,
+                "exact_cost": cost,
+                "figures": asdict(figures),
+            }
+
+
+@contextmanager
+def progress(stages: int) -> Iterator[Callable[..., None]]:
+    """Yield a function to call with the name of each of so many stages when it begins; show them as a bar."""
+    with progress_bar(total=stages, unit="stage") as bar:
+        begun = 0
+
+        def begin(stage: str, *, prefix: str = "") -> None:
+            nonlocal begun
+            begun += 1
+            bar.update(int(begun > 1))  # the stage before has ended
+            bar.set_description(prefix + stage)
+
+        yield begin

@@ -1,0 +1,226 @@
+"""The perplexity of a model on a text, with and without a kind of KV cache.
+
+A kind of cache that drops or rounds keys and values changes the model's predictions. Perplexity, the KL divergence at
+each position and the share of equal most likely tokens measure how much. Knows models and ids. Log-likelihoods are in
+nats, ids are a list.
+"""
+
+import math
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llama.cli.progress import progress_bar
+from llama.kv_cache import Cache
+from llama.model import Transformer
+
+CONTEXT, PROMPT_LEN = 1024, 64  # tokens of a window, and those of them that are fed in one pass before the steps
+_CHUNK = 64  # positions whose losses are computed at a time: 32 MB for a vocabulary of 128,256
+
+
+@dataclass(frozen=True)
+class Score:
+    """The number of scored tokens of a text, and the mean of their negative log-likelihoods."""
+
+    tokens: int
+    mean_nll: float
+    context: int
+    stride: int
+
+    @property
+    def perplexity(self) -> float:
+        """Return exp(mean_nll)."""
+        return _exp(self.mean_nll)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far predictions are from those of a reference, over the same positions of the same text.
+
+    mean_kl: the mean of KL(reference || other). top1_agreement: the share of positions at which both have the same
+    most likely token.
+    """
+
+    tokens: int
+    prompt_len: int
+    mean_kl: float
+    top1_agreement: float
+    reference_nll: float
+    other_nll: float
+
+    @property
+    def reference_perplexity(self) -> float:
+        return _exp(self.reference_nll)
+
+    @property
+    def other_perplexity(self) -> float:
+        return _exp(self.other_nll)
+
+
+def windows(length: int, *, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, first, end) of each window: tokens begin .. end - 1 are fed, and those from `first` on are scored.
+
+    A window has `context` tokens (the last one may have fewer) and begins `stride` tokens after the one before. So
+    every token is scored once, after at least context - stride tokens except in the first window. A token with nothing
+    before it is not scored: the first of the text, and the first of every window if stride equals context.
+    Source: "Perplexity of fixed-length models", https://huggingface.co/docs/transformers/perplexity
+    """
+    scored = 1
+    for begin in range(0, length, stride):
+        end = min(begin + context, length)
+        if max(scored, begin + 1) < end:
+            yield begin, max(scored, begin + 1), end
+        if end == length:
+            return
+        scored = end
+
+
+@torch.inference_mode()
+def perplexity(model: Transformer, ids: Sequence[int], *, context: int = CONTEXT, stride: int | None = None) -> Score:
+    """Score a text without a cache, one pass a window; `stride` is half of `context` by default, see `windows`.
+
+    The documented code of Hugging Face weights a window by one token less than it scores; here all tokens have the same
+    weight. Raises ValueError for fewer than two tokens, and for windows longer than the model's limit.
+    """
+    stride = max(context // 2, 1) if stride is None else stride
+    _check_windows(model, len(ids), context=context, stride=stride)
+    tokens = torch.tensor(ids, device=model.device)
+    nll, scored = 0.0, 0
+    uncached = model.with_kv_caching(False)
+    with progress_bar("scoring", total=len(ids) - 1, unit="token") as bar:
+        for begin, first, end in windows(len(ids), context=context, stride=stride):
+            logits = uncached(tokens[None, begin:end])[0]  # (end - begin, vocab)
+            nll += _nll(logits[first - 1 - begin : -1], tokens[first:end])
+            scored += end - first
+            bar.update(end - first)
+    return Score(scored, nll / scored, context, stride)
+
+
+def cached_perplexity(
+    model: Transformer, ids: Sequence[int], *, context: int = CONTEXT, prompt_len: int = PROMPT_LEN
+) -> Score:
+    """Score a text through the model's kind of cache, token by token after the first `prompt_len` of each window.
+
+    The windows are those of stride = context - prompt_len. The first `prompt_len` tokens of the text are not scored.
+    Raises ValueError as `perplexity` does.
+    """
+    _check_prompt(len(ids), prompt_len=prompt_len, context=context)
+    stride = context - prompt_len
+    _check_windows(model, len(ids), context=context, stride=stride)
+    nll, scored = 0.0, 0
+    with progress_bar("scoring", total=len(ids) - prompt_len, unit="token") as bar:
+        for begin in range(0, len(ids) - prompt_len, stride):
+            window = ids[begin : begin + context]
+            with closing(expected(model, window, prompt_len=prompt_len)) as steps:
+                for logprobs, id in zip(steps, window[prompt_len:], strict=True):
+                    nll -= float(logprobs[id])
+                    scored += 1
+                    bar.update()
+    return Score(scored, nll / scored, context, stride)
+
+
+def expected(
+    model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
+) -> Generator[Tensor, None, None]:
+    """Yield the predicted log-probabilities, (vocab,), of each position from `prompt_len` on, with teacher forcing.
+
+    The first `prompt_len` ids are fed in one pass, the others one by one, through `cache`, which must be empty; by
+    default a new one of the model's kind. float64 if the device has it: float32 would round away small differences
+    between two kinds of cache.
+    """
+    with closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as steps:
+        for logits in steps:
+            yield log_probabilities(logits)
+
+
+def next_logits(
+    model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
+) -> Generator[Tensor, None, None]:
+    """Yield the logits, (vocab,), of the positions of `expected`."""
+    _check_prompt(len(ids), prompt_len=prompt_len)
+    cache = model.new_cache(rows=1, length=len(ids) - 1) if cache is None else cache
+    model.args.check_room(1, 0 if cache.bound else len(ids) - 1)  # before the first step, not at the limit
+    tokens = torch.tensor(ids, device=model.device)[None]  # (1, length)
+    starts = [0, *range(prompt_len, len(ids) - 1)]
+    cached = model.with_kv_caching(True)
+    for start, end in zip(starts, [*starts[1:], len(ids) - 1], strict=True):
+        with torch.inference_mode():
+            logits: Tensor = cached(tokens[:, start:end], start, cache=cache, logits="last")[0, -1]
+        yield logits
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Return the log-softmax of logits, (vocab,), in float64 if the device has it."""
+    return logits.log_softmax(-1, dtype=logits.dtype if logits.device.type == "mps" else torch.float64)
+
+
+def compare(model: Transformer, kind: str, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN) -> Comparison:
+    """Compare a model's predictions of a text through a cache of this kind with those through the model's own kind.
+
+    Both run in lockstep, so the log-probabilities of only one position are in memory. Raises ValueError for an unknown
+    kind, and as `expected` does.
+    """
+    cache = model.new_cache(kind, rows=1, length=len(ids) - 1)
+    with (
+        closing(expected(model, ids, prompt_len=prompt_len)) as ours,
+        closing(expected(model, ids, prompt_len=prompt_len, cache=cache)) as theirs,
+    ):
+        return compared(ours, theirs, ids, prompt_len=prompt_len)
+
+
+def compared(
+    reference: Iterable[Tensor], other: Iterable[Tensor], ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
+) -> Comparison:
+    """Compare two iterables of log-probabilities, as `expected` yields them for the same ids."""
+    kl = same = nll = other_nll = 0.0
+    targets = ids[prompt_len:]
+    with progress_bar("scoring", total=len(targets), unit="token") as bar:
+        for full, changed, token in zip(reference, other, targets, strict=True):
+            kl += float(F.kl_div(changed, full, reduction="sum", log_target=True))  # KL(full || changed)
+            same += int(full.argmax()) == int(changed.argmax())
+            nll -= float(full[token])
+            other_nll -= float(changed[token])
+            bar.update()
+    n = len(targets)
+    return Comparison(n, prompt_len, kl / n, same / n, nll / n, other_nll / n)
+
+
+def _nll(logits: Tensor, ids: Tensor) -> float:
+    """Return the sum of the negative log-likelihoods of ids, (n,), under logits, (n, vocab), in float32 or wider."""
+    parts = (slice(begin, begin + _CHUNK) for begin in range(0, len(ids), _CHUNK))
+    return math.fsum(float(F.cross_entropy(logits[part], ids[part], reduction="sum")) for part in parts)
+
+
+def _exp(nll: float) -> float:
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
+def _check_windows(model: Transformer, length: int, *, context: int, stride: int) -> None:
+    if not 2 <= context <= model.args.max_seq_len:
+        raise ValueError(
+            f"context={context} must be from 2 to the model's max_seq_len={model.args.max_seq_len}; "
+            "give another context, or load the model with a larger max_seq_len"
+        )
+    if not 1 <= stride <= context:
+        raise ValueError(f"stride={stride} must be from 1 to context={context}, or tokens would be skipped")
+    if length < 2:
+        raise ValueError(f"the text has {length} tokens, and the first has nothing before it; give a longer text")
+
+
+def _check_prompt(length: int, *, prompt_len: int, context: int | None = None) -> None:
+    if prompt_len < 1:
+        raise ValueError(f"prompt_len={prompt_len} must be at least 1: the first token has nothing before it")
+    if context is not None and context <= prompt_len:
+        raise ValueError(f"context={context} must be above prompt_len={prompt_len}, or no token would be scored")
+    if length <= prompt_len:
+        raise ValueError(
+            f"the text has {length} tokens, and only those after prompt_len={prompt_len} are scored; "
+            "give a longer text, or a smaller prompt_len"
+        )

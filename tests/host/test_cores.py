@@ -1,0 +1,323 @@
+"""The cores that a process may use, the threads that it computes with, and what it says if those are too many."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama import cli
+from llama.host import cores
+from llama.host.cores import FreeCores, OtherLoad, quota, usable_cores, warn_if_oversubscribed
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports it")
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a test set the count of threads, here and in the environment, and put it back."""
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- --threads -------------------------------------------------------------------------------------------------------
+
+
+def nothing() -> int:
+    """Do nothing."""
+    return 0
+
+
+def count(*prompts: str) -> int:
+    """Print the counts."""
+    print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"])
+    return 0
+
+
+def own_count(*, threads: int | None = None) -> int:
+    """Print the counts."""
+    print(threads, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+    return 0
+
+
+@pytest.mark.parametrize("command", [count, own_count])
+def test_threads_hold_for_torch_for_children_and_for_a_command_that_takes_them(
+    command: Callable[..., int], counts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(command, ["--threads", "2"]) == 0
+    assert capsys.readouterr().out == "2 2 2\n"
+
+
+def test_threads_hold_for_what_imports_torch_later() -> None:
+    look = """
+from llama import cli
+def command(*, first: int = 0) -> int:
+    import torch
+    print(torch.get_num_threads())
+    return 0
+cli.main(command)
+"""
+    done = subprocess.run([sys.executable, "-c", look, "--threads=2"], capture_output=True, text=True, check=True)
+    assert done.stdout == "2\n"
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "4000000", "1.5", "many", ""])
+def test_threads_that_no_machine_has_are_refused_in_a_sentence(
+    asked: str, counts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(nothing, [f"--threads={asked}"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err.startswith("error: --threads=")) == ("", 1, True)
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("variables", [{"OMP": "1"}, {"OMP": "1", "MKL": "2"}])
+def test_before_torch_is_imported_the_threads_are_those_that_it_will_have(variables: dict[str, str]) -> None:
+    look = "from llama.host.cores import threads; early = threads(); import torch; print(early, threads())"
+    if not torch.backends.mkl.is_available() and "MKL" in variables:
+        pytest.skip("this PyTorch has no MKL, which would read its variable")
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    environment |= {f"{name}_NUM_THREADS": number for name, number in variables.items()}
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == [variables.get("MKL", variables["OMP"])] * 2
+
+
+def test_a_quota_limits_the_default_and_not_what_the_user_set(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "bound_cores", lambda: 8)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    torch.set_num_threads(2)
+    for limit, expected in ((None, (2, None)), (1, (1, "1"))):
+        monkeypatch.setattr(cores, "quota", lambda groups, root, limit=limit: limit)
+        assert cli.run(nothing, []) == 0
+        assert (torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")) == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    torch.set_num_threads(2)
+    assert cli.run(nothing, []) == 0
+    assert torch.get_num_threads() == 2
+
+
+# ---- the cores that a process may use --------------------------------------------------------------------------------
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_a_quota_is_the_tightest_of_a_group_and_its_ancestors_in_whole_cores(tmp_path: Path) -> None:
+    write(tmp_path / "pod" / "box", cpu__max="max 100000\n")
+    write(tmp_path / "pod", cpu__max="150000 100000\n")
+    assert quota("0::/pod/box\n", tmp_path) == 2
+    write(tmp_path / "pod" / "box", cpu__max="50000 100000\n")
+    assert quota("0::/pod/box\n", tmp_path) == 1
+
+
+def test_a_quota_of_the_first_generation_is_read_from_the_cpu_controller(tmp_path: Path) -> None:
+    write(tmp_path / "cpu", cpu__cfs_quota_us="300000\n", cpu__cfs_period_us="100000\n")
+    assert quota("7:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n0::/\n", tmp_path) == 3
+    write(tmp_path / "cpu", cpu__cfs_quota_us="-1\n")
+    assert quota("7:cpu,cpuacct:/docker/1\n", tmp_path) is None
+    assert quota("", tmp_path) is None
+
+
+@on_linux
+def test_a_process_that_is_bound_to_a_core_may_use_one() -> None:
+    look = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from llama.host import cores; "
+        "print(cores.usable_cores())"
+    )
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+def test_cores_are_counted_where_the_system_binds_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(cores, "own_groups", str)
+    assert usable_cores() == 3
+
+
+# ---- more threads than cores -----------------------------------------------------------------------------------------
+
+
+def computing(*, device: str = "auto") -> int:
+    """Do nothing, on a device."""
+    return 0
+
+
+@pytest.mark.parametrize(("command", "warned"), [(computing, True), (nothing, False), (own_count, False)])
+def test_a_command_that_computes_in_this_process_warns_of_more_threads_than_cores(
+    command: Callable[..., int],
+    warned: bool,
+    counts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
+    assert cli.run(command, ["--threads=2"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("2 threads on the 1 core that this process may use") == warned
+    assert err.endswith("give --threads 1\n") == warned
+    assert cli.run(command, ["--threads=1"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_share_the_cores_and_the_first_one_warns(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    torch.set_num_threads(2)
+    said: list[str] = []
+    warn_if_oversubscribed(said.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    warn_if_oversubscribed(said.append)
+    assert [line.partition(" ")[0] for line in said] == ["6"]
+
+
+# ---- cores that other work occupies ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def free_counts(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torch compute with 4 threads on 4 cores, without a setting of the user."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    for name in ("usable_cores", "bound_cores"):
+        monkeypatch.setattr(cores, name, lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    torch.set_num_threads(4)
+
+
+@pytest.mark.parametrize(
+    ("others", "chosen"), [(None, 4), (0.0, 4), (0.5, 4), (0.6, 3), (1.0, 3), (2.6, 1), (3.4, 1), (9.0, 1)]
+)
+def test_on_a_busy_machine_there_are_fewer_threads_and_that_is_said(
+    others: float | None, chosen: int, free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: others)
+    said: list[str] = []
+    FreeCores().choose_threads(said.append)
+    assert torch.get_num_threads() == chosen
+    assert os.environ.get("OMP_NUM_THREADS") == (None if chosen == 4 else str(chosen))  # for the processes it starts
+    words = f"other work occupies {others} of 4 cores: computing with {chosen} thread{'s' * (chosen > 1)} instead of 4;"
+    assert [line.startswith(words) for line in said] == [True] * (chosen < 4)
+
+
+@pytest.mark.parametrize("command", ["inference", "verify", "perplexity"])
+def test_every_command_that_computes_in_this_process_takes_fewer_threads(
+    command: str, free_counts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so before it reads the checkpoint, which is missing here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: 2.0)
+    (tmp_path / "text").write_text("a text")
+    words = ["--text=text"] if command == "perplexity" else []
+    assert cli.run(import_module(f"llama.cli.{command}").main, ["--ckpt_dir=not/there", "--device=cpu", *words]) == 2
+    said, error = capsys.readouterr().err.splitlines()
+    assert said.startswith("other work occupies 2.0 of 4 cores: computing with 2 threads instead of 4;")
+    assert "not/there" in error
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE"])
+def test_a_count_that_is_asked_for_stays_and_so_do_ranks(
+    variable: str, free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "4")
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
+    for known in (None, 1):
+        FreeCores().choose_threads(pytest.fail, known=known)
+        assert torch.get_num_threads() == 4
+
+
+def test_a_resumed_run_computes_with_the_threads_that_it_had(
+    free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
+    FreeCores().choose_threads(pytest.fail, known=2)
+    assert torch.get_num_threads() == 2
+
+
+@on_linux
+def test_a_busy_process_takes_a_thread_away(free_counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child occupies each core, so that at most one core counts as free, whatever else is running."""
+    count = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(cores, "usable_cores", lambda: count)
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    torch.set_num_threads(count + 1)
+    spin = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    children = [subprocess.Popen(spin, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()
+        said: list[str] = []
+        FreeCores().choose_threads(said.append)
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert torch.get_num_threads() <= max(1, count - 1)
+    assert len(said) == 1
+
+
+# ---- the load of other work ------------------------------------------------------------------------------------------
+
+
+def multiply_until(end: float) -> None:
+    a = torch.rand(512, 512)
+    while time.perf_counter() < end:
+        a @ a
+
+
+@on_linux
+def test_other_load_leaves_our_own_work_out() -> None:
+    """Other load and our own are at most all cores; our threads counted twice would be more."""
+    count = os.cpu_count() or 1
+    load = OtherLoad()
+    load.start()
+    began, own_before = time.perf_counter(), time.process_time()
+    with ThreadPoolExecutor(count) as pool:
+        for _ in range(count):
+            pool.submit(multiply_until, began + 0.6)
+    own = (time.process_time() - own_before) / (time.perf_counter() - began)
+    seen = load.stop()
+    assert seen is not None
+    assert seen + own < count + 0.3  # ticks of 10 ms on every core, over 0.6 s
+
+
+@pytest.mark.parametrize(("everyone", "expected"), [(108.0, 1.5), (102.0, 0.0), (101.0, 0.0)])
+def test_other_load_is_a_mean_of_cores_and_never_below_none(
+    monkeypatch: pytest.MonkeyPatch, everyone: float, expected: float
+) -> None:
+    """Over four seconds, two of them our own; the kernel's ticks may add up to less than our own time."""
+    clocks = iter([(10.0, 1.0, 100.0), (14.0, 3.0, everyone)])
+    monkeypatch.setattr(OtherLoad, "_clocks", lambda self: next(clocks))
+    load = OtherLoad()
+    load.start()
+    assert load.stop() == expected
+
+
+@pytest.mark.parametrize("stat", [None, ""], ids=["no file", "a masked file"])
+def test_other_load_is_not_told_where_the_kernel_does_not_count_it(
+    stat: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "text_of", lambda path: stat)
+    load = OtherLoad()
+    load.start()
+    assert load.stop() is None
+
+
+def test_busy_seconds_are_all_but_idle_and_waiting_and_count_guests_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # proc(5): user, nice, system, idle, iowait, irq, softirq, steal, and guests, which are in user and nice already
+    stat = "cpu  1 20 300 4000 50000 600000 7000000 80000000 900000000 1000000000\ncpu0 9 9 9 9 9 9 9 9 9 9\n"
+    monkeypatch.setattr(cores, "text_of", lambda path: stat)
+    assert cores._busy_seconds() == (1 + 20 + 300 + 600000 + 7000000 + 80000000) / os.sysconf("SC_CLK_TCK")
