@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import llama  # its names import their modules, and torch, when they are used
 from llama.cli import console
 from llama.host.cores import FreeCores
 
@@ -90,8 +89,7 @@ def main(
         seed: Prompt i draws from the random stream seed + i.
         stop: End a text before this string; may be given several times.
         kv_caching: Cache keys and values; --kv_caching=False computes those of all past tokens at every step.
-        kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, window:1024+4, int8, int4, paged; or
-            FILE.py:NAME[:PARAMS] for one of your own. By layer: "static@:2,-1;int4".
+        kv_cache: One of static, concat, window:1024+4, int8, int4, paged, FILE.py:NAME; by layer static@:2;int4.
         share_prefix: Feed the common prefix of all prompts once.
         fast: Use the fastest implementation that this machine supports, native code on a CPU or CUDA graphs on a GPU.
         fast_kernels: With --fast on a CUDA GPU, fused selects our own kernels, whose speed has not been measured.
@@ -121,10 +119,9 @@ def main(
     longest = 64 if max_gen_len is None else max_gen_len
     check_without_a_model(len(texts) or 1, longest, stop, options, limits, modes, device=device, dtype=dtype)
     join_ranks(device, timeout, one_process="--watch" if watch else "--chat without prompts" if conversation else None)
-    if on_cpu(device):
-        cores.choose_threads(console.say)
-    where: dict[str, Any] = {"tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
-    model, tokenizer = llama.load(ckpt_dir, **where, **modes, **limits)
+    model, tokenizer = load_model(
+        cores, ckpt_dir, device=device, dtype=dtype, tokenizer_path=tokenizer_path, **modes, **limits
+    )
     if conversation:
         return hold_conversation(model, tokenizer, max_gen_len, stop, options, kv_cache=kv_cache)
     if trace:
@@ -157,11 +154,13 @@ def check_outputs(
         console.standard_input()  # raises if it is closed
 
 
-def on_cpu(device: str) -> bool:
-    """Return whether the model computes on a CPU."""
-    from llama.api import pick_device
+def load_model(cores: FreeCores, ckpt_dir: str, *, device: str, **options: Any) -> "tuple[Transformer, Tokenizer]":
+    """Return a model and its tokenizer; on a busy machine, reduce the threads of the CPU first."""
+    from llama.api import load, pick_device
 
-    return pick_device(device).type == "cpu"
+    if pick_device(device).type == "cpu":
+        cores.choose_threads(console.say)
+    return load(ckpt_dir, device=device, **options)
 
 
 def join_ranks(device: str, timeout: float, *, one_process: str | None) -> None:
