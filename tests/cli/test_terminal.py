@@ -624,7 +624,7 @@ def test_commands_do_what_they_say_and_wrong_ones_are_one_line(
     assert "nothing to take back" in errors[0]
     assert "nowhere" in errors[1]
     assert "/save needs a file: /save FILE" in errors[2]
-    assert "/undo has no argument" in errors[3]
+    assert "/undo takes no argument" in errors[3]
     assert "/etc/hosts is not known: there are /undo, /save FILE, /load FILE, /stats, /quit" in errors[4]
 
 
