@@ -117,7 +117,7 @@ def main(
     modes: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
     modes |= {"fast": fast_kernels or fast, "exact": exact}
     longest = 64 if max_gen_len is None else max_gen_len
-    check_without_a_model(len(texts) or 1, longest, stop, options, limits, modes, device=device, dtype=dtype)
+    check_options(len(texts) or 1, longest, stop, options, max_batch_size=max_batch_size)
     join_ranks(device, timeout, one_process="--watch" if watch else "--chat without prompts" if conversation else None)
     model, tokenizer = load_model(
         cores, ckpt_dir, device=device, dtype=dtype, tokenizer_path=tokenizer_path, **modes, **limits
@@ -284,34 +284,16 @@ def check_one_prompt(text: str, name: str) -> None:
         )
 
 
-def check_without_a_model(
-    rows: int,
-    max_gen_len: int,
-    stop: list[str],
-    options: "Options",
-    limits: dict[str, Any],
-    modes: dict[str, Any],
-    *,
-    device: str,
-    dtype: str,
+def check_options(
+    rows: int, max_gen_len: int, stop: list[str], options: "Options", *, max_batch_size: int | None
 ) -> None:
-    """Raise ValueError for wrong values before a checkpoint is read or the demo model downloaded."""
-    from llama.api import check_modes, pick_device, pick_dtype
+    """Raise ValueError for wrong numbers before a checkpoint is read or the demo model downloaded."""
     from llama.args import ModelArgs
-    from llama.kv_cache import KVCache, cache_kind
-    from llama.kv_cache.names import kinds_named
     from llama.request import make_request
 
     if "" in stop:
         raise ValueError("--stop is empty, so it would end every text at once; give at least one character")
-    on = pick_device(device)
-    check_modes(on, pick_dtype(dtype, on), **modes)
-    longest = (
-        sys.maxsize if limits["max_seq_len"] is None else limits["max_seq_len"]
-    )  # the checkpoint's limit is not known yet
-    for kind, _ in kinds_named(cache_kind(limits["kv_cache"])):
-        KVCache.of(ModelArgs(**{**limits, "max_seq_len": longest, "kv_cache": kind}))
-    least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=limits["max_batch_size"])
+    least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=max_batch_size)
     make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest possible prompts
 
 

@@ -22,11 +22,10 @@ import torch
 from llama.api import load, pick_device
 from llama.cli import console
 from llama.cli.progress import progress_bar
-from llama.costs import size
 from llama.exact import slowdown
 from llama.host.cores import FreeCores
 from llama.host.files import check_writable
-from llama.host.machine import available_memory, environment
+from llama.host.machine import environment
 from llama.kv_cache import KVCache, cache_kind
 from llama.kv_cache.names import kinds_named
 from llama.model import Transformer
@@ -99,7 +98,7 @@ def main(
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact, fast=fast, **packing)
     sizes = {"batch_size": batch_size, "tokens": tokens, "prompt_len": prompt_len}
     config = {"model": ckpt_dir, "kv_cache": kv_cache, **sizes, **facts_of(model)}
-    check_fits(model, tokenizer, **sizes)
+    check_lengths(model, tokenizer, tokens=tokens, prompt_len=prompt_len)
     for run in make_runs(model, tokenizer, config, choose_seeds(before, config, seed, runs)):
         add_run(path, run)
     return report(read_runs(path), path)
@@ -148,24 +147,15 @@ def lossless_kind(text: str) -> str:
     return kind
 
 
-def check_fits(model: Transformer, tokenizer: Tokenizer, *, batch_size: int, tokens: int, prompt_len: int) -> None:
-    """Raise ValueError, before anything slow, for texts beyond the model's limit, or beyond the free memory."""
-    length = prompt_len + tokens
-    if length > model.args.max_seq_len:
+def check_lengths(model: Transformer, tokenizer: Tokenizer, *, tokens: int, prompt_len: int) -> None:
+    """Raise ValueError, before anything slow, for texts beyond the model's limit."""
+    if prompt_len + tokens > model.args.max_seq_len:
         raise ValueError(
             f"prompt_len={prompt_len} plus tokens={tokens} is more than max_seq_len={model.args.max_seq_len}; "
             "reduce one of them"
         )
     if tokenizer.adds_bos and prompt_len < 2:
         raise ValueError("prompt_len=1 fits BOS only, so all prompts would be equal; give at least 2")
-    needed = certificate.bytes_needed(model, rows=batch_size, length=length, tokens=tokens)
-    free = available_memory(model.device)
-    if free is not None and needed > free:
-        raise ValueError(
-            f"{batch_size} rows of {length} positions need {size(needed)} beside the model, for its float64 copy and "
-            f"the logits, and {model.device} has {size(free)} left; give a smaller batch_size, fewer tokens, "
-            "or another device"
-        )
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from llama.verify.passes import (
     in_one_pass,
     run_free,
 )
-from llama.verify.sessions import CACHED_ROWS, SESSIONS, session_passes
+from llama.verify.sessions import SESSIONS, session_passes
 
 PASSES = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE, *SESSIONS)  # each is compared with U, bit by bit
 WIDE = (WIDE_STEPS, WIDE_PIECES)  # in float64; these may differ from R by tolerance.FLOAT64_TOLERANCE
@@ -87,15 +87,6 @@ class Figures:
     bit_equal: dict[str, int] = field(default_factory=dict)
     divergences: list[Divergence] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-
-
-def bytes_needed(model: Transformer, *, rows: int, length: int, tokens: int) -> int:
-    """Return the most bytes that `reference_of` and `measure` allocate beside the model, without activations."""
-    args, itemsize = model.args, max(4, model.norm.weight.itemsize)
-    logits = rows * args.vocab_size * (length * (itemsize + 8) + 2 * tokens * itemsize)  # U, R, and both free runs
-    logits += 8 * rows * args.vocab_size * length  # a large piece, in float64
-    cache = 2 * args.n_layers * length * args.n_kv_heads * args.head_dim * max(8 * rows, CACHED_ROWS * itemsize)
-    return 8 * sum(weight.numel() for weight in model.parameters()) + logits + cache + 64 * _CHUNK
 
 
 @torch.inference_mode()

@@ -29,7 +29,6 @@ SHARE = 4  # each pass runs on one text in four: all texts would add half of the
 TURNS = 4  # the most turns in which a text is fed
 ANSWER = 2  # tokens generated at a time: one from the logits of the last feed, and one from a step
 ROWS = 3  # rows with a common prefix; the last one continues with other tokens
-CACHED_ROWS = 6  # rows of the longest text cached at once: three sessions, each with up to twice the capacity it needs
 
 Position = tuple[int, Tensor]  # a position in a text, and the logits there, (1, vocab)
 Pass = Callable[[Transformer, list[int], random.Random], Iterator[Position]]

@@ -1,7 +1,7 @@
 """Show a recording as one HTML page that loads no font, picture or script from outside.
 
-All texts and numbers are made here, escaped, and embedded as JSON; page.js shows them. Without JavaScript the page
-shows the last step as a table. Knows recordings, not models.
+All texts and numbers are made here, escaped, and embedded as JSON; page.js shows them. Knows
+recordings, not models.
 """
 
 import base64
@@ -33,7 +33,6 @@ def page(recording: Recording, *, model: str = "a Llama model") -> str:
         script=script,
         title=escape(f"The KV cache at work: {prompt}"),
         byline=escape(_byline(recording, prompt, model)),
-        table=_table(recording),
         notes="".join(f"<li>{escape(note)}</li>" for note in [*recording.notes, *_left_out(recording)]),
         data=_json(recording),
     )
@@ -236,24 +235,3 @@ def _left_out(recording: Recording) -> list[str]:
 
 def _packed(moment: Moment, layers: Sequence[int]) -> str:
     return base64.b64encode(b"".join(moment.attention[layer] for layer in layers)).decode()
-
-
-# ---- without a script ------------------------------------------------------------------------------------------------
-
-
-def _table(recording: Recording) -> str:
-    """Return the last step as a sentence and a table."""
-    number, moment = len(recording.moments), recording.moments[-1]
-    sums = [list(accumulate(map(_values, side), _added))[-1] for side in _sides(recording)]
-    on, off = (_counters(recording, moment, side, sums[side]) for side in (0, 1))
-    rows = "".join(
-        f'<tr><th scope="row">{name}</th><td>{a[0]}</td><td>{a[1]}</td><td>{b[0]}</td><td>{b[1]}</td></tr>'
-        f'<tr class="formula"><td colspan="5">On: {escape(a[3])}<br>Off: {escape(b[3])}</td></tr>'
-        for name, a, b in zip(COUNTERS, on, off, strict=True)
-    )
-    likely = ", ".join(f"“{printable(one.text, 40)}” {one.probability:.0%}" for one in moment.likely)
-    return (
-        f"<p>{escape(sentence(number, moment))}</p>\n<p>{escape(printable(''.join(recording.texts), 4000))}</p>\n"
-        f"<table><thead><tr><th></th><th>with the cache</th><th>so far</th><th>without</th><th>so far</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table>\n<p>Most likely next: {escape(likely)}</p>"
-    )

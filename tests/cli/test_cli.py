@@ -396,13 +396,7 @@ def test_a_missing_prompt_file_and_a_missing_checkpoint_are_one_line(
         ["--timeout", "nan"],
         ["--max_gen_len", "0"],
         ["--stop", ""],
-        ["--device", "gpu"],
-        ["--dtype", "fp8"],
-        ["--kv_cache", "rolling"],
-        ["--kv_cache", "window:4+8"],
-        ["--kv_cache", "nowhere.py:mine"],
         ["--share_prefix", "--kv_caching=False"],
-        ["--max_seq_len", "0"],
         ["--max_batch_size", "0"],
         ["--max_batch_size", "3"],  # of the four example prompts
         ["--stream", "--trace"],
@@ -432,12 +426,13 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(
 def test_a_cache_file_that_ends_or_fails_is_named_in_one_line(
     code: str,
     expected: str,
+    checkpoint: Path,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"{code}\n")
-    assert cli.run(main, ["hello", "--kv_cache", f"{file}:x", "--ckpt_dir", "not/there"]) == 2
+    assert cli.run(main, ["hello", "--kv_cache", f"{file}:x", "--ckpt_dir", str(checkpoint)]) == 2
     err = capsys.readouterr().err
     assert (err.count("\n"), expected in err) == (1, True)
     assert ("mine.py" in err) == (not code.startswith("print"))  # a file may print
@@ -491,9 +486,9 @@ def test_a_prompt_file_of_any_kind_is_read_or_refused_in_one_line(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="named pipes are POSIX's")
-def test_a_pipe_is_no_cache_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_pipe_is_no_cache_file(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
-    assert cli.run(main, ["--kv_cache", f"{tmp_path / 'pipe.py'}:x", "hello", "--ckpt_dir", "not/there"]) == 2
+    assert cli.run(main, ["--kv_cache", f"{tmp_path / 'pipe.py'}:x", "hello", "--ckpt_dir", str(checkpoint)]) == 2
     assert f"{tmp_path / 'pipe.py'} is no regular file\n" in capsys.readouterr().err
 
 

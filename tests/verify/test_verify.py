@@ -480,14 +480,6 @@ def test_several_ranks_are_refused(command: Command, monkeypatch: pytest.MonkeyP
     assert "certifies one process" in command.refused()
 
 
-def test_too_little_memory_is_refused_before_it_is_used(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "available_memory", lambda device: 2**20)
-    message = command.refused()
-    assert "2 rows of 8 positions need" in message
-    assert "cpu has 1.0 MB left" in message
-    assert "smaller batch_size" in message
-
-
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,19 +132,6 @@ def figure_of(formula: str) -> int:
     return int(figure)
 
 
-def test_without_a_script_the_last_step_is_a_table() -> None:
-    recording = made_up(steps=3)
-    made = page(recording)
-    inside = Outline(made.split("<noscript>")[1].split("</noscript>")[0])
-    works = recording.moments[-1].on, recording.moments[-1].off
-    assert inside.texts["th"][-len(COUNTERS) :] == list(COUNTERS)
-    cells = [text for text in inside.texts["td"] if not text.startswith(("On", "Off"))]
-    assert cells[0] == amount(0, works[0].fed)
-    assert cells[2] == amount(0, works[1].fed)
-    assert cells[1] == amount(0, sum(moment.on.fed for moment in recording.moments))
-    assert sentence(3, recording.moments[-1]) in inside.texts["p"]
-
-
 def test_formulas_separate_full_groups_of_a_quantised_cache_from_newer_positions() -> None:
     recording = made_up(["a"] * 40, steps=2)
     layout = replace(recording.layout, position_bytes=100, group=32)

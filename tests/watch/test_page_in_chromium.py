@@ -245,14 +245,3 @@ def test_layers_and_heads_have_their_own_attention(shown: Page) -> None:
             Select(shown.find("#head")).select_by_visible_text(head)
             told.add(shown.find("#attention").get_attribute("aria-label"))
     assert len(told) == 6
-
-
-def test_without_javascript_the_last_step_is_shown(shown: Page) -> None:
-    try:
-        shown.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-        shown.open()
-        assert shown.find("noscript table").is_displayed()
-        assert f"Step {NEW}:" in shown.find("noscript").text
-        assert not shown.find("#watch").is_displayed()
-    finally:
-        shown.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
