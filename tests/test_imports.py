@@ -128,7 +128,6 @@ MAY_IMPORT = {
     "course/make.py": ("cli", "course"),
     "course/grade.py": ("cli host.files untrusted.words", "course"),
     "course/": ("", "course"),
-    "scripts/record_llama_cpp_ids.py": ("checkpoint.demo cli", "llama_cpp"),
     "scripts/make_animation.py": ("cli host.files", "selenium PIL"),
     "scripts/": (f"{CORE} api bench cli costs host tokenizer untrusted", "torch"),
 }
@@ -151,7 +150,7 @@ ONLY_DOOR = {
     "triton": "llama/exact/triton_kernels.py llama/fast/triton_kernels.py",
     "transformers": "llama/bench/run/peers.py",
     "huggingface_hub": "llama/bench/run/transformers_engine.py",
-    "llama_cpp": "llama/bench/run/peers.py scripts/record_llama_cpp_ids.py",
+    "llama_cpp": "llama/bench/run/peers.py",
 }
 
 
