@@ -86,14 +86,9 @@ def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 2.0) 
     Returns the best rate of all operations, sizes and samples, which other work on the machine lowers least. A dtype
     without instructions of its own, such as fp16 on many CPUs, has a low ceiling, and no model can pass it.
     """
-    threads = torch.get_num_threads()
-    try:
-        with torch.inference_mode():
-            read, read_by = _best_rate(_reads(device), device, seconds / 2)
-            torch.set_num_threads(threads)
-            flops, flops_by = _best_rate(_products(device, dtype), device, seconds / 2)
-    finally:
-        torch.set_num_threads(threads)
+    with torch.inference_mode():
+        read, read_by = _best_rate(_reads(device), device, seconds / 2)
+        flops, flops_by = _best_rate(_products(device, dtype), device, seconds / 2)
     return {
         "read_bytes_per_second": read,
         "read_by": read_by,
@@ -136,19 +131,10 @@ def _reads(device: torch.device) -> Iterator[_Operation]:
         "sum": flat.sum,
         "dot": partial(torch.dot, flat[:half], flat[half : 2 * half]),
         "matrix-vector product": partial(linear, vector, matrix),
-        "max": flat.max,
         "copy": partial(flat[:half].copy_, flat[half : 2 * half]),
     }
-    all_threads = torch.get_num_threads()
-    # Half of the threads saturate some memory buses, and then compete less.
-    for threads in dict.fromkeys((all_threads, max(1, all_threads // 2))) if device.type == "cpu" else (all_threads,):
-        for name, work in operations.items():
-            yield _Operation(f"{name}, threads: {threads}", flat.nbytes, partial(_with_threads, threads, work))
-
-
-def _with_threads(threads: int, work: Callable[[], object]) -> object:
-    torch.set_num_threads(threads)
-    return work()
+    for name, work in operations.items():
+        yield _Operation(f"{name}, threads: {torch.get_num_threads()}", flat.nbytes, work)
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> Iterator[_Operation]:

@@ -168,9 +168,8 @@ def divergence_lines(group: Sequence[Run], most: int = 3) -> Iterator[str]:
     for seed, d in found[:most]:
         sizes = ("not finite" if margin is None else f"{margin:.2g}" for margin in d.margins)
         margins = ", ".join(f"{name} {size}" for name, size in zip("UCR", sizes, strict=True))
-        taken = f"{d.tokens[0]} cached, {d.tokens[1]} uncached"
         why = "explained by rounding" if d.explained else "unexplained"
-        yield f"  seed {seed}, row {d.row} diverges at step {d.step}: {taken}; margins {margins}; {why}"
+        yield f"  seed {seed}, row {d.row} diverges at step {d.step}: margins {margins}; {why}"
     if len(found) > most:
         yield f"  and {len(found) - most} more"
 

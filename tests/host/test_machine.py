@@ -117,16 +117,6 @@ def test_the_best_operation_is_named_and_run_again_if_other_work_slowed_its_firs
     assert 100_000 < rate <= 200_000
 
 
-def test_measuring_the_ceilings_leaves_the_threads_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, asked = torch.get_num_threads(), list[int]()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    ceilings(CPU, torch.float32, seconds=0.02)
-    assert asked[-1] == 4
-    monkeypatch.undo()
-    assert torch.get_num_threads() == before
-
-
 def test_available_memory_is_at_most_that_of_the_machine() -> None:
     free = available_memory(CPU)
     assert free is not None

@@ -294,7 +294,7 @@ def test_rows_that_diverge_are_shown_and_counted_in_the_verdict() -> None:
         "0 unexplained divergences"
     )
     lines = results.table(group).splitlines()
-    line = "  seed 9, row 1 diverges at step 5: 3 cached, 4 uncached; margins U 0.1, C not finite, R 0.02; "
+    line = "  seed 9, row 1 diverges at step 5: margins U 0.1, C not finite, R 0.02; "
     assert lines[-4:] == [f"{line}explained by rounding"] * 3 + ["  and 2 more"]
 
 
