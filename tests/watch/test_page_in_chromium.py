@@ -22,7 +22,7 @@ pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import Select, WebDriverWait
+from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -169,15 +169,6 @@ def figure(shown: Page, place: int, side: str) -> int:
     return int(formula.rpartition("= ")[2].replace(",", ""))
 
 
-def test_a_formula_opens_by_the_keyboard(shown: Page) -> None:
-    shown.open(address="#step=3")
-    formula = shown.find("#counter-1 .formula")
-    assert not formula.is_displayed()
-    shown.find("#counter-1 summary").send_keys(Keys.ENTER)
-    assert formula.is_displayed()
-    assert "weights of the layers" in formula.text
-
-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_cells_have_the_colours_of_their_states(shown: Page, dark: bool) -> None:
     shown.open(address="#step=3", dark=dark)
@@ -213,16 +204,6 @@ def test_nothing_has_to_be_scrolled_sideways(shown: Page, kind: str, width: int)
     assert shown.run(f"return [{page}.scrollWidth - {page}.clientWidth, window.innerWidth]") == [0, width]
 
 
-def test_the_dark_page_is_dark_and_readable(shown: Page) -> None:
-    colours = {}
-    for dark in (False, True):
-        shown.open(dark=dark)
-        style = "const style = getComputedStyle(document.body); return [style.backgroundColor, style.color];"
-        colours[dark] = [sum(int(part) for part in one[4:-1].split(",")) for one in shown.run(style)]
-    assert colours[True][0] < 150 < 600 < colours[True][1]
-    assert colours[False][1] < 150 < 600 < colours[False][0]
-
-
 def test_every_control_has_a_name_and_each_picture_a_description(shown: Page) -> None:
     shown.open(address="#step=2")
     used = shown.driver.find_elements(By.CSS_SELECTOR, "button, input, select, summary")
@@ -234,14 +215,3 @@ def test_every_control_has_a_name_and_each_picture_a_description(shown: Page) ->
     assert "5 positions are read, 1 are computed and written" in words[0]
     assert "5 positions are computed again, 1 for the first time" in words[1]
     assert words[2].startswith("Attention over 6 positions")
-
-
-def test_layers_and_heads_have_their_own_attention(shown: Page) -> None:
-    shown.open(address=f"#step={NEW}")
-    told = set()
-    for layer in ("1", "2"):
-        Select(shown.find("#layer")).select_by_visible_text(layer)
-        for head in ("mean of all", "1", "2"):
-            Select(shown.find("#head")).select_by_visible_text(head)
-            told.add(shown.find("#attention").get_attribute("aria-label"))
-    assert len(told) == 6
