@@ -57,21 +57,8 @@ def test_threads_hold_for_torch_for_children_and_for_a_command_that_takes_them(
     assert capsys.readouterr().out == "2 2 2\n"
 
 
-def test_threads_hold_for_what_imports_torch_later() -> None:
-    look = """
-from llama import cli
-def command(*, first: int = 0) -> int:
-    import torch
-    print(torch.get_num_threads())
-    return 0
-cli.main(command)
-"""
-    done = subprocess.run([sys.executable, "-c", look, "--threads=2"], capture_output=True, text=True, check=True)
-    assert done.stdout == "2\n"
-
-
-@pytest.mark.parametrize("asked", ["0", "-1", "4000000", "1.5", "many", ""])
-def test_threads_that_no_machine_has_are_refused_in_a_sentence(
+@pytest.mark.parametrize("asked", ["0", "4000000", "many"])
+def test_impossible_threads_are_one_line(
     asked: str, counts: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(nothing, [f"--threads={asked}"]) == 2
