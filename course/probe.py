@@ -57,9 +57,7 @@ def main(tree: str, facts: str, limits: str) -> None:
     for experiment in EXPERIMENTS:
         found[experiment.__name__] = _guarded(experiment, tree)
     partial = Path(f"{facts}.partial")
-    partial.write_text(
-        json.dumps(found, default=str), encoding="utf-8"
-    )  # positions may be any object
+    partial.write_text(json.dumps(found, default=str), encoding="utf-8")  # positions may be any object
     partial.replace(facts)
 
 
