@@ -70,11 +70,11 @@ def main(
     facts |= {"dtype": dtype_name(model.norm.weight.dtype), "device": str(model.device)}
     facts |= {"execution": str(model.execution), "kv_cache": kv_cache, "prompt_len": prompt_len}
     scored = {"perplexity": score.perplexity, **asdict(score)}
-    console.put(json_format.dumps({**scored, **facts}, indent=2) if json else report(score, facts))
+    console.put(json_format.dumps({**scored, **facts}, indent=2) if json else score_lines(score, facts))
     return 0
 
 
-def report(score: Score, facts: Mapping[str, object]) -> str:
+def score_lines(score: Score, facts: Mapping[str, object]) -> str:
     """Return a score, its text and its settings, as lines of text."""
     how = "off, one pass a window"
     if facts["kv_cache"] is not None:

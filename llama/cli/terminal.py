@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llama.model import Transformer
     from llama.tokenizer import Tokenizer
 
-COMMANDS = "/undo, /save FILE, /load FILE, /stats, /quit"
+CHAT_COMMANDS = "/undo, /save FILE, /load FILE, /stats, /quit"
 ANSWER_LEN = 512  # the default for the most tokens of an answer
 LOW = 0.2  # the share of the context below which every answer says how much is left
 
@@ -40,10 +40,10 @@ def converse(
     from the random stream seed + n. The options are those of `Chat.say`.
     """
     longest = ANSWER_LEN if max_gen_len is None else max_gen_len
-    return Conversation(Chat(model, tokenizer), longest, {**options, "stop": stop}, seed).run(about)
+    return TerminalChat(Chat(model, tokenizer), longest, {**options, "stop": stop}, seed).run(about)
 
 
-class Conversation:
+class TerminalChat:
     """A chat, its commands, and the lines that are printed."""
 
     def __init__(self, chat: Chat, max_gen_len: int, options: dict[str, Any], seed: int) -> None:
@@ -60,7 +60,7 @@ class Conversation:
 
     def run(self, about: str) -> int:
         if self.interactive:
-            self.note(f"{about}; {COMMANDS}; Ctrl-C ends an answer")
+            self.note(f"{about}; {CHAT_COMMANDS}; Ctrl-C ends an answer")
         for line in terminal_lines(self.note) if self.interactive else piped_lines():
             if line.strip() == "/quit":
                 break
@@ -86,7 +86,7 @@ class Conversation:
         command, _, rest = line.partition(" ")
         if command not in self.commands:
             raise ValueError(
-                f"{command} is not known: there are {COMMANDS}; put a space before a message that starts with /"
+                f"{command} is not known: there are {CHAT_COMMANDS}; put a space before a message that starts with /"
             )
         takes_a_file, rest = command in ("/save", "/load"), rest.strip()
         if takes_a_file != bool(rest):

@@ -33,7 +33,7 @@ from llama.ranks.torchrun import world_size
 from llama.tokenizer import Tokenizer
 from llama.verify import certificate
 from llama.verify.passes import reference_of
-from llama.verify.results import Run, add_run, comparable, read_runs, report
+from llama.verify.results import CertificateRun, add_run, comparable, read_runs, report
 from llama.verify.tolerance import TOLERANCE_FACTOR
 
 
@@ -170,7 +170,7 @@ def weights_id(model: Transformer) -> str:
     return digest.hexdigest()[:16]
 
 
-def choose_seeds(runs: Sequence[Run], config: dict[str, Any], seed: int | None, wanted: int) -> list[int]:
+def choose_seeds(runs: Sequence[CertificateRun], config: dict[str, Any], seed: int | None, wanted: int) -> list[int]:
     """Return `wanted` seeds that no comparable run has used: from `seed` on, or the first free ones."""
     used = {run["seed"] for run in runs if comparable(run["config"]) == comparable(config)}
     if seed is None:
@@ -193,7 +193,9 @@ def draw_prompts(seed: int, rows: int, longest: int, vocab_size: int, bos: int |
     return [[*head, *(dice.randrange(vocab_size) for _ in range(length))] for length in lengths]
 
 
-def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]) -> Iterator[Run]:
+def make_runs(
+    model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]
+) -> Iterator[CertificateRun]:
     """Yield the run of each seed as soon as it is measured."""
     timed = model.exact and model.runner is None  # native code takes the same time in both modes
     with progress(timed + 1 + certificate.STAGES * len(seeds)) as begin:
@@ -209,7 +211,7 @@ def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], 
             prompts = draw_prompts(seed, config["batch_size"], config["prompt_len"], model.args.vocab_size, bos)
             started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
             on_stage = partial(begin, prefix=f"run {number} of {len(seeds)}: ")
-            figures = certificate.measure(model, reference, prompts, config["tokens"], seed=seed, on_stage=on_stage)
+            figures = certificate.measure_run(model, reference, prompts, config["tokens"], seed=seed, on_stage=on_stage)
             yield {
                 "config": config,
                 "seed": seed,

@@ -12,7 +12,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 def own_groups() -> str:
     """Return the kernel's list of the groups of this process; "" if there is none."""
-    return text_of(Path("/proc/self/cgroup")) or ""
+    return kernel_text(Path("/proc/self/cgroup")) or ""
 
 
 def folders_of(controller: str, groups: str, root: Path) -> Iterator[tuple[int, Path]]:
@@ -29,7 +29,7 @@ def folders_of(controller: str, groups: str, root: Path) -> Iterator[tuple[int, 
         yield from ((generation, folder) for folder in (inmost, *inmost.parents) if folder.is_relative_to(top))
 
 
-def text_of(file: Path) -> str | None:
+def kernel_text(file: Path) -> str | None:
     """Return the text of one of the kernel's files, or None if there is no such file."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from llama.host.cgroups import ROOT, folders_of, own_groups, text_of
+from llama.host.cgroups import ROOT, folders_of, kernel_text, own_groups
 
 _COUNTS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # torch reads them when it is imported; the first one wins
 _MOST_PER_CORE = 8  # the limit of --threads
@@ -41,9 +41,9 @@ def quota(groups: str, root: Path) -> int | None:
     found: list[int] = []
     for generation, folder in folders_of("cpu", groups, root):
         if generation == 2:
-            words = (text_of(folder / "cpu.max") or "max").split()
+            words = (kernel_text(folder / "cpu.max") or "max").split()
         else:
-            words = [text_of(folder / f"cpu.cfs_{name}_us") or "-1" for name in ("quota", "period")]
+            words = [kernel_text(folder / f"cpu.cfs_{name}_us") or "-1" for name in ("quota", "period")]
         if words[0] != "max" and int(words[0]) > 0:
             found.append(-(-int(words[0]) // int(words[1])))
     return min(found, default=None)
@@ -163,7 +163,7 @@ class OtherLoad:
 
 
 def _busy_seconds() -> float | None:
-    text = text_of(Path("/proc/stat"))
+    text = kernel_text(Path("/proc/stat"))
     if not text:  # some containers mask the file
         return None
     ticks = [int(field) for field in text.partition("\n")[0].split()[1:]]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama.host.cgroups import ROOT, folders_of, own_groups, text_of
+from llama.host.cgroups import ROOT, folders_of, kernel_text, own_groups
 from llama.host.version import __version__
 from llama.ops import HAS_ONEDNN, linear, onednn_linear
 
@@ -196,7 +196,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def _cpu_name() -> str:
-    for line in (text_of(Path("/proc/cpuinfo")) or "").splitlines():
+    for line in (kernel_text(Path("/proc/cpuinfo")) or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -247,7 +247,7 @@ def _physical_memory() -> int | None:
 
 
 def _meminfo_available() -> int | None:
-    for line in (text_of(Path("/proc/meminfo")) or "").splitlines():
+    for line in (kernel_text(Path("/proc/meminfo")) or "").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
@@ -264,8 +264,8 @@ def _cgroup_free(groups: str, root: Path) -> int | None:
 
 
 def _free_in(folder: Path, limit_file: str, use_file: str, reclaimable_key: str) -> int | None:
-    limit, use = text_of(folder / limit_file), text_of(folder / use_file)
+    limit, use = kernel_text(folder / limit_file), kernel_text(folder / use_file)
     if limit is None or use is None or limit.strip() == "max":
         return None
-    stat = dict(line.split(maxsplit=1) for line in (text_of(folder / "memory.stat") or "").splitlines())
+    stat = dict(line.split(maxsplit=1) for line in (kernel_text(folder / "memory.stat") or "").splitlines())
     return max(0, int(limit) - int(use) + int(stat.get(reclaimable_key, 0)))

@@ -40,14 +40,14 @@ from llama.verify.passes import (
 from llama.verify.sessions import SESSIONS, session_passes
 
 PASSES = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE, *SESSIONS)  # each is compared with U, bit by bit
-WIDE = (WIDE_STEPS, WIDE_PIECES)  # in float64; these may differ from R by tolerance.FLOAT64_TOLERANCE
-STAGES = 1 + len(PASSES) + len(WIDE)  # that `measure` reports to `on_stage`: U and each of these
+FLOAT64_PASSES = (WIDE_STEPS, WIDE_PIECES)  # in float64; these may differ from R by tolerance.FLOAT64_TOLERANCE
+STAGES = 1 + len(PASSES) + len(FLOAT64_PASSES)  # that `measure_run` reports to `on_stage`: U and each of these
 
 _CHUNK = 2**21  # logits that are compared at a time: 16 MiB in float64
 
 
 @dataclass(frozen=True)
-class Divergence:
+class FirstDivergence:
     """The first difference between the free runs of a row: the tokens of the cached and of the uncached run.
 
     margins: top1 - top2 of U, C and R there, None if not finite. explained: the margin of R is within twice the bound.
@@ -85,12 +85,12 @@ class Figures:
     errors: dict[str, float] = field(default_factory=dict)
     compared: dict[str, int] = field(default_factory=dict)
     bit_equal: dict[str, int] = field(default_factory=dict)
-    divergences: list[Divergence] = field(default_factory=list)
+    divergences: list[FirstDivergence] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
 
 
 @torch.inference_mode()
-def measure(
+def measure_run(
     model: Transformer,
     reference: Transformer,
     prompts: Texts,
@@ -225,7 +225,7 @@ def _judge(
         for d in divergences
         if not d.explained
     ]
-    ratios = (_largest(one.error / bound[one.index]) for name, one in comparisons.items() if name not in WIDE)
+    ratios = (_largest(one.error / bound[one.index]) for name, one in comparisons.items() if name not in FLOAT64_PASSES)
     return Figures(
         tokens=sum(map(len, cached.ids)),
         equal_tokens=sum(_comparable(cached, uncached)) - len(divergences),
@@ -275,7 +275,7 @@ def _errors_of(
 ) -> Iterator[str]:
     """Yield for each rule that a pass breaks the first position and the number of positions; `bound` is by position."""
     prefers, margin, finite = r.choice[one.index], r.margin[one.index], one.error.isfinite()
-    allowed = torch.full_like(bound, tolerance.FLOAT64_TOLERANCE) if name in WIDE else bound
+    allowed = torch.full_like(bound, tolerance.FLOAT64_TOLERANCE) if name in FLOAT64_PASSES else bound
     rules: list[tuple[Tensor, Callable[[int], str]]] = [
         (~finite, lambda i: "the logits are not finite"),
         (
@@ -321,14 +321,14 @@ def _divergences(
     starts: Sequence[int],
     ucr: tuple[PassComparison, PassComparison, PassComparison],
     bound: Tensor,
-) -> Iterator[Divergence]:
+) -> Iterator[FirstDivergence]:
     for row, steps in enumerate(_comparable(*runs)):
         step, position = steps - 1, len(prompts[row]) + steps - 2
         if not steps or runs[0].ids[row][step] == runs[1].ids[row][step]:
             continue
         index = starts[row] + position
         margins = [float(one.margin[index]) for one in ucr]
-        yield Divergence(
+        yield FirstDivergence(
             row,
             step,
             position,

@@ -14,10 +14,10 @@ from typing import Any, TypedDict
 from llama.cli import console
 from llama.host.files import keep_file
 from llama.host.machine import DTYPES
-from llama.verify.certificate import PASSES, WIDE, Divergence, Figures
+from llama.verify.certificate import FLOAT64_PASSES, PASSES, Figures, FirstDivergence
 from llama.verify.passes import STEPS, UNCACHED
 
-SCHEMA = "llama-kv/verify/2"
+RUNS_SCHEMA = "llama-kv/verify/2"
 # Runs are added up if these are equal; their seeds differ.
 _CONFIG_KEYS = (
     *("model", "weights", "dtype", "exact", "runner", "quantize", "activations", "kv_cache", "device"),
@@ -26,7 +26,7 @@ _CONFIG_KEYS = (
 _MACHINE_KEYS = ("cpu", "torch", "threads")
 
 
-class Run(TypedDict):
+class CertificateRun(TypedDict):
     """One run as it is stored; `figures` are those of `certificate.Figures`.
 
     exact_cost: the time of a step and of a prefill in exact mode, divided by the time without; None if exact mode was
@@ -42,19 +42,19 @@ class Run(TypedDict):
     figures: dict[str, Any]
 
 
-def read_runs(path: Path) -> list[Run]:
+def read_runs(path: Path) -> list[CertificateRun]:
     """Return the runs in the file, [] if there is no file; raise ValueError for a file of another kind or damaged."""
     if not path.exists():
         return []
     try:
         content = json.loads(path.read_text("utf-8"))
-        if content["schema"] != SCHEMA:
+        if content["schema"] != RUNS_SCHEMA:
             raise ValueError(f"its schema is {content['schema']!r}")
-        runs: list[Run] = content["runs"]
-        if any(run.keys() != Run.__annotations__.keys() for run in runs):
+        runs: list[CertificateRun] = content["runs"]
+        if any(run.keys() != CertificateRun.__annotations__.keys() for run in runs):
             raise ValueError("a run does not have the expected fields")
         for group in grouped(runs):
-            table(group)  # raises if a value is missing or has another type
+            group_table(group)  # raises if a value is missing or has another type
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
@@ -63,38 +63,38 @@ def read_runs(path: Path) -> list[Run]:
     return runs
 
 
-def add_run(path: Path, run: Run) -> None:
+def add_run(path: Path, run: CertificateRun) -> None:
     """Add a run to those that the file has now, unless another process has added the same run."""
     runs = read_runs(path)
     if not any(_group_of(one) == _group_of(run) and one["seed"] == run["seed"] for one in runs):
         write_runs(path, [*runs, run])
 
 
-def write_runs(path: Path, runs: Sequence[Run]) -> None:
+def write_runs(path: Path, runs: Sequence[CertificateRun]) -> None:
     """Replace the file in one operation, one run a line: no reader and no interruption sees a part of it."""
     lines = ",\n".join(json.dumps(run, allow_nan=False) for run in runs)
-    keep_file(path, f'{{"schema": "{SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
+    keep_file(path, f'{{"schema": "{RUNS_SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
-def report(runs: Sequence[Run], path: Path) -> int:
+def report(runs: Sequence[CertificateRun], path: Path) -> int:
     """Print the sum of each group of runs, and return the exit code."""
     console.put(f"runs in {path}: {len(runs)}\n")
-    console.put("\n\n".join(f"{table(group)}\n\n{sentence(group)}" for group in grouped(runs)))
+    console.put("\n\n".join(f"{group_table(group)}\n\n{verdict(group)}" for group in grouped(runs)))
     return int(any(run["figures"]["violations"] for run in runs))
 
 
-def grouped(runs: Sequence[Run]) -> list[list[Run]]:
+def grouped(runs: Sequence[CertificateRun]) -> list[list[CertificateRun]]:
     """Return the groups of runs that may be added up, in the order of their first runs."""
-    groups: dict[tuple[Any, ...], list[Run]] = {}
+    groups: dict[tuple[Any, ...], list[CertificateRun]] = {}
     for run in runs:
         groups.setdefault(_group_of(run), []).append(run)
     return list(groups.values())
 
 
-def _group_of(run: Run) -> tuple[Any, ...]:
+def _group_of(run: CertificateRun) -> tuple[Any, ...]:
     return (*comparable(run["config"]), *(run["environment"][key] for key in _MACHINE_KEYS))
 
 
@@ -117,14 +117,14 @@ def add_up(several: Sequence[Figures]) -> Figures:
     return Figures(**{f.name: together([getattr(one, f.name) for one in several]) for f in fields(Figures)})
 
 
-def figures_of(run: Run) -> Figures:
+def figures_of(run: CertificateRun) -> Figures:
     """Return the figures of a stored run; each violation begins with the run's seed."""
-    divergences = [Divergence(**divergence) for divergence in run["figures"]["divergences"]]
+    divergences = [FirstDivergence(**divergence) for divergence in run["figures"]["divergences"]]
     violations = [f"seed {run['seed']}: {violation}" for violation in run["figures"]["violations"]]
     return Figures(**{**run["figures"], "divergences": divergences, "violations": violations})
 
 
-def table(group: Sequence[Run]) -> str:
+def group_table(group: Sequence[CertificateRun]) -> str:
     """Return the measures of a group, one a line."""
     total, config = add_up([figures_of(run) for run in group]), group[0]["config"]
     mode = "exact mode" if config["exact"] else "fast mode"
@@ -159,10 +159,10 @@ def measures(total: Figures) -> Iterator[tuple[str, str]]:
     yield "|U - R|, largest", f"{total.errors.get(UNCACHED, 0):.2e}"
     yield "|C - R|, largest", f"{total.errors.get(STEPS, 0):.2e}"
     yield "largest error divided by its bound", f"{total.error_ratio:.2f}"
-    yield "C in float64 - R, largest", f"{max(total.errors.get(name, 0) for name in WIDE):.2e}"
+    yield "C in float64 - R, largest", f"{max(total.errors.get(name, 0) for name in FLOAT64_PASSES):.2e}"
 
 
-def divergence_lines(group: Sequence[Run], most: int = 3) -> Iterator[str]:
+def divergence_lines(group: Sequence[CertificateRun], most: int = 3) -> Iterator[str]:
     """Yield the first rows that diverged, and how many more there are."""
     found = [(run["seed"], divergence) for run in group for divergence in figures_of(run).divergences]
     for seed, d in found[:most]:
@@ -174,7 +174,7 @@ def divergence_lines(group: Sequence[Run], most: int = 3) -> Iterator[str]:
         yield f"  and {len(found) - most} more"
 
 
-def sentence(group: Sequence[Run]) -> str:
+def verdict(group: Sequence[CertificateRun]) -> str:
     """Return the verdict: what is certified, or the first bug."""
     total, config = add_up([figures_of(run) for run in group]), group[0]["config"]
     if total.violations:

@@ -28,7 +28,7 @@ SAVED, BEHIND, FED_ONCE = "session saved and loaded", "behind a session's text",
 SHARE = 4  # each pass runs on one text in four: all texts would add half of the time of the other passes
 TURNS = 4  # the most turns in which a text is fed
 ANSWER = 2  # tokens generated at a time: one from the logits of the last feed, and one from a step
-ROWS = 3  # rows with a common prefix; the last one continues with other tokens
+PREFIX_ROWS = 3  # rows with a common prefix; the last one continues with other tokens
 
 Position = tuple[int, Tensor]  # a position in a text, and the logits there, (1, vocab)
 Pass = Callable[[Transformer, list[int], random.Random], Iterator[Position]]
@@ -184,8 +184,8 @@ def _in_rows(
 
     Each prompt is the text from `given` on. The last row has other tokens, if the model takes more than one row.
     """
-    choices, limit = range(start + 1, len(text) + 1), model.args.max_batch_size or ROWS
-    ends = sorted(dice.sample(choices, min(len(choices), ROWS - 1, max(1, limit - 1))))
+    choices, limit = range(start + 1, len(text) + 1), model.args.max_batch_size or PREFIX_ROWS
+    ends = sorted(dice.sample(choices, min(len(choices), PREFIX_ROWS - 1, max(1, limit - 1))))
     prompts = [text[given:end] for end in ends]
     if limit > 1:
         prompts.append([*text[given:start], *_other_ids(text[start : ends[-1]], model.args.vocab_size)])

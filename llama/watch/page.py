@@ -17,7 +17,7 @@ from typing import Any
 
 from llama.cli import palette
 from llama.untrusted.words import printable
-from llama.watch.record import Moment, Recording, Work
+from llama.watch.record import Moment, Recording, StepWork
 
 MOST_ATTENTION = 1_200_000  # bytes of attention weights; the page says what is left out
 COUNTERS = ("tokens fed", "FLOPs", "bytes read", "bytes held", "time")
@@ -73,7 +73,7 @@ def sentence(number: int, moment: Moment) -> str:
     )
 
 
-def formulas(recording: Recording, work: Work, cached: int) -> list[str]:
+def formulas(recording: Recording, work: StepWork, cached: int) -> list[str]:
     """Return for each of the COUNTERS of a step its formula with this model's numbers.
 
     `cached`: the number of positions that the newest token reads, its own included; 0 with the cache off.
@@ -103,7 +103,7 @@ def formulas(recording: Recording, work: Work, cached: int) -> list[str]:
     return [formula.replace(" x ", " \u00d7 ") for formula in made]
 
 
-def _held(recording: Recording, work: Work, cached: int) -> str:
+def _held(recording: Recording, work: StepWork, cached: int) -> str:
     """Return the formula of the bytes of the caches; the number is the measured one if the formula gives another."""
     args, positions = recording.args, max(recording.layout.reserved, cached)
     if not cached:
@@ -122,7 +122,7 @@ def _counted(count: int, what: str = "token") -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _values(work: Work) -> list[float]:
+def _values(work: StepWork) -> list[float]:
     """Return the values of the COUNTERS."""
     return [work.fed, work.flops, work.bytes_read, work.bytes_held, work.ms]
 
@@ -177,7 +177,7 @@ def _data(recording: Recording) -> dict[str, Any]:
     }
 
 
-def _sides(recording: Recording) -> tuple[list[Work], list[Work]]:
+def _sides(recording: Recording) -> tuple[list[StepWork], list[StepWork]]:
     return [moment.on for moment in recording.moments], [moment.off for moment in recording.moments]
 
 

@@ -35,7 +35,7 @@ LEVELS = 255  # an attention weight w is stored as round(LEVELS * w), in 8 bits
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """One step in one mode: `fed` tokens from position `start` on, and their costs.
 
     bytes_held: the bytes of the caches of all layers. bytes_read: the weights, once, and the cached keys and values.
@@ -66,15 +66,15 @@ class Moment:
     was not fed are cached. attention: for each layer its weights of these positions, n_heads x len(seen), in 8 bits.
     """
 
-    on: Work
-    off: Work
+    on: StepWork
+    off: StepWork
     seen: tuple[tuple[int, ...], ...]
     attention: tuple[bytes, ...]
     likely: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class CacheLayout:
     """How the caches store positions: full groups of `group` in `bits` bits, in blocks of `block`; 0 if not.
 
     position_bytes: the bytes of a position of a full group in a layer; newest_bytes: those of a newer position.
@@ -101,7 +101,7 @@ class Recording:
     """A recorded generation. `texts` and `texts_off` are the tokens of the text in the two modes, decoded."""
 
     args: ModelArgs
-    layout: Layout
+    layout: CacheLayout
     where: str
     itemsize: int
     prompt_len: int
@@ -222,22 +222,22 @@ class _Costs:
 
     args: ModelArgs
     itemsize: int
-    layout: Layout
+    layout: CacheLayout
     matrices: Mapping[str, int] | None
 
     @classmethod
-    def of(cls, model: Transformer, layout: Layout) -> "_Costs":
+    def of(cls, model: Transformer, layout: CacheLayout) -> "_Costs":
         matrices = None
         if model.execution.weights is not None:
             weights = weights_of(model).items()
             matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
         return cls(model.args, model.dtype.itemsize, layout, matrices)
 
-    def work(self, start: int, fed: int, *, cached: int, bytes_held: int, ms: float) -> Work:
+    def work(self, start: int, fed: int, *, cached: int, bytes_held: int, ms: float) -> StepWork:
         """Return the costs of feeding `fed` tokens; the newest one reads `cached` positions, its own included."""
         before = max(cached - fed, 0)
         weights = step_bytes(self.args, rows=fed, context=0, itemsize=self.itemsize, quantize=self.matrices)
-        return Work(
+        return StepWork(
             start=start,
             fed=fed,
             flops=forward_flops(self.args, seqlen=fed, start_pos=before),
@@ -263,7 +263,7 @@ class _Run:
         self.progress()
         self.began.append(time.perf_counter())
 
-    def works(self, costs: _Costs, seen: Sequence[_Seen] | None = None) -> Iterator[Work]:
+    def works(self, costs: _Costs, seen: Sequence[_Seen] | None = None) -> Iterator[StepWork]:
         """Yield the work of every step; `seen` is the recorded run, given if the cache was on."""
         for number, ((start, end), held) in enumerate(zip(self.steps, self.held, strict=True)):
             ms = (self.began[number + 1] - self.began[number]) * 1000
@@ -346,9 +346,9 @@ def look(
 # ---- plain values ----------------------------------------------------------------------------------------------------
 
 
-def _layout(cache: KVCache, itemsize: int, room: int) -> Layout:
+def _layout(cache: KVCache, itemsize: int, room: int) -> CacheLayout:
     args, grouped = cache.args, isinstance(cache, QuantizedCache)
-    return Layout(
+    return CacheLayout(
         kind=args.kv_cache,
         position_bytes=cache.position_bytes(itemsize),
         newest_bytes=kv_bytes(1, args.n_kv_heads, args.head_dim, positions=1, itemsize=itemsize),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from llama import Chat, Tokenizer, Transformer, cli
 from llama.cli.inference import main
-from llama.cli.terminal import Conversation
+from llama.cli.terminal import TerminalChat
 from llama.tokenizer.chat import ChatFormat, Dialog
 from llama.tokenizer.conversation import LEAST, ContextFull
 from llama.tokenizer.transcript import Transcript
@@ -671,7 +671,7 @@ def test_control_characters_are_visible_on_a_terminal(
     model = small_model(meta)
     evil = "\033[31mred\a\r\x7f \x9b2J\ttab\nline é"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
-    talk = Conversation(Chat(model, meta), 64, {"temperature": 0}, seed=1)
+    talk = TerminalChat(Chat(model, meta), 64, {"temperature": 0}, seed=1)
     with saying(model, *scripted(meta, evil)):
         talk.take("hello")
     printed = capsys.readouterr().out

@@ -58,9 +58,7 @@ def test_threads_hold_for_torch_for_children_and_for_a_command_that_takes_them(
 
 
 @pytest.mark.parametrize("asked", ["0", "4000000", "many"])
-def test_impossible_threads_are_one_line(
-    asked: str, counts: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_threads_are_one_line(asked: str, counts: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(nothing, [f"--threads={asked}"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), err.startswith("error: --threads=")) == ("", 1, True)
@@ -297,7 +295,7 @@ def test_other_load_is_a_mean_of_cores_and_never_below_none(
 def test_other_load_is_not_told_where_the_kernel_does_not_count_it(
     stat: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "text_of", lambda path: stat)
+    monkeypatch.setattr(cores, "kernel_text", lambda path: stat)
     load = OtherLoad()
     load.start()
     assert load.stop() is None
@@ -306,5 +304,5 @@ def test_other_load_is_not_told_where_the_kernel_does_not_count_it(
 def test_busy_seconds_are_all_but_idle_and_waiting_and_count_guests_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # proc(5): user, nice, system, idle, iowait, irq, softirq, steal, and guests, which are in user and nice already
     stat = "cpu  1 20 300 4000 50000 600000 7000000 80000000 900000000 1000000000\ncpu0 9 9 9 9 9 9 9 9 9 9\n"
-    monkeypatch.setattr(cores, "text_of", lambda path: stat)
+    monkeypatch.setattr(cores, "kernel_text", lambda path: stat)
     assert cores._busy_seconds() == (1 + 20 + 300 + 600000 + 7000000 + 80000000) / os.sysconf("SC_CLK_TCK")

@@ -20,11 +20,11 @@ from llama.ops import PLAIN
 from llama.rope import RopeTable
 from llama.rows import Rows
 from llama.verify.certificate import (
+    FLOAT64_PASSES,
     PASSES,
-    WIDE,
     Difference,
     Figures,
-    measure,
+    measure_run,
 )
 from llama.verify.passes import ALONE, FREE_CACHED, FREE_UNCACHED, PIECES, STEPS, UNCACHED, reference_of
 from llama.verify.sessions import SESSIONS
@@ -40,7 +40,7 @@ def certify(model: Transformer, *, rows: int = 3, tokens: int = TOKENS, seed: in
     dice = random.Random(seed)
     vocab_size = model.args.vocab_size
     prompts = [[dice.randrange(vocab_size) for _ in range(dice.randint(1, 5))] for _ in range(rows)]
-    return measure(model, reference_of(model), prompts, tokens, seed=seed)
+    return measure_run(model, reference_of(model), prompts, tokens, seed=seed)
 
 
 def first_of(figures: Figures, way: str) -> str:
@@ -74,7 +74,7 @@ def test_every_pass_computes_every_position_once(rows: int) -> None:
     assert figures.compared.keys() == {*counts, *SESSIONS}
     assert {name: figures.compared[name] for name in counts} == counts
     assert figures.equal_tokens == figures.tokens == new
-    assert set(figures.errors) == {UNCACHED, *PASSES, *WIDE}
+    assert set(figures.errors) == {UNCACHED, *PASSES, *FLOAT64_PASSES}
     assert all(figures.bit_equal[name] <= figures.compared[name] for name in PASSES)
 
 
@@ -246,7 +246,7 @@ def test_a_fault_too_small_for_any_choice_is_found() -> None:
     figures = certify(tiny_model(dtype=torch.float32, kv_cache="half_keys"))
     assert figures.same_top == figures.positions
     assert figures.equal_tokens == figures.tokens
-    assert max(figures.errors[name] for name in WIDE) < FLOAT64_TOLERANCE
+    assert max(figures.errors[name] for name in FLOAT64_PASSES) < FLOAT64_TOLERANCE
     assert {text.partition(":")[0] for text in figures.violations} == {STEPS, PIECES, FREE_CACHED, *SESSIONS}
     assert "rounding explains" in figures.violations[0]
 
@@ -387,7 +387,7 @@ def test_the_margins_of_a_divergence_are_those_of_the_logits() -> None:
     prompts = [row.tolist() for row in some_tokens(2, 4)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transformer, "generate_tokens", tampered)
-        figures = measure(model, reference_of(model), prompts, 5, seed=0)
+        figures = measure_run(model, reference_of(model), prompts, 5, seed=0)
     (ids,), _ = model.generate_tokens([prompts[1]], 5, temperature=0)
     with torch.inference_mode():
         logits = reference_of(model)(torch.tensor([[*prompts[1], *ids[:2]]]), logits="last")[0, 0]

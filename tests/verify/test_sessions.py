@@ -13,7 +13,7 @@ from oracles import tiny_args, tiny_model, watched
 from llama.kv_cache import Cache, KVCache, PagedCache, StaticCache
 from llama.session import Session
 from llama.sessions.file import Content
-from llama.verify.certificate import PASSES, Figures, measure
+from llama.verify.certificate import PASSES, Figures, measure_run
 from llama.verify.passes import reference_of
 from llama.verify.sessions import (
     BEHIND,
@@ -37,7 +37,7 @@ def certify(kv_cache: str = "static", *, exact: bool = False, seed: int = 0) -> 
     """Measure a run of texts that are longer than a block of the paged kind."""
     model = tiny_model(max_seq_len=LIMIT, dtype=torch.float32, kv_cache=kv_cache)
     model.exact = exact
-    return measure(model, reference_of(model), PROMPTS, 18, seed=seed)
+    return measure_run(model, reference_of(model), PROMPTS, 18, seed=seed)
 
 
 def wrong(figures: Figures) -> set[str]:
@@ -121,7 +121,7 @@ def test_a_switch_that_is_off_stays_off_and_nothing_is_left(tmp_path: Path, monk
 
 def test_a_model_that_takes_one_row_is_certified_too() -> None:
     model = tiny_model(max_seq_len=LIMIT, dtype=torch.float32, max_batch_size=1)
-    figures = measure(model, reference_of(model), PROMPTS[:1], 8, seed=0)
+    figures = measure_run(model, reference_of(model), PROMPTS[:1], 8, seed=0)
     assert figures.violations == []
     assert all(figures.compared[name] for name in SESSIONS)
 

@@ -25,7 +25,7 @@ from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.rows import Rows
 from llama.verify import certificate, results, tolerance
-from llama.verify.certificate import Divergence, Figures
+from llama.verify.certificate import Figures, FirstDivergence
 
 SMALL = ("--batch_size=2", "--tokens=4", "--prompt_len=4", "--device=cpu")
 
@@ -74,7 +74,7 @@ class Command:
     @property
     def runs(self) -> list[Any]:
         content = json.loads(self.file.read_text("utf-8"))
-        assert content["schema"] == results.SCHEMA
+        assert content["schema"] == results.RUNS_SCHEMA
         return list(content["runs"])
 
 
@@ -98,7 +98,7 @@ def native_command(native_checkpoint: Path, tmp_path: Path, capsys: pytest.Captu
     return Command(native_checkpoint, tmp_path / "verify.json", capsys)
 
 
-def made_up_run(seed: int = 0, *, config: dict[str, Any] | None = None, **figures: Any) -> results.Run:
+def made_up_run(seed: int = 0, *, config: dict[str, Any] | None = None, **figures: Any) -> results.CertificateRun:
     """Return a run that was never measured."""
     same = {"runner": "plain", "quantize": None, "activations": 16, "exact": False}
     return {
@@ -284,16 +284,16 @@ def test_native_code_that_is_off_is_a_bug(native_command: Command, monkeypatch: 
 
 
 def test_rows_that_diverge_are_shown_and_counted_in_the_verdict() -> None:
-    divergence = Divergence(row=1, step=5, position=8, tokens=[3, 4], margins=[0.1, None, 0.02], explained=True)
+    divergence = FirstDivergence(row=1, step=5, position=8, tokens=[3, 4], margins=[0.1, None, 0.02], explained=True)
     counts = {"tokens": 20, "equal_tokens": 15, "positions": 30, "near_ties": 10}
     config = {"model": "demo", "dtype": "bfloat16"}
     group = [made_up_run(9, config=config, **counts, bound=0.5, divergences=[divergence] * 5)]
-    assert results.sentence(group) == (
+    assert results.verdict(group) == (
         "certified: 15 of 20 greedy tokens of demo in bf16, cached and uncached alike, up to where rounding lets 5 "
         "rows diverge; 66.66 % of positions decided by margins above 2 x their bound, at most 5.0e-01; "
         "0 unexplained divergences"
     )
-    lines = results.table(group).splitlines()
+    lines = results.group_table(group).splitlines()
     line = "  seed 9, row 1 diverges at step 5: margins U 0.1, C not finite, R 0.02; "
     assert lines[-4:] == [f"{line}explained by rounding"] * 3 + ["  and 2 more"]
 
@@ -364,14 +364,14 @@ def test_on_a_terminal_a_bar_names_every_stage(command: Command, monkeypatch: py
 
 
 def test_an_interruption_keeps_the_runs_that_are_done(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = certificate.measure
+    real = certificate.measure_run
 
     def interrupted(*given: Any, seed: int, **options: Any) -> Figures:
         if seed == 1:
             raise KeyboardInterrupt
         return real(*given, seed=seed, **options)
 
-    monkeypatch.setattr(certificate, "measure", interrupted)
+    monkeypatch.setattr(certificate, "measure_run", interrupted)
     assert command("--runs=5")[0] == 130
     assert [run["seed"] for run in command.runs] == [0]
 
@@ -397,14 +397,14 @@ def test_runs_of_another_process_are_kept_and_the_same_run_counts_once(
     command: Command, monkeypatch: pytest.MonkeyPatch, theirs: int, kept: list[int]
 ) -> None:
     command(f"--seed={theirs}")
-    others, real = command.runs, certificate.measure
+    others, real = command.runs, certificate.measure_run
     command.file.unlink()
 
     def meanwhile(*given: Any, **options: Any) -> Figures:
         results.write_runs(command.file, others)
         return real(*given, **options)
 
-    monkeypatch.setattr(certificate, "measure", meanwhile)
+    monkeypatch.setattr(certificate, "measure_run", meanwhile)
     command()
     assert [run["seed"] for run in command.runs] == kept
 
@@ -422,7 +422,7 @@ def broken(how: str) -> str:
         del run["config"]["dtype"]
     if how == "no seed":
         del run["seed"]
-    schema = "llama-kv/benchmark/1" if how == "another schema" else results.SCHEMA
+    schema = "llama-kv/benchmark/1" if how == "another schema" else results.RUNS_SCHEMA
     text = json.dumps({"schema": schema, "runs": [run]})
     return text[:-40] if how == "cut off" else text
 
