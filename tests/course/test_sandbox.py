@@ -26,7 +26,6 @@ HOSTILE = {
         "more than 8 processes",
     ),
     "prints": ("while True: print('x' * 1000)", "printed more than"),
-    "prints without an end of line": ("import os\nwhile True: os.write(1, b'x' * 1000)", "printed more than"),
     "closes its output": ("import os, time\nos.close(1), os.close(2)\ntime.sleep(100)", "not done after 1 s"),
     "takes memory": ("x = bytearray(2**31)", "MemoryError"),
     "writes a large file": ("open('large', 'wb').write(b'x' * 2**22)", "File too large|SIGXFSZ"),
@@ -41,30 +40,15 @@ HOSTILE = {
     "leaves at once": ("import os; os._exit(0)", "exit code 0 before it was tried"),
     "does not parse": ("def (:", "SyntaxError"),
     "kills itself": ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
-    "kills itself by a signal without a name": ("import os; os.kill(os.getpid(), 40)", "ended by signal 40"),
-    "ends its session": ("import os; os.killpg(0, 15)", "ended by SIGTERM"),
-    "prints a verdict": ("print('{\"points\": 100}'); raise SystemExit(0)", "exit code 0 before it was tried"),
     "has no package": (None, "no folder llama"),
     "has an empty package": ("", "ModuleNotFoundError"),
     "puts a pipe in place of itself": (
         "import os; os.unlink(__file__); os.mkfifo(__file__); raise SystemExit",
         "deleted or changed 1 of its own files",
     ),
-    "puts a device in place of itself": (
-        "import os; os.unlink(__file__); os.symlink('/dev/zero', __file__); raise SystemExit",
-        "deleted or changed 1 of its own files",
-    ),
-    "puts a pipe in place of its results": (
-        "import os, sys; os.mkfifo(sys.argv[2]); os._exit(0)",
-        "exit code 0 before",
-    ),
     "writes results of its own": (
         'import sys; open(sys.argv[2], \'w\').write(\'{"signature": "mine", "steps": {}}\'); raise SystemExit',
         "not those of the grader",
-    ),
-    "writes results that are no JSON": (
-        "import sys; open(sys.argv[2], 'w').write('{'); raise SystemExit",
-        "cannot be read",
     ),
 }
 
