@@ -7,7 +7,7 @@ without, are timed. All use the plain modules. Knows models and caches; does not
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, Unpack
@@ -150,21 +150,22 @@ def record(
     load.start()
     on, off = run(plain, kv_caching=True), run(plain, kv_caching=False)
     others = load.stop()
-    costs = _Costs.of(plain, _layout(empty.layers[0], model.dtype.itemsize, seen[0].room))
+    layout = _layout(empty.layers[0], model.dtype.itemsize, seen[0].reserved)
+    work = _costs(plain, layout)
     busy = _busy(others, off.began[-1] - on.began[0])
     notes = [*_differences(shown, on, off, lossless=all(layer.lossless for layer in empty.layers)), *busy, *cut]
-    steps = zip(seen, on.works(costs, seen), off.works(costs), strict=False)  # the shortest, should they differ
+    steps = zip(seen, on.works(work, seen), off.works(work), strict=False)  # the shortest, if the runs differ
     return Recording(
         args=model.args,
-        layout=costs.layout,
+        layout=layout,
         where=f"{str(model.dtype).removeprefix('torch.')} on {model.device}",
-        itemsize=costs.itemsize,
+        itemsize=model.dtype.itemsize,
         prompt_len=len(ids),
         texts=_pieces(tokenizer, shown.ids),
         texts_off=_pieces(tokenizer, off.ids),
         moments=tuple(
-            Moment(work, other, tuple(what.positions), tuple(what.attention), _likely(tokenizer, what, shown.ids))
-            for what, work, other in steps
+            Moment(cached, uncached, tuple(what.positions), tuple(what.attention), _likely(tokenizer, what, shown.ids))
+            for what, cached, uncached in steps
         ),
         notes=tuple(notes),
     )
@@ -213,38 +214,26 @@ class _Seen:
     attention: list[bytes] = field(default_factory=list)
     likely: list[tuple[int, float]] = field(default_factory=list)
     bytes_held: int = 0
-    room: int = 0
+    reserved: int = 0
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Computes the costs of a step from the model's sizes. `matrices`: the bytes of each quantised matrix, or None."""
+def _costs(model: Transformer, layout: CacheLayout) -> Callable[..., StepWork]:
+    """Return a function that computes the costs of a step from the model's sizes."""
+    args, itemsize = model.args, model.dtype.itemsize
+    matrices = None
+    if model.execution.weights is not None:
+        weights = weights_of(model).items()
+        matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
 
-    args: ModelArgs
-    itemsize: int
-    layout: CacheLayout
-    matrices: Mapping[str, int] | None
-
-    @classmethod
-    def of(cls, model: Transformer, layout: CacheLayout) -> "_Costs":
-        matrices = None
-        if model.execution.weights is not None:
-            weights = weights_of(model).items()
-            matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
-        return cls(model.args, model.dtype.itemsize, layout, matrices)
-
-    def work(self, start: int, fed: int, *, cached: int, bytes_held: int, ms: float) -> StepWork:
+    def work(start: int, fed: int, *, cached: int, bytes_held: int, ms: float) -> StepWork:
         """Return the costs of feeding `fed` tokens; the newest one reads `cached` positions, its own included."""
         before = max(cached - fed, 0)
-        weights = step_bytes(self.args, rows=fed, context=0, itemsize=self.itemsize, quantize=self.matrices)
-        return StepWork(
-            start=start,
-            fed=fed,
-            flops=forward_flops(self.args, seqlen=fed, start_pos=before),
-            bytes_read=weights + self.args.n_layers * sum(map(math.prod, self.layout.parts(before))),
-            bytes_held=bytes_held,
-            ms=ms,
-        )
+        flops = forward_flops(args, seqlen=fed, start_pos=before)
+        read = step_bytes(args, rows=fed, context=0, itemsize=itemsize, quantize=matrices)
+        read += args.n_layers * sum(map(math.prod, layout.parts(before)))
+        return StepWork(start, fed, flops, read, bytes_held, ms)
+
+    return work
 
 
 @dataclass
@@ -263,13 +252,13 @@ class _Run:
         self.progress()
         self.began.append(time.perf_counter())
 
-    def works(self, costs: _Costs, seen: Sequence[_Seen] | None = None) -> Iterator[StepWork]:
+    def works(self, work: Callable[..., StepWork], seen: Sequence[_Seen] | None = None) -> Iterator[StepWork]:
         """Yield the work of every step; `seen` is the recorded run, given if the cache was on."""
         for number, ((start, end), held) in enumerate(zip(self.steps, self.held, strict=True)):
             ms = (self.began[number + 1] - self.began[number]) * 1000
             cached = 0 if seen is None else max(map(len, seen[number].positions))
             held = held if seen is None else seen[number].bytes_held
-            yield costs.work(start, end - start, cached=cached, bytes_held=held, ms=ms)
+            yield work(start, end - start, cached=cached, bytes_held=held, ms=ms)
 
 
 # ---- recording attention ---------------------------------------------------------------------------------------------
@@ -320,7 +309,7 @@ class _Watched(Generation):
         made: Tensor = self._model(tokens, start_pos, cache=cache, logits=logits)
         top = made[0, -1].softmax(-1).topk(min(LIKELY, made.shape[-1]))
         self._seen[-1].likely = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        self._seen[-1].bytes_held, self._seen[-1].room = cache.nbytes, cache.layers[0].slots or 0
+        self._seen[-1].bytes_held, self._seen[-1].reserved = cache.nbytes, cache.layers[0].slots or 0
         return made
 
 
@@ -346,7 +335,7 @@ def look(
 # ---- plain values ----------------------------------------------------------------------------------------------------
 
 
-def _layout(cache: KVCache, itemsize: int, room: int) -> CacheLayout:
+def _layout(cache: KVCache, itemsize: int, reserved: int) -> CacheLayout:
     args, grouped = cache.args, isinstance(cache, QuantizedCache)
     return CacheLayout(
         kind=args.kv_cache,
@@ -355,7 +344,7 @@ def _layout(cache: KVCache, itemsize: int, room: int) -> CacheLayout:
         bits=cache.bits if isinstance(cache, QuantizedCache) else 0,
         group=GROUP if grouped else 0,
         block=BLOCK if isinstance(cache, PagedCache) else 0,
-        reserved=room if cache.preallocates else 0,
+        reserved=reserved if cache.preallocates else 0,
     )
 
 
