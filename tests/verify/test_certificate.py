@@ -340,18 +340,6 @@ def assert_near(made: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(made, expected.detach(), rtol=0, atol=FP64_TOLERANCE)
 
 
-@pytest.mark.parametrize(("before", "switch"), [(True, False), (False, True), (True, None), (False, None)])
-def test_argument_of_generate_holds_for_that_call_alone(before: bool, switch: bool | None) -> None:
-    model = tiny_model(kv_caching=before)
-    with watched(model) as watch:
-        model.generate_tokens([[1, 2, 3]], 4, kv_caching=switch)
-    used = before if switch is None else switch
-    assert watch.widths == ([3, 1, 1, 1] if used else [3, 4, 5, 6])
-    assert watch.nbytes == [kv_nbytes(model.args, 1, 7, torch.float64) if used else 0] * 4
-    assert all(layer.attention.kv_caching == before for layer in model.layers)
-    assert cache_nbytes(model) == 0
-
-
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_does_not_go_on_in_another_dtype_and_may_be_fed_again(kind: str, given: bool) -> None:
@@ -375,28 +363,6 @@ def test_a_text_does_not_go_on_in_another_dtype_and_may_be_fed_again(kind: str, 
 
 class Boom(Exception):
     pass
-
-
-@pytest.mark.parametrize(
-    ("step", "error", "kv_caching"), [(0, Boom, True), (3, Boom, True), (1, KeyboardInterrupt, True), (1, Boom, False)]
-)
-def test_failure_in_the_middle_of_a_generation_leaves_nothing_behind(
-    step: int, error: type[BaseException], kv_caching: bool
-) -> None:
-    """Catches bug 33: the second layer fails in the prefill (step 0) and in a decode step."""
-    model = tiny_model(kv_cache="poisoned", kv_caching=not kv_caching, dtype=torch.float32)
-
-    def run() -> Any:
-        prompts = [[1, 2, 3], [4]]
-        return model.generate_tokens(prompts, 5, seed=1, temperature=1.0, logprobs=True, kv_caching=kv_caching)
-
-    expected = run()
-    with fails(model, step, error), pytest.raises(error):
-        run()
-    assert (cache_nbytes(model), model.kv_caching) == (0, not kv_caching)
-    assert torch.is_grad_enabled()
-    assert not torch.is_inference_mode_enabled()
-    assert run() == expected
 
 
 class fails:
