@@ -177,7 +177,7 @@ def test_numbers_that_a_type_cannot_hold_are_refused_with_their_tensor(
     weights["layers.1.feed_forward.w3.weight"][40, 3] = number
     source = write_gguf(tmp_path / "source.gguf", weights, config)
     with pytest.raises(
-        CheckpointError, match=rf"source.gguf: blk.1.ffn_up.weight holds (nan|inf|70000), and {type.upper()}"
+        CheckpointError, match=rf"source.gguf: blk.1.ffn_up.weight contains (nan|inf|70000), and {type.upper()}"
     ):
         convert(source, tmp_path / "out.gguf", type=type)
     assert sorted(tmp_path.iterdir()) == [source]

@@ -1,6 +1,6 @@
-"""What a checkpoint is, said without loading it: format, sizes, tokenizer, memory, and all that does not fit.
+"""Describe a checkpoint without loading it: format, sizes, tokenizer, memory, and why it would not load.
 
-Knows what the readers of this folder know, and chat formats. Prints nothing.
+Prints nothing.
 """
 
 from collections import Counter
@@ -20,14 +20,14 @@ from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat
 
 _WEIGHTS = ("*.gguf", "*.safetensors", "consolidated*.pth")
-_POSITIONS = 2048  # of the cache in the table of memory, or fewer where the model takes fewer
+_POSITIONS = 2048  # length of the cache in the memory table; less if the model's limit is lower
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found: facts by name, the memory of each way to load it, remarks, and why it would not load.
+    """What was found: facts by name, memory of each mode of loading, remarks, and the reasons why it would not load.
 
-    memory: (dtype, quantize, bytes of the weights, bytes of a cache of one text of `positions`).
+    memory: (dtype, quantize, bytes of the weights, bytes of the cache of one text of `positions` tokens).
     """
 
     facts: dict[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Findings:
 
 
 def examine(path: Path, *, tokenizer_path: Path | None = None) -> Findings:
-    """Return what a checkpoint is; what is wrong with it is among the findings and raises nothing."""
+    """Return what a checkpoint is. Its errors are in `obstacles` and are not raised."""
     try:
         checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_path)
     except CheckpointError as error:
@@ -53,7 +53,7 @@ def examine(path: Path, *, tokenizer_path: Path | None = None) -> Findings:
 
 
 def _wrong_tokenizers(path: Path) -> Iterator[str]:
-    """Yield what is wrong with the tokenizers of a folder, which an earlier error may have hidden."""
+    """Yield the errors of the folder's tokenizers, which an earlier error may have hidden."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (path / name).is_file():
             try:
@@ -130,7 +130,7 @@ def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> Iterator[tuple[st
     def named(id: int | None) -> str:
         return "none" if id is None else f"{texts.get(id, '?')} ({id})"
 
-    yield "beginning of a text", named(tokenizer.bos_id) + (", put before each" if tokenizer.adds_bos else "")
+    yield "beginning of a text", named(tokenizer.bos_id) + (", added to each text" if tokenizer.adds_bos else "")
     yield "ends of a text", ", ".join(map(named, tokenizer.stop_tokens)) or "none"
     try:
         yield "chat format", ChatFormat(tokenizer).name
@@ -139,7 +139,7 @@ def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> Iterator[tuple[st
 
 
 def _memory(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, int]]:
-    """Yield what each way to load it takes; of several ranks each takes its share."""
+    """Yield (dtype, quantize, bytes of the weights, bytes of the cache) of each mode of loading, for one process."""
     args, positions = checkpoint.args, _positions(checkpoint)
     for dtype, quantize, layout in ways_to_load(checkpoint):
         weights = weights_bytes(args, itemsize=dtype.itemsize, quantize=layout)
@@ -148,7 +148,7 @@ def _memory(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, int]]:
 
 
 def ways_to_load(checkpoint: Checkpoint) -> list[tuple[torch.dtype, str, Layout]]:
-    """Return the dtype, the word for `quantize` and the layout of the weights of each way to load it."""
+    """Return the dtype, the value of `quantize` and the layout of the weights of each mode of loading."""
     args = checkpoint.args
     ways: list[tuple[torch.dtype, str, Layout]] = [(dtype, "", None) for dtype in (torch.float32, torch.bfloat16)]
     if not (args.dim % GROUP or args.ffn_dim % GROUP or args.n_heads * args.head_dim % GROUP):
@@ -166,6 +166,6 @@ def _remarks(checkpoint: Checkpoint) -> Iterator[str]:
     longest = checkpoint.whole_texts().max_seq_len
     if longest < checkpoint.args.max_seq_len:
         yield (
-            f"in longer texts its attention sees the last {longest:,} positions alone (sliding_window), which is not "
-            f"supported: it loads with --max_seq_len {longest}"
+            f"its attention sees only the last {longest:,} positions (sliding_window); longer texts are not supported: "
+            f"it loads with --max_seq_len {longest}"
         )

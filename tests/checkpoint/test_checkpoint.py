@@ -315,7 +315,7 @@ def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
     raw = np.zeros((N_WORDS, 84), dtype=np.uint8)
     writer.add_tensor("token_embd.weight", raw, raw_dtype=Kind.Q2_K)
     finish(writer)
-    with pytest.raises(CheckpointError, match=r"token_embd\.weight is Q2_K; F32, F16, .* are read"):
+    with pytest.raises(CheckpointError, match=r"token_embd\.weight is Q2_K; supported: F32, F16, "):
         open_checkpoint(tmp_path / "model.gguf")
 
 
@@ -348,7 +348,7 @@ def test_gguf_divisors_become_the_rule_behind_them_or_stay_divisors(tmp_path: Pa
     assert scaling_of([1.0] * 8) is None
     with pytest.raises(CheckpointError, match="finite numbers above 0"):
         scaling_of([1.0] * 7 + [float("nan")])
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is \(3,\) and must be \(8,\)"):
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight has shape \(3,\) and must have \(8,\)"):
         scaling_of([1.0, 1.0, 1.0])
 
 
@@ -362,7 +362,7 @@ def test_a_bare_use_scaled_rope_is_completed_and_said_in_the_log(
     torch.save({"norm.weight": torch.ones(dim)}, tmp_path / "consolidated.00.pth")
     with caplog.at_level(logging.INFO, "llama.checkpoint"), pytest.raises(CheckpointError, match="missing: "):
         open_checkpoint(tmp_path)
-    assert f"factor {factor} taken" in caplog.text
+    assert f"no factor; using {factor}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_copies_in_several_shards_must_be_the_same(tmp_path: Path, name: str) ->
     shard = torch.load(tmp_path / "consolidated.01.pth", weights_only=True)
     shard[name][0] += 1
     torch.save(shard, tmp_path / "consolidated.01.pth")
-    with pytest.raises(CheckpointError, match=rf"{name} must be the same in several shards"):
+    with pytest.raises(CheckpointError, match=rf"{name} must be equal in several shards"):
         load(tmp_path)
 
 

@@ -119,7 +119,9 @@ def test_a_rule_that_gguf_cannot_name_arrives_as_its_divisors(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["huggingface", "gguf"])
 def test_a_model_without_rope_is_refused_by_name_and_writes_nothing(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(ValueError, match=r"rope_theta=None: .* no name in other formats; save its state_dict\(\)"):
+    with pytest.raises(
+        ValueError, match=r"rope_theta=None: other formats have no model without RoPE; save its state_dict\(\)"
+    ):
         export(kind, model_of(rope_theta=None), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -159,7 +161,7 @@ def test_a_rank_does_not_write_its_slice_as_if_it_were_the_model(tmp_path: Path,
     two.size = 2
     with cut_for(two):
         model = Transformer(args_of())
-    with pytest.raises(ValueError, match="holds 1 of 2 slices of the model; load it in one to write it"):
+    with pytest.raises(ValueError, match="has 1 of 2 slices of the model; load it in one to write it"):
         export(kind, model, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

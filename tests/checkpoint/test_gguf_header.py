@@ -70,7 +70,7 @@ def test_totals_are_bounded_not_only_single_counts() -> None:
         parse_header(header(*numbers))
     assert parse_header(header(*numbers) + bytes(64), arrays=()).metadata == {"a": Unread(half), "b": Unread(half)}
     long = [array(STRING, 9, text(bytes(1 << 20)) * 9, key=key) for key in (b"a", b"b")]
-    with pytest.raises(ValueError, match="over the limit, or leaves the header"):
+    with pytest.raises(ValueError, match="is over a limit"):
         parse_header(header(*long))
     assert parse_header(header(*long), arrays=()).metadata == {"a": Unread(9), "b": Unread(9)}
 
@@ -100,7 +100,7 @@ def test_tensors_lie_side_by_side_in_the_order_of_the_table(tensors: tuple[bytes
 def test_a_truth_value_is_0_or_1_also_in_an_array() -> None:
     with pytest.raises(ValueError, match="neither 0 nor 1"):
         parse_header(header(array(BOOL, 3, b"\0\1\2")))
-    with pytest.raises(ValueError, match="is not supported here"):
+    with pytest.raises(ValueError, match="a value of type 9 is not supported"):
         parse_header(header(array(ARRAY, 1, bytes(64))))
     with pytest.raises(ValueError, match="needed at byte"):
         parse_header(header(array(U32, 1 << 40)), arrays=())

@@ -58,7 +58,7 @@ def run_json(data: bytes) -> None:
 
 def run_index(data: bytes) -> None:
     try:
-        places = huggingface.places_of(Path("index.json"), parse_object(data))
+        places = huggingface.shards_of(Path("index.json"), parse_object(data))
     except CheckpointError as error:
         _check_message(str(error))
     except ValueError:

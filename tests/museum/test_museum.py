@@ -50,7 +50,7 @@ def originals() -> Iterator[Path]:
 
 
 EXPLAINED = {
-    "a .gguf path that is a named pipe": "is no regular file, or a link that leads to none; a checkpoint is",
+    "a .gguf path that is a named pipe": "is not a regular file, or is a broken link; a checkpoint is",
     "model.gguf of model.gguf is a named pipe": "it is a named pipe, not a regular file",
     "params.json of meta is a link to a device": "it is a device, not a regular file",
     "params.json of 60,000 keys, one twice": "repeats the key '0000'",
@@ -60,10 +60,10 @@ EXPLAINED = {
     "an index of 20,000 tensors that no shard holds": "0004 and 19,990 more",
     "model.safetensors with 10,000 tensors that nobody knows": " and 9,990 more",
     "model.safetensors with a tensor twice": "repeats the key 'a'",
-    "model.safetensors with a hole": "b begins at byte 8 and must at 4: they overlap, or leave a hole",
+    "model.safetensors with a hole": "b begins at byte 8 and must begin at 4: there is an overlap or gap",
     "model.safetensors with true in a shape": "a has [True] where whole numbers from 0 on must be",
     "a .gguf file with 10,000 tensors that nobody knows": r"unexpected: \x1b[0, \x1b[1, \x1b[10, ",
-    "a .gguf file with a hole between tensors": "b is at offset 64 and must be at 32, where the tensor before it ends",
+    "a .gguf file with a hole between tensors": "b is at offset 64 and must be at 32, the end of the previous tensor",
     "a .gguf file with a float for BOS": "tokenizer.ggml.bos_token_id=264.0 must be a whole number from 0 on",
     "a .gguf file with true for BOS": "tokenizer.ggml.bos_token_id=True must be a whole number from 0 on",
     "a .gguf file with a negative id for BOS": "tokenizer.ggml.bos_token_id=-1 must be a whole number from 0 on",

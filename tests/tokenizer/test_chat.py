@@ -602,10 +602,10 @@ def test_a_tokenizer_without_a_known_format_is_refused(specials: tuple[str, ...]
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{% if %}", "the chat template is no Jinja: line 1: "),
+        ("{% if %}", "the chat template is not valid Jinja: line 1: "),
         ("{{ messages.nothing.nothing }}", "the chat template fails: UndefinedError"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template does what none may do"),
-        ("a" * 65537, "the chat template has 65537 bytes, and may have 65536"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template does something that the sandbox forbids"),
+        ("a" * 65537, "the chat template has 65537 bytes; the limit is 65536"),
         ("{% if false %}Hi{% endif %}", "the chat template gives no text"),
     ],
 )
@@ -613,9 +613,7 @@ def test_a_template_that_cannot_be_rendered_is_refused_with_what_would_work(temp
     with pytest.raises(ValueError, match=f"{words}.*; complete plain text instead"):
         ChatFormat(tiny(**{"tokenizer.chat_template": template}))
     known = tiny("<|im_start|>", "<|im_end|>", **{"tokenizer.chat_template": template})
-    with pytest.raises(
-        ValueError, match=f"{words}.*; with tokenizer.chat_template = None, dialogs take ChatML's format"
-    ):
+    with pytest.raises(ValueError, match=f"{words}.*; tokenizer.chat_template = None selects ChatML's format"):
         ChatFormat(known)
     known.chat_template = None
     assert ChatFormat(known).encode_dialog_prompt([USER])
@@ -633,7 +631,7 @@ def test_a_template_may_refuse_a_dialog(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, *FAMILIES["Mistral"])
     format = ChatFormat(Tokenizer.from_huggingface(tmp_path))
     with pytest.raises(
-        ValueError, match="refuses this dialog: user and assistant must take turns; complete plain text"
+        ValueError, match="rejects this dialog: user and assistant must take turns; complete plain text"
     ):
         format.encode_dialog_prompt([USER, USER])
     picky = tiny(

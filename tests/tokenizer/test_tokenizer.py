@@ -17,7 +17,7 @@ from llama.checkpoint.gguf_header import read_header
 from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.bpe import BpeCodec, ByteLevel
-from llama.tokenizer.vocabulary import MAX_MERGES, MAX_WORDS, calling, check_tokens
+from llama.tokenizer.vocabulary import MAX_MERGES, MAX_WORDS, check_tokens, library_errors
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "tokenizer_llama_cpp.json").read_text())
 PIECES = (
@@ -378,13 +378,13 @@ def test_decoding_an_unknown_id_is_refused(tokenizer: Tokenizer, token_id: int) 
 
 
 def test_an_interruption_of_a_library_stays_one() -> None:
-    with pytest.raises(KeyboardInterrupt), calling("tiktoken", "encode a text"):
+    with pytest.raises(KeyboardInterrupt), library_errors("tiktoken", "encode a text"):
         raise KeyboardInterrupt
 
 
 def test_a_panic_of_a_library_reaches_the_user_as_a_value_error() -> None:
     lacking = tiktoken.Encoding("a alone", pat_str=META_PATTERN, mergeable_ranks={b"a": 0}, special_tokens={})
-    with pytest.raises(ValueError, match="tiktoken cannot encode a text"), calling("tiktoken", "encode a text"):
+    with pytest.raises(ValueError, match="tiktoken cannot encode a text"), library_errors("tiktoken", "encode a text"):
         lacking.encode_ordinary("b")
 
 
@@ -414,7 +414,7 @@ def test_the_first_lines_of_metas_file_are_a_tokenizer_too(tmp_path: Path) -> No
         (5, b"JQ== 05", "line 6"),
         (5, b" 5", "line 6: a token of 0 bytes"),
         (299, b"!!!! 299", "line 300: expected a token in base64"),  # the last: no later line is there to disagree
-        (299, b"IQ== 299", "line 300: token b'!' stands on line 1 already"),
+        (299, b"IQ== 299", "line 300: token b'!' is also on line 1"),
         (5, base64.b64encode(b"xyz") + b" 5", "1 of the 256 single bytes are missing"),
         (299, base64.b64encode(b"x" * 1025) + b" 299", "1025 bytes"),
         (0, b"\x0a\x0e\x0a\x05<unk>", ": SentencePiece: "),
@@ -467,16 +467,16 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
         ("model/byte_fallback", "false", "byte_fallback='false' must be true or false"),
         ("model/ignore_merges", 1, "ignore_merges=1 must be true or false"),
         ("model/unk_token", 5, "unk_token=5"),
-        ("model/new", 5, "the key 'new', which is not known"),
-        ("new", 5, "the key 'new', which is not known"),
+        ("model/new", 5, "the unknown key 'new'"),
+        ("new", 5, "the unknown key 'new'"),
         ("normalizer", {"type": "NFKC"}, 'normalizer .*"NFKC"'),
         ("normalizer", {"type": "NFC", "more": 1}, "normalizer"),
         ("normalizer", {"type": "NFC"}, None),
         ("normalizer", {"type": "Sequence", "normalizers": []}, None),
-        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}, "Lowercase.*what works is"),
-        ("pre_tokenizer", None, "decoder .* is not supported; what works is"),
-        ("pre_tokenizer", {"type": "Whitespace"}, "is not supported; what works is"),
-        ("pre_tokenizer", [{"type": "ByteLevel"}], "not laid out"),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}, "Lowercase.*supported are"),
+        ("pre_tokenizer", None, "decoder .* is not supported; supported are"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "is not supported; supported are"),
+        ("pre_tokenizer", [{"type": "ByteLevel"}], "is not a step or a Sequence"),
         ("pre_tokenizer/use_regex", 1, "pre_tokenizer"),
         (
             "pre_tokenizer",
@@ -487,7 +487,7 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
                     {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
                 ],
             },
-            r"pre_tokenizer .*\(a\+\)\+.* is not supported; what works is",
+            r"pre_tokenizer .*\(a\+\)\+.* is not supported; supported are",
         ),
         ("pre_tokenizer/add_prefix_space", True, "add_prefix_space"),
         ("decoder", {"type": "WordPiece"}, "decoder .*WordPiece"),
@@ -495,7 +495,7 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
         (
             "post_processor",
             {"type": "TemplateProcessing", "single": [{"Sequence": {}}, {"SpecialToken": {"id": "<|im_end|>"}}]},
-            "adds tokens other than one before",
+            "adds tokens other than one before the text",
         ),
         (
             "post_processor",
@@ -513,36 +513,36 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
                 "single": [{"SpecialToken": {"id": "<|endoftext|>"}}, {"Sequence": {}}],
                 "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [7], "tokens": ["<|endoftext|>"]}},
             },
-            "another id than 0",
+            "another id than the token's 0",
         ),
         (
             "post_processor",
             {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x"}}, {"Sequence": 0}]},
             "x",
         ),
-        ("post_processor", {"type": "TemplateProcessing", "single": 5}, "not laid out"),
-        ("post_processor", {"type": "TemplateProcessing", "single": []}, "adds tokens other than one before"),
+        ("post_processor", {"type": "TemplateProcessing", "single": 5}, "; it must be a "),
+        ("post_processor", {"type": "TemplateProcessing", "single": []}, "adds tokens other than one before the text"),
         ("added_tokens/0/lstrip", "true", "lstrip='true' must be true or false"),
         ("added_tokens/0/special", 1, "special=1 must be true or false"),
-        ("added_tokens/0/id", 50, "is an ordinary token's too"),
-        ("added_tokens/0/id", 1, "its id 1 is an ordinary token's too"),
-        ("added_tokens/1/content", "<|endoftext|>", "another's too"),
-        ("added_tokens/0/id", -1, "id -1, which is no whole number from 0 on"),
-        ("added_tokens/0/id", 5.5, "id 5.5, which is no"),
-        ("added_tokens/0/id", 519.0, "id 519.0, which is no"),
-        ("added_tokens/0/id", True, "id True, which is no"),
+        ("added_tokens/0/id", 50, "an ordinary token has its id 50, too"),
+        ("added_tokens/0/id", 1, "an ordinary token has its id 1, too"),
+        ("added_tokens/1/content", "<|endoftext|>", "another one has its text or its id 1"),
+        ("added_tokens/0/id", -1, "id -1; it must be a whole number from 0 on"),
+        ("added_tokens/0/id", 5.5, "id 5.5; it must be a whole number"),
+        ("added_tokens/0/id", 519.0, "id 519.0; it must be a whole number"),
+        ("added_tokens/0/id", True, "id True; it must be a whole number"),
         ("added_tokens/0/id", float("nan"), "NaN"),
-        ("added_tokens/0/id", 1 << 40, "which is no"),
-        ("added_tokens/0", "<|endoftext|>", "is no object"),
-        ("added_tokens/0/other", 1, "'other', which is not known"),
+        ("added_tokens/0/id", 1 << 40, "; it must be a whole number from 0 on"),
+        ("added_tokens/0", "<|endoftext|>", "must be an object"),
+        ("added_tokens/0/other", 1, "the unknown key 'other'"),
         ("added_tokens/1/content", "x" * 1025, "longer than 1024"),
         ("added_tokens/1/content", "\ud800", "half of a surrogate pair"),
         ("added_tokens/1/content", "", "empty"),
         ("model/vocab/hello there", 600, "not a byte-level token"),
-        ("model/vocab/Hello", "600", "id '600', which is no whole number"),
-        ("model/vocab/Hello", -1, "id -1, which is no whole number"),
-        ("model/vocab/Hello", True, "id True, which is no whole number"),
-        ("model/vocab/Hello", 600.0, "id 600.0, which is no whole number"),
+        ("model/vocab/Hello", "600", "id '600'; it must be a whole number"),
+        ("model/vocab/Hello", -1, "id -1; it must be a whole number"),
+        ("model/vocab/Hello", True, "id True; it must be a whole number"),
+        ("model/vocab/Hello", 600.0, "id 600.0; it must be a whole number"),
         ("model/vocab/\ud800", 600, "half of a surrogate pair"),
         ("model/vocab/Hello", 17, "share"),
         ("model/merges/3", ["a", "zzz"], "merge"),
@@ -551,9 +551,9 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
         ("model/merges/3", 5, "merge"),
         ("model/merges/3", ["a"], "merge"),
         ("model/merges/0", ["<|im_", "end|>"], "merge"),
-        ("model/vocab", [], "not laid out"),
-        ("model", None, "not laid out"),
-        ("added_tokens", {}, "not laid out"),
+        ("model/vocab", [], "; it must be a "),
+        ("model", None, "; it must be a "),
+        ("added_tokens", {}, "; it must be a "),
         ("added_tokens", None, None),
         ("model/ignore_merges", True, None),
     ],
@@ -587,11 +587,11 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> 
             {"eos_token": "<|nowhere|>"},
             "eos_token '<|nowhere|>' is not a token of tokenizer.json",
         ),
-        ("tokenizer_config.json", {"bos_token": 5}, "bos_token 5 is no text"),
+        ("tokenizer_config.json", {"bos_token": 5}, "bos_token 5 must be a text"),
         ("tokenizer_config.json", {"chat_template": 5}, "the chat template is 5 and must be a text"),
-        ("tokenizer_config.json", {"chat_template": ["x"]}, "a list of something else than named templates"),
-        ("generation_config.json", {"eos_token_id": [0, 1.5]}, "eos_token_id 1.5 is no whole number"),
-        ("generation_config.json", {"eos_token_id": True}, "eos_token_id True is no whole number"),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, "must be a text or a list of named templates"),
+        ("generation_config.json", {"eos_token_id": [0, 1.5]}, "eos_token_id 1.5 must be a whole number"),
+        ("generation_config.json", {"eos_token_id": True}, "eos_token_id True must be a whole number"),
     ],
 )
 def test_what_stands_beside_tokenizer_json_is_held_to_its_types(
@@ -794,30 +794,30 @@ def test_the_ends_of_a_text_are_written_under_the_names_that_a_file_has_for_them
 
 def test_words_taken_whole_are_not_written_into_a_gguf_file_whose_kind_does_not_take_them(tmp_path: Path) -> None:
     ours = Tokenizer.from_huggingface(saved(tmp_path, trained("gpt2", ignore_merges=True)))
-    with pytest.raises(ValueError, match=r"cannot say ignore_merges=True with tokenizer\.ggml\.pre=gpt-2"):
+    with pytest.raises(ValueError, match=r"with tokenizer\.ggml\.pre=gpt-2 cannot have ignore_merges=True"):
         ours.to_gguf(700)
 
 
 def test_more_ends_than_a_gguf_file_has_names_for_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, trained("gpt2"))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1, 2]}))
-    with pytest.raises(ValueError, match=r"a \.gguf file cannot say this tokenizer's ends of a text"):
+    with pytest.raises(ValueError, match=r"a \.gguf file cannot express this tokenizer's ends of a text"):
         Tokenizer.from_huggingface(tmp_path).to_gguf(700)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "bert"}, "model='bert' is not supported; what works is 'gpt2'"),
+        ({"model": "bert"}, "model='bert' is not supported; supported: 'gpt2'"),
         ({"model": None}, "model=None"),
-        ({"pre": "default"}, "pre='default' is not supported, only deepseek-r1-qwen, gpt-2, llama-bpe"),
+        ({"pre": "default"}, "pre='default' is not supported; supported: deepseek-r1-qwen, gpt-2, llama-bpe"),
         ({"pre": ["smollm"]}, "pre=.*is not supported"),
         ({"pre": None}, "pre=None"),
         ({"add_eos_token": True}, "add_eos_token"),
         ({"add_space_prefix": True}, "add_space_prefix"),
         ({"tokens": ["a"]}, "1 tokens but 10 token types"),
         ({"tokens": None}, "tokens must be an array, of which each value is text, and is missing"),
-        ({"tokens": [], "token_type": [], "merges": []}, "no tokens that text could become"),
+        ({"tokens": [], "token_type": [], "merges": []}, "has no ordinary tokens"),
         ({"tokens": ["<s>", "a" * 1025], "token_type": [3, 1], "merges": []}, "has 1025 characters"),
         ({"tokens": ["<s>", ""], "token_type": [3, 1], "merges": []}, "has 0 characters"),
         ({"tokens": ["", "a"], "token_type": [3, 1], "merges": []}, "an added token is empty"),
@@ -836,7 +836,7 @@ def test_more_ends_than_a_gguf_file_has_names_for_are_refused(tmp_path: Path) ->
         ({"add_bos_token": "false"}, "add_bos_token='false' must be true or false"),
         ({"add_bos_token": [False]}, "must be true or false"),
         ({"add_bos_token": 0}, "must be true or false"),
-        ({"tokens": ["a"] * 10}, "'a', stands in the vocabulary twice"),
+        ({"tokens": ["a"] * 10}, "'a', is in the vocabulary twice"),
         ({"token_type": [3, 1, 1, 1, 1, 1, 1, 3, 4, 6]}, "has type 6"),
         ({"token_type": [3, 1, 1, 1, 1, 1, 1, 3, 4, 7]}, "has type 7"),
         ({"token_type": [3, 1, 1, 1, 1, 1, 1, 3, 1, 3]}, "not a byte-level token"),
@@ -885,7 +885,7 @@ def test_added_tokens_that_a_library_would_take_long_over_are_refused(tmp_path: 
     flags = small_json["added_tokens"][0]
     many_tokens = [flags | {"id": 1000 + i, "content": f"{i:01000}"} for i in range(600)]
     (tmp_path / "tokenizer.json").write_text(json.dumps(small_json | {"added_tokens": many_tokens}))
-    with pytest.raises(ValueError, match="the added tokens have 600000 characters together; at most 524288"):
+    with pytest.raises(ValueError, match="the added tokens have 600000 characters; the limit is 524288"):
         Tokenizer.from_huggingface(tmp_path)
 
 

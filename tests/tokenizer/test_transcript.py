@@ -48,7 +48,7 @@ def test_what_is_taken_back_leaves_the_ids_that_stood_before(
     assert prompt == ids[: transcript.begin]
     back, left = back.undo(demo, ids[:left])
     assert (back.dialog(demo, []), left, back.kept) == ([], 0, ())
-    with pytest.raises(ValueError, match="nothing to take back"):
+    with pytest.raises(ValueError, match="there is nothing to undo"):
         back.undo(demo, [])
 
 
@@ -118,13 +118,13 @@ def test_what_is_no_transcript_of_the_ids_is_refused(
     change: dict[str, Any], talk: tuple[Transcript, list[int]]
 ) -> None:
     transcript, ids = talk
-    with pytest.raises(ValueError, match="not what was saved"):
+    with pytest.raises(ValueError, match="transcript of the conversation is invalid"):
         Transcript.from_json(json.dumps({**asdict(transcript), **change}), ids)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "1", "{}", '"messages"', "[" * 99999])
 def test_what_is_no_transcript_at_all_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not what was saved"):
+    with pytest.raises(ValueError, match="transcript of the conversation is invalid"):
         Transcript.from_json(text, [])
 
 
