@@ -12,24 +12,17 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.checkpoint.base import (
-    Checkpoint,
-    CheckpointError,
-    Weight,
-    check_shapes,
-    listing,
-    needed_shapes,
-    refusing,
-)
+from llama.checkpoint.base import Checkpoint, Weight, check_shapes, listing, needed_shapes
 from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
 from llama.costs import file_bytes
 from llama.model import Transformer
-from llama.packed import Format, MappedWeight, PackedWeight, QuantizedWeight
-from llama.quantize import quantize_layers, weights_of
+from llama.quant.layers import quantize_layers, weights_of
+from llama.quant.packed import Format, MappedWeight, PackedWeight, QuantizedWeight
 from llama.ranks import ALONE, Ranks, cut_for
-from llama.words import some_of
+from llama.untrusted.errors import CheckpointError, refusing
+from llama.untrusted.words import some_of
 
 __all__ = ["Checkpoint", "CheckpointError", "load_weights", "open_checkpoint"]
 
@@ -105,7 +98,7 @@ def load_weights(
     `args` are the checkpoint's, with the caller's limits and switches. Each of several `ranks` reads only its own
     slices. `quantize` "int8" or "int4" packs each matrix block by block while it is read. "stored" keeps the codes and
     scales of the file; without `repack` the matrices stay in the mapped file and are neither read nor checked.
-    `activations`: see `llama.quantize.PackedLinear`. `progress(done, total)` is called after each parameter with bytes.
+    `activations`: see `llama.quant.layers.PackedLinear`. `progress(done, total)` gets bytes after each parameter.
 
     Memory is allocated only after all names and shapes were checked; beyond the model, one small block at a time.
     """

@@ -6,7 +6,6 @@ Knows Meta's names and shapes. Of file formats it reads only JSON.
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama import json_files
 from llama.args import ModelArgs
-from llama.files import check_regular
 from llama.model import Transformer
-from llama.packed import Format, MappedWeight, Parts
+from llama.quant.packed import Format, MappedWeight, Parts
 from llama.tokenizer import Tokenizer
-from llama.words import printable, some_of
+from llama.untrusted import json_object
+from llama.untrusted.errors import CheckpointError, refusing
+from llama.untrusted.files import check_regular
+from llama.untrusted.mapped import MappedFile
+from llama.untrusted.words import some_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,36 +38,6 @@ _LIMITS = {
     "max_seq_len": 1 << 31,
     "norm_eps": 0.1,
 }
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used: `path` and `reason`.
-
-    The reason may quote an untrusted file. The message is one line of less than 1,000 printable characters.
-    """
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, printable(reason))
-        self.path, self.reason = path, printable(reason)
-
-    def __str__(self) -> str:
-        return printable(f"{self.path}: {self.reason}")
-
-
-@contextmanager
-def refusing(path: Path, reason: str) -> Iterator[None]:
-    """Turn every exception of a parser into a CheckpointError.
-
-    Parsers raise anything on damaged bytes: KeyError, struct.error, RecursionError, MemoryError, and a panic of a
-    Rust library, which is not an Exception.
-    """
-    try:
-        yield
-    except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        detail = str(error).strip().partition("\n")[0].removeprefix(str(path)).lstrip(" ,:") or type(error).__name__
-        raise CheckpointError(path, f"{reason}: {detail}") from error
 
 
 @dataclass(frozen=True)
@@ -86,6 +57,22 @@ class Weight:
     @classmethod
     def of(cls, tensor: Tensor) -> "Weight":
         return cls(tuple(tensor.shape), lambda start, stop: tensor[start:stop])
+
+    @classmethod
+    def mapped(cls, file: MappedFile, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> "Weight":
+        """Return the weight whose numbers begin at byte `start`; its rows are copies if they are not aligned.
+
+        A single number, without dimensions, is one row.
+        """
+        length, *inner = shape or (1,)
+        row = torch.Size(inner).numel() * dtype.itemsize
+        raw = file.bytes(start, length * row).view(length, row)
+
+        def rows(first: int, stop: int) -> Tensor:
+            part = raw[first:stop]
+            return (part.clone() if start % dtype.itemsize else part).view(dtype).view(-1, *inner)
+
+        return cls(shape, rows, drop=lambda: file.drop(start, length * row))
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Return an iterator over (start, stop) of blocks of rows, BLOCK numbers each."""
@@ -117,7 +104,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Stored:
-    """The quantised blocks of a matrix in a file. `llama.packed` stores their codes and scales unchanged.
+    """The quantised blocks of a matrix in a file. `llama.quant.packed` stores their codes and scales unchanged.
 
     kind: the file's name of the type. blocks: (rows, blocks, bytes), a view of the mapped file. `split` returns the
     codes and scales of some rows' blocks. `order(start, stop)`: the file's indices of our rows; None: the same order.
@@ -278,7 +265,7 @@ def listing(directory: Path) -> str:
 def read_json(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
     """Return the JSON object in a file of at most `limit` bytes; ambiguous JSON is rejected."""
     with refusing(path, "is not readable as JSON"):
-        return json_files.read_json(path, limit=limit)
+        return json_object.read_json(path, limit=limit)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -16,23 +16,22 @@ from torch import Tensor
 from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 from llama.checkpoint.base import (
     Checkpoint,
-    CheckpointError,
     Stored,
     Weight,
     assemble,
     make_args,
     read_tokenizer,
-    refusing,
     reject_unknown_tensors,
     require_values,
 )
 from llama.checkpoint.families import GGUF_FAMILIES, Family, gguf_names
-from llama.checkpoint.gguf_header import TensorInfo, header_of
-from llama.checkpoint.gguf_types import KINDS
 from llama.checkpoint.half_split import in_our_order
-from llama.checkpoint.mapped import MappedFile
+from llama.quant.gguf_types import KINDS
 from llama.rope import rope_frequencies, scale_frequencies
 from llama.tokenizer import Tokenizer
+from llama.untrusted.errors import CheckpointError, refusing
+from llama.untrusted.gguf_header import TensorInfo, header_of
+from llama.untrusted.mapped import MappedFile
 
 ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -171,13 +170,14 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
 
 def _decimal(value: float) -> float:
     """Return the shortest decimal of a float32, such as 1e-05, so that the args equal those of the other formats."""
-    return float(str(np.float32(value)))
+    with np.errstate(over="ignore"):  # make_args rejects infinity
+        return float(str(np.float32(value)))
 
 
 def _weight(mapped: MappedFile, info: TensorInfo) -> Weight:
-    kind = next(kind for kind in KINDS.values() if kind.name == info.kind)
+    kind = KINDS[info.kind]
     if kind.dtype is not None:
-        return mapped.weight(info.start, info.shape, kind.dtype)
+        return Weight.mapped(mapped, info.start, info.shape, kind.dtype)
     rows = mapped.bytes(info.start, info.nbytes).view(*info.shape[:-1], -1)
     stored = None
     if kind.format is not None and kind.parts is not None and rows.ndim == 2:

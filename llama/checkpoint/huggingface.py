@@ -11,21 +11,20 @@ from typing import Any
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
 from llama.checkpoint.base import (
     Checkpoint,
-    CheckpointError,
     Weight,
     assemble,
     make_args,
     need_file,
     read_json,
     read_tokenizer,
-    refusing,
     reject_unknown_tensors,
     require_values,
 )
 from llama.checkpoint.families import FAMILIES, Family, huggingface_names
 from llama.checkpoint.half_split import in_our_order
 from llama.checkpoint.safetensors_file import read_safetensors
-from llama.words import some_of
+from llama.untrusted.errors import CheckpointError, refusing
+from llama.untrusted.words import some_of
 
 _IGNORED = ".rotary_emb.inv_freq"  # a table in old files; ours is computed from rope_theta
 _FULL, _SLIDING = "full_attention", "sliding_attention"

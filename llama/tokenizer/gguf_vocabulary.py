@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama.tokenizer.bpe import Added, BpeCodec, ByteLevel
-from llama.tokenizer.model_proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, ModelProto, Piece
 from llama.tokenizer.patterns import ALIASES, PRE_TOKENIZERS
 from llama.tokenizer.sentencepiece_file import SentencePieceCodec, pieces_of
 from llama.tokenizer.vocabulary import Codec, Vocabulary, check_template, check_text, split_ends
+from llama.untrusted.model_proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, ModelProto, Piece
 
 _PREFIX = "tokenizer.ggml."
 _TYPE_NAMES = {str: "text", int: "a whole number from 0 on", float: "a float", bool: "true or false"}

@@ -9,13 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama.json_files import parse_object
 from llama.tokenizer.bpe import Added, BpeCodec, ByteLevel, Spaces
 from llama.tokenizer.patterns import PRE_TOKENIZERS, steps
 from llama.tokenizer.vocabulary import (
     MAX_FILE_BYTES,
-    MAX_TOKEN_LENGTH,
-    MAX_WORDS,
     SPACE_MARK,
     Vocabulary,
     check_template,
@@ -23,6 +20,8 @@ from llama.tokenizer.vocabulary import (
     read_file,
     split_ends,
 )
+from llama.untrusted.json_object import parse_object
+from llama.untrusted.model_proto import MAX_TOKEN_LENGTH, MAX_WORDS
 
 _MAX_CONFIG_BYTES = 8 << 20  # tokenizer_config.json repeats all added tokens
 

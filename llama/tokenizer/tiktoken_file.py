@@ -7,7 +7,8 @@ from pathlib import Path
 
 from llama.tokenizer.byte_letters import byte_letters
 from llama.tokenizer.patterns import LLAMA3_PATTERN
-from llama.tokenizer.vocabulary import MAX_TOKEN_LENGTH, GgufTokens, Vocabulary, WholeTokens, check_text, library_errors
+from llama.tokenizer.vocabulary import GgufTokens, Vocabulary, WholeTokens, check_text, library_errors
+from llama.untrusted.model_proto import MAX_TOKEN_LENGTH
 
 _SPECIALS = (
     "<|begin_of_text|>",

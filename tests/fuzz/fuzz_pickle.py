@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from llama.checkpoint.base import CheckpointError
-from llama.checkpoint.mapped import MappedFile
-from llama.checkpoint.pickle_reader import PickledTensor, Storage, read_pickle
-from llama.checkpoint.pth import read_header
+from llama.checkpoint.base import Weight
+from llama.untrusted.errors import CheckpointError
+from llama.untrusted.mapped import MappedFile
+from llama.untrusted.pickle_reader import PickledTensor, Storage, read_pickle
+from llama.untrusted.pth import read_header
 
 
 def run(data: bytes) -> None:
@@ -53,7 +54,7 @@ def run_archive(data: bytes) -> None:
     assert list(places) == list(theirs)
     for name, place in places.items():
         assert 0 <= place.start < place.end <= len(data)
-        ours = mapped.weight(place.start, place.shape, place.dtype).rows(0, place.shape[0])
+        ours = Weight.mapped(mapped, place.start, place.shape, place.dtype).rows(0, place.shape[0])
         assert same_bits(ours, theirs[name])
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from museum.exhibits import SAFETENSORS, entry, safetensors
+from untrusted.malformed.cases import SAFETENSORS, entry, safetensors
 
 from llama.untrusted.safetensors_header import Header, Span, read_header
 

@@ -1,0 +1,775 @@
+"""Malformed and malicious checkpoints: each case is named after what is wrong, with the source of the attack.
+
+A table of functions that write them. "case N" is a row of the table in `docs/security.md` of what was once accepted.
+"""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import socket
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoints import (
+    config_of,
+    finish,
+    gguf_writer,
+    meta_params,
+    meta_weights,
+    random_model,
+    write_gguf,
+    write_huggingface,
+    write_meta,
+)
+
+Make = Callable[[Path], Path]
+Change = Callable[[Any], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """source: a CVE, an issue, or a case. `make` writes it into an empty folder and returns the path to open.
+
+    `make` finds valid checkpoints beside that folder, see `write_originals`.
+    """
+
+    source: str
+    make: Make
+
+
+CASES: dict[str, Case] = {}
+
+MODEL = config_of()
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\n\0\u202e\u2028\u009b"  # sets a title, clears the screen, reverses the text
+
+QUADRATIC = "CWE-407, quadratic work"
+TERMINAL = "CWE-150; case 12"
+TYPES = "CWE-843; case 16"
+TRAVERSAL = "transformers #47176, CWE-22"
+RESOURCES = "CWE-789, memory by claim"
+WAITING = "case 5"
+TRUNCATED = "CWE-130, a length that is not so"
+ANOTHER_MODEL = "differs from the model"
+
+
+def write_originals(folder: Path) -> None:
+    """Write a valid checkpoint of each format; cases are made in folders beside them."""
+    model = random_model(MODEL)
+    weights = meta_weights(model)
+    write_meta(folder / "meta", weights, meta_params(MODEL))
+    write_huggingface(folder / "huggingface", model, max_shard_size="60KB")
+    write_huggingface(folder / "huggingface-one", model)
+    write_gguf(folder / "model.gguf", weights, MODEL)
+
+
+def add(name: str, source: str, make: Make) -> None:
+    assert name not in CASES, name
+    CASES[name] = Case(source, make)
+
+
+def copied(folder: Path, name: str) -> Path:
+    return shutil.copytree(folder.parent / name, folder, dirs_exist_ok=True)
+
+
+def spoiled(original: str, file: str, spoil: Callable[[Path], object]) -> Make:
+    """Return a function that copies a valid folder and spoils one of its files."""
+
+    def make(folder: Path) -> Path:
+        spoil(copied(folder, original) / file)
+        return folder
+
+    return make
+
+
+def replaced(original: str, file: str, content: bytes, *, length: int | None = None) -> Make:
+    """Return a function that copies a folder with other content of a file, which has zeros up to `length`."""
+
+    def spoil(path: Path) -> None:
+        path.write_bytes(content)
+        if length is not None:
+            os.truncate(path, length)
+
+    return spoiled(original, file, spoil)
+
+
+def changed(original: str, file: str, change: Change) -> Make:
+    """Return a function that copies a folder with a change of the content of a JSON file."""
+
+    def spoil(path: Path) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return spoiled(original, file, spoil)
+
+
+def updated(original: str, file: str, values: Mapping[str, Any]) -> Make:
+    return changed(original, file, lambda content: content.update(values))
+
+
+# ---- not a regular file ----------------------------------------------------------------------------------------------
+
+
+def _replace_by(kind: str, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "a named pipe":
+        os.mkfifo(path)
+    elif kind == "a link to a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "a link to itself":
+        path.symlink_to(path.name)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        listener = socket.socket(socket.AF_UNIX)
+        os.chdir(path.parent)  # names of sockets are short
+        listener.bind(path.name)
+        listener.close()
+
+
+def _special(original: str, file: str, kind: str) -> None:
+    def make(folder: Path) -> Path:
+        _replace_by(kind, (folder if original == "model.gguf" else copied(folder, original)) / file)
+        return folder
+
+    add(f"{file} of {original} is {kind}", WAITING, make)
+
+
+if hasattr(os, "mkfifo"):
+    for _kind in ("a named pipe", "a link to a device", "a link to itself", "a folder", "a socket"):
+        _special("model.gguf", "model.gguf", _kind)
+    for _kind in ("a named pipe", "a link to a device", "a folder"):
+        _special("huggingface-one", "model.safetensors", _kind)
+    for _original, _file in (
+        ("meta", "params.json"),
+        ("meta", "consolidated.00.pth"),
+        ("meta", "tokenizer.model"),
+        ("huggingface", "config.json"),
+        ("huggingface", "tokenizer.json"),
+        ("huggingface", "model.safetensors.index.json"),
+        ("huggingface", "model-00002-of-00004.safetensors"),
+    ):
+        _special(_original, _file, "a named pipe")
+    _special("meta", "params.json", "a link to a device")
+    _special("huggingface", "config.json", "a socket")
+
+    def _pipe(folder: Path) -> Path:
+        os.mkfifo(folder / "model.gguf")
+        return folder / "model.gguf"
+
+    add("a .gguf path that is a named pipe", WAITING, _pipe)
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+_TWICE = {f"{i:04x}": i for i in range(60_000)}
+BROKEN_JSON: dict[str, tuple[str, bytes]] = {
+    "that ends at once": (TRUNCATED, b"{"),
+    "of nothing": (TRUNCATED, b""),
+    "that is a list": (TYPES, b"[1]"),
+    "with NaN": ("RFC 8259, section 6", b'{"dim": NaN}'),
+    "with Infinity": ("RFC 8259, section 6", b'{"norm_eps": -Infinity}'),
+    "with 1e999": ("RFC 8259, section 6", b'{"norm_eps": 1e999}'),
+    "with a key twice": ("RFC 8259, section 4", b'{"dim": 1, "dim": 2}'),
+    "of 60,000 keys, one twice": ("case 6", json.dumps(_TWICE).encode()[:-1] + b', "0000": 0}'),
+    "nested 100,000 deep": ("CWE-674", b'{"dim": ' + b"[" * 100_000),
+    "nested 100,000 objects deep": ("CWE-674", b'{"a":' * 50_000),
+    "with a number of 5,000 digits": ("CVE-2020-10735", b'{"dim": ' + b"9" * 5000 + b"}"),
+    "with a number of 900,000 digits": ("CVE-2020-10735", b'{"dim": ' + b"9" * 900_000 + b"}"),
+    "longer than 1 MiB": (RESOURCES, b" " * (1 << 20) + b"{}"),
+    "of 300,000 empty objects": (RESOURCES, b'{"a": [' + b"{}," * 300_000 + b"{}]}"),
+    "that is not UTF-8": ("CWE-176", b'{"\xff": 1}'),
+    "in UTF-16": ("CWE-176", '{"dim": 32}'.encode("utf-16")),
+    "with half a character": ("CWE-176", b'{"dim": "\\ud800"}'),
+    "with a raw NUL": ("CWE-158", b'{"dim": "\0"}'),
+    "and more after it": ("CWE-436", b'{"dim": 32} {"dim": 64}'),
+}
+
+
+FILES_OF_JSON = (("meta", "params.json"), ("huggingface", "config.json"))
+for _original, _file in FILES_OF_JSON:
+    for _what, (_source, _content) in BROKEN_JSON.items():
+        add(f"{_file} {_what}", _source, replaced(_original, _file, _content))
+    add(f"{_file} of 4 GiB, sparse", RESOURCES, replaced(_original, _file, b"", length=4 << 30))
+
+CHANGED_PARAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "keys of another library": (ANOTHER_MODEL, {"quantization_args": {}, "lora_args": {}}),
+    "true for a width": (TYPES, {"dim": True}),
+    "a float for a width": (TYPES, {"dim": 32.0}),
+    "a width of 400 digits": (RESOURCES, {"dim": 10**400}),
+    "a width of 2^40": (RESOURCES, {"dim": 1 << 40}),
+    "10^9 layers": (RESOURCES, {"n_layers": 10**9}),
+    "5 heads of a width of 32": (ANOTHER_MODEL, {"n_heads": 5}),
+    "no heads": ("CWE-369", {"n_heads": 0}),
+    "3 key heads of 4 heads": (ANOTHER_MODEL, {"n_kv_heads": 3}),
+    "a multiplier of 1e308": (RESOURCES, {"ffn_dim_multiplier": 1e308}),
+    "an epsilon of 0.5": (ANOTHER_MODEL, {"norm_eps": 0.5}),
+    "text for a RoPE base": (TYPES, {"rope_theta": "500000"}),
+    "null for a RoPE base": (ANOTHER_MODEL, {"rope_theta": None}),
+    "text for a flag": (TYPES, {"use_scaled_rope": "false"}),
+    "2^30 words": (RESOURCES, {"vocab_size": 1 << 30}),
+    "texts of 10^30 tokens": (RESOURCES, {"max_seq_len": 10**30}),
+    "an object for RoPE scaling": (TYPES, {"rope_scaling": {}}),
+    "10,000 unknown keys of escapes": (TERMINAL, {f"{ESCAPES}{i:05}": 0 for i in range(10_000)}),
+}
+for _what, (_source, _change) in CHANGED_PARAMS.items():
+    add(f"params.json with {_what}", _source, updated("meta", "params.json", _change))
+
+CHANGED_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "true for a number of layers": (TYPES, {"num_hidden_layers": True}),
+    "text for a number of layers": (TYPES, {"num_hidden_layers": "2"}),
+    "0 for a flag": (TYPES, {"tie_word_embeddings": 0}),
+    "a flag in words": (TYPES, {"tie_word_embeddings": "false"}),
+    "512 layers, of which the file has 2": ("case 11", {"num_hidden_layers": 512}),
+    "10^9 layers": (RESOURCES, {"num_hidden_layers": 10**9}),
+    "2^40 words": (RESOURCES, {"vocab_size": 1 << 40}),
+    "a negative width": (RESOURCES, {"hidden_size": -32}),
+    "no heads": ("CWE-369", {"num_attention_heads": 0}),
+    "escapes in its name": (TERMINAL, {"model_type": ESCAPES}),
+    "a name of 900,000 letters": ("case 11", {"model_type": "x" * 900_000}),
+    "code to import": ("CVE-2023-6730, trust_remote_code", {"model_type": "mine", "auto_map": {"AutoModel": "evil.M"}}),
+    "experts": (ANOTHER_MODEL, {"model_type": "mixtral"}),
+    "another activation": (ANOTHER_MODEL, {"hidden_act": "gelu"}),
+    "biases": (ANOTHER_MODEL, {"attention_bias": True}),
+    "biases of the MLP": (ANOTHER_MODEL, {"mlp_bias": True}),
+    "quantised weights": (ANOTHER_MODEL, {"quantization_config": {"quant_method": "awq"}}),
+    "text for a window": (TYPES, {"sliding_window": "4096"}),
+    "half a RoPE": (ANOTHER_MODEL, {"partial_rotary_factor": 0.5}),
+    "null for a width": (TYPES, {"hidden_size": None}),
+    "-1 words": (RESOURCES, {"vocab_size": -1}),
+    "a negative epsilon": (ANOTHER_MODEL, {"rms_norm_eps": -1.0}),
+    "text for a RoPE base": (TYPES, {"rope_parameters": None, "rope_theta": "x"}),
+    "null for a RoPE base": (TYPES, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "a RoPE scaling that is not supported": (
+        ANOTHER_MODEL,
+        {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}},
+    ),
+    "half a RoPE scaling": (ANOTHER_MODEL, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}),
+    "half a RoPE in its scaling": (ANOTHER_MODEL, {"rope_parameters": {"partial_rotary_factor": 0.5}}),
+    "a list for a RoPE scaling": (TYPES, {"rope_parameters": {"rope_type": ["llama3"]}}),
+    "text for RoPE's keys": (TYPES, {"rope_parameters": "llama3"}),
+    "dynamic": (ANOTHER_MODEL, {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}),
+    "two RoPE scalings": (ANOTHER_MODEL, {"rope_scaling": {"type": "llama3"}}),
+}
+for _what, (_source, _change) in CHANGED_CONFIGS.items():
+    add(f"config.json with {_what}", _source, updated("huggingface", "config.json", _change))
+
+
+# ---- the index of Hugging Face's shards ------------------------------------------------------------------------------
+
+
+def _indexed(change: Change) -> Make:
+    return changed("huggingface", "model.safetensors.index.json", lambda content: change(content["weight_map"]))
+
+
+PLACES: dict[str, tuple[str, Any]] = {
+    "leads to the folder above": (TRAVERSAL, "../model.gguf.safetensors"),
+    "is the folder above": (TRAVERSAL, ".."),
+    "leads to the root": (TRAVERSAL, "/etc/passwd.safetensors"),
+    "leads to a folder below": (TRAVERSAL, "a/b.safetensors"),
+    "leads away on Windows": (TRAVERSAL, "..\\b.safetensors"),
+    "leads to a drive": (TRAVERSAL, "C:b.safetensors"),
+    "leads to a stream of a file": (TRAVERSAL, "model.safetensors:b.safetensors"),
+    "holds a NUL": ("CWE-158", "\0.safetensors"),
+    "leads to a pickle": ("CVE-2025-32434, the other format", "pytorch_model.bin"),
+    "is a number": (TYPES, 7),
+    "is a list": (TYPES, ["model-00001-of-00004.safetensors"]),
+    "has escapes": (TERMINAL, f"{ESCAPES}.safetensors"),
+    "is missing": (TRUNCATED, "model-00009-of-00004.safetensors"),
+    "is another shard's": ("CWE-345", "model-00001-of-00004.safetensors"),
+}
+for _what, (_source, _where) in PLACES.items():
+    _misplaced = {"model.norm.weight": _where}
+    add(f"a place in the index that {_what}", _source, _indexed(lambda places, new=_misplaced: places.update(new)))
+_FIRST = "model-00001-of-00004.safetensors"
+_UNKNOWN = {f"{ESCAPES}{i}": _FIRST for i in range(20_000)}
+add("an index of 20,000 tensors that no shard holds", "case 11", _indexed(lambda places: places.update(_UNKNOWN)))
+_SHARDS = {f"{i}": f"{i}.safetensors" for i in range(20_000)}
+add("an index of 20,000 shards", QUADRATIC, _indexed(lambda places: places.update(_SHARDS)))
+add("an index without places", TRUNCATED, _indexed(lambda places: places.clear()))
+_NO_MAP = updated("huggingface", "model.safetensors.index.json", {"weight_map": [_FIRST]})
+add("an index whose map is a list", TYPES, _NO_MAP)
+
+
+# ---- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(shape: Any = (1,), begin: Any = 0, end: Any = 4, dtype: Any = "F32", **more: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
+
+
+_ONE = json.dumps(entry()).encode()
+_AUDIT = "safetensors, attacks/ of its repository"
+SAFETENSORS: dict[str, tuple[str, bytes]] = {
+    "with nothing in it": (TRUNCATED, b""),
+    "that ends in its length": (TRUNCATED, b"\x40\0\0"),
+    "whose header has 2^64-1 bytes": ("CVE-2023-37470 of its kind; " + _AUDIT, safetensors({}, length=(1 << 64) - 1)),
+    "whose header is longer than the file": (TRUNCATED, safetensors({"a": entry()}, length=4096)),
+    "whose header has no bytes": (TRUNCATED, bytes(64)),
+    "whose header is no JSON": (TRUNCATED, safetensors(b"{'a'}", bytes(4))),
+    "whose header is a list": (TYPES, safetensors([1])),
+    "whose header is nested": ("CWE-674", safetensors(b"[" * 100_000)),
+    "with a tensor twice": ("safetensors #401", safetensors(b'{"a":' + _ONE + b',"a":' + _ONE + b"}", bytes(4))),
+    "with 100,000 empty tensors": ("case 10", safetensors({f"{i}": entry([0], 0, 0) for i in range(100_000)})),
+    "with an empty tensor of 2^62 rows": (_AUDIT, safetensors({"a": entry([1 << 62, 0], 0, 0)})),
+    "with 10,000 tensors that nobody knows": (
+        "case 11",
+        safetensors({f"{ESCAPES}{i}": entry([1], 4 * i, 4 * i + 4) for i in range(10_000)}, bytes(40_000)),
+    ),
+    "with escapes in a name": (TERMINAL, safetensors({ESCAPES: entry()}, bytes(4))),
+    "with a NUL in a name": ("safetensors #748", safetensors({"model.norm.weight\0": entry()}, bytes(4))),
+    "with a name of 1 MB": ("case 11", safetensors({"x" * (1 << 20): entry(dtype="I8")}, bytes(4))),
+    "with a hole": (_AUDIT, safetensors({"a": entry(), "b": entry([1], 8, 12)}, bytes(12))),
+    "with tensors that overlap": (_AUDIT, safetensors({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12))),
+    "with two tensors on the same bytes": (_AUDIT, safetensors({"a": entry(), "b": entry()}, bytes(4))),
+    "that is longer than its tensors": ("CWE-436, two formats in one file", safetensors({"a": entry()}, bytes(64))),
+    "that is shorter than its tensors": (TRUNCATED, safetensors({"a": entry([4], 0, 16)}, bytes(15))),
+    "with a shape that does not fit its bytes": ("CVE-2026-7482", safetensors({"a": entry([1000], 0, 4)}, bytes(4))),
+    "with a shape whose size wraps": ("CVE-2025-53630", safetensors({"a": entry([1 << 32, 1 << 32], 0, 0)})),
+    "with offsets from the end to the begin": (_AUDIT, safetensors({"a": entry([1], 4, 0)}, bytes(4))),
+    "with negative offsets": (_AUDIT, safetensors({"a": entry([1], -4, 0)}, bytes(4))),
+    "with offsets of 2^64": (_AUDIT, safetensors({"a": entry([1], (1 << 64) - 4, 1 << 64)}, bytes(4))),
+    "with three offsets": (TYPES, safetensors({"a": entry() | {"data_offsets": [0, 4, 8]}}, bytes(4))),
+    "with floats for offsets": (TYPES, safetensors({"a": entry([1], 0.0, 4.0)}, bytes(4))),
+    "with true in a shape": (TYPES, safetensors({"a": entry([True])}, bytes(4))),
+    "with a shape in words": (TYPES, safetensors({"a": entry("1")}, bytes(4))),
+    "with 1,000 dimensions": ("pytorch #126562 of its kind", safetensors({"a": entry([1] * 1000)}, bytes(4))),
+    "with an unknown dtype": (TYPES, safetensors({"a": entry(dtype="F31")}, bytes(4))),
+    "with a dtype that is a list": (TYPES, safetensors({"a": entry(dtype=["F32"])}, bytes(4))),
+    "with whole numbers for weights": (TYPES, safetensors({"a": entry(dtype="I32")}, bytes(4))),
+    "with a tensor that is null": (TYPES, safetensors({"a": None})),
+    "with a tensor that lacks its shape": (TYPES, safetensors({"a": {"dtype": "F32", "data_offsets": [0, 0]}})),
+    "with a tensor that says more": (TYPES, safetensors({"a": entry(code="x")}, bytes(4))),
+    "with numbers for metadata": (TYPES, safetensors({"__metadata__": {"format": 1}, "a": entry()}, bytes(4))),
+    "that is a pickle": ("CVE-2025-32434", pickle.dumps({"a": [1.0]})),
+}
+for _what, (_source, _content) in SAFETENSORS.items():
+    add(f"model.safetensors {_what}", _source, replaced("huggingface-one", "model.safetensors", _content))
+_LONG = replaced("huggingface-one", "model.safetensors", safetensors(b"", length=100_000_000), length=100_000_008)
+add("model.safetensors whose header has 100 MB", RESOURCES, _LONG)
+
+
+# ---- GGUF ------------------------------------------------------------------------------------------------------------
+
+U8, U16, U32, F32, BOOL, STRING, ARRAY, U64 = 0, 2, 4, 6, 7, 8, 9, 10
+DATA = bytes(256)
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def header(*pairs: bytes, tensors: tuple[bytes, ...] = (), version: int = 3, n_tensors: int = -1) -> bytes:
+    count = len(tensors) if n_tensors < 0 else n_tensors
+    return b"GGUF" + struct.pack("<IQQ", version, count, len(pairs)) + b"".join(pairs) + b"".join(tensors)
+
+
+def tensor(name: bytes = b"t", dims: tuple[int, ...] = (8,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def array(kind: int, count: int, data: bytes = b"", key: bytes = b"k") -> bytes:
+    return text(key) + struct.pack("<IIQ", ARRAY, kind, count) + data
+
+
+def number(key: bytes, value: int) -> bytes:
+    return text(key) + struct.pack("<II", U32, value)
+
+
+_N_TENSORS, _N_PAIRS = "CVE-2024-21836", "CVE-2024-23605"
+_STRINGS, _ARRAYS, _DIMS = "CVE-2024-23496", "CVE-2024-21825", "CVE-2024-21802"
+_SIZES = "CVE-2025-53630"
+GGUF_FILES: dict[str, tuple[str, bytes]] = {
+    "of nothing": (TRUNCATED, b""),
+    "of its magic alone": (TRUNCATED, b"GGUF"),
+    "with another magic": (TYPES, b"GGML" + bytes(20)),
+    "of version 1": (TYPES, header(version=1)),
+    "in big-endian order": (TYPES, b"GGUF" + struct.pack(">IQQ", 3, 0, 0)),
+    "with 2^62 bytes in an array": ("gguf 0.19 hangs; " + _ARRAYS, header(array(U8, 1 << 62))),
+    "with 2^64-1 strings in an array": (_ARRAYS, header(array(STRING, (1 << 64) - 1))),
+    "with 2^64-1 numbers in an array": (_ARRAYS, header(array(U64, (1 << 64) - 1))),
+    "with an array of an unknown type": (_ARRAYS, header(array(77, 1, bytes(64)))),
+    "with nested arrays": ("llama.cpp #28880", header(array(ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 2000))),
+    "with a string longer than the file": (_STRINGS, header(text(b"k") + struct.pack("<IQ", STRING, 1000))),
+    "with a string of 2^64-1 bytes": (_STRINGS, header(text(b"k") + struct.pack("<IQ", STRING, (1 << 64) - 1))),
+    "with a key longer than the file": (_STRINGS, header(struct.pack("<Q", 1 << 40))),
+    "with a string of 2 MiB": (_STRINGS, header(text(b"k") + struct.pack("<I", STRING) + text(bytes(2 << 20)))),
+    "with 2^63 tensors": (_N_TENSORS, header(n_tensors=1 << 63)),
+    "with 10^6 tensors in no bytes": (_N_TENSORS, header(n_tensors=10**6)),
+    "with 16,000 tensors in no bytes": (_N_TENSORS, header(n_tensors=16_000)),
+    "with 2^63 pairs of metadata": (_N_PAIRS, b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 63)),
+    "with 16,000 pairs in no bytes": (_N_PAIRS, b"GGUF" + struct.pack("<IQQ", 3, 0, 16_000)),
+    "with a value of unknown type": (TYPES, header(text(b"k") + struct.pack("<II", 77, 0))),
+    "with a truth value of 2": (TYPES, header(text(b"k") + struct.pack("<IB", BOOL, 2))),
+    "with a key twice": ("llama.cpp #19856", header(number(b"k", 1), number(b"k", 2))),
+    "with a key that is not UTF-8": ("CWE-176", header(number(b"\xff", 1))),
+    "with escapes in a name": (TERMINAL, header(tensors=(tensor(ESCAPES.encode(), dims=(0,)),)) + DATA),
+    "with escapes in a key twice": (TERMINAL, header(number(ESCAPES.encode(), 1), number(ESCAPES.encode(), 2))),
+    "with escapes for an architecture": (
+        TERMINAL,
+        header(text(b"general.architecture") + struct.pack("<I", STRING) + text(ESCAPES.encode())),
+    ),
+    "with two tensors on the same bytes": ("CWE-436", header(tensors=(tensor(b"a"), tensor(b"b"))) + DATA),
+    "with two tensors of one name": ("CWE-436", header(tensors=(tensor(), tensor(offset=32))) + DATA),
+    "with a hole between tensors": ("case 18", header(tensors=(tensor(b"a"), tensor(b"b", offset=64))) + DATA),
+    "with a hole before the first tensor": ("case 18", header(tensors=(tensor(offset=32),)) + DATA),
+    "with tensors in another order": ("case 18", header(tensors=(tensor(b"a", offset=32), tensor(b"b"))) + DATA),
+    "with an offset that wraps": (_SIZES, header(tensors=(tensor(offset=(1 << 64) - 64),)) + DATA),
+    "with an offset past the end": (TRUNCATED, header(tensors=(tensor(offset=1 << 20),)) + DATA),
+    "with an offset that is not aligned": ("llama.cpp #19856", header(tensors=(tensor(offset=1),)) + DATA),
+    "with a tensor larger than the file": ("CVE-2026-7482", header(tensors=(tensor(dims=(1 << 30,)),)) + DATA),
+    "with a size that wraps": (_SIZES, header(tensors=(tensor(dims=(1 << 32, 1 << 32)),)) + DATA),
+    "with a size that wraps to 0 when padded": (
+        "llama.cpp #26978",
+        header(tensors=(tensor(dims=(4, (1 << 30) - 1, (1 << 30) + 1)),)) + DATA,
+    ),
+    "with a size that bypasses the check for wrapping": (
+        "CVE-2026-27940",
+        header(tensors=(tensor(b"a", (8, 1 << 60)), tensor(b"b", (8, 1 << 60), offset=1 << 63))) + DATA,
+    ),
+    "with rows that wrap": ("llama.cpp #18674", header(tensors=(tensor(dims=(1152, (1 << 42) + 1)),)) + DATA),
+    "with a negative count of numbers": ("llama.cpp #27203", header(tensors=(tensor(dims=((1 << 63) - 1, 2)),)) + DATA),
+    "with a zero dimension": ("CWE-369", header(tensors=(tensor(dims=(0, 8)),)) + DATA),
+    "with no dimensions": (_DIMS, header(tensors=(tensor(dims=()),)) + DATA),
+    "with five dimensions": (_DIMS, header(tensors=(tensor(dims=(1,) * 5),)) + DATA),
+    "with 2^32-1 dimensions": (_DIMS, header(tensors=(text(b"t") + struct.pack("<I", (1 << 32) - 1),)) + DATA),
+    "with half a block": (TYPES, header(tensors=(tensor(dims=(16, 4), kind=8),)) + DATA),
+    "with a quantised vector": (TYPES, header(tensors=(tensor(dims=(32,), kind=8),)) + DATA),
+    "with a tensor of unknown type": ("ggml #709", header(tensors=(tensor(kind=999),)) + DATA),
+    "with a tensor of type 2^32-1": ("ggml #709", header(tensors=(tensor(kind=(1 << 32) - 1),)) + DATA),
+    "with a tensor of a removed type": ("ggml #709", header(tensors=(tensor(kind=4),)) + DATA),
+    "with a name that is too long": (_STRINGS, header(tensors=(tensor(b"x" * 65),)) + DATA),
+    "with a name that is not UTF-8": ("CWE-176", header(tensors=(tensor(b"\xff"),)) + DATA),
+    "with alignment 0": ("llama.cpp #19856", header(number(b"general.alignment", 0), tensors=(tensor(),)) + DATA),
+    "with alignment 3": ("llama.cpp #19856", header(number(b"general.alignment", 3), tensors=(tensor(),)) + DATA),
+    "with alignment 2^31": (RESOURCES, header(number(b"general.alignment", 1 << 31), tensors=(tensor(),)) + DATA),
+    "with an array for alignment": (
+        "llama.cpp #26318",
+        header(array(U8, 1, b"\x20", key=b"general.alignment"), tensors=(tensor(),)) + DATA,
+    ),
+    "that is a zip archive": ("CWE-436", b"PK\x03\x04" + bytes(60)),
+}
+
+
+def _gguf(content: bytes, zeros: int = 0) -> Make:
+    """Return a function that writes a .gguf file of this content, with so many zeros behind it."""
+
+    def make(folder: Path) -> Path:
+        path = folder / "model.gguf"
+        path.write_bytes(content)
+        os.truncate(path, len(content) + zeros)
+        return path
+
+    return make
+
+
+for _what, (_source, _content) in GGUF_FILES.items():
+    add(f"a .gguf file {_what}", _source, _gguf(_content))
+_EMPTY = array(STRING, 1 << 22, key=b"tokenizer.ggml.tokens")
+_KINDS = array(U32, 25_000_000, key=b"tokenizer.ggml.token_type")
+_NUMBERS = array(U16, 60_000_000)
+add("a .gguf file of 4 million empty strings", "case 8", _gguf(header(_EMPTY), 8 << 22))
+add(
+    "a .gguf file with 120 MB of numbers that nobody needs",
+    "case 9",
+    _gguf(header(_NUMBERS), 120_000_000),
+)
+add("a .gguf file with 100 MB of numbers for token types", "case 9", _gguf(header(_KINDS), 100_000_000))
+
+METADATA: dict[str, tuple[str, str, str, Any]] = {
+    "a float for BOS": ("case 15", "tokenizer.ggml.bos_token_id", "float32", 264.0),
+    "a float for EOS": ("case 15", "tokenizer.ggml.eos_token_id", "float64", 265.0),
+    "true for BOS": ("case 16", "tokenizer.ggml.bos_token_id", "bool", True),
+    "a negative id for BOS": ("case 17", "tokenizer.ggml.bos_token_id", "int32", -1),
+    "an array for EOS": ("case 16", "tokenizer.ggml.eos_token_id", "array", [1, 2]),
+    "text for add_bos_token": ("case 16", "tokenizer.ggml.add_bos_token", "string", "false"),
+    "an array for add_bos_token": ("case 16", "tokenizer.ggml.add_bos_token", "array", [0]),
+    "a number for a chat template": ("case 16", "tokenizer.chat_template", "uint32", 7),
+    "an array for a chat template": ("case 16", "tokenizer.chat_template", "array", ["a"]),
+    "floats for token types": ("case 16", "tokenizer.ggml.token_type", "array", [1.0] * 520),
+    "numbers for tokens": ("case 16", "tokenizer.ggml.tokens", "array", [1, 2]),
+    "text for tokens": ("case 16", "tokenizer.ggml.tokens", "string", "abc"),
+    "a token of 1 MB": ("CVE-2025-49847", "tokenizer.ggml.tokens", "array", ["x" * (1 << 20)]),
+    "an array for a number of heads": (TYPES, "llama.attention.head_count_kv", "array", [2, 1]),
+    "10^9 layers": (RESOURCES, "llama.block_count", "uint32", 10**9),
+    "512 layers, of which it has 2": ("case 11", "llama.block_count", "uint32", 512),
+    "three splits": (ANOTHER_MODEL, "split.count", "uint16", 3),
+    "experts": (ANOTHER_MODEL, "llama.expert_count", "uint32", 8),
+    "the name of another architecture": (ANOTHER_MODEL, "general.architecture", "string", "qwen2"),
+    "a RoPE scaling that is not supported": (ANOTHER_MODEL, "llama.rope.scaling.type", "string", "longrope"),
+    "a RoPE scale": (ANOTHER_MODEL, "llama.rope.scale_linear", "float32", 4.0),
+    "half a RoPE": (ANOTHER_MODEL, "llama.rope.dimension_count", "uint32", 4),
+    "other heads for values": (ANOTHER_MODEL, "llama.attention.value_length", "uint32", 16),
+    "text for a window": (ANOTHER_MODEL, "llama.attention.sliding_window", "string", "4096"),
+    "attention to what follows": (ANOTHER_MODEL, "llama.attention.causal", "bool", False),
+    "another scale of attention": (ANOTHER_MODEL, "llama.attention.scale", "float32", 0.5),
+    "clamped attention": (ANOTHER_MODEL, "llama.attention.clamp_kqv", "float32", 8.0),
+    "ALiBi": (ANOTHER_MODEL, "llama.attention.max_alibi_bias", "float32", 8.0),
+    "a scaled embedding": (ANOTHER_MODEL, "llama.embedding_scale", "float32", 12.0),
+    "scaled residuals": (ANOTHER_MODEL, "llama.residual_scale", "float32", 0.5),
+    "scaled logits": (ANOTHER_MODEL, "llama.logit_scale", "float32", 0.5),
+    "2^31 layers": (ANOTHER_MODEL, "llama.block_count", "uint32", 1 << 31),
+    "text for a width": (ANOTHER_MODEL, "llama.embedding_length", "string", "32"),
+    "NaN for a RoPE base": (ANOTHER_MODEL, "llama.rope.freq_base", "float32", float("nan")),
+    "a RoPE base of 1e300": (ANOTHER_MODEL, "llama.rope.freq_base", "float64", 1e300),
+    "fewer words than tokens": (ANOTHER_MODEL, "llama.vocab_size", "uint32", 3),
+    "a number for tokens": (ANOTHER_MODEL, "tokenizer.ggml.tokens", "uint32", 3),
+    "another kind of tokenizer": (ANOTHER_MODEL, "tokenizer.ggml.model", "string", "llama"),
+}
+
+
+def _written(metadata: Mapping[str, tuple[str, Any]], *tensors: str) -> Make:
+    """Return a function that lets the gguf package write a file, with other metadata and tensors of one number."""
+
+    def make(folder: Path) -> Path:
+        path = folder / "model.gguf"
+        writer = gguf_writer(path, MODEL)
+        for key, (kind, value) in metadata.items():
+            for pairs in writer.kv_data:
+                pairs.pop(key, None)
+            getattr(writer, f"add_{kind}")(key, value)
+        for name in tensors:
+            writer.add_tensor(name, np.zeros(1, dtype=np.float32))
+        finish(writer)
+        return path
+
+    return make
+
+
+for _what, (_source, _key, _kind, _value) in METADATA.items():
+    add(f"a .gguf file with {_what}", _source, _written({_key: (_kind, _value)}))
+_TENSORS = _written({}, *(f"\x1b[{i}" for i in range(10_000)))
+add("a .gguf file with 10,000 tensors that nobody knows", "case 11", _TENSORS)
+_NO_LETTERS = {
+    "tokenizer.ggml.tokens": ("array", ["", *(f"t{i}" for i in range(519))]),
+    "tokenizer.ggml.token_type": ("array", [4] + [1] * 519),
+    "tokenizer.ggml.bos_token_id": ("uint32", 0),
+}
+add("a .gguf file whose BOS is a user's token of no letters", "found by tests/fuzz", _written(_NO_LETTERS))
+
+
+# ---- .pth ------------------------------------------------------------------------------------------------------------
+
+
+class _Global:
+    """Pickled, a global of this name that is called with a text when it is loaded."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.place = module, name
+
+    def pickled(self, argument: str = "true") -> bytes:
+        module, name = self.place
+        text = struct.pack("<I", len(argument)) + argument.encode()
+        return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"X" + text + b"\x85R."
+
+
+def _archive(path: Path, pickled: bytes, *, records: Mapping[str, bytes] | None = None, kind: int = 0) -> None:
+    with zipfile.ZipFile(path, "w", compression=kind) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/version", "3\n")
+        for name, data in (records or {}).items():
+            archive.writestr(f"archive/{name}", data)
+
+
+def _tar(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name in ("storages", "tensors", "pickle"):
+            content = _Global("os", "system").pickled()
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def _rezipped(path: Path, change: Callable[[str, bytes], Iterator[tuple[str, bytes]]]) -> None:
+    with zipfile.ZipFile(path) as archive:
+        entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries:
+            for new_name, new_data in change(name, data):
+                archive.writestr(new_name, new_data)
+
+
+def _shortened(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    yield name, data[: len(data) // 2] if name.endswith("data/3") else data
+
+
+def _leading_out(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    yield name, data
+    if name.endswith("/version"):
+        yield "archive/../../evil", b""
+
+
+def _with_unused(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    yield name, data
+    if name.endswith("data/3"):
+        yield name.replace("data/3", "data/999"), b"unused"
+
+
+def _shared() -> dict[str, torch.Tensor]:
+    storage = torch.ones(48)
+    return {"norm.weight": storage[:32], "layers.0.ffn_norm.weight": storage[16:]}
+
+
+def _with_a_note() -> torch.Tensor:
+    tensor = torch.ones(32)
+    tensor.note = "untyped_storage may be replaced so"  # type: ignore[attr-defined]
+    return tensor
+
+
+_IN_NO_RECORD = b"\x80\x02}X\x0b\0\0\0norm.weightctorch\nFloatTensor\nK\x20\x85Rs."
+_BYTEARRAY = b"\x80\x02}X\1\0\0\0ac__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85Rs."
+_DOUBLED = b"\x80\x02})" + b"2\x86" * 60 + b"K\1s."
+
+
+PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "of nothing": (TRUNCATED, lambda path: path.write_bytes(b"")),
+    "that calls os.system": ("CWE-502", lambda path: _archive(path, _Global("os", "system").pickled())),
+    "that calls eval": ("CWE-502", lambda path: _archive(path, _Global("builtins", "eval").pickled("1"))),
+    "that calls pip": ("CVE-2025-1716", lambda path: _archive(path, _Global("pip", "main").pickled("x"))),
+    "that imports torch.hub": ("CWE-502", lambda path: _archive(path, _Global("torch.hub", "load").pickled("x"))),
+    "whose global has escapes": (
+        "case 13",
+        lambda path: _archive(path, _Global("os\x1b]0;x\x07", "system\x1b[2J").pickled()),
+    ),
+    "of old pickles": ("CVE-2025-32434", lambda path: path.write_bytes(_Global("os", "system").pickled())),
+    "in old torch's layout": (
+        "CVE-2025-32434",
+        lambda path: torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False),
+    ),
+    "in a tar archive": ("CVE-2025-32434", _tar),
+    "that unpacks to 100 MB": (
+        "CVE-2019-9674",
+        lambda path: _archive(path, b"\x80\x02}.", records={"data/0": bytes(100 << 20)}, kind=zipfile.ZIP_DEFLATED),
+    ),
+    "whose pickle unpacks to 80 MB": (
+        "CVE-2019-9674",
+        lambda path: _archive(path, b"\x80\x02}." + bytes(80 << 20), kind=zipfile.ZIP_DEFLATED),
+    ),
+    "with an entry that leads out": ("CVE-2007-4559", lambda path: _rezipped(path, _leading_out)),
+    "with a record that is too short": ("CVE-2026-24747", lambda path: _rezipped(path, _shortened)),
+    "with a record that no tensor has": ("CWE-436", lambda path: _rezipped(path, _with_unused)),
+    "with a sparse tensor": (
+        "CVE-2025-62164",
+        lambda path: torch.save({"norm.weight": torch.eye(32).to_sparse()}, path),
+    ),
+    "with 2^40 numbers out of one": (
+        "CVE-2026-7482",
+        lambda path: torch.save({"norm.weight": torch.ones(1).expand(1 << 40)}, path),
+    ),
+    "with an empty tensor of 2^40 columns": (
+        RESOURCES,
+        lambda path: torch.save({"norm.weight": torch.ones(0, 1 << 40)}, path),
+    ),
+    "with tensors that overlap": ("CWE-436", lambda path: torch.save(_shared(), path)),
+    "with a tensor on the meta device": (
+        "case 4",
+        lambda path: torch.save({"norm.weight": torch.ones(32, device="meta")}, path),
+    ),
+    "whose pickle doubles a tuple 60 times": ("case 1", lambda path: _archive(path, _DOUBLED)),
+    "whose pickle makes 2 GB of bytes": ("case 2", lambda path: _archive(path, _BYTEARRAY)),
+    "whose pickle makes 130,000 dicts in tuples": (
+        RESOURCES,
+        lambda path: _archive(path, b"\x80\x02" + b"}\x85" * 130_000 + b"."),
+    ),
+    "with a tensor that has attributes": ("case 3", lambda path: torch.save({"norm.weight": _with_a_note()}, path)),
+    "with a tensor in no record": (
+        "case 4",
+        lambda path: _archive(path, _IN_NO_RECORD, records={"data/0": bytes(128)}),
+    ),
+    "with escapes in a name": (TERMINAL, lambda path: torch.save({ESCAPES: torch.ones(2)}, path)),
+    "with 2,000 tensors that nobody knows": (
+        "case 11",
+        lambda path: torch.save({f"x{i}": torch.ones(1) for i in range(2000)}, path),
+    ),
+}
+for _what, (_source, _spoil) in PTH_FILES.items():
+    add(f"a .pth file {_what}", _source, spoiled("meta", "consolidated.00.pth", _spoil))
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+TOKENIZERS: dict[str, tuple[str, str, bytes]] = {
+    "of nothing": (TRUNCATED, "tokenizer.model", b""),
+    "of other lines": (TRUNCATED, "tokenizer.model", b"nonsense\n"),
+    "with ranks that wrap": ("CWE-190", "tokenizer.model", b"YQ== 18446744073709551616\n"),
+    "with escapes": (TERMINAL, "tokenizer.model", ESCAPES.encode()),
+    "that is a list": (TYPES, "tokenizer.json", b"[]"),
+    "nested 100,000 deep": ("CWE-674", "tokenizer.json", b'{"model":' + b"[" * 100_000),
+    "that ends at once": (TRUNCATED, "tokenizer.json", b"{"),
+    "without a model": (TRUNCATED, "tokenizer.json", b"{}"),
+}
+for _what, (_source, _file, _content) in TOKENIZERS.items():
+    _home = "meta" if _file.endswith("model") else "huggingface"
+    add(f"{_file} {_what}", _source, replaced(_home, _file, _content))
+
+
+def _added(key: str, value: object) -> Change:
+    return lambda spec: spec["added_tokens"][1].update({key: value})
+
+
+def _model(**values: object) -> Change:
+    return lambda spec: spec["model"].update(values)
+
+
+def _chain(length: int) -> Change:
+    """Merges that make "a" twice, three times, ... as long; the last one's parts took cubic work to find."""
+
+    def change(spec: dict[str, Any]) -> None:
+        vocab = {chr(letter): letter for letter in range(ord("a"), ord("z") + 1)}
+        vocab |= {"a" * n: 100 + n for n in range(2, length)}
+        merges = [["a" * n, "a"] for n in range(1, length - 1)]
+        spec["model"] |= {"vocab": vocab, "merges": [*merges, ["a" * length, "a"]]}
+
+    return change
+
+
+_CHANGES: dict[str, tuple[str, Change]] = {
+    "with a chain of 1,023 merges": ("case 7", _chain(1023)),
+    **{f"with {value!r} for an added token's id": ("case 17", _added("id", value)) for value in (-1, 5.5, 519.0, True)},
+    "with half a character in an added token": ("case 17", _added("content", "\ud800")),
+    "with an empty added token": ("case 17", _added("content", "")),
+    "with a text for a flag of an added token": (TYPES, _added("lstrip", "false")),
+    "with merges that are numbers": (TYPES, _model(merges=[1, 2])),
+    "with merges of tokens that it lacks": (TRUNCATED, _model(merges=[["no", "such"]])),
+    "with two tokens of one id": (TYPES, _model(vocab={"a": 1, "b": 1})),
+    "with ids of 2^40": (RESOURCES, _model(vocab={"a": 1 << 40})),
+    "with a text for byte_fallback": (TYPES, _model(byte_fallback="false")),
+    "with dropout": (ANOTHER_MODEL, _model(dropout=0.5)),
+    "of word pieces": (ANOTHER_MODEL, _model(type="WordPiece")),
+    "with a regex that takes exponential time": (
+        "CWE-1333",
+        lambda spec: spec.update(
+            pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+        ),
+    ),
+    "with a normaliser that loses text": (
+        ANOTHER_MODEL,
+        lambda spec: spec.update(normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": ""}),
+    ),
+    "with a normaliser of an untrusted table": (
+        RESOURCES,
+        lambda spec: spec.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    ),
+    "with a decoder that makes other text": (
+        ANOTHER_MODEL,
+        lambda spec: spec.update(decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}),
+    ),
+    "with escapes in a key": (TERMINAL, lambda spec: spec.update({ESCAPES: 1})),
+}
+for _what, (_source, _change) in _CHANGES.items():
+    add(f"a tokenizer.json {_what}", _source, changed("huggingface", "tokenizer.json", _change))

@@ -1,0 +1,109 @@
+"""Measure what opening a malformed checkpoint takes: CPU time, memory, and the error; in a warm process of its own."""
+
+import gc
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from untrusted.malformed.cases import CASES, write_originals
+
+from llama.checkpoint import open_checkpoint
+
+MIB = 1 << 20
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Result:
+    """error: the name of its class; "" if the file was accepted. seconds: of CPU, the best of at most three attempts.
+
+    memory: bytes by which the process grew at its peak; None if the system does not report it. size: bytes of the
+    files. parsed: those bytes that are not in holes.
+    """
+
+    name: str
+    error: str
+    message: str
+    seconds: float
+    memory: int | None
+    size: int
+    parsed: int
+
+
+def results() -> Iterator[Result]:
+    """Open every case, after the valid checkpoints, so that all code is loaded."""
+    with originals() as folder:
+        for original in ("meta", "huggingface", "huggingface-one", "model.gguf"):
+            open_checkpoint(folder / original)
+        gc.collect()
+        gc.freeze()  # later collections skip the objects of the libraries
+        for name in CASES:
+            with written(name, folder) as path:
+                yield measured(name, path)
+
+
+@contextmanager
+def originals() -> Iterator[Path]:
+    """Yield a temporary folder of valid checkpoints, in which cases can be written."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_originals(folder)
+        yield folder
+
+
+@contextmanager
+def written(name: str, originals: Path) -> Iterator[Path]:
+    """Write a case and yield its path; delete it after the block."""
+    here = Path.cwd()
+    folder = originals / "malformed"
+    folder.mkdir()
+    try:
+        yield CASES[name].make(folder)
+    finally:
+        os.chdir(here)
+        shutil.rmtree(folder)
+
+
+def measured(name: str, path: Path) -> Result:
+    size, parsed = _sizes(path)
+    seconds, memory, error, message = [], None, "", ""
+    for _ in range(3):
+        gc.collect()
+        before = restart_peak()
+        start = time.process_time()
+        try:
+            open_checkpoint(path)
+        except Exception as caught:
+            error, message = type(caught).__name__, str(caught)
+        seconds.append(time.process_time() - start)
+        if before is not None:
+            memory = max(memory or 0, _memory("VmHWM") - before)
+        if min(seconds) < 0.05:
+            break  # far below every limit
+    return Result(name, error, message, min(seconds), memory, size, parsed)
+
+
+def restart_peak() -> int | None:
+    """Reset the peak of this process's memory and return its memory; None if the system cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return _memory("VmRSS")
+    except OSError:
+        return None
+
+
+def _memory(key: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) << 10
+
+
+def _sizes(path: Path) -> tuple[int, int]:
+    files = [path] if not path.is_dir() else [file for file in path.iterdir() if file.is_file()]
+    found = [file.stat() for file in files]
+    # All bytes count on a system that does not report holes.
+    return sum(f.st_size for f in found), sum(min(f.st_size, getattr(f, "st_blocks", f.st_size) * 512) for f in found)

@@ -1,0 +1,126 @@
+"""The header of a .gguf file: values as they were written, no more kept than is wanted, and llama.cpp's rules."""
+
+import struct
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from checkpoints import config_of, meta_weights, random_model, write_gguf
+from untrusted.malformed.cases import (
+    ARRAY,
+    BOOL,
+    DATA,
+    GGUF_FILES,
+    STRING,
+    U8,
+    U16,
+    U32,
+    array,
+    header,
+    number,
+    tensor,
+    text,
+)
+
+from llama.checkpoint import open_checkpoint
+from llama.untrusted.gguf_header import Unread, parse_header, read_header
+
+
+@pytest.mark.parametrize("what", [what for what in GGUF_FILES if "architecture" not in what])
+def test_headers_that_lie_are_refused(what: str) -> None:
+    for arrays in (None, ()):
+        with pytest.raises((ValueError, struct.error)):
+            parse_header(GGUF_FILES[what][1], arrays=arrays)
+
+
+def test_arrays_that_nobody_asked_for_are_stepped_over() -> None:
+    data = header(
+        array(U8, 2, b"ab", key=b"bytes"),
+        array(STRING, 2, text(b"x") + text("é".encode()), key=b"texts"),
+        array(BOOL, 2, b"\0\1", key=b"flags"),
+        number(b"k", 7),
+        tensors=(tensor(),),
+    )
+    found = parse_header(data + DATA, arrays=("texts",)).metadata
+    assert found == {"bytes": Unread(2), "texts": ["x", "é"], "flags": Unread(2), "k": 7}
+    assert parse_header(data + DATA).metadata == {
+        "bytes": [97, 98],
+        "texts": ["x", "é"],
+        "flags": [False, True],
+        "k": 7,
+    }
+    none = parse_header(data + DATA, arrays=()).metadata
+    assert none == {"bytes": Unread(2), "texts": Unread(2), "flags": Unread(2), "k": 7}
+
+
+def test_an_array_that_nobody_asked_for_takes_no_memory_and_the_file_loads(tmp_path: Path) -> None:
+    model = random_model(config_of())
+    path = write_gguf(tmp_path / "model.gguf", meta_weights(model), model.config)
+    raw = path.read_bytes()
+    count = 30_000_000  # of two bytes: a whole number of alignments, as is what stands before them
+    pair = array(U16, count, key=b"unneeded")
+    assert len(pair) % 32 == 0
+    n_tensors, n_pairs = struct.unpack_from("<QQ", raw, 8)
+    with path.open("wb") as file:
+        file.write(raw[:8] + struct.pack("<QQ", n_tensors, n_pairs + 1) + pair)
+        file.seek(2 * count, 1)
+        file.write(raw[24:])
+    tracemalloc.start()
+    checkpoint = open_checkpoint(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert checkpoint.args.dim == model.config.hidden_size
+    assert peak < 8 << 20
+
+
+def test_totals_are_bounded_not_only_single_counts() -> None:
+    half = 600_000
+    texts = [array(STRING, half, bytes(8 * half), key=key) for key in (b"a", b"b")]
+    for arrays in (None, ()):
+        with pytest.raises(ValueError, match="more strings than the limit"):
+            parse_header(header(*texts), arrays=arrays)
+    numbers = [array(U8, half, bytes(half), key=key) for key in (b"a", b"b")]
+    with pytest.raises(ValueError, match="more numbers than the limit"):
+        parse_header(header(*numbers))
+    assert parse_header(header(*numbers) + bytes(64), arrays=()).metadata == {"a": Unread(half), "b": Unread(half)}
+    long = [array(STRING, 9, text(bytes(1 << 20)) * 9, key=key) for key in (b"a", b"b")]
+    with pytest.raises(ValueError, match="is over a limit"):
+        parse_header(header(*long))
+    assert parse_header(header(*long), arrays=()).metadata == {"a": Unread(9), "b": Unread(9)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "size", "reason"),
+    [
+        ((tensor(b"a"), tensor(b"b", offset=32)), 64, ""),
+        ((tensor(b"a"), tensor(b"b", offset=32)), 100, ""),  # what follows the last is let pass, as llama.cpp does
+        ((tensor(b"a"), tensor(b"b", offset=32)), 63, "b ends at byte"),
+        ((tensor(b"a"), tensor(b"b")), 64, "b is at offset 0 and must be at 32"),
+        ((tensor(b"a"), tensor(b"b", offset=64)), 128, "b is at offset 64 and must be at 32"),
+        ((tensor(b"a", offset=32),), 64, "a is at offset 32 and must be at 0"),
+        ((tensor(b"a", offset=32), tensor(b"b")), 64, "a is at offset 32 and must be at 0"),
+    ],
+)
+def test_tensors_lie_side_by_side_in_the_order_of_the_table(tensors: tuple[bytes, ...], size: int, reason: str) -> None:
+    data = header(number(b"general.alignment", 32), tensors=tensors)
+    data += bytes(-len(data) % 32 + size)
+    if not reason:
+        assert [info.start - len(data) + size for info in parse_header(data).tensors.values()] == [0, 32]
+        return
+    with pytest.raises(ValueError, match=reason):
+        parse_header(data)
+
+
+def test_a_truth_value_is_0_or_1_also_in_an_array() -> None:
+    with pytest.raises(ValueError, match="neither 0 nor 1"):
+        parse_header(header(array(BOOL, 3, b"\0\1\2")))
+    with pytest.raises(ValueError, match="a value of type 9 is not supported"):
+        parse_header(header(array(ARRAY, 1, bytes(64))))
+    with pytest.raises(ValueError, match="needed at byte"):
+        parse_header(header(array(U32, 1 << 40)), arrays=())
+
+
+def test_an_empty_file_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(ValueError, match="it is empty"):
+        read_header(tmp_path / "model.gguf")

@@ -1,0 +1,520 @@
+"""What torch.save writes is read to the bit, and every other pickle is refused before it costs anything."""
+
+import io
+import pickle
+import pickletools
+import sys
+import tracemalloc
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fuzz import fuzz_pickle
+from fuzz.fuzz_pickle import operations, pickle_of, same_bits, saved
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama.checkpoint.base import Weight
+from llama.untrusted.mapped import MappedFile
+from llama.untrusted.pickle_reader import MAX_OPERATIONS, PickledTensor, Storage, read_pickle
+from llama.untrusted.pth import read_header
+
+# ---- what torch.save writes ------------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    mapped = MappedFile(path)
+    return {
+        name: Weight.mapped(mapped, place.start, place.shape, place.dtype).rows(0, place.shape[0])
+        for name, place in read_header(mapped).items()
+    }
+
+
+def assert_read_as_torch_does(path: Path) -> None:
+    ours, theirs = loaded(path), torch.load(path, weights_only=False)
+    assert list(ours) == list(theirs)
+    for name, tensor in ours.items():
+        assert same_bits(tensor, theirs[name]), name
+
+
+names = st.text(st.characters(codec="utf-8", categories=("L", "N", "P")), min_size=1, max_size=40)
+shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+kinds = st.sampled_from(("tensor", "wants a gradient", "parameter", "frozen parameter"))
+
+
+@st.composite
+def dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    """Return tensors of every kind that is read, of which neighbours may lie side by side in one storage."""
+    content: dict[str, torch.Tensor] = OrderedDict() if draw(st.booleans()) else {}
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    for dtype in draw(st.lists(st.sampled_from(DTYPES), max_size=3)):
+        parts = draw(st.dictionaries(names, st.tuples(shapes, kinds), min_size=1, max_size=3))
+        counts = [torch.Size(shape).numel() for shape, _ in parts.values()]
+        gap = draw(st.integers(0, 3))  # numbers of the storage that no tensor has
+        flat = torch.randn(gap + sum(counts), generator=generator).to(dtype)
+        for (name, (shape, kind)), piece in zip(parts.items(), flat[gap:].split(counts), strict=True):
+            tensor = piece.view(shape)
+            if "parameter" in kind:
+                tensor = torch.nn.Parameter(tensor, requires_grad=kind == "parameter")
+            elif kind == "wants a gradient":
+                tensor = tensor.requires_grad_()
+            content[name] = tensor
+    return content
+
+
+@settings(max_examples=150, deadline=None)
+@given(content=dicts(), protocol=st.integers(2, 5))
+def test_what_torch_saves_is_read_to_the_bit(
+    tmp_path_factory: pytest.TempPathFactory, content: dict[str, torch.Tensor], protocol: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "saved.pth"
+    torch.save(content, path, pickle_protocol=protocol)
+    used = {tensor.untyped_storage().data_ptr() for tensor in torch.load(path, weights_only=False).values()}
+    assert len(used) == len({place.storage for place in read_pickle(pickle_of(path.read_bytes())).values()})
+    assert_read_as_torch_does(path)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_state_dict_is_read_and_what_it_says_of_its_modules_is_not(tmp_path: Path, protocol: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4)).bfloat16()
+    path = tmp_path / "state.pth"
+    state = model.state_dict()
+    assert state._metadata[""]
+    torch.save(state, path, pickle_protocol=protocol)
+    assert_read_as_torch_does(path)
+    torch.save(dict(model.named_parameters()), path, pickle_protocol=protocol)
+    assert_read_as_torch_does(path)
+
+
+def test_more_names_than_a_byte_counts_and_frames_of_a_large_pickle_are_read(tmp_path: Path) -> None:
+    content = {f"layers.{i}.attention.wq.weight": torch.full((2, 2), float(i)) for i in range(1500)}
+    path = tmp_path / "many.pth"
+    for protocol in (2, 4):
+        torch.save(content, path, pickle_protocol=protocol)
+        assert_read_as_torch_does(path)
+    assert pickle_of(path.read_bytes()).count(b"\x95") > 1
+
+
+def test_sizes_of_more_than_31_bits_are_read() -> None:
+    content = {"a": torch.empty(3 << 30, dtype=torch.float16)}  # memory that nobody touches
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=2)
+    pickler.persistent_id = lambda value: (  # type: ignore[method-assign]
+        ("storage", torch.HalfStorage, "0", "cuda:7", 3 << 30) if torch.is_storage(value) else None
+    )
+    pickler.dump(content)
+    expected = PickledTensor(Storage(torch.float16, "0", 3 << 30), 0, (3 << 30,), (1,))
+    assert read_pickle(buffer.getvalue()) == {"a": expected}
+
+
+def test_an_optimised_pickle_is_read() -> None:
+    for content in fuzz_pickle.contents():
+        data = pickle_of(saved(content))
+        assert read_pickle(pickletools.optimize(data)) == read_pickle(data)
+
+
+# ---- what torch.save also writes, and is no dict of plain tensors ----------------------------------------------------
+
+
+def parameter_with_state() -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.note = "x"  # type: ignore[attr-defined]
+    return parameter
+
+
+OTHERS: dict[str, tuple[Callable[[], object], str]] = {
+    "a tensor": (lambda: torch.ones(2), "must contain a dict of tensors by name and contains a tensor; save a dict"),
+    "a number": (lambda: 7, "must contain a dict of tensors by name and contains a whole number"),
+    "a list": (lambda: [torch.ones(2)], r"contains the operation EMPTY_LIST \(list\); a dict of tensors has none"),
+    "a model": (lambda: torch.nn.Linear(1, 1), "names 'torch.nn.modules.linear.Linear', which is never run"),
+    "numbers as names": (lambda: {1: torch.ones(2)}, "a dict with a whole number as a key; keys must be the names"),
+    "a tuple as a name": (lambda: {("a",): torch.ones(2)}, "a dict with a tuple as a key"),
+    "a dict inside": (lambda: {"model": {"a": torch.ones(2)}}, "'model' is a dict and must be a tensor; save the dict"),
+    "a number beside": (lambda: {"a": torch.ones(2), "step": 3}, "'step' is a whole number and must be a tensor"),
+    "None beside": (lambda: {"a": None}, "'a' is None and must be a tensor"),
+    "text beside": (lambda: {"a": "b"}, "'a' is text and must be a tensor"),
+    "a flag beside": (lambda: {"a": True}, "'a' is true or false and must be a tensor"),
+    "a float beside": (lambda: {"a": 1.0}, r"the operation BINFLOAT \(float\)"),
+    "bytes beside": (lambda: {"a": b"x"}, "names '_codecs.encode', which is never run"),
+    "a set beside": (lambda: {"a": {1}}, "names '__builtin__.set', which is never run"),
+    "a large number beside": (lambda: {"a": 1 << 80}, "contains a number of 11 bytes; the limit is 8"),
+    "a storage": (lambda: {"a": torch.ones(2).untyped_storage()}, "names 'torch.storage.UntypedStorage'"),
+    "a function": (lambda: {"a": torch._utils._rebuild_tensor_v2}, "'a' is a function and must be a tensor"),
+    "a class": (lambda: {"a": torch.FloatStorage}, "'a' is a class and must be a tensor"),
+    "whole numbers": (
+        lambda: {"a": torch.ones(2).long()},
+        "'torch.LongStorage', .*; supported: float32, float16 and bfloat16",
+    ),
+    "float64": (
+        lambda: {"a": torch.ones(2).double()},
+        "names 'torch.DoubleStorage'.* supported: float32, float16 and bfloat16",
+    ),
+    "complex": (lambda: {"a": torch.ones(2).cfloat()}, "names 'torch.ComplexFloatStorage'"),
+    "float8": (lambda: {"a": torch.ones(2).to(torch.float8_e5m2)}, "names 'torch._utils._rebuild_tensor_v3'"),
+    "sparse": (lambda: {"a": torch.eye(2).to_sparse()}, "names 'torch._utils._rebuild_sparse_tensor'"),
+    "on the meta device": (lambda: {"a": torch.ones(2, device="meta")}, "_rebuild_meta_tensor_no_storage"),
+    "a negative bit": (lambda: {"a": torch._neg_view(torch.ones(2))}, "calls _rebuild_tensor_v2 with other arguments"),
+    "a parameter with a note": (lambda: {"a": parameter_with_state()}, "_rebuild_parameter_with_state"),
+    "transposed": (lambda: {"a": torch.ones(2, 3).T}, r"a is not contiguous; save its .contiguous\(\)"),
+    "expanded": (lambda: {"a": torch.ones(1).expand(1 << 40)}, "a is not contiguous"),
+    "empty": (lambda: {"a": torch.ones(0, 3)}, "a is empty or a single number"),
+    "a single number": (lambda: {"a": torch.tensor(1.0)}, "a is empty or a single number"),
+    "five dimensions": (lambda: {"a": torch.ones(1, 1, 1, 1, 2)}, "calls _rebuild_tensor_v2 with other arguments"),
+    "a name of 256 bytes": (lambda: {"a" * 256: torch.ones(2)}, "contains a text of 256 bytes; the limit is 255"),
+    "a name that acts on a terminal": (
+        lambda: {"\x1b[31mred": torch.ones(2)},
+        r"the text '\\x1b\[31mred', which cannot",
+    ),
+    "a name with a line in it": (
+        lambda: {"a\nb": torch.ones(2)},
+        r"contains the text 'a\\nb', which cannot be printed",
+    ),
+    "a name written backwards": (lambda: {"\u202ea": torch.ones(2)}, r"the text '\\u202ea', which cannot be printed"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_is_no_dict_of_plain_tensors_is_refused_with_what_it_is(what: str) -> None:
+    make, reason = OTHERS[what]
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_pickle(pickle_of(saved(make())))
+    assert type(caught.value) is ValueError
+
+
+# ---- one operation at a time -----------------------------------------------------------------------------------------
+
+P = b"\x80\x02"
+END = b"."
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value if isinstance(value, bytes) else value.encode()
+    return b"X" + len(raw).to_bytes(4, "little") + raw
+
+
+def storage(key: str = "0", numel: bytes = b"K\x06", kind: bytes = b"FloatStorage", word: str = "storage") -> bytes:
+    return b"(" + text(word) + b"ctorch\n" + kind + b"\n" + text(key) + text("cpu") + numel + b"tQ"
+
+
+HOOKS = b"ccollections\nOrderedDict\n)R"
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+PARAMETER = b"ctorch._utils\n_rebuild_parameter\n"
+TENSOR = REBUILD + b"(" + storage() + b"K\x00K\x02K\x03\x86K\x03K\x01\x86\x89" + HOOKS + b"tR"
+
+
+def tensor(arguments: bytes) -> bytes:
+    return P + b"}" + text("a") + REBUILD + b"(" + arguments + b"tRs."
+
+
+def a_dict(value: bytes, key: bytes = text("a")) -> bytes:
+    return P + b"}" + key + value + b"s."
+
+
+def test_the_pickle_that_the_others_break_is_read() -> None:
+    expected = {"a": PickledTensor(Storage(torch.float32, "0", 6), 0, (2, 3), (3, 1))}
+    assert read_pickle(a_dict(TENSOR)) == expected
+    assert read_pickle(tensor(storage() + b"K\x00K\x02K\x03\x86K\x03K\x01\x86\x88" + HOOKS)) == expected
+    assert read_pickle(a_dict(PARAMETER + TENSOR + b"\x88" + HOOKS + b"\x87R")) == expected
+    assert read_pickle(P + b"}.") == {}
+
+
+SHAPE = b"K\x02K\x03\x86K\x03K\x01\x86"
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "it ends at byte 0, in the middle of an operation"),
+    "a protocol without a number": (b"\x80", "it ends at byte 1, in the middle"),
+    "no protocol": (b"}.", "does not start as a pickle of protocol 2 to 5"),
+    "protocol 1": (b"\x80\x01}.", "does not start as a pickle of protocol 2 to 5"),
+    "protocol 6": (b"\x80\x06}.", "does not start as a pickle of protocol 2 to 5"),
+    "no end": (P + b"}", "it ends at byte 3, in the middle"),
+    "two values": (P + b"}}.", "contains more than one value"),
+    "no value": (P + b".", "takes a value from an empty stack"),
+    "an open mark": (P + b"(}.", "contains more than one value"),
+    "bytes behind the end": (P + b"}..", "contains more than one value"),
+    "a byte that is no operation": (P + b"\xff.", "contains the unknown operation 0xff"),
+    "an operation that makes nothing": (P + b"0.", "contains the operation POP; a dict of tensors has none"),
+    "a text longer than the rest": (P + b"X\x09\x00\x00\x00abc", "ends at byte 10, in the middle"),
+    "a text of 4 GB": (P + b"X\xff\xff\xff\xff", "contains a text of 4294967295 bytes; the limit is 255"),
+    "a text that is not UTF-8": (P + text(b"\xed\xa0\x80") + END, "contains a text that is not UTF-8"),
+    "a long number cut off": (P + b"\x8a\x08\x01", "in the middle of an operation"),
+    "a tuple of too few": (P + b"N\x86.", "builds a tuple of 2, unlike torch.save"),
+    "a tuple of a tuple": (P + b")\x85.", "builds a tuple of 1, unlike torch.save"),
+    "a tuple without a mark": (P + b"t.", "goes back to a mark that does not exist"),
+    "marks in marks": (P + b"(" * 9, "nests more than 8 marks"),
+    "items without a mark": (P + b"}u.", "goes back to a mark that does not exist"),
+    "items for nothing": (P + b"(u.", "takes a value from an empty stack"),
+    "items for a tuple": (P + b")(" + text("a") + b"Nu.", "puts 2 keys and values into a tuple"),
+    "a key without a value": (P + b"}(" + text("a") + b"u.", "puts 1 keys and values into a dict"),
+    "a key twice": (P + b"}(" + text("a") + b"N" + text("a") + b"Nu.", "repeats the key 'a'"),
+    "a place left out": (P + b"}q\x01.", "stores a value in the memo as 1; the next index is 0"),
+    "a place used twice": (P + b"}q\x00q\x00.", "stores a value in the memo as 0; the next index is 1"),
+    "a place of 32 bits": (P + b"}r\xff\xff\xff\xff.", "stores a value in the memo as 4294967295; the next index is 0"),
+    "nothing to remember": (P + b"q\x00.", "stores a value of an empty stack in the memo"),
+    "nothing remembered": (P + b"h\x00.", "reads entry 0 of a memo of 0"),
+    "nothing remembered there": (P + b"}q\x00j\x01\x00\x00\x00.", "reads entry 1 of a memo of 1"),
+    "a state of a dict": (P + b"}}" + text("_metadata") + b"Nsb.", "sets the state of a dict"),
+    "a state that is no dict": (P + HOOKS + b"Nb.", "sets the state of an OrderedDict"),
+    "another state": (P + HOOKS + b"}" + text("keys") + b"Nsb.", "sets the state of an OrderedDict"),
+    "more state": (P + HOOKS + b"}" + text("_metadata") + b"Ns" + text("x") + b"Nsb.", "sets the state of an Ordered"),
+    "a name without an end": (P + b"ctorch", "names a function or class without an end"),
+    "half a name": (P + b"ctorch\nFloatStorage", "names a function or class without an end"),
+    "a name longer than texts are": (P + b"c" + b"a" * 300 + b"\nb\n.", "names a function or class without an end"),
+    "a forbidden function": (P + b"cos\nsystem\n.", "names 'os.system', which is never run"),
+    "a name that is not UTF-8": (P + b"c\xff\nb\n.", r"names '\\\\xff.b', which is never run"),
+    "another way to write a name": (
+        P + text("torch") + text("_utils._rebuild_tensor_v2") + b"\x93.",
+        "names 'torch._u",
+    ),
+    "a function named by a number": (P + text("os") + b"K\x01\x93.", "names a function or class by text and a whole"),
+    "a function named by None": (P + b"N" + text("os") + b"\x93.", "names a function or class by None and text"),
+    "a call of a storage": (P + b"ctorch\nFloatStorage\n(K\x06tR.", "calls a class with other arguments"),
+    "a call of text": (P + text("os") + b")R.", "calls text with other arguments"),
+    "a call with no tuple": (P + b"ccollections\nOrderedDict\n}R.", "calls OrderedDict with other arguments"),
+    "an OrderedDict of something": (
+        P + b"ccollections\nOrderedDict\nN\x85R.",
+        "calls OrderedDict with other arguments",
+    ),
+    "a reference to text": (P + text("0") + b"Q.", "refers to text that is not a storage"),
+    "a reference without a number": (P + storage(numel=b"N") + END, "refers to a tuple that is not a storage"),
+    "a reference to something else": (
+        P + storage(word="module") + END,
+        "the storage '0' as 'module', or inconsistently",
+    ),
+    "two dtypes for a storage": (
+        P + b"(" + storage() + storage(kind=b"HalfStorage") + b"t.",
+        "describes the storage '0' as 'storage', or inconsistently",
+    ),
+    "two sizes for a storage": (P + b"(" + storage() + storage(numel=b"K\x07") + b"t.", ", or inconsistently"),
+    "a tensor of nothing": (tensor(b""), "calls _rebuild_tensor_v2 with other arguments"),
+    "no storage": (tensor(b"NK\x00" + SHAPE + b"\x89" + HOOKS), "calls _rebuild_tensor_v2 with other arguments"),
+    "an offset that is true": (tensor(storage() + b"\x88" + SHAPE + b"\x89" + HOOKS), "calls _rebuild_tensor_v2"),
+    "a shape that is true": (tensor(storage() + b"K\x00\x88\x85K\x01\x85\x89" + HOOKS), "calls _rebuild_tensor_v2"),
+    "a negative offset": (
+        tensor(storage() + b"J\xff\xff\xff\xff" + SHAPE + b"\x89" + HOOKS),
+        "calls _rebuild_tensor_v2",
+    ),
+    "a negative stride": (
+        tensor(storage() + b"K\x00K\x01\x85J\xff\xff\xff\xff\x85\x89" + HOOKS),
+        "calls _rebuild_tensor_v2",
+    ),
+    "fewer strides": (tensor(storage() + b"K\x00K\x02K\x03\x86K\x01\x85\x89" + HOOKS), "calls _rebuild_tensor_v2"),
+    "a dict as hooks": (tensor(storage() + b"K\x00" + SHAPE + b"\x89}"), "calls _rebuild_tensor_v2"),
+    "hooks": (tensor(storage() + b"K\x00" + SHAPE + b"\x89" + HOOKS + text("h") + b"Ns"), "calls _rebuild_tensor_v2"),
+    "more arguments": (tensor(storage() + b"K\x00" + SHAPE + b"\x89" + HOOKS + b"}"), "calls _rebuild_tensor_v2"),
+    "a parameter of a storage": (
+        a_dict(PARAMETER + storage() + b"\x89" + HOOKS + b"\x87R"),
+        "calls _rebuild_parameter",
+    ),
+    "a parameter with hooks": (
+        a_dict(PARAMETER + TENSOR + b"\x89" + HOOKS + text("h") + b"Ns\x87R"),
+        "calls _rebuild_parameter with other arguments",
+    ),
+    "a tensor past the end of its storage": (
+        tensor(storage() + b"K\x01" + SHAPE + b"\x89" + HOOKS),
+        "a ends at number 7 of a storage of 6",
+    ),
+    "a tensor larger than its storage": (
+        tensor(storage() + b"K\x00\x8a\x08" + b"\xff" * 7 + b"\x7f\x85K\x01\x85\x89" + HOOKS),
+        "a ends at number 9223372036854775807 of a storage of 6",
+    ),
+    "a storage beside": (a_dict(storage()), "'a' is a storage and must be a tensor"),
+    "a storage of less than nothing": (
+        tensor(storage(numel=b"J\xff\xff\xff\xff") + b"K\x00" + SHAPE + b"\x89" + HOOKS),
+        "a ends at number 6 of a storage of -1",
+    ),
+    "a frame longer than the rest": (
+        b"\x80\x04\x95" + b"\x09" + bytes(7) + b"}.",
+        "begins a frame of 9 bytes beyond the data",
+    ),
+    "a frame of 2^64-1 bytes": (b"\x80\x04\x95" + b"\xff" * 8 + b"}.", "begins a frame of 18446744073709551615 bytes"),
+    "a frame in a frame": (
+        b"\x80\x04\x95\x0b" + bytes(7) + b"\x95\x02" + bytes(7) + b"}.",
+        "begins a frame of 2 bytes beyond the data or inside another frame",
+    ),
+    "a frame that ends in an operation": (
+        b"\x80\x04\x95\x01" + bytes(7) + b"K\x01.",
+        "a frame of it ends at byte 12, in the middle of an operation",
+    ),
+    "a frame that ends in a text": (
+        b"\x80\x04\x95\x03" + bytes(7) + b"\x8c\x02ab.",
+        "a frame of it ends at byte 14, in the middle of an operation",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_pickle_is_refused_with_what_is_wrong(what: str) -> None:
+    data, reason = BROKEN[what]
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_pickle(data)
+    assert type(caught.value) is ValueError
+
+
+def test_a_value_may_hold_itself() -> None:
+    """It does no harm, and is no tensor."""
+    data = P + b"}q\x00" + text("a") + b"h\x00s."
+    with pytest.raises(ValueError, match="'a' is a dict and must be a tensor"):
+        read_pickle(data)
+
+
+@pytest.mark.parametrize("archive", range(0, len(fuzz_pickle.ARCHIVES), 3))
+def test_every_cut_and_every_lacking_operation_is_refused(archive: int) -> None:
+    data = pickle_of(fuzz_pickle.ARCHIVES[archive])
+    for end in range(len(data)):
+        with pytest.raises(ValueError, match=r"^data\.pkl") as caught:
+            read_pickle(data[:end])
+        assert type(caught.value) is ValueError
+    parts = operations(data)
+    for i in range(len(parts)):
+        fuzz_pickle.run(b"".join(parts[:i] + parts[i + 1 :]))
+
+
+@settings(max_examples=400, deadline=None)
+@given(fuzz_pickle.strategy())
+def test_pickles_that_are_nearly_valid_are_read_as_python_does_or_refused(data: bytes) -> None:
+    fuzz_pickle.run(data)
+
+
+# ---- hostile ones: what they cost ------------------------------------------------------------------------------------
+
+MANY = 1_000_000
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "1: a tuple doubled 60 times as a key": (P + b"})" + b"q\x00h\x00\x86" * 60 + b"Ns.", "builds a tuple of 2"),
+    "1: a marked tuple doubled 60 times as a key": (
+        P + b")q\x00" + b"".join(b"(h%ch%ctq%c" % (i, i, i + 1) for i in range(60)) + b"}h\x3cNs.",
+        "contains a dict with a tuple as a key",
+    ),
+    "1: nested sets": (b"\x80\x04" + b"\x8f" * 64 + b"\x90" * 64 + b".", "the operation EMPTY_SET"),
+    "1: nested frozen sets": (b"\x80\x04" + b"(" * 4 + b"\x91" * 4 + b".", "the operation FROZENSET"),
+    "2: a bytearray of 3 GB": (
+        P + b"c__builtin__\nbytearray\n" + b"J" + (3 << 29).to_bytes(4, "little") + b"\x85R.",
+        "names '__builtin__.bytearray', which is never run",
+    ),
+    "2: BYTEARRAY8 of 3 GB": (b"\x80\x05\x96" + (3 << 30).to_bytes(8, "little") + b".", "the operation BYTEARRAY8"),
+    "2: LONG4 of 2 GB": (P + b"\x8b" + ((1 << 31) - 1).to_bytes(4, "little") + b".", r"the operation LONG4 \(int\)"),
+    "2: a number in 4 MB of digits": (P + b"I" + b"9" * (4 << 20) + b"\n.", r"the operation INT \("),
+    "2: a text of 4 MB": (P + text("a" * (4 << 20)) + END, "contains a text of 4194304 bytes; the limit is 255"),
+    "3: _rebuild_from_type_v2 replaces untyped_storage": (
+        P + b"}" + text("a") + b"ctorch._tensor\n_rebuild_from_type_v2\n" + b"(" + TENSOR + b"}tRs.",
+        "names 'torch._tensor._rebuild_from_type_v2', which is never run",
+    ),
+    "3: a state replaces untyped_storage": (
+        a_dict(TENSOR + b"}" + text("untyped_storage") + b"Nsb"),
+        "sets the state of a tensor",
+    ),
+    "4: a FloatTensor in no record": (
+        a_dict(b"ctorch\nFloatTensor\nJ\x00\x00\x00\x10\x85R"),
+        "names 'torch.FloatTensor', which is never run",
+    ),
+    "4: a FloatStorage in no record": (a_dict(b"ctorch\nFloatStorage\nJ\x00\x00\x00\x10\x85R"), "calls a class with"),
+    "13: a forbidden global that acts on a terminal": (
+        P + b"cos\x1b]0;owned\x07\nsystem\n.",
+        r"names 'os\\x1b\]0;owned\\x07.system', which is never run",
+    ),
+    "13: a forbidden global written backwards": (P + "cos\u202e\nsystem\n.".encode(), r"names 'os\\u202e.system'"),
+    "2 MB of punycode": (
+        P + b"c_codecs\nencode\n" + text("a" * (2 << 20)) + text("punycode") + b"\x86R.",
+        "names '_codecs.encode', which is never run",
+    ),
+    "a chain of TUPLE1": (P + b")" + b"\x85" * MANY + END, "builds a tuple of 1"),
+    "a chain of TUPLE3": (P + b")))" + b"\x87))" * MANY + END, "builds a tuple of 3"),
+    "a million marks": (P + b"(" * MANY, "nests more than 8 marks"),
+    "a million MEMOIZE": (P + b"N" + b"\x94" * MANY + END, "has more than 262144 operations"),
+    "a million dicts": (P + b"}" * MANY, "builds more than 32768 dicts"),
+    "a million OrderedDicts": (P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * (MANY // 4), "more than 32768 dicts"),
+    "32000 dicts in each other": (
+        P + b"}" + (text("a") + b"}") * 32000 + b"s" * 32000 + END,
+        "'a' is a dict and must be a tensor",
+    ),
+    "20000 OrderedDicts in each other": (
+        P + HOOKS + (text("a") + HOOKS) * 20000 + b"s" * 20000 + END,
+        "'a' is a dict and must be a tensor",
+    ),
+    "10000 marked tuples in each other": (
+        P + b")q\0" + b"".join(b"(j" + i.to_bytes(4, "little") + b"t\x94" for i in range(10000)) + b".",
+        "contains more than one value",
+    ),
+    "a tuple of 100000, as the shape of many tensors": (
+        P + b"(" + b"K\1" * 100000 + b"tq\0}(" + (REBUILD + b"(" + storage() + b"K\0h\0h\0\x89" + HOOKS + b"tR") * 9,
+        "calls _rebuild_tensor_v2 with other arguments",
+    ),
+    "10000 keys, given as a state many times": (
+        P + HOOKS + b"}q\0(" + b"".join(text(f"{i:x}") + b"N" for i in range(10000)) + b"ub" + b"h\0b" * 10000 + b".",
+        "sets the state of an OrderedDict",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_pickle_is_refused_for_what_it_is_and_takes_little_memory(what: str) -> None:
+    data, reason = HOSTILE[what]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=reason) as caught:
+            read_pickle(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+# Of what can be repeated, and how often it is here to begin with.
+REPEATED: dict[str, Callable[[int], bytes]] = {
+    "remembered": lambda count: P + b"N" + b"\x94" * count,
+    "dicts": lambda count: P + b"}" * count,
+    "OrderedDicts": lambda count: P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * count,
+    "names of a class": lambda count: P + b"ctorch\nHalfStorage\n" * count,
+    "keys": lambda count: P + b"}(" + b"".join(text(f"{i:x}") + b"N" for i in range(count)) + b"u",
+    "keys one by one": lambda count: P + b"}" + b"".join(text(f"{i:x}") + b"Ns" for i in range(count)),
+    "states": lambda count: P + HOOKS + b"}" + text("_metadata") + b"Nsq\0b" + b"h\0b" * count,
+    "uses of a long tuple": lambda count: P + b"(" + b"N" * count + b"tq\0" + b"(h\0t" * count,
+    "storages": lambda count: P + storage() + storage() * count,
+    "tensors": lambda count: P + TENSOR * count,
+    "dicts in dicts": lambda count: P + b"}" + (text("a") + b"}") * count + b"s" * count,
+}
+
+
+@pytest.mark.parametrize("what", REPEATED)
+def test_the_work_grows_as_the_length_does(what: str) -> None:
+    def calls(data: bytes) -> int:
+        made = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal made
+            made += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            with pytest.raises(ValueError, match=r"^data\.pkl"):
+                read_pickle(data)
+        finally:
+            sys.setprofile(None)
+        return made
+
+    once, twice = calls(REPEATED[what](500)), calls(REPEATED[what](1000))
+    assert once > 500
+    assert twice < 2.1 * once
+
+
+def test_the_largest_model_that_is_read_stays_below_the_limit() -> None:
+    """512 layers are the most that a config may have; a parameter of a state dict takes the most operations."""
+    few, many = (
+        len(operations(pickle_of(saved({f"{i}": torch.nn.Parameter(torch.ones(1)) for i in range(count)}))))
+        for count in (10, 110)
+    )
+    assert few + (many - few) / 100 * (512 * 9 + 3) < MAX_OPERATIONS
+
+
+def test_an_ordinary_name_is_said_as_it_is() -> None:
+    content: dict[str, Any] = {"layers.0.attention.wq.weight": torch.ones(2, 3).T}
+    with pytest.raises(ValueError, match=r"^layers\.0\.attention\.wq\.weight is not contiguous"):
+        read_pickle(pickle_of(saved(content)))
