@@ -72,7 +72,7 @@ def test_a_family_gives_the_logits_of_transformers(family: str, scaling: str, tm
     assert_same_logits(load(write_folder(tmp_path, theirs)), theirs)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     scaling=st.sampled_from(list(SCALINGS)),
@@ -111,14 +111,17 @@ def test_a_gguf_file_of_qwen_gives_the_logits_of_its_folder(family: str, tmp_pat
     assert_same_logits(load(write_qwen_gguf(tmp_path / "model.gguf", theirs)), theirs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scaling", ["default", "linear", "yarn"])
+@pytest.mark.parametrize(
+    ("family", "scaling"), [("llama", "default"), ("mistral", "linear"), ("qwen2", "default"), ("qwen3", "yarn")]
+)
 def test_what_is_exported_gives_the_same_logits_again(family: str, scaling: str, tmp_path: Path) -> None:
     theirs = random_model(config_of(family, scaling)).float()
     model = load(write_folder(tmp_path / "folder", theirs), torch.float32)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
     save_huggingface(model, tmp_path / "again")
     write_huggingface_tokenizer(tmp_path / "again")
     save_gguf(model, tmp_path / "again.gguf")
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())  # as it was
     again = in_float64(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float64))
     assert_same_logits(load(tmp_path / "folder"), again)
     checkpoint_args = load(tmp_path / "again").args
@@ -128,18 +131,16 @@ def test_what_is_exported_gives_the_same_logits_again(family: str, scaling: str,
         assert_same_logits(load(tmp_path / "folder"), in_float64(read))
 
 
-@pytest.mark.parametrize("quantize", [{"quantize": "stored"}, {"quantize": "stored", "repack": False}])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_stored_rows_of_qwen_are_brought_into_our_order(family: str, quantize: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "repack"), [("qwen2", True), ("qwen3", False)])
+def test_stored_rows_of_qwen_are_brought_into_our_order(family: str, repack: bool, tmp_path: Path) -> None:
     theirs = random_model(config_of(family))
     path = write_qwen_gguf(tmp_path / "model.gguf", theirs, kind=Kind.Q8_0)
-    plain, stored = load(path, torch.float32), load(path, torch.float32, **quantize)
+    plain, stored = load(path, torch.float32), load(path, torch.float32, quantize="stored", repack=repack)
     with torch.inference_mode():
         torch.testing.assert_close(stored(TOKENS), plain(TOKENS), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "quantize"), [("qwen2", "int8"), ("qwen3", "int4")])
 def test_quantised_families_compute_with_their_biases_and_norms(family: str, quantize: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path, random_model(config_of(family)))
     plain, packed = load(folder, torch.float32), load(folder, torch.float32, quantize=quantize)
@@ -173,12 +174,11 @@ def test_a_sliding_window_limits_the_length_and_says_which_would_do(tmp_path: Pa
         ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}, 4096),
     ],
 )
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("by_kinds", [False, True])
 def test_qwens_window_is_one_only_where_a_layer_has_it(
-    family: str, changes: dict[str, Any], window: int | None, by_kinds: bool, tmp_path: Path
+    changes: dict[str, Any], window: int | None, by_kinds: bool, tmp_path: Path
 ) -> None:
-    folder = write_folder(tmp_path, random_model(config_of(family, **changes)))
+    folder = write_folder(tmp_path, random_model(config_of("qwen2", **changes)))
     config = json.loads((folder / "config.json").read_text())
     if not by_kinds:
         del config["layer_types"]

@@ -1,6 +1,6 @@
-"""Parsers of headers and JSON, fed with bytes: what they accept must be so, and nothing but their errors may leave.
+"""Malicious bytes as headers and JSON: what a parser accepts must be valid, and it may only raise its own errors.
 
-Grammars draw files that are nearly right, since random bytes hardly ever pass a magic number.
+Strategies draw files that are nearly valid, because random bytes hardly ever pass a magic number.
 """
 
 import io
@@ -192,6 +192,7 @@ _places = st.one_of(
     st.just("a.safetensors"), st.sampled_from(["../a.safetensors", "b.safetensors", "a", "", 7]), _values
 )
 
+MUTATORS: dict[str, Any] = {}
 STRATEGIES: dict[str, st.SearchStrategy[bytes]] = {
     "gguf": _gguf(),
     "safetensors": _safetensors(),
@@ -202,7 +203,7 @@ STRATEGIES: dict[str, st.SearchStrategy[bytes]] = {
 
 
 def seeds(name: str) -> list[bytes]:
-    """Return files to begin with: the museum's of this kind, and one that is right."""
+    """Return files to begin with: the malformed ones of this kind, and a valid one."""
     from untrusted.malformed.cases import (
         BROKEN_JSON,
         GGUF_FILES,

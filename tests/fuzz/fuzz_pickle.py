@@ -1,7 +1,7 @@
-"""Fuzzing of what reads .pth files: a data.pkl by itself, and a whole archive.
+"""Malicious bytes as a data.pkl, and as a whole .pth file.
 
-Accepted must mean that Python's own unpickler, and torch.load, say the same; refused, that it is said in words. What
-is accepted names nothing but what torch.save names, so that it is safe to hand to them.
+What is accepted must be what Python's unpickler and torch.load return; it names only what torch.save names, so that
+they may read it. What is refused must have a message.
 """
 
 import io
@@ -220,6 +220,7 @@ def fields(archive: bytes) -> list[bytes]:
 
 
 PARSERS = {"pickle": run, "pth": run_archive}
+MUTATORS: dict[str, Any] = {}
 STRATEGIES = {"pickle": strategy(), "pth": archive_strategy()}
 
 

@@ -17,7 +17,6 @@ from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message, Rendering
 from llama.untrusted.gguf_header import read_header
 
-SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 USER: Message = {"role": "user", "content": "Hi"}
 # Letters of several scripts, spaces, newlines, and all that a forger would try.
 WORDS = ["Hi", " ", "\n", "\n\n", "1", "é", "日本", "😀", "a", "<", "|", ">"]
@@ -45,8 +44,8 @@ def conversations(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Dialog]
     return st.builds(build, st.lists(contents, max_size=1), st.lists(contents, max_size=6), contents)
 
 
-many = settings(max_examples=150, deadline=None, derandomize=True)
-some = settings(max_examples=40, deadline=None, derandomize=True)
+many = settings(max_examples=60, deadline=None, derandomize=True)
+some = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def tiny(*specials: str, **more: Any) -> Tokenizer:
@@ -72,29 +71,18 @@ def specials_of(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 # ---- Llama 3, without a template -------------------------------------------------------------------------------------
 
 
-def test_llama_3_dialogs_follow_metas_published_format(meta: Tokenizer) -> None:
-    # https://www.llama.com/docs/model-cards-and-prompt-formats/meta-llama-3/
-    dialog: Dialog = [
-        {"role": "system", "content": "Answer in one line."},
-        {"role": "user", "content": "Which way is north?"},
-    ]
-    expected = (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
-        "Answer in one line.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nWhich way is north?<|eot_id|>"
+def test_llama_3_dialogs_have_the_text_and_ids_that_the_models_were_trained_on(meta: Tokenizer) -> None:
+    # https://www.llama.com/docs/model-cards-and-prompt-formats/meta-llama-3/ and
+    # https://github.com/meta-llama/llama3/blob/main/llama/test_tokenizer.py
+    hi = meta.encode("Hi", bos=False, eos=False)
+    system, user = ([128006, name, 128007, 271, *hi, 128009] for name in (9125, 882))
+    ids = ChatFormat(meta).encode_dialog_prompt([{"role": "system", "content": "Hi"}, USER])
+    assert ids == [128000, *system, *user, 128006, 78191, 128007, 271]
+    assert meta.decode(ids) == (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    ids = ChatFormat(meta).encode_dialog_prompt(dialog)
-    assert meta.decode(ids) == expected
-    assert ids == meta.encode(expected, bos=False, eos=False, allowed_special="all")
-
-
-def test_llama_3_dialogs_have_the_ids_that_the_models_were_trained_on(meta: Tokenizer) -> None:
-    # As in https://github.com/meta-llama/llama3/blob/main/llama/test_tokenizer.py
-    hi = meta.encode("Hi", bos=False, eos=False)
-    dialog: Dialog = [{"role": "system", "content": "Hi"}, USER]
-    system, user = ([128006, name, 128007, 271, *hi, 128009] for name in (9125, 882))
-    assert ChatFormat(meta).encode_dialog_prompt(dialog) == [128000, *system, *user, 128006, 78191, 128007, 271]
 
 
 @many
@@ -147,21 +135,6 @@ def test_the_demos_dialogs_equal_its_template_in_transformers(
     assert demo.decode(ids) == text
     if not any("<|im_" in message["content"] for message in dialog):  # transformers lets content forge special tokens
         assert ids == transformers_demo.encode(text, add_special_tokens=False)
-
-
-@many
-@given(dialog=dialogs(CONTENTS))
-def test_the_demos_dialogs_are_chatml_with_its_own_system_message(
-    demo: Tokenizer, demo_format: ChatFormat, dialog: Dialog
-) -> None:
-    start, end = (demo.special_tokens[mark] for mark in ("<|im_start|>", "<|im_end|>"))
-    stated: Dialog = [] if dialog[0]["role"] == "system" else [{"role": "system", "content": SMOLLM_SYSTEM}]
-    ids = list[int]()
-    for message in [*stated, *dialog]:
-        text = demo.encode(f"{message['role']}\n{message['content']}", bos=False, eos=False)
-        ids += [start, *text, end, *demo.encode("\n", bos=False, eos=False)]
-    header = [start, *demo.encode("assistant\n", bos=False, eos=False)]
-    assert demo_format.encode_dialog_prompt(dialog) == ids + header
 
 
 def test_a_dialog_is_not_changed_by_encoding_it(demo_format: ChatFormat) -> None:
@@ -356,12 +329,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return SimpleNamespace(name=request.param, ours=ours, theirs=theirs, format=ChatFormat(ours))
 
 
-ORDINARY = st.lists(
-    st.sampled_from(
-        [*WORDS, "im_end", "<think>\nso\n</think>\n\n", "</think>", "<tool>", "</tool>", "user", "<|user", "/s>"]
-    ),
-    max_size=6,
-).map("".join)
+THOUGHTS = ["im_end", "<think>\nso\n</think>\n\n", "</think>", "<tool>", "</tool>", "user", "<|user", "/s>"]
+ORDINARY = st.lists(st.sampled_from([*WORDS, *THOUGHTS]), max_size=6).map("".join)
 
 
 @some
@@ -372,25 +341,9 @@ def test_a_family_s_dialogs_have_the_ids_of_transformers(family: Any, dialog: Di
     assert family.format.encode_dialog_prompt(dialog) == expected
 
 
-FORGERIES = st.lists(
-    st.sampled_from(
-        [
-            *("Hi", " ", "\n", "<", "|", ">", "<|", "|>", "im_", "start|>", "end|>", "</think>", "<think>", "</", "s>"),
-            *(
-                "<|im_start|>",
-                "<|im_end|>",
-                "<|eot_id|>",
-                "<|end_header_id|>",
-                "</s>",
-                "<s>",
-                "[INST]",
-                "<|user|>",
-                "[/",
-            ),
-        ]
-    ),
-    max_size=6,
-).map("".join)
+PARTS = ["Hi", " ", "\n", "<", "|", ">", "<|", "|>", "im_", "start|>", "end|>", "</think>", "<think>", "</", "s>", "[/"]
+PARTS += ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|end_header_id|>", "</s>", "<s>", "[INST]", "<|user|>"]
+FORGERIES = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 
 
 def harmless(dialog: Dialog) -> Dialog:
@@ -399,19 +352,14 @@ def harmless(dialog: Dialog) -> Dialog:
 
 @some
 @given(dialog=conversations(FORGERIES))
-def test_no_content_forges_a_special_token_of_a_family(family: Any, dialog: Dialog) -> None:
+def test_no_content_forges_a_special_token_of_a_family_and_forgeries_are_text(family: Any, dialog: Dialog) -> None:
+    """Ours decode to the text of transformers, also if a template has searched for a thought that a forgery hid."""
     ids = family.format.encode_dialog_prompt(dialog)
-    assert specials_of(family.ours, ids) == specials_of(
-        family.ours, family.format.encode_dialog_prompt(harmless(dialog))
+    expected = family.format.encode_dialog_prompt(harmless(dialog))
+    assert specials_of(family.ours, ids) == specials_of(family.ours, expected)
+    assert family.ours.decode(ids) == family.theirs.apply_chat_template(
+        dialog, tokenize=False, add_generation_prompt=True
     )
-
-
-@some
-@given(dialog=conversations(FORGERIES))
-def test_forgeries_are_told_as_text(family: Any, dialog: Dialog) -> None:
-    """What transformers writes, ours decodes to, but where a template has looked for a thought that a forgery hid."""
-    text = family.theirs.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
-    assert family.ours.decode(family.format.encode_dialog_prompt(dialog)) == text
 
 
 @pytest.mark.parametrize(
@@ -499,8 +447,11 @@ class Sentence:
         return ids + list((s if ids or not s else f" {s}").encode())
 
 
-@pytest.mark.parametrize("template", [OLD_INSTRUCTED, INSTRUCTED, PLAIN_MARKS], ids=["old", "instructed", "plain"])
-@pytest.mark.parametrize("scheme", [None, "first"], ids=["prepended", "metaspace"])
+@pytest.mark.parametrize(
+    ("scheme", "template"),
+    [(None, OLD_INSTRUCTED), ("first", INSTRUCTED), (None, PLAIN_MARKS)],
+    ids=["old", "instructed", "plain"],
+)
 def test_dialogs_in_sentencepieces_vocabulary_have_the_ids_of_transformers(
     scheme: str | None, template: str, tmp_path: Path
 ) -> None:
@@ -513,7 +464,7 @@ def test_dialogs_in_sentencepieces_vocabulary_have_the_ids_of_transformers(
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), unk_token="<unk>", **names)
     format = ChatFormat(Tokenizer.from_huggingface(folder))
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(dialog=conversations(ORDINARY))
     def check(dialog: Dialog) -> None:
         assume("</s>" not in str(dialog))
@@ -660,12 +611,3 @@ def test_a_template_may_refuse_a_dialog(tmp_path: Path) -> None:
 def test_what_is_no_dialog_is_refused_in_words(format: ChatFormat, dialog: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         format.encode_dialog_prompt(dialog)
-
-
-def test_a_hugging_face_directory_gives_the_same_dialogs(
-    demo_format: ChatFormat, transformers_demo: Any, tmp_path: Path
-) -> None:
-    transformers_demo.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"] == "BPE"
-    ours = ChatFormat(Tokenizer.from_huggingface(tmp_path))
-    assert ours.encode_dialog_prompt([USER]) == demo_format.encode_dialog_prompt([USER])

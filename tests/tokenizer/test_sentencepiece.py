@@ -15,7 +15,7 @@ from vocabularies import gguf_of_pieces, huggingface_of_pieces, library_of, piec
 from llama.tokenizer import Tokenizer
 from llama.untrusted.model_proto import ModelProto, Piece, read_model_proto, write_model_proto
 
-many = settings(max_examples=300, deadline=None, derandomize=True)
+many = settings(max_examples=100, deadline=None, derandomize=True)
 FORMS = ("file", "folder", "gguf")
 
 

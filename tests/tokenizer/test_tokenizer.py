@@ -1,4 +1,7 @@
-"""Text <-> ids: against llama.cpp, transformers and tiktoken; what can never happen; which files are refused."""
+"""Text <-> ids: the demo's and Meta's files, what holds for every vocabulary, and which files are refused.
+
+The ids of many more texts are compared in test_references.py.
+"""
 
 import base64
 import json
@@ -26,7 +29,7 @@ PIECES = (
     "'\u017f",
 )  # fmt: skip
 TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
-many = settings(max_examples=300, deadline=None, derandomize=True)
+many = settings(max_examples=120, deadline=None, derandomize=True)
 
 META_PATTERN = PATTERNS["llama3"]
 
@@ -41,6 +44,11 @@ def is_representable(tokenizer: Tokenizer, text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+@pytest.fixture(scope="module")
+def meta_merges(meta_ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+    return every_way(meta_ranks)
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +68,6 @@ def test_demo_ids_equal_those_recorded_from_llama_cpp(demo: Tokenizer) -> None:
         else:  # llama.cpp drops what the vocabulary cannot represent
             with pytest.raises(ValueError, match="cannot represent"):
                 plain(demo, text)
-
-
-def test_demo_ids_equal_those_of_a_running_llama_cpp(demo: Tokenizer) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: compared with recorded ids")
-    peer = llama_cpp.Llama(str(demo_model_path()), vocab_only=True, verbose=False)
-
-    @settings(max_examples=1000, deadline=None, derandomize=True)
-    @given(TEXTS)
-    def ids_are_equal(text: str) -> None:
-        if is_representable(demo, text):
-            assert plain(demo, text) == peer.tokenize(text.encode(), add_bos=False, special=False)
-
-    ids_are_equal()
 
 
 def test_demo_knows_its_ends_and_asks_for_no_bos(demo: Tokenizer) -> None:
@@ -99,49 +94,19 @@ def trained(style: str, **model: Any) -> Any:
     return byte_level(style, many=False, **model)
 
 
-def assert_ids_equal_transformers(directory: Path, examples: int = 400) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-    ours = Tokenizer.from_huggingface(directory)
-    assert ours.n_words == len(theirs)
-    assert ours.adds_bos == (theirs.encode("a")[0] == theirs.bos_token_id)
-
-    @settings(max_examples=examples, deadline=None, derandomize=True)
-    @given(TEXTS)
-    def ids_are_equal(text: str) -> None:
-        without = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert plain(ours, text) == without
-        assert ours.decode(without) == text
-        parsed = theirs.encode(text, add_special_tokens=False)
-        assert ours.encode(text, bos=False, eos=False, allowed_special="all") == parsed
-
-    ids_are_equal()
-
-
-@pytest.mark.parametrize("style", ["llama3", "smollm", "gpt2"])
-def test_ids_from_tokenizer_json_equal_transformers(style: str, tmp_path: Path) -> None:
-    assert_ids_equal_transformers(saved(tmp_path, trained(style)))
-
-
-def test_tokens_that_a_user_added_are_cut_out_as_transformers_does(tmp_path: Path) -> None:
-    tokenizer = trained("smollm")
-    tokenizer.add_tokens(["hello", "hello 1", "|>", "42\n", "<|eot_id|>"])
-    assert_ids_equal_transformers(saved(tmp_path, tokenizer))
-
-
-@pytest.mark.parametrize("stated", [{}, {"add_bos_token": True}, {"add_bos_token": False}], ids=str)
-@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize(("opens", "stated"), [(True, {"add_bos_token": False}), (False, {"add_bos_token": True})])
 def test_bos_is_added_where_tokenizer_json_says_so(opens: bool, stated: dict[str, bool], tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = trained("llama3")
     if opens:
         tokenizer.post_processor = TemplateProcessing(
             single="<|endoftext|> $A", pair="<|endoftext|> $A $B", special_tokens=[("<|endoftext|>", 0)]
         )
-    assert_ids_equal_transformers(saved(tmp_path, tokenizer, **stated), examples=1)
-    ours = Tokenizer.from_huggingface(tmp_path)
+    ours = Tokenizer.from_huggingface(saved(tmp_path, tokenizer, **stated))
     assert (ours.adds_bos, ours.bos_id) == (opens, 0)
+    assert (PreTrainedTokenizerFast.from_pretrained(tmp_path).encode("a")[0] == 0) == opens
 
 
 def test_all_ends_named_beside_tokenizer_json_are_stop_tokens(tmp_path: Path) -> None:
@@ -198,9 +163,9 @@ def speller() -> Callable[[bytes], str]:
 
 
 def test_llama_3s_own_tokenizer_json_gives_the_ids_of_metas_file(
-    meta: Tokenizer, meta_ranks: dict[bytes, int], tmp_path: Path
+    meta: Tokenizer, meta_ranks: dict[bytes, int], meta_merges: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    spell, merges = speller(), every_way(meta_ranks)
+    spell, merges = speller(), meta_merges
     assert len(merges) == 280_147
     spec = json.loads(trained("llama3", ignore_merges=True).to_str())
     spec["model"] |= {"vocab": {spell(token): rank for token, rank in meta_ranks.items()}, "merges": merges}
@@ -218,7 +183,7 @@ def test_llama_3s_own_tokenizer_json_gives_the_ids_of_metas_file(
         assert plain(ours, text) == plain(meta, text) == theirs.encode(text).ids
 
     ids_are_equal()
-    for rank in range(300, 128_000, 97):  # whole words of the vocabulary
+    for rank in range(300, 128_000, 397):  # whole words of the vocabulary
         if (word := meta.decode([rank])).encode() == meta.decode_bytes([rank]):
             assert plain(ours, word) == plain(meta, word) == theirs.encode(word).ids
 
@@ -290,7 +255,7 @@ def test_no_special_token_arises_or_breaks_where_long_texts_are_cut(tokenizer: T
     specials = set(tokenizer.special_tokens.values())
     text = list(tokenizer.special_tokens)[2]
     filler = "x" * limit if limit == 25_000 else "ab " * (limit // 3)
-    for inside in (0, 1, 2, len(text) // 2, len(text) - 1, len(text)):
+    for inside in (0, 1, len(text) - 1, len(text)):
         long = filler[: limit - inside] + text
         assert specials.isdisjoint(plain(tokenizer, long))
         parsed = tokenizer.encode(long, bos=False, eos=False, allowed_special={text})
@@ -365,24 +330,18 @@ def test_a_long_run_of_one_kind_comes_back_and_takes_time_as_its_length(tokenize
     assert seconds(160_000) < 10 * min(seconds(40_000) for _ in range(2)) + 0.1  # quadratic time would be 16 times
 
 
-@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ud83d\ude00"], ids=ascii)
-def test_half_a_surrogate_pair_is_refused_in_words(tokenizer: Tokenizer, text: str) -> None:
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
-        plain(tokenizer, text)
-
-
-@pytest.mark.parametrize("token_id", [-1, 10**9])
-def test_decoding_an_unknown_id_is_refused(tokenizer: Tokenizer, token_id: int) -> None:
-    with pytest.raises(ValueError, match="not in this vocabulary"):
-        tokenizer.decode([token_id])
-
-
-def test_an_interruption_of_a_library_stays_one() -> None:
-    with pytest.raises(KeyboardInterrupt), library_errors("tiktoken", "encode a text"):
-        raise KeyboardInterrupt
+def test_half_a_surrogate_pair_and_an_unknown_id_are_refused(tokenizer: Tokenizer) -> None:
+    for text in ("\ud800", "a\udfffb", "\ud83d\ude00"):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            plain(tokenizer, text)
+    for token_id in (-1, 10**9):
+        with pytest.raises(ValueError, match="not in this vocabulary"):
+            tokenizer.decode([token_id])
 
 
 def test_a_panic_of_a_library_reaches_the_user_as_a_value_error() -> None:
+    with pytest.raises(KeyboardInterrupt), library_errors("tiktoken", "encode a text"):
+        raise KeyboardInterrupt
     lacking = tiktoken.Encoding("a alone", pat_str=META_PATTERN, mergeable_ranks={b"a": 0}, special_tokens={})
     with pytest.raises(ValueError, match="tiktoken cannot encode a text"), library_errors("tiktoken", "encode a text"):
         lacking.encode_ordinary("b")
@@ -456,6 +415,25 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
     place[int(last) if isinstance(place, list) else last] = value
 
 
+SPLIT_BY_REGEX = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+    ],
+}
+
+
+def opens(text: str) -> dict[str, Any]:
+    return {"SpecialToken": {"id": text}}
+
+
+def opening(*single: dict[str, Any], **ids: int) -> dict[str, Any]:
+    """Return a post_processor that makes a text of these parts, with the ids of special tokens."""
+    tokens = {text: {"id": text, "ids": [token_id], "tokens": [text]} for text, token_id in ids.items()}
+    return {"type": "TemplateProcessing", "single": list(single), "special_tokens": tokens}
+
+
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
@@ -478,48 +456,18 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
         ("pre_tokenizer", {"type": "Whitespace"}, "is not supported; supported are"),
         ("pre_tokenizer", [{"type": "ByteLevel"}], "is not a step or a Sequence"),
         ("pre_tokenizer/use_regex", 1, "pre_tokenizer"),
-        (
-            "pre_tokenizer",
-            {
-                "type": "Sequence",
-                "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
-                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-                ],
-            },
-            r"pre_tokenizer .*\(a\+\)\+.* is not supported; supported are",
-        ),
+        ("pre_tokenizer", SPLIT_BY_REGEX, r"pre_tokenizer .*\(a\+\)\+.* is not supported; supported are"),
         ("pre_tokenizer/add_prefix_space", True, "add_prefix_space"),
         ("decoder", {"type": "WordPiece"}, "decoder .*WordPiece"),
         ("post_processor", {"type": "BertProcessing"}, "post_processor 'BertProcessing'"),
         (
             "post_processor",
-            {"type": "TemplateProcessing", "single": [{"Sequence": {}}, {"SpecialToken": {"id": "<|im_end|>"}}]},
+            opening({"Sequence": {}}, opens("<|im_end|>")),
             "adds tokens other than one before the text",
         ),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "<|im_end|>"}}, {"Sequence": {}}],
-                "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
-            },
-            "that is not the BOS token",
-        ),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "<|endoftext|>"}}, {"Sequence": {}}],
-                "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [7], "tokens": ["<|endoftext|>"]}},
-            },
-            "another id than the token's 0",
-        ),
-        (
-            "post_processor",
-            {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x"}}, {"Sequence": 0}]},
-            "x",
-        ),
+        ("post_processor", opening(opens("<|im_end|>"), {"Sequence": {}}, **{"<|im_end|>": 2}), "is not the BOS token"),
+        ("post_processor", opening(opens("<|endoftext|>"), {"Sequence": {}}, **{"<|endoftext|>": 7}), "the token's 0"),
+        ("post_processor", opening(opens("x"), {"Sequence": 0}), "names 'x', which is not an added token"),
         ("post_processor", {"type": "TemplateProcessing", "single": 5}, "; it must be a "),
         ("post_processor", {"type": "TemplateProcessing", "single": []}, "adds tokens other than one before the text"),
         ("added_tokens/0/lstrip", "true", "lstrip='true' must be true or false"),
@@ -582,11 +530,7 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> 
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        (
-            "tokenizer_config.json",
-            {"eos_token": "<|nowhere|>"},
-            "eos_token '<|nowhere|>' is not a token of tokenizer.json",
-        ),
+        ("tokenizer_config.json", {"eos_token": "<|no|>"}, "eos_token '<|no|>' is not a token of tokenizer.json"),
         ("tokenizer_config.json", {"bos_token": 5}, "bos_token 5 must be a text"),
         ("tokenizer_config.json", {"chat_template": 5}, "the chat template is 5 and must be a text"),
         ("tokenizer_config.json", {"chat_template": ["x"]}, "must be a text or a list of named templates"),
@@ -740,9 +684,11 @@ def written(tokenizer: Tokenizer, size: int | None = None) -> Tokenizer:
     return Tokenizer.from_gguf(tokenizer.to_gguf(tokenizer.n_words if size is None else size))
 
 
-def test_metas_file_says_in_gguf_the_merges_of_llama_3s_own(meta: Tokenizer, meta_ranks: dict[bytes, int]) -> None:
+def test_metas_file_says_in_gguf_the_merges_of_llama_3s_own(
+    meta: Tokenizer, meta_merges: list[tuple[str, str]]
+) -> None:
     metadata = meta.to_gguf(meta.n_words)
-    assert metadata["tokenizer.ggml.merges"] == [" ".join(way) for way in every_way(meta_ranks)]
+    assert metadata["tokenizer.ggml.merges"] == [" ".join(way) for way in meta_merges]
     assert (metadata["tokenizer.ggml.pre"], metadata["tokenizer.ggml.add_bos_token"]) == ("llama-bpe", True)
 
 
@@ -752,22 +698,6 @@ def test_the_demos_vocabulary_is_written_as_llama_cpp_wrote_it(demo: Tokenizer) 
     for key in ("pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "padding_token_id"):
         assert ours[f"tokenizer.ggml.{key}"] == theirs[f"tokenizer.ggml.{key}"], key
     assert ours["tokenizer.chat_template"] == theirs["tokenizer.chat_template"]
-
-
-@pytest.mark.parametrize("style", ["llama3", "smollm", "gpt2"])
-def test_a_tokenizer_json_gives_the_same_ids_out_of_a_gguf_file(style: str, tmp_path: Path) -> None:
-    source = trained(style, ignore_merges=style == "llama3")
-    source.add_tokens(["hello", "hello 1"])
-    ours = Tokenizer.from_huggingface(saved(tmp_path, source, chat_template="{{ messages }}"))
-    again = written(ours)
-    assert again.fingerprint() == ours.fingerprint()
-
-    @settings(max_examples=100, deadline=None, derandomize=True)
-    @given(TEXTS)
-    def ids_are_equal(text: str) -> None:
-        assert plain(again, text) == plain(ours, text)
-
-    ids_are_equal()
 
 
 def test_ids_without_a_token_are_filled_up_with_ones_that_no_text_becomes() -> None:
@@ -825,10 +755,7 @@ def test_more_ends_than_a_gguf_file_has_names_for_are_refused(tmp_path: Path) ->
         ({"tokens": ["<s>", 5], "token_type": [3, 1]}, "tokens must be an array, of which each value is text"),
         ({"token_type": [3.0] * 10}, "token_type must be an array, of which each value is a whole number"),
         ({"token_type": [True] * 10}, "token_type must be an array, of which each value is a whole number"),
-        (
-            {"token_type": None},
-            "token_type must be an array, of which each value is a whole number from 0 on, and is missing",
-        ),
+        ({"token_type": None}, "token_type must be an array, .* a whole number from 0 on, and is missing"),
         ({"bos_token_id": True}, "bos_token_id=True must be a whole number from 0 on"),
         ({"eos_token_id": 7.0}, "eos_token_id=7.0 must be a whole number from 0 on"),
         ({"eos_token_id": [7]}, "must be a whole number from 0 on"),

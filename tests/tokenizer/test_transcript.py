@@ -16,7 +16,7 @@ def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
     return [id for letter in text for id in tokenizer.encode(letter, bos=False, eos=False)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def talk(demo: Tokenizer) -> tuple[Transcript, list[int]]:
     """Two exchanges, the answers of which are spelled."""
     format, talk, ids = ChatFormat(demo), Transcript(), list[int]()

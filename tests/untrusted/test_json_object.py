@@ -1,4 +1,4 @@
-"""JSON from strangers means one thing to every reader, or is refused."""
+"""Untrusted JSON means one thing to every reader, or is refused."""
 
 import json
 from pathlib import Path
@@ -15,6 +15,7 @@ _numbers = st.one_of(st.integers(-(10**60), 10**60), st.floats(allow_nan=False, 
 _values = st.recursive(
     st.one_of(st.none(), st.booleans(), _numbers, _texts),
     lambda inner: st.lists(inner) | st.dictionaries(_texts, inner),
+    max_leaves=12,
 )
 
 

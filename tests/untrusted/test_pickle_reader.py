@@ -67,7 +67,7 @@ def dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return content
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(content=dicts(), protocol=st.integers(2, 5))
 def test_what_torch_saves_is_read_to_the_bit(
     tmp_path_factory: pytest.TempPathFactory, content: dict[str, torch.Tensor], protocol: int
@@ -374,7 +374,7 @@ def test_every_cut_and_every_lacking_operation_is_refused(archive: int) -> None:
         fuzz_pickle.run(b"".join(parts[:i] + parts[i + 1 :]))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(fuzz_pickle.strategy())
 def test_pickles_that_are_nearly_valid_are_read_as_python_does_or_refused(data: bytes) -> None:
     fuzz_pickle.run(data)
@@ -382,8 +382,7 @@ def test_pickles_that_are_nearly_valid_are_read_as_python_does_or_refused(data: 
 
 # ---- hostile ones: what they cost ------------------------------------------------------------------------------------
 
-MANY = 1_000_000
-
+MANY = 300_000  # more than the limit of operations
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "1: a tuple doubled 60 times as a key": (P + b"})" + b"q\x00h\x00\x86" * 60 + b"Ns.", "builds a tuple of 2"),
@@ -425,10 +424,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "a chain of TUPLE1": (P + b")" + b"\x85" * MANY + END, "builds a tuple of 1"),
     "a chain of TUPLE3": (P + b")))" + b"\x87))" * MANY + END, "builds a tuple of 3"),
-    "a million marks": (P + b"(" * MANY, "nests more than 8 marks"),
-    "a million MEMOIZE": (P + b"N" + b"\x94" * MANY + END, "has more than 262144 operations"),
-    "a million dicts": (P + b"}" * MANY, "builds more than 32768 dicts"),
-    "a million OrderedDicts": (P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * (MANY // 4), "more than 32768 dicts"),
+    "many marks": (P + b"(" * MANY, "nests more than 8 marks"),
+    "many MEMOIZE": (P + b"N" + b"\x94" * MANY + END, "has more than 262144 operations"),
+    "many dicts": (P + b"}" * MANY, "builds more than 32768 dicts"),
+    "many OrderedDicts": (P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * (MANY // 4), "more than 32768 dicts"),
     "32000 dicts in each other": (
         P + b"}" + (text("a") + b"}") * 32000 + b"s" * 32000 + END,
         "'a' is a dict and must be a tensor",

@@ -338,7 +338,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         read_header(MappedFile(Path(folder)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(fuzz_pickle.archive_strategy())
 def test_archives_that_are_nearly_valid_are_read_as_torch_does_or_refused(data: bytes) -> None:
     fuzz_pickle.run_archive(data)

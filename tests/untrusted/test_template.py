@@ -1,4 +1,4 @@
-"""Templates of strangers: what they may do is rendered, and all else ends in a sentence, soon and without harm."""
+"""Untrusted templates: what they may do is rendered, and anything else ends soon, with an error and without harm."""
 
 import gc
 import os
@@ -106,11 +106,6 @@ def test_a_way_out_of_the_sandbox_leads_nowhere(template: str) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        pytest.param(
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "more than a second of CPU",
-            marks=unix,
-        ),
         pytest.param("{{ 9 ** (9 ** 9) }}", "more than a second of CPU", marks=unix),
         pytest.param("{{ x * 1000000000 }}", "more than 256 MiB of memory", marks=linux),
         pytest.param("{{ 'folded when it is compiled' * 100000000 }}", "more than 256 MiB of memory", marks=linux),
@@ -135,7 +130,7 @@ def test_what_a_template_may_not_is_refused_in_a_sentence(template: str, words: 
 def test_a_limit_ends_the_process_and_the_next_text_has_another() -> None:
     renderer = Renderer("{% for a in range(x) %}{% for b in range(x) %}{% endfor %}{% endfor %}done")
     assert renderer.render([{"x": 1}]) == [["done"]]
-    with pytest.raises(TemplateFailed):
+    with pytest.raises(TemplateFailed, match="more than a second of CPU" if sys.platform != "win32" else "longer than"):
         renderer.render([{"x": 99999}])
     assert renderer.render([{"x": 1}]) == [["done"]]
 
