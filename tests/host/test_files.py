@@ -193,7 +193,7 @@ from llama import cli
 from llama.bench.cell import Cell
 from llama.cli import benchmark_inference
 
-def main(path: str) -> int:
+def main(*, path: str) -> int:
     report = table_report()
     benchmark_inference.measure_cell = lambda *_, **__: report
     cell = Cell(**report["cells"][0]["cell"])
@@ -211,7 +211,7 @@ def test_a_measurement_is_in_its_file_whatever_becomes_of_the_page(stream: str, 
     results = tmp_path / "results.json"
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} {tmp_path / 'command.py'} {results} {stream}"],
+        ["bash", "-c", f"{sys.executable} {tmp_path / 'command.py'} --path {results} {stream}"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, root / "tests" / "support")))},
         capture_output=True,
         text=True,

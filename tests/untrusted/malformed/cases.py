@@ -492,17 +492,11 @@ add("a .gguf file with 100 MB of numbers for token types", "case 9", _gguf(heade
 
 METADATA: dict[str, tuple[str, str, str, Any]] = {
     "a float for BOS": ("case 15", "tokenizer.ggml.bos_token_id", "float32", 264.0),
-    "a float for EOS": ("case 15", "tokenizer.ggml.eos_token_id", "float64", 265.0),
-    "true for BOS": ("case 16", "tokenizer.ggml.bos_token_id", "bool", True),
     "a negative id for BOS": ("case 17", "tokenizer.ggml.bos_token_id", "int32", -1),
-    "an array for EOS": ("case 16", "tokenizer.ggml.eos_token_id", "array", [1, 2]),
     "text for add_bos_token": ("case 16", "tokenizer.ggml.add_bos_token", "string", "false"),
-    "an array for add_bos_token": ("case 16", "tokenizer.ggml.add_bos_token", "array", [0]),
     "a number for a chat template": ("case 16", "tokenizer.chat_template", "uint32", 7),
     "an array for a chat template": ("case 16", "tokenizer.chat_template", "array", ["a"]),
-    "floats for token types": ("case 16", "tokenizer.ggml.token_type", "array", [1.0] * 520),
     "numbers for tokens": ("case 16", "tokenizer.ggml.tokens", "array", [1, 2]),
-    "text for tokens": ("case 16", "tokenizer.ggml.tokens", "string", "abc"),
     "a token of 1 MB": ("CVE-2025-49847", "tokenizer.ggml.tokens", "array", ["x" * (1 << 20)]),
     "an array for a number of heads": (TYPES, "llama.attention.head_count_kv", "array", [2, 1]),
     "10^9 layers": (RESOURCES, "llama.block_count", "uint32", 10**9),
@@ -740,34 +734,19 @@ def _chain(length: int) -> Change:
 
 _CHANGES: dict[str, tuple[str, Change]] = {
     "with a chain of 1,023 merges": ("case 7", _chain(1023)),
-    **{f"with {value!r} for an added token's id": ("case 17", _added("id", value)) for value in (-1, 5.5, 519.0, True)},
+    "with -1 for an added token's id": ("case 17", _added("id", -1)),
     "with half a character in an added token": ("case 17", _added("content", "\ud800")),
     "with an empty added token": ("case 17", _added("content", "")),
-    "with a text for a flag of an added token": (TYPES, _added("lstrip", "false")),
-    "with merges that are numbers": (TYPES, _model(merges=[1, 2])),
-    "with merges of tokens that it lacks": (TRUNCATED, _model(merges=[["no", "such"]])),
-    "with two tokens of one id": (TYPES, _model(vocab={"a": 1, "b": 1})),
     "with ids of 2^40": (RESOURCES, _model(vocab={"a": 1 << 40})),
-    "with a text for byte_fallback": (TYPES, _model(byte_fallback="false")),
-    "with dropout": (ANOTHER_MODEL, _model(dropout=0.5)),
-    "of word pieces": (ANOTHER_MODEL, _model(type="WordPiece")),
     "with a regex that takes exponential time": (
         "CWE-1333",
         lambda spec: spec.update(
             pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
         ),
     ),
-    "with a normaliser that loses text": (
-        ANOTHER_MODEL,
-        lambda spec: spec.update(normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": ""}),
-    ),
     "with a normaliser of an untrusted table": (
         RESOURCES,
         lambda spec: spec.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-    ),
-    "with a decoder that makes other text": (
-        ANOTHER_MODEL,
-        lambda spec: spec.update(decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}),
     ),
     "with escapes in a key": (TERMINAL, lambda spec: spec.update({ESCAPES: 1})),
 }
