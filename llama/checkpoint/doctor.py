@@ -12,7 +12,7 @@ import torch
 
 from llama.args import ModelArgs
 from llama.checkpoint import open_checkpoint, stored_bytes
-from llama.checkpoint.base import Checkpoint, read_tokenizer
+from llama.checkpoint.base import Checkpoint, Weight, read_tokenizer
 from llama.checkpoint.families import FAMILIES
 from llama.costs import MB, Layout, cache_bytes, parameters, weights_bytes
 from llama.quant.packed import GROUP
@@ -46,7 +46,7 @@ def examine(path: Path, *, tokenizer_path: Path | None = None) -> Findings:
         others = [other for other in _wrong_tokenizers(path) if other != str(error)]
         return Findings(obstacles=[str(error), *others])
     return Findings(
-        facts=dict(_facts(checkpoint)),
+        facts=_facts(checkpoint),
         memory=list(_memory(checkpoint)),
         positions=_positions(checkpoint),
         remarks=list(_remarks(checkpoint)),
@@ -63,31 +63,27 @@ def _wrong_tokenizers(path: Path) -> Iterator[str]:
                 yield str(error)
 
 
-def _facts(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     args, path = checkpoint.args, checkpoint.path
     files = [path] if path.is_file() else sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
-    yield "format", _format(path)
-    yield (
-        "weights",
-        f"{len(files)} file{'s' * (len(files) > 1)}, {sum(file.stat().st_size for file in files) / MB:,.1f} MB",
-    )
-    yield "family", checkpoint.family
-    yield "parameters", f"{parameters(args):,}"
-    yield "layers", f"{args.n_layers} of width {args.dim}, MLP {args.ffn_dim}"
-    yield "heads", f"{args.n_heads} of {args.head_dim} numbers, {args.n_kv_heads} for keys and values"
-    yield "attention", _attention(args)
-    yield "head", "is the embedding (tied)" if args.tied_head else "its own matrix"
-    yield "RoPE", _rope(args)
-    yield (
-        "rows of q and k",
-        "half-split, brought into our order" if _half_split(checkpoint) else "pair by pair, as ours",
-    )
-    yield "longest text", f"{args.max_seq_len:,} positions"
-    kinds = Counter(
-        _kind(checkpoint, name) for name in checkpoint.tensors if name != "output.weight" or not args.tied_head
-    )
-    yield "tensors", ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    yield from _tokenizer_facts(checkpoint.tokenizer, args)
+    megabytes = sum(file.stat().st_size for file in files) / MB
+    own = {name: weight for name, weight in checkpoint.tensors.items() if name != "output.weight" or not args.tied_head}
+    types = Counter(map(_type, own.values()))
+    return {
+        "format": _format(path),
+        "weights": f"{len(files)} file{'s' * (len(files) > 1)}, {megabytes:,.1f} MB",
+        "family": checkpoint.family,
+        "parameters": f"{parameters(args):,}",
+        "layers": f"{args.n_layers} of width {args.dim}, MLP {args.ffn_dim}",
+        "heads": f"{args.n_heads} of {args.head_dim} numbers, {args.n_kv_heads} for keys and values",
+        "attention": _attention(args),
+        "head": "is the embedding (tied)" if args.tied_head else "its own matrix",
+        "RoPE": _rope(args),
+        "rows of q and k": "half-split, converted to our order" if _half_split(checkpoint) else "pair by pair, as ours",
+        "longest text": f"{args.max_seq_len:,} positions",
+        "tensors": ", ".join(f"{count} {kind}" for kind, count in sorted(types.items())),
+        **_tokenizer_facts(checkpoint.tokenizer, args),
+    }
 
 
 def _format(path: Path) -> str:
@@ -117,26 +113,28 @@ def _half_split(checkpoint: Checkpoint) -> bool:
     return not (checkpoint.path / "params.json").is_file()
 
 
-def _kind(checkpoint: Checkpoint, name: str) -> str:
-    weight = checkpoint.tensors[name]
+def _type(weight: Weight) -> str:
     return str(weight.rows(0, 1).dtype).removeprefix("torch.") if weight.stored is None else weight.stored.kind
 
 
-def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> Iterator[tuple[str, str]]:
+def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> dict[str, str]:
     unused = args.vocab_size - tokenizer.n_words
-    filled = f", and {unused} rows of the embedding beyond it" if unused else ""
-    yield "tokenizer", f"{tokenizer.n_words:,} tokens, {len(tokenizer.special_tokens)} of them special{filled}"
+    padding = f", and {unused} rows of the embedding beyond it" if unused else ""
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
 
     def named(id: int | None) -> str:
         return "none" if id is None else f"{texts.get(id, '?')} ({id})"
 
-    yield "beginning of a text", named(tokenizer.bos_id) + (", added to each text" if tokenizer.adds_bos else "")
-    yield "ends of a text", ", ".join(map(named, tokenizer.stop_tokens)) or "none"
     try:
-        yield "chat format", ChatFormat(tokenizer).name
+        chat = ChatFormat(tokenizer).name
     except ValueError as error:
-        yield "chat format", f"none: {error}"
+        chat = f"none: {error}"
+    return {
+        "tokenizer": f"{tokenizer.n_words:,} tokens, {len(tokenizer.special_tokens)} of them special{padding}",
+        "beginning of a text": named(tokenizer.bos_id) + (", added to each text" if tokenizer.adds_bos else ""),
+        "ends of a text": ", ".join(map(named, tokenizer.stop_tokens)) or "none",
+        "chat format": chat,
+    }
 
 
 def _memory(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, int]]:

@@ -1,10 +1,11 @@
-"""Dialog -> text -> ids: by the tokenizer's chat template, else in one of two well-known formats.
+"""Dialog -> text -> ids: by the tokenizer's chat template, else in Llama 3's format.
 
-The content of a message never becomes a special token. A family's format is a list of parts, of which every second one
-is a special token, so no content is searched. A template gives one text, and its special tokens must be found in it;
-but a content may contain the text of a special token, or a part that the template's text completes. So every character
-of a content that occurs in any special token is replaced by a private character that occurs nowhere else. In the
-rendered text a special token then has no character of a content. Afterwards the replacement is undone. Three notes:
+The content of a message never becomes a special token. In Llama 3's format a dialog is a list of parts, of which every
+second one is a special token, so no content is searched. A template gives one text, and its special tokens must be
+found in it; but a content may contain the text of a special token, or a part that the template's text completes. So
+every character of a content that occurs in any special token is replaced by a private character that occurs nowhere
+else. In the rendered text a special token then has no character of a content. Afterwards the replacement is undone.
+Three notes:
 
 - A template may search a content, as Qwen 3's does for `</think>`, and would not find it. So the unchanged contents are
   rendered, too. If both texts are equal after undoing, the replacement did not matter. If not, a third rendering
@@ -24,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple, TypedDict, get_args
+from typing import Literal, TypedDict, get_args
 
 from llama.tokenizer import Tokenizer
 from llama.untrusted.template import DialogRefused, Renderer, TemplateFailed
@@ -64,83 +65,36 @@ class Rendering:
         return None if index is None else Rendering(["", *self.parts[index:]])
 
 
-class Family(NamedTuple):
-    """A chat format without a template: the parts before a message, with {role}, and behind it.
-
-    Both begin with a special token, and every second part is one. strips: white space around a content is removed.
-    """
-
-    name: str
-    opens: tuple[str, ...]
-    ends: tuple[str, ...]
-    begins_with_bos: bool
-    strips: bool
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The special tokens of the format."""
-        return (*self.opens[::2], *self.ends[::2])
-
-    def header(self, role: Role) -> list[str]:
-        return [part.format(role=role) for part in self.opens]
-
-    def message(self, message: Message) -> list[str]:
-        *header, last = self.header(message["role"])
-        content = message["content"].strip() if self.strips else message["content"]
-        return [*header, last + content, *self.ends]
-
-
-_FAMILIES = (
-    # https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py, class ChatFormat
-    Family(
-        "Llama 3",
-        opens=("<|start_header_id|>", "{role}", "<|end_header_id|>", "\n\n"),
-        ends=("<|eot_id|>", ""),
-        begins_with_bos=True,
-        strips=True,
-    ),
-    # https://github.com/openai/openai-python/blob/release-v0.28.0/chatml.md
-    Family(
-        "ChatML",
-        opens=("<|im_start|>", "{role}\n"),
-        ends=("<|im_end|>", "\n"),
-        begins_with_bos=False,
-        strips=False,
-    ),
-)
+_LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
 class ChatFormat:
-    """Converts dialogs to ids by the tokenizer's chat template, or without one by the format of its special tokens.
+    """Converts dialogs to ids by the tokenizer's chat template, or without one in Llama 3's format.
 
     A template gets the variables of transformers: `messages`, `add_generation_prompt`, the texts of the BOS, EOS and
     padding tokens, `tools` and `documents` as None, and `strftime_now`, whose time is that of the constructor. Raises
-    ValueError if there is neither a template that can be rendered nor a known format.
+    ValueError if there is neither a template that can be rendered nor Llama 3's special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         has = tokenizer.special_tokens
-        self._family = next((family for family in _FAMILIES if has.keys() >= set(family.marks)), None)
+        self._is_llama_3 = has.keys() >= set(_LLAMA_3)
         self._renderer: Renderer | None = None
         self._special_texts = sorted((text for text in has if text.strip()), key=len, reverse=True)
         self._chars = {char for text in has for char in text if not char.isspace()}
         if tokenizer.chat_template:
             self._try(tokenizer.chat_template)
-        elif self._family is None:
-            known = " or ".join(" ".join(family.marks) for family in _FAMILIES)
+        elif not self._is_llama_3:
             raise ValueError(
-                f"this tokenizer has no known chat format: it has no chat template and no special tokens {known}; "
-                "complete plain text instead"
+                "this tokenizer has no known chat format: it has no chat template and no special tokens "
+                f"{' '.join(_LLAMA_3)}; complete plain text instead"
             )
 
     @property
     def name(self) -> str:
         """The name of the format, for people."""
-        if self._renderer is not None:
-            return "the checkpoint's own template"
-        assert self._family is not None
-        return f"{self._family.name}'s, by its special tokens"
+        return "Llama 3's, by its special tokens" if self._renderer is None else "the checkpoint's own template"
 
     def encode_dialog_prompt(self, dialog: Dialog) -> list[int]:
         """Return the ids of a dialog and of the opening of the answer, after a BOS if the format has one.
@@ -153,7 +107,7 @@ class ChatFormat:
         """Return the text of a dialog and of the opening of the answer. Raises ValueError as `encode_dialog_prompt`."""
         check_dialog(dialog)
         if self._renderer is None:
-            return Rendering(self._from_family(dialog))
+            return Rendering(self._llama_3(dialog))
         with self._with_remedy():
             return Rendering(self._from_template(self._renderer, dialog))
 
@@ -190,12 +144,17 @@ class ChatFormat:
         with suppress(DialogRefused):
             self.render([{"role": "user", "content": "Hi"}])
 
-    def _from_family(self, dialog: Dialog) -> list[str]:
-        assert self._family is not None
+    def _llama_3(self, dialog: Dialog) -> list[str]:
+        """Return the parts of a dialog in Meta's format.
+
+        Source: https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py, class ChatFormat.
+        """
+        start, end, turn = _LLAMA_3
         bos = self._text_of(self.tokenizer.bos_id)
-        opening = [bos, ""] if self._family.begins_with_bos and bos is not None else []
-        said = [part for message in dialog for part in self._family.message(message)]
-        return ["", *opening, *said, *self._family.header("assistant")]
+        parts = [""] if bos is None else ["", bos, ""]
+        for message in dialog:
+            parts += [start, message["role"], end, "\n\n" + message["content"].strip(), turn, ""]
+        return [*parts, start, "assistant", end, "\n\n"]
 
     def _from_template(self, renderer: Renderer, dialog: Dialog) -> list[str]:
         """Return the parts of the template's text of a dialog. The docstring of this file explains the renderings."""
@@ -244,8 +203,8 @@ class ChatFormat:
             yield
         except TemplateFailed as error:
             remedy = "complete plain text instead"
-            if self._family is not None:
-                remedy = f"tokenizer.chat_template = None selects {self._family.name}'s format by the special tokens"
+            if self._is_llama_3:
+                remedy = "tokenizer.chat_template = None selects Llama 3's format by the special tokens"
             raise type(error)(f"{error}; {remedy}") from error
 
 

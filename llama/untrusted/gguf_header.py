@@ -59,16 +59,12 @@ class Header:
     tensors: dict[str, TensorInfo]
 
 
-def read_header(path: Path, *, arrays: Collection[str] | None = None) -> Header:
+def read_header(file: Path | MappedFile, *, arrays: Collection[str] | None = None) -> Header:
     """Return the checked header of a file, whose tensors lie side by side without gaps.
 
     `arrays`: the keys whose arrays are returned; others are `Unread`. None: all. Raises CheckpointError.
     """
-    return header_of(MappedFile(path), arrays=arrays)
-
-
-def header_of(mapped: MappedFile, *, arrays: Collection[str] | None = None) -> Header:
-    """Return the header as `read_header` does, of a mapped file."""
+    mapped = file if isinstance(file, MappedFile) else MappedFile(file)
     with refusing(mapped.path, "is not a .gguf file that can be used"):
         return parse_header(mapped.data, arrays=arrays)
 

@@ -58,6 +58,15 @@ def run_archive(data: bytes) -> None:
         assert same_bits(ours, theirs[name])
 
 
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    """Return what our readers find in a .pth file."""
+    mapped = MappedFile(path)
+    return {
+        name: Weight.mapped(mapped, place.start, place.shape, place.dtype).rows(0, place.shape[0])
+        for name, place in read_header(mapped).items()
+    }
+
+
 def _loaded_by_torch(path: Path) -> dict[str, torch.Tensor] | None:
     """Return what torch loads, or None where it stumbles over a record that says nothing of the weights."""
     try:

@@ -17,6 +17,7 @@ from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message, Rendering
 from llama.untrusted.gguf_header import read_header
 
+LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 USER: Message = {"role": "user", "content": "Hi"}
 # Letters of several scripts, spaces, newlines, and all that a forger would try.
 WORDS = ["Hi", " ", "\n", "\n\n", "1", "é", "日本", "😀", "a", "<", "|", ">"]
@@ -531,20 +532,13 @@ def test_a_rendering_is_cut_where_a_special_token_begins() -> None:
     assert [rendering.after(place) for place in (1, 3, 5, 9, 14, 15, 99)] == [None] * 7
 
 
-def test_the_template_decides_where_a_tokenizer_has_the_tokens_of_both_formats() -> None:
-    marks = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>")
+def test_a_template_decides_where_a_tokenizer_has_llama_3s_tokens_too() -> None:
     for template, first in (("<|im_start|>", 259), ("<|start_header_id|>", 256), ("", 256), (None, 256)):
-        both = tiny(*marks, **{"tokenizer.chat_template": template})
+        both = tiny(*LLAMA_3, "<|im_start|>", **{"tokenizer.chat_template": template})
         assert ChatFormat(both).encode_dialog_prompt([USER])[0] == first
 
 
-def test_chatml_without_a_template_has_neither_bos_nor_a_system_message() -> None:
-    plain = tiny("<s>", "<|im_start|>", "<|im_end|>", **{"tokenizer.ggml.bos_token_id": 256})
-    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert plain.decode(ChatFormat(plain).encode_dialog_prompt([USER])) == text
-
-
-@pytest.mark.parametrize("specials", [(), ("<|im_start|>",), ("<|start_header_id|>", "<|end_header_id|>")])
+@pytest.mark.parametrize("specials", [(), ("<|im_start|>", "<|im_end|>"), LLAMA_3[:2]])
 def test_a_tokenizer_without_a_known_format_is_refused(specials: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"no known chat format: .* complete plain text instead"):
         ChatFormat(tiny(*specials))
@@ -563,8 +557,8 @@ def test_a_tokenizer_without_a_known_format_is_refused(specials: tuple[str, ...]
 def test_a_template_that_cannot_be_rendered_is_refused_with_what_would_work(template: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"{words}.*; complete plain text instead"):
         ChatFormat(tiny(**{"tokenizer.chat_template": template}))
-    known = tiny("<|im_start|>", "<|im_end|>", **{"tokenizer.chat_template": template})
-    with pytest.raises(ValueError, match=f"{words}.*; tokenizer.chat_template = None selects ChatML's format"):
+    known = tiny(*LLAMA_3, **{"tokenizer.chat_template": template})
+    with pytest.raises(ValueError, match=f"{words}.*; tokenizer.chat_template = None selects Llama 3's format"):
         ChatFormat(known)
     known.chat_template = None
     assert ChatFormat(known).encode_dialog_prompt([USER])

@@ -19,16 +19,17 @@ many = settings(max_examples=100, deadline=None, derandomize=True)
 FORMS = ("file", "folder", "gguf")
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=["file", "folder"])  # one form for each of the two libraries
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "gguf":
-        return Tokenizer.from_gguf(gguf_of_pieces(pieces()))
-    if request.param == "folder":
-        return Tokenizer.from_huggingface(
-            saved(folder, huggingface_of_pieces(pieces()), bos_token="<s>", eos_token="</s>")
-        )
-    return file_of(folder, pieces())
+    return of_form(request.param, tmp_path_factory.mktemp(request.param), pieces())
+
+
+def of_form(form: str, folder: Path, data: bytes) -> Tokenizer:
+    if form == "file":
+        return file_of(folder, data)
+    if form == "gguf":
+        return Tokenizer.from_gguf(gguf_of_pieces(data))
+    return Tokenizer.from_huggingface(saved(folder, huggingface_of_pieces(data), bos_token="<s>", eos_token="</s>"))
 
 
 def file_of(folder: Path, data: bytes) -> Tokenizer:
@@ -102,15 +103,7 @@ def test_no_special_token_can_be_written_in_plain_text(tokenizer: Tokenizer) -> 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_without_bytes_a_text_of_unknown_characters_is_refused_by_name(form: str, tmp_path: Path) -> None:
-    data = pieces(byte_fallback=False)
-    if form == "file":
-        ours = file_of(tmp_path, data)
-    elif form == "gguf":
-        ours = Tokenizer.from_gguf(gguf_of_pieces(data))
-    else:
-        ours = Tokenizer.from_huggingface(
-            saved(tmp_path, huggingface_of_pieces(data), bos_token="<s>", eos_token="</s>")
-        )
+    ours = of_form(form, tmp_path, pieces(byte_fallback=False))
     assert ours.decode(plain(ours, "the other")) == "the other"
     for begins in (True, False):
         with pytest.raises(ValueError, match=r"cannot represent '\\x04', '\\U00050000': it has no tokens for them"):

@@ -33,7 +33,7 @@ def test_headers_that_lie_are_refused(what: str) -> None:
             parse_header(GGUF_FILES[what][1], arrays=arrays)
 
 
-def test_arrays_that_nobody_asked_for_are_stepped_over() -> None:
+def test_arrays_that_are_not_requested_are_skipped() -> None:
     data = header(
         array(U8, 2, b"ab", key=b"bytes"),
         array(STRING, 2, text(b"x") + text("é".encode()), key=b"texts"),
@@ -53,7 +53,7 @@ def test_arrays_that_nobody_asked_for_are_stepped_over() -> None:
     assert none == {"bytes": Unread(2), "texts": Unread(2), "flags": Unread(2), "k": 7}
 
 
-def test_an_array_that_nobody_asked_for_takes_no_memory_and_the_file_loads(tmp_path: Path) -> None:
+def test_an_array_that_is_not_requested_takes_no_memory_and_the_file_loads(tmp_path: Path) -> None:
     model = random_model(config_of())
     path = write_gguf(tmp_path / "model.gguf", meta_weights(model), model.config)
     raw = path.read_bytes()

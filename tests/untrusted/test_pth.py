@@ -26,16 +26,8 @@ CONTENT = {"norm.weight": torch.randn(5).bfloat16(), "output.weight": torch.rand
 ARCHIVE = saved(CONTENT)
 
 
-def loaded(path: Path) -> dict[str, torch.Tensor]:
-    mapped = MappedFile(path)
-    return {
-        name: Weight.mapped(mapped, place.start, place.shape, place.dtype).rows(0, place.shape[0])
-        for name, place in read_header(mapped).items()
-    }
-
-
 def refusal(data: bytes, tmp_path: Path) -> str:
-    path = tmp_path / "hostile.pth"
+    path = tmp_path / "malicious.pth"
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
         read_header(MappedFile(path))
@@ -74,7 +66,7 @@ def test_an_archive_of_another_writer_is_read_to_the_bit(tmp_path: Path, folder:
     path = tmp_path / "rewritten.pth"
     path.write_bytes(rewritten(ARCHIVE, folder, big=big))
     assert any(place.start % place.dtype.itemsize for place in read_header(MappedFile(path)).values())
-    assert all(same_bits(tensor, CONTENT[name]) for name, tensor in loaded(path).items())
+    assert all(same_bits(tensor, CONTENT[name]) for name, tensor in fuzz_pickle.loaded(path).items())
 
 
 def test_an_archive_of_an_old_torch_has_fewer_records(tmp_path: Path) -> None:
@@ -83,20 +75,20 @@ def test_an_archive_of_an_old_torch_has_fewer_records(tmp_path: Path) -> None:
         rewritten(ARCHIVE, lacking=("byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"))
     )
     assert {name for name in read_records(path.read_bytes()) if "data/" not in name} == {"data.pkl", "version"}
-    assert all(same_bits(tensor, CONTENT[name]) for name, tensor in loaded(path).items())
+    assert all(same_bits(tensor, CONTENT[name]) for name, tensor in fuzz_pickle.loaded(path).items())
 
 
 def test_an_archive_that_a_file_name_is_the_folder_of(tmp_path: Path) -> None:
     for name in ("consolidated.00.pth", "Modell größer.pth", "no-suffix"):
         torch.save(CONTENT, tmp_path / name)
-        assert all(same_bits(tensor, CONTENT[key]) for key, tensor in loaded(tmp_path / name).items())
+        assert all(same_bits(tensor, CONTENT[key]) for key, tensor in fuzz_pickle.loaded(tmp_path / name).items())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file system with holes in files")
 def test_records_of_more_than_4_gigabytes_are_found(tmp_path: Path) -> None:
     """Sizes and places of 64 bits. The file is a hole with headers around it."""
     path = tmp_path / "large.pth"
-    large = torch.empty(5 << 28)  # nobody touches its memory
+    large = torch.empty(5 << 28)  # its memory is never touched
     with torch.serialization.skip_data():
         torch.save({"a": large, "b": torch.ones(3)}, path)
     assert path.stat().st_size > 5 << 30

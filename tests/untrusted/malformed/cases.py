@@ -326,7 +326,7 @@ SAFETENSORS: dict[str, tuple[str, bytes]] = {
     "with a tensor twice": ("safetensors #401", safetensors(b'{"a":' + _ONE + b',"a":' + _ONE + b"}", bytes(4))),
     "with 100,000 empty tensors": ("case 10", safetensors({f"{i}": entry([0], 0, 0) for i in range(100_000)})),
     "with an empty tensor of 2^62 rows": (_AUDIT, safetensors({"a": entry([1 << 62, 0], 0, 0)})),
-    "with 10,000 tensors that nobody knows": (
+    "with 10,000 unknown tensors": (
         "case 11",
         safetensors({f"{ESCAPES}{i}": entry([1], 4 * i, 4 * i + 4) for i in range(10_000)}, bytes(40_000)),
     ),
@@ -484,7 +484,7 @@ _KINDS = array(U32, 25_000_000, key=b"tokenizer.ggml.token_type")
 _NUMBERS = array(U16, 60_000_000)
 add("a .gguf file of 4 million empty strings", "case 8", _gguf(header(_EMPTY), 8 << 22))
 add(
-    "a .gguf file with 120 MB of numbers that nobody needs",
+    "a .gguf file with 120 MB of unused numbers",
     "case 9",
     _gguf(header(_NUMBERS), 120_000_000),
 )
@@ -547,7 +547,7 @@ def _written(metadata: Mapping[str, tuple[str, Any]], *tensors: str) -> Make:
 for _what, (_source, _key, _kind, _value) in METADATA.items():
     add(f"a .gguf file with {_what}", _source, _written({_key: (_kind, _value)}))
 _TENSORS = _written({}, *(f"\x1b[{i}" for i in range(10_000)))
-add("a .gguf file with 10,000 tensors that nobody knows", "case 11", _TENSORS)
+add("a .gguf file with 10,000 unknown tensors", "case 11", _TENSORS)
 _NO_LETTERS = {
     "tokenizer.ggml.tokens": ("array", ["", *(f"t{i}" for i in range(519))]),
     "tokenizer.ggml.token_type": ("array", [4] + [1] * 519),
@@ -630,66 +630,46 @@ _BYTEARRAY = b"\x80\x02}X\1\0\0\0ac__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85
 _DOUBLED = b"\x80\x02})" + b"2\x86" * 60 + b"K\1s."
 
 
+def _pickled(pickled: bytes, **more: Any) -> Callable[[Path], object]:
+    return lambda path: _archive(path, pickled, **more)
+
+
+def _saved(make: Callable[[], object], **more: Any) -> Callable[[Path], object]:
+    return lambda path: torch.save(make(), path, **more)
+
+
+_ZEROS = {"records": {"data/0": bytes(100 << 20)}, "kind": zipfile.ZIP_DEFLATED}
+_OLD = {"_use_new_zipfile_serialization": False}
 PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "of nothing": (TRUNCATED, lambda path: path.write_bytes(b"")),
-    "that calls os.system": ("CWE-502", lambda path: _archive(path, _Global("os", "system").pickled())),
-    "that calls eval": ("CWE-502", lambda path: _archive(path, _Global("builtins", "eval").pickled("1"))),
-    "that calls pip": ("CVE-2025-1716", lambda path: _archive(path, _Global("pip", "main").pickled("x"))),
-    "that imports torch.hub": ("CWE-502", lambda path: _archive(path, _Global("torch.hub", "load").pickled("x"))),
-    "whose global has escapes": (
-        "case 13",
-        lambda path: _archive(path, _Global("os\x1b]0;x\x07", "system\x1b[2J").pickled()),
-    ),
+    "that calls os.system": ("CWE-502", _pickled(_Global("os", "system").pickled())),
+    "that calls eval": ("CWE-502", _pickled(_Global("builtins", "eval").pickled("1"))),
+    "that calls pip": ("CVE-2025-1716", _pickled(_Global("pip", "main").pickled("x"))),
+    "that imports torch.hub": ("CWE-502", _pickled(_Global("torch.hub", "load").pickled("x"))),
+    "whose global has escapes": ("case 13", _pickled(_Global("os\x1b]0;x\x07", "system\x1b[2J").pickled())),
     "of old pickles": ("CVE-2025-32434", lambda path: path.write_bytes(_Global("os", "system").pickled())),
-    "in old torch's layout": (
-        "CVE-2025-32434",
-        lambda path: torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False),
-    ),
+    "in old torch's layout": ("CVE-2025-32434", _saved(lambda: {"a": torch.ones(2)}, **_OLD)),
     "in a tar archive": ("CVE-2025-32434", _tar),
-    "that unpacks to 100 MB": (
-        "CVE-2019-9674",
-        lambda path: _archive(path, b"\x80\x02}.", records={"data/0": bytes(100 << 20)}, kind=zipfile.ZIP_DEFLATED),
-    ),
+    "that unpacks to 100 MB": ("CVE-2019-9674", _pickled(b"\x80\x02}.", **_ZEROS)),
     "whose pickle unpacks to 80 MB": (
         "CVE-2019-9674",
-        lambda path: _archive(path, b"\x80\x02}." + bytes(80 << 20), kind=zipfile.ZIP_DEFLATED),
+        _pickled(b"\x80\x02}." + bytes(80 << 20), kind=zipfile.ZIP_DEFLATED),
     ),
     "with an entry that leads out": ("CVE-2007-4559", lambda path: _rezipped(path, _leading_out)),
     "with a record that is too short": ("CVE-2026-24747", lambda path: _rezipped(path, _shortened)),
     "with a record that no tensor has": ("CWE-436", lambda path: _rezipped(path, _with_unused)),
-    "with a sparse tensor": (
-        "CVE-2025-62164",
-        lambda path: torch.save({"norm.weight": torch.eye(32).to_sparse()}, path),
-    ),
-    "with 2^40 numbers out of one": (
-        "CVE-2026-7482",
-        lambda path: torch.save({"norm.weight": torch.ones(1).expand(1 << 40)}, path),
-    ),
-    "with an empty tensor of 2^40 columns": (
-        RESOURCES,
-        lambda path: torch.save({"norm.weight": torch.ones(0, 1 << 40)}, path),
-    ),
-    "with tensors that overlap": ("CWE-436", lambda path: torch.save(_shared(), path)),
-    "with a tensor on the meta device": (
-        "case 4",
-        lambda path: torch.save({"norm.weight": torch.ones(32, device="meta")}, path),
-    ),
-    "whose pickle doubles a tuple 60 times": ("case 1", lambda path: _archive(path, _DOUBLED)),
-    "whose pickle makes 2 GB of bytes": ("case 2", lambda path: _archive(path, _BYTEARRAY)),
-    "whose pickle makes 130,000 dicts in tuples": (
-        RESOURCES,
-        lambda path: _archive(path, b"\x80\x02" + b"}\x85" * 130_000 + b"."),
-    ),
-    "with a tensor that has attributes": ("case 3", lambda path: torch.save({"norm.weight": _with_a_note()}, path)),
-    "with a tensor in no record": (
-        "case 4",
-        lambda path: _archive(path, _IN_NO_RECORD, records={"data/0": bytes(128)}),
-    ),
-    "with escapes in a name": (TERMINAL, lambda path: torch.save({ESCAPES: torch.ones(2)}, path)),
-    "with 2,000 tensors that nobody knows": (
-        "case 11",
-        lambda path: torch.save({f"x{i}": torch.ones(1) for i in range(2000)}, path),
-    ),
+    "with a sparse tensor": ("CVE-2025-62164", _saved(lambda: {"norm.weight": torch.eye(32).to_sparse()})),
+    "with 2^40 numbers out of one": ("CVE-2026-7482", _saved(lambda: {"norm.weight": torch.ones(1).expand(1 << 40)})),
+    "with an empty tensor of 2^40 columns": (RESOURCES, _saved(lambda: {"norm.weight": torch.ones(0, 1 << 40)})),
+    "with tensors that overlap": ("CWE-436", _saved(_shared)),
+    "with a tensor on the meta device": ("case 4", _saved(lambda: {"norm.weight": torch.ones(32, device="meta")})),
+    "whose pickle doubles a tuple 60 times": ("case 1", _pickled(_DOUBLED)),
+    "whose pickle makes 2 GB of bytes": ("case 2", _pickled(_BYTEARRAY)),
+    "whose pickle makes 130,000 dicts in tuples": (RESOURCES, _pickled(b"\x80\x02" + b"}\x85" * 130_000 + b".")),
+    "with a tensor that has attributes": ("case 3", _saved(lambda: {"norm.weight": _with_a_note()})),
+    "with a tensor in no record": ("case 4", _pickled(_IN_NO_RECORD, records={"data/0": bytes(128)})),
+    "with escapes in a name": (TERMINAL, _saved(lambda: {ESCAPES: torch.ones(2)})),
+    "with 2,000 unknown tensors": ("case 11", _saved(lambda: {f"x{i}": torch.ones(1) for i in range(2000)})),
 }
 for _what, (_source, _spoil) in PTH_FILES.items():
     add(f"a .pth file {_what}", _source, spoiled("meta", "consolidated.00.pth", _spoil))
