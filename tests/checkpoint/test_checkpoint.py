@@ -35,6 +35,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from vocabularies import pieces
 
 from llama.args import RopeScaling
 from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
@@ -190,6 +191,14 @@ def test_a_tokenizer_from_elsewhere_takes_the_place_of_the_checkpoints_own(tmp_p
             open_checkpoint(path)
         for tokenizer_path in (elsewhere, str(tmp_path / "other" / "tokenizer.json")):
             assert open_checkpoint(str(path), tokenizer_path=tokenizer_path).tokenizer.n_words == N_WORDS
+
+
+def test_an_old_folder_has_sentencepieces_file_and_no_tokenizer_json(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(pieces())
+    write_huggingface(tmp_path, random_model(config_of(vocab_size=2000)), tokenizer=False)
+    tokenizer = open_checkpoint(tmp_path).tokenizer
+    assert tokenizer.n_words == 2000
+    assert tokenizer.decode(tokenizer.encode("größer 😀", bos=True, eos=False)[1:]) == "größer 😀"
 
 
 # ---- dtypes, devices, progress ---------------------------------------------------------------------------------------

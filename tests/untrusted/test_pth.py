@@ -129,18 +129,12 @@ def put(at: int, layout: str, *values: int) -> Callable[[bytes], bytes]:
     return change
 
 
-def said_64_alone(field: int, layout: str, value: int) -> Callable[[bytes], bytes]:
-    return put(END_64 + field, layout, value)
-
-
 DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no zip": (lambda a: b"x" * 100, "not a zip archive"),
-    "a pickle": (lambda a: b"\x80\x02}.", "not a zip archive"),
     "something behind": (lambda a: a + b"x", "not a zip archive"),
     "something before": (lambda a: b"x" + a, "the archive's two end records disagree"),
     "something before another writer's": (lambda a: b"x" + rewritten(a), "is not where its end record says"),
     "a comment": (put(END + 20, "H", 5), "the archive's directory is not where its end record says"),
-    "the end alone": (lambda a: a[END:], "is not where its end record says"),
     "two disks": (lambda a: ended(a[:END_64], disk=1), "the archive's directory is not where its end record says"),
     "fewer here": (lambda a: put(8 - 22, "H", 1)(a), "the archive's two end records disagree"),
     "more records than there are": (
@@ -170,7 +164,6 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a folder for DOS": (put(ENTRY + 38, "I", 0x10), "is compressed or encrypted, or a folder"),
     "a comment of a record": (put(ENTRY + 32, "H", 1), "differs from what torch.save writes"),
     "a record on another disk": (put(ENTRY + 34, "H", 1), "differs from what torch.save writes"),
-    "a name of 60000 bytes": (put(ENTRY + 28, "H", 60000), "differs from what torch.save writes"),
     "a name past the end": (put(ENTRY + 28, "H", 500), "differs from what torch.save writes"),
     "extra fields past the end": (put(ENTRY + 30, "H", 60000), "differs from what torch.save writes"),
     "a record behind the end": (
@@ -185,14 +178,9 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a header that says encrypted": (put(HEADER + 6, "H", 0x0809), "and its header at byte .* disagree"),
     "a header of another size": (put(HEADER + 18, "II", 9, 9), "and its header at byte .* disagree"),
     "a record that reaches into the directory": (put(HEADER + 28, "H", 60000), "data/0' ends at byte .* must end by"),
-    "a record longer than the file": (put(ENTRY + 20, "II", 1 << 30, 1 << 30), "data/0' ends at byte .* must end by"),
     "a record without its size": (put(ENTRY + 20, "II", 0xFFFFFFFF, 0xFFFFFFFF), "has no size or position of"),
     "a size that stands nowhere": (lambda a: with_extra(a, b""), "has no size or position of"),
     "half a field": (lambda a: with_extra(a, b"\1\0\x10"), "has no size or position of"),
-    "a size of 64 bits cut off": (
-        lambda a: with_extra(a, struct.pack("<HHQ", 1, 16, 10)),
-        "has no size or position of",
-    ),
     "a size of 64 bits twice": (
         lambda a: with_extra(a, struct.pack("<HHQ", 1, 8, 10) * 2),
         "has no size or position of",
@@ -210,10 +198,6 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda a: named(["data.pkl", "\x1b[2J"]),
         r"contains '\\x1b\[2J', which torch.save does not",
     ),
-    "a record of a program": (
-        lambda a: named(["data.pkl", "constants.pkl"]),
-        "contains 'constants.pkl', which torch.save",
-    ),
     "no pickle": (lambda a: named(["version"]), "the archive has no data.pkl; save a dict"),
     "a pickle of 5 MB": (
         lambda a: named(["data.pkl"], size=5 << 20),
@@ -224,7 +208,6 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda a: rewritten(ARCHIVE, lacking=("byteorder",)) and named(["byteorder", "data.pkl"], size=7, fill=b"l"),
         "the byte order is not little-endian",
     ),
-    "a pickle that is refused": (lambda a: named(["data.pkl"], size=7), "does not start as a pickle"),
     "no record for a tensor": (
         lambda a: rewritten(a, lacking=("data/1",)),
         "output.weight needs a record of 48 bytes, .* none",
