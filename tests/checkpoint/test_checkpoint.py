@@ -1,4 +1,4 @@
-"""The same weights arrive as the same bits from every format, and give the logits that other people's code gives."""
+"""All formats give the same weights to the bit, and the logits of transformers and llama.cpp."""
 
 import json
 import logging

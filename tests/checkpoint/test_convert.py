@@ -1,4 +1,4 @@
-"""What is converted is read back as the package's own rounding of it, and what is in the wanted type stays as it is."""
+"""A converted file has the gguf package's rounding of the weights; tensors that have the wanted type stay unchanged."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""The demo model says with a cache what it says without, and what transformers says of the same file.
+"""The demo model generates the same with and without a cache, and the same as transformers from the same file.
 
-It is SmolLM2-135M-Instruct, fetched once through pip into the user's cache, and computes in float32 here.
+It is SmolLM2-135M-Instruct, fetched once through pip into the user's cache. It computes in float32 here.
 """
 
 import functools

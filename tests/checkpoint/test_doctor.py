@@ -1,4 +1,4 @@
-"""The doctor says what a checkpoint is, what it needs, and everything that keeps it from being loaded."""
+"""The doctor describes a checkpoint, the memory that it needs, and every reason why it would not load."""
 
 import hashlib
 import json

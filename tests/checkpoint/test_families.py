@@ -112,10 +112,14 @@ def test_a_gguf_file_of_qwen_gives_the_logits_of_its_folder(family: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("family", "scaling"), [("llama", "default"), ("mistral", "linear"), ("qwen2", "default"), ("qwen3", "yarn")]
+    ("family", "scaling", "tied"),
+    [
+        *(("llama", "default", False), ("llama", "llama3", True), ("mistral", "linear", False)),
+        *(("qwen2", "default", False), ("qwen3", "yarn", True)),
+    ],
 )
-def test_what_is_exported_gives_the_same_logits_again(family: str, scaling: str, tmp_path: Path) -> None:
-    theirs = random_model(config_of(family, scaling)).float()
+def test_what_is_exported_gives_the_same_logits_again(family: str, scaling: str, tied: bool, tmp_path: Path) -> None:
+    theirs = random_model(config_of(family, scaling, tie_word_embeddings=tied)).float()
     model = load(write_folder(tmp_path / "folder", theirs), torch.float32)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     save_huggingface(model, tmp_path / "again")
@@ -199,17 +203,14 @@ def test_a_window_of_a_gguf_file_limits_the_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("llama", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("qwen2", {"model_type": "qwen2_moe"}, "'qwen2_moe' is not supported; .*llama.*qwen3"),
         ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer_types=.*not supported"),
-        ("mistral", {"sliding_window": "much"}, "sliding_window='much' must be a whole number"),
         (
             "qwen3",
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
             "RoPE has full_attention={'rope_theta': 1000000.0}, and this library has one RoPE for all layers",
         ),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; .*yarn"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor='4' must be a number"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1}}, "beta_fast"),
     ],
@@ -235,26 +236,20 @@ def test_a_bias_that_the_family_does_not_have_is_refused(tmp_path: Path) -> None
 # ---- RoPE ------------------------------------------------------------------------------------------------------------
 
 
+def add_yarn(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+
+
 @pytest.mark.parametrize(
     ("add", "rule"),
     [
         (lambda w: w.add_rope_scaling_factor(4.0), LinearScaling(4.0)),
         (lambda w: (w.add_rope_scaling_type(gguf.RopeScalingType.NONE), w.add_rope_scaling_factor(4.0)), None),
         (lambda w: w.add_rope_scaling_attn_factors(1.5), LinearScaling(1.0, 1.5)),
+        (lambda w: (add_yarn(w), w.add_rope_scaling_orig_ctx_len(32)), YarnScaling(4.0, 32)),
         (
-            lambda w: (
-                w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
-                w.add_rope_scaling_factor(4.0),
-                w.add_rope_scaling_orig_ctx_len(32),
-            ),
-            YarnScaling(4.0, 32),
-        ),
-        (
-            lambda w: (
-                w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
-                w.add_rope_scaling_factor(4.0),
-                w.add_rope_scaling_attn_factors(0.5),
-            ),
+            lambda w: (add_yarn(w), w.add_rope_scaling_attn_factors(0.5)),
             YarnScaling(4.0, 128, attention_factor=0.5 * YarnScaling.sharpened(4.0)),
         ),
     ],

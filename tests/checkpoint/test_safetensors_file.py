@@ -1,4 +1,4 @@
-"""A .safetensors file is read as the safetensors package wrote it. Of its header, see untrusted/."""
+"""A .safetensors file is read as the safetensors package wrote it. The header has its tests in untrusted/."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""The ids of 5,000 nasty texts are those of transformers, llama.cpp and sentencepiece, and decode to the texts.
+"""The ids of 5,000 difficult texts equal those of transformers, llama.cpp and sentencepiece, and decode to the texts.
 
-Where two of them differ, docs/tokenizers.md says so, and the tests here which texts that may be.
+docs/tokenizers.md lists the differences between these libraries; the tests here define for which texts they may differ.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What was said, and where answers stand in the ids: kept, found again, taken back, and through JSON."""
+"""A transcript stores messages and the ends of answers: after new messages, undo, and a round trip through JSON."""
 
 import json
 from dataclasses import asdict

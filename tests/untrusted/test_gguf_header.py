@@ -1,4 +1,4 @@
-"""The header of a .gguf file: values as they were written, no more kept than is wanted, and llama.cpp's rules."""
+"""The header of a .gguf file: values as they were written, only the requested arrays, and llama.cpp's rules."""
 
 import struct
 import tracemalloc

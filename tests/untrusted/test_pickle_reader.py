@@ -1,4 +1,4 @@
-"""What torch.save writes is read to the bit, and every other pickle is refused before it costs anything."""
+"""A file of torch.save is read to the bit, and every other pickle is refused early."""
 
 import io
 import pickle

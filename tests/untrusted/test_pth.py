@@ -1,4 +1,4 @@
-"""A .pth archive is read by its directory, which must say what the records' own headers say, and nothing else."""
+"""A .pth archive is read by its directory, which must agree with the headers of the records."""
 
 import io
 import re
