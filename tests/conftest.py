@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
-from llama.untrusted.gguf_header import read_header
+from llama.untrusted.gguf_header import read_gguf_header
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
@@ -80,4 +80,4 @@ def meta() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def demo() -> Tokenizer:
-    return Tokenizer.from_gguf(read_header(demo_model_path()).metadata)
+    return Tokenizer.from_gguf(read_gguf_header(demo_model_path()).metadata)

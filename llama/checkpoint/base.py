@@ -25,7 +25,7 @@ from llama.untrusted.words import some_of
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 1 << 18  # numbers per read: a temporary copy in another dtype or order is small beside any model
+BLOCK_NUMBERS = 1 << 18  # numbers per read: a temporary copy in another dtype or order is small beside any model
 
 # Far above every released model. A config above a limit is rejected before anything is allocated.
 _LIMITS = {
@@ -75,9 +75,9 @@ class Weight:
         return cls(shape, rows, drop=lambda: file.drop(start, length * row))
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Return an iterator over (start, stop) of blocks of rows, BLOCK numbers each."""
+        """Return an iterator over (start, stop) of blocks of rows, BLOCK_NUMBERS numbers each."""
         length = self.shape[0]
-        step = max(1, BLOCK * length // torch.Size(self.shape).numel())
+        step = max(1, BLOCK_NUMBERS * length // torch.Size(self.shape).numel())
         return ((start, min(start + step, length)) for start in range(0, length, step))
 
     def copy_to(self, target: Tensor) -> None:
@@ -262,7 +262,7 @@ def listing(directory: Path) -> str:
     return some_of([entry.name for entry in directory.iterdir()]) or "nothing"
 
 
-def read_json(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
+def read_config(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
     """Return the JSON object in a file of at most `limit` bytes; ambiguous JSON is rejected."""
     with refusing(path, "is not readable as JSON"):
         return json_object.read_json(path, limit=limit)

@@ -30,7 +30,7 @@ from llama.quant.gguf_types import KINDS
 from llama.rope import rope_frequencies, scale_frequencies
 from llama.tokenizer import Tokenizer
 from llama.untrusted.errors import CheckpointError, refusing
-from llama.untrusted.gguf_header import TensorInfo, read_header
+from llama.untrusted.gguf_header import TensorInfo, read_gguf_header
 from llama.untrusted.mapped import MappedFile
 
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -70,7 +70,7 @@ _ARRAYS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token
 def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     """Return the checkpoint in a .gguf file. `tokenizer_path`: a tokenizer that replaces the file's own."""
     mapped = MappedFile(path)
-    header = read_header(mapped, arrays=_ARRAYS)
+    header = read_gguf_header(mapped, arrays=_ARRAYS)
     require_values(path, header.metadata, _SUPPORTED)
     family = GGUF_FAMILIES[header.metadata["general.architecture"]]
     sizes = _Sizes(path, header.metadata, family.name)

@@ -23,7 +23,7 @@ from llama.checkpoint.half_split import in_half_split_order
 from llama.costs import file_bytes
 from llama.rope import rope_frequencies, scaled_frequencies
 from llama.untrusted.errors import CheckpointError
-from llama.untrusted.gguf_header import Header, TensorInfo, read_header
+from llama.untrusted.gguf_header import GgufHeader, TensorInfo, read_gguf_header
 from llama.untrusted.gguf_sizes import FILE_BLOCKS
 
 # The types that can be written, with their numbers in llama.cpp's enum llama_ftype.
@@ -60,7 +60,7 @@ def planned_of(checkpoint: Checkpoint, kind: str) -> tuple[list[Part], dict[str,
     A .gguf file gives its tokenizer and its description; another format gives only its name.
     """
     path = checkpoint.path
-    header = read_header(path) if path.is_file() else None
+    header = read_gguf_header(path) if path.is_file() else None
     parts = planned(checkpoint.args, checkpoint.tensors, kind, path=path, header=header)
     if header is None:
         return parts, {"general.name": path.resolve().name}
@@ -73,7 +73,7 @@ def planned(
     kind: str,
     *,
     path: Path | None = None,
-    header: Header | None = None,
+    header: GgufHeader | None = None,
 ) -> list[Part]:
     """Return the tensors of a file with matrices of this type and vectors in F32.
 

@@ -15,7 +15,7 @@ from llama.checkpoint.base import (
     assemble,
     make_args,
     need_file,
-    read_json,
+    read_config,
     read_tokenizer,
     reject_unknown_tensors,
     require_values,
@@ -54,7 +54,7 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
 def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     """Return the checkpoint in a directory of `save_pretrained`. `tokenizer_path` replaces its tokenizer."""
     config_path = need_file(directory, "config.json", "the sizes of the model")
-    config = read_json(config_path)
+    config = read_config(config_path)
     family = _family(config_path, config)
     config = {**family.defaults, **config}
     args = _args(config_path, config, family)
@@ -213,7 +213,7 @@ def _shards(directory: Path) -> dict[Path, set[str] | None]:
     single, index_path = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists() or not index_path.exists():
         return {need_file(directory, single.name, "the weights, or its .index.json with several files"): None}
-    shards = shards_of(index_path, read_json(index_path, limit=_MAX_INDEX))
+    shards = shards_of(index_path, read_config(index_path, limit=_MAX_INDEX))
     return {need_file(directory, file, f"named by {index_path.name}"): names for file, names in shards.items()}
 
 

@@ -21,7 +21,7 @@ from llama.checkpoint.base import (
     make_args,
     need_file,
     needed_shapes,
-    read_json,
+    read_config,
     read_tokenizer,
     reject_unknown_tensors,
     same_bits,
@@ -29,7 +29,7 @@ from llama.checkpoint.base import (
 from llama.tokenizer import Tokenizer
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.mapped import MappedFile
-from llama.untrusted.pth import TensorPlace, read_header
+from llama.untrusted.pth import TensorPlace, read_pth_header
 from llama.untrusted.words import some_of
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ _IGNORED = {"rope.freqs"}  # a table in old files; ours is computed from rope_th
 def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     """Return the checkpoint in a directory of Meta's. `tokenizer_path` replaces its tokenizer.model."""
     params_path = need_file(directory, "params.json", "the sizes of the model")
-    params = read_json(params_path)
+    params = read_config(params_path)
     tokenizer = read_tokenizer(tokenizer_path or need_file(directory, "tokenizer.model", "the vocabulary"))
     args = _args(params_path, params, tokenizer)
     mapped = {path.name: MappedFile(path) for path in _shard_paths(directory)}
-    shards = {name: read_header(file) for name, file in mapped.items()}
+    shards = {name: read_pth_header(file) for name, file in mapped.items()}
     _check_shards(directory, args, shards)
     names = {name: name for name in needed_shapes(args)}
     first = next(iter(shards.values()))

@@ -72,11 +72,11 @@ def check_manifest(manifest: Path, folder: Path) -> Iterator[tuple[str, bool]]:
         if not path.is_file():
             yield f"{match['name']}: is missing", False
         else:
-            fits = digest_of(path) == match["digest"].lower()
+            fits = file_sha256(path) == match["digest"].lower()
             yield f"{match['name']}: {'OK' if fits else 'differs from the manifest'}", fits
 
 
-def digest_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Return a file's SHA-256, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file, progress_bar("reading", total=path.stat().st_size, unit="B") as bar:

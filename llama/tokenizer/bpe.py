@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _BYTE_KIND = 6  # tokenizer.ggml.token_type
 _MAX_VARIANTS = 8
 _MAX_ADDED_LENGTH = 1 << 19  # characters of all added tokens; twice as many take the library 1 s, 40 times 15 s
@@ -234,7 +234,7 @@ class BpeCodec:
                 logger.warning("a .gguf file has no key for NFC normalisation, and llama.cpp does not normalise")
             merges = [" ".join(pair) for pair in self.merges]
             return GgufTokens({"model": "gpt2", "pre": self.form.pre, "merges": merges}, tokens, {})
-        kinds = {token_id: _BYTE_KIND for text, token_id in self.vocab.items() if BYTE.fullmatch(text)}
+        kinds = {token_id: _BYTE_KIND for text, token_id in self.vocab.items() if BYTE_TOKEN.fullmatch(text)}
         facts = {"model": "llama", "add_space_prefix": self.form.scheme != "never"}
         return GgufTokens(facts, tokens, kinds, self._scores())
 
@@ -248,7 +248,7 @@ class BpeCodec:
         listed = set(self.merges)
         scattered = len(set(order)) < len(order)
         for text in self.vocab:
-            if BYTE.fullmatch(text):
+            if BYTE_TOKEN.fullmatch(text):
                 continue
             splits = ((text[:i], text[i:]) for i in range(1, len(text)))
             if scattered or any(a in self.vocab and b in self.vocab and (a, b) not in listed for a, b in splits):
@@ -259,7 +259,7 @@ class BpeCodec:
 
 def _bytes_of(text: str) -> bytes:
     """Return the bytes of a piece, as the library's decoders give them: a byte, or its characters with spaces."""
-    return bytes([int(text[3:5], 16)]) if BYTE.fullmatch(text) else text.replace(SPACE_MARK, " ").encode()
+    return bytes([int(text[3:5], 16)]) if BYTE_TOKEN.fullmatch(text) else text.replace(SPACE_MARK, " ").encode()
 
 
 def _check_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:

@@ -52,14 +52,14 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """A checked header: metadata as plain values, and the position of each tensor."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
 
-def read_header(file: Path | MappedFile, *, arrays: Collection[str] | None = None) -> Header:
+def read_gguf_header(file: Path | MappedFile, *, arrays: Collection[str] | None = None) -> GgufHeader:
     """Return the checked header of a file, whose tensors lie side by side without gaps.
 
     `arrays`: the keys whose arrays are returned; others are `Unread`. None: all. Raises CheckpointError.
@@ -69,8 +69,8 @@ def read_header(file: Path | MappedFile, *, arrays: Collection[str] | None = Non
         return parse_header(mapped.data, arrays=arrays)
 
 
-def parse_header(data: mmap.mmap | bytes, *, arrays: Collection[str] | None = None) -> Header:
-    """Return the header as `read_header` does, from the bytes of a whole file. Raises ValueError or struct.error."""
+def parse_header(data: mmap.mmap | bytes, *, arrays: Collection[str] | None = None) -> GgufHeader:
+    """Return the header as `read_gguf_header` does, from the bytes of a file. Raises ValueError or struct.error."""
     cursor = _Cursor(data)
     if cursor.take(4) != b"GGUF":
         raise ValueError("it does not start with GGUF")
@@ -91,7 +91,7 @@ def parse_header(data: mmap.mmap | bytes, *, arrays: Collection[str] | None = No
         if name in tensors:
             raise ValueError(f"repeats the tensor {printable(name)}")
         tensors[name] = _read_tensor_info(cursor, name)
-    return Header(metadata, _place(tensors, metadata, cursor.at, len(data)))
+    return GgufHeader(metadata, _place(tensors, metadata, cursor.at, len(data)))
 
 
 class _Cursor:

@@ -34,7 +34,7 @@ class TensorPlace:
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_header(mapped: MappedFile) -> dict[str, TensorPlace]:
+def read_pth_header(mapped: MappedFile) -> dict[str, TensorPlace]:
     """Return the checked positions of all tensors: each lies in a record and overlaps no other.
 
     Only a tied head may have the bytes of the embedding. Raises CheckpointError for anything that is not a dict of

@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 1.0  # of CPU, for a request
+CPU_SECONDS = 1.0  # of CPU, for a request
 MEMORY = 256 << 20  # bytes of address space
 MOST_TEXT = 1 << 20  # characters of one rendering
 # Rendered before the limits are set: Python and Jinja import modules at the first use.
@@ -34,7 +34,7 @@ class TooLong(Exception):
     """The text is above its limit."""
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """`{% generation %}` marks the assistant's text for training; its content is rendered as usual."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own spelling)
@@ -44,9 +44,9 @@ class Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-def environment(now: datetime) -> ImmutableSandboxedEnvironment:
+def jinja_environment(now: datetime) -> ImmutableSandboxedEnvironment:
     """Return the environment of https://huggingface.co/docs/transformers/chat_templating_writing."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     made.filters["tojson"] = to_json
     # Functions instead of classes: a class has more attributes to attack.
     made.globals |= {
@@ -74,14 +74,14 @@ def to_json(
 
 def render(request: Mapping[str, Any]) -> list[list[str]]:
     """Return the text for each set of variables in `request["each"]`, split at the words in `request["cut_at"]`."""
-    template = compiled(request["template"], request["now"])
+    template = compile_template(request["template"], request["now"])
     texts = ["".join(bounded(template.generate(variables))) for variables in request["each"]]
     return [cut(text, request["cut_at"]) for text in texts]
 
 
 @lru_cache(maxsize=1)
-def compiled(template: str, now: str) -> Template:
-    return environment(datetime.fromisoformat(now)).from_string(template)
+def compile_template(template: str, now: str) -> Template:
+    return jinja_environment(datetime.fromisoformat(now)).from_string(template)
 
 
 def bounded(pieces: Iterator[str]) -> Iterator[str]:
@@ -144,7 +144,7 @@ def main() -> None:
     answer(json.dumps({"template": WARM_UP, "now": "2000-01-01", "each": [{}], "cut_at": []}).encode())
     limit()
     while line := sys.stdin.buffer.readline():
-        set_clock(SECONDS)
+        set_clock(CPU_SECONDS)
         reply = json.dumps(answer(line), ensure_ascii=False).encode(errors="surrogatepass")
         set_clock(0)
         sys.stdout.buffer.write(reply + b"\n")

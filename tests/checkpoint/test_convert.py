@@ -27,11 +27,11 @@ from llama.args import ModelArgs
 from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.checkpoint import CheckpointError, open_checkpoint
-from llama.checkpoint.base import BLOCK, Weight, needed_shapes
+from llama.checkpoint.base import BLOCK_NUMBERS, Weight, needed_shapes
 from llama.checkpoint.convert import convert
 from llama.checkpoint.gguf_writer import planned
 from llama.cli.convert import main
-from llama.untrusted.gguf_header import Header, read_header
+from llama.untrusted.gguf_header import GgufHeader, read_gguf_header
 
 ENDS = ("tok_embeddings.weight", "output.weight")
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -57,7 +57,7 @@ def rounded(name: str, weight: Tensor, kind: Kind) -> Tensor:
     return torch.from_numpy(np.array(dequantize(quantize(weight.numpy(), used), used)))
 
 
-def bytes_of(path: Path, header: Header, name: str) -> bytes:
+def bytes_of(path: Path, header: GgufHeader, name: str) -> bytes:
     info = header.tensors[name]
     return path.read_bytes()[info.start : info.start + info.nbytes]
 
@@ -86,7 +86,7 @@ def test_a_converted_checkpoint_is_the_packages_rounding_of_the_source(form: str
 def test_scaled_positions_and_a_tied_head_arrive(tied: bool, tmp_path: Path) -> None:
     source, _ = checkpoint_of("huggingface", tmp_path, scaled=True, tie_word_embeddings=tied)
     convert(source, tmp_path / "out.gguf", type="q8_0")
-    header = read_header(tmp_path / "out.gguf")
+    header = read_gguf_header(tmp_path / "out.gguf")
     assert ("output.weight" in header.tensors) is not tied
     assert "rope_freqs.weight" in header.tensors
     assert open_checkpoint(tmp_path / "out.gguf").args == open_checkpoint(source).args
@@ -98,7 +98,7 @@ def test_what_a_file_holds_in_the_wanted_type_keeps_its_bytes(kind: Any, tmp_pat
     weights = meta_weights(random_model(config))
     source = write_gguf(tmp_path / "source.gguf", weights, config, kind=kind, whole=["layers.1.attention.wq.weight"])
     convert(source, tmp_path / "out.gguf", type=kind.name.lower())
-    before, after = read_header(source), read_header(tmp_path / "out.gguf")
+    before, after = read_gguf_header(source), read_gguf_header(tmp_path / "out.gguf")
     same = {
         name
         for name in weights
@@ -120,7 +120,7 @@ def test_a_matrix_whose_rows_are_no_whole_blocks_is_f16_and_said_so(
     source, weights = checkpoint_of("huggingface", tmp_path, intermediate_size=72)
     with caplog.at_level("INFO", logger="llama"):
         convert(source, tmp_path / "out.gguf", type="q4_0")
-    kinds = {name: info.kind for name, info in read_header(tmp_path / "out.gguf").tensors.items()}
+    kinds = {name: info.kind for name, info in read_gguf_header(tmp_path / "out.gguf").tensors.items()}
     assert {name for name, kind in kinds.items() if kind == "F16"} == {"blk.0.ffn_down.weight", "blk.1.ffn_down.weight"}
     assert "ffn_down.weight have rows that are not a multiple of 32 and stay in F16" in caplog.text
     model, _ = load(tmp_path / "out.gguf", device="cpu", dtype="fp32")
@@ -136,7 +136,7 @@ def test_no_tensor_is_in_memory_as_a_whole() -> None:
         parts = planned(args, blank, kind)
         sizes = [[piece.nbytes for piece in part.pieces()] for part in parts]
         assert [sum(each) for each in sizes] == [part.nbytes for part in parts]
-        assert max(map(max, sizes)) <= 4 * BLOCK < max(map(sum, sizes))
+        assert max(map(max, sizes)) <= 4 * BLOCK_NUMBERS < max(map(sum, sizes))
 
 
 def test_an_interruption_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:

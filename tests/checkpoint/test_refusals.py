@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llama.checkpoint import CheckpointError, open_checkpoint
-from llama.untrusted.gguf_header import read_header
+from llama.untrusted.gguf_header import read_gguf_header
 
 MODEL = random_model(config_of())
 WEIGHTS = meta_weights(MODEL)
@@ -212,7 +212,7 @@ def test_metadata_of_every_type_is_read_as_it_was_written(tmp_path: Path) -> Non
         getattr(writer, f"add_{kind}")(f"a.{kind}", value)
     writer.add_array("numbers", [-1, 0, 1])
     finish(writer)
-    found = read_header(tmp_path / "model.gguf").metadata
+    found = read_gguf_header(tmp_path / "model.gguf").metadata
     assert {kind: found[f"a.{kind}"] for kind in VALUES} == VALUES
     assert all(type(found[f"a.{kind}"]) is type(value) for kind, value in VALUES.items())
     assert found["numbers"] == [-1, 0, 1]

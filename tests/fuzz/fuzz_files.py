@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llama.checkpoint import huggingface
 from llama.checkpoint.base import needed_shapes
-from llama.checkpoint.safetensors_file import DTYPES, weights_header
+from llama.checkpoint.safetensors_file import WEIGHT_DTYPES, weights_header
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.gguf_header import parse_header as parse_gguf
 from llama.untrusted.json_object import parse_object
@@ -43,7 +43,7 @@ def run_safetensors(data: bytes) -> None:
     end = 0
     for span in header.tensors.values():  # with no overlap and no hole
         assert span.begin == end < span.end
-        assert span.end - span.begin == math.prod(span.shape) * DTYPES[span.dtype].itemsize
+        assert span.end - span.begin == math.prod(span.shape) * WEIGHT_DTYPES[span.dtype].itemsize
         end = span.end
     assert header.data + end == len(data)
 

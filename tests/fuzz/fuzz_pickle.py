@@ -22,7 +22,7 @@ from llama.checkpoint.base import Weight
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.mapped import MappedFile
 from llama.untrusted.pickle_reader import PickledTensor, Storage, read_pickle
-from llama.untrusted.pth import read_header
+from llama.untrusted.pth import read_pth_header
 
 
 def run(data: bytes) -> None:
@@ -44,7 +44,7 @@ def run_archive(data: bytes) -> None:
     path.write_bytes(data)
     try:
         mapped = MappedFile(path)
-        places = read_header(mapped)
+        places = read_pth_header(mapped)
     except CheckpointError as error:
         _check_refusal(error.__cause__)
         return
@@ -63,7 +63,7 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
     mapped = MappedFile(path)
     return {
         name: Weight.mapped(mapped, place.start, place.shape, place.dtype).rows(0, place.shape[0])
-        for name, place in read_header(mapped).items()
+        for name, place in read_pth_header(mapped).items()
     }
 
 

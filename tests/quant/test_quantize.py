@@ -26,7 +26,7 @@ from llama.model import Transformer
 from llama.quant.gguf_types import KINDS
 from llama.quant.layers import PackedEmbedding, PackedLinear, in_8_bits, quantize_layers, quantized_weights
 from llama.quant.packed import GROUP, INT4, INT8, Format, MappedWeight, PackedWeight, Parts, pack_codes, unpack_codes
-from llama.untrusted.gguf_header import read_header
+from llama.untrusted.gguf_header import read_gguf_header
 
 HALF_STEP = 0.5 + 240 * 2.0**-11  # of a code: rounding it, and its scale to float16
 FORMATS = {8: INT8, 4: INT4}
@@ -472,7 +472,7 @@ def test_stored_is_refused_where_nothing_is_quantised(checkpoint: Path) -> None:
 def overwrite(path: Path, tensor: str, at: int, number: float) -> None:
     """Put a float16 into the bytes of a file's tensor."""
     raw = bytearray(path.read_bytes())
-    begin = read_header(path).tensors[tensor].start + at
+    begin = read_gguf_header(path).tensors[tensor].start + at
     raw[begin : begin + 2] = torch.tensor([number], dtype=torch.float16).numpy().tobytes()
     path.write_bytes(raw)
 

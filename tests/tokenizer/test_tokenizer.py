@@ -20,7 +20,7 @@ from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.bpe import BpeCodec, ByteLevel
 from llama.tokenizer.vocabulary import MAX_MERGES, MAX_WORDS, check_tokens, library_errors
-from llama.untrusted.gguf_header import read_header
+from llama.untrusted.gguf_header import read_gguf_header
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "tokenizer_llama_cpp.json").read_text())
 PIECES = (
@@ -672,7 +672,7 @@ def test_metas_file_has_as_many_merges_as_llama_3s_own_tokenizer_json(meta: Toke
 
 
 def test_the_demos_vocabulary_is_written_as_llama_cpp_wrote_it(demo: Tokenizer) -> None:
-    theirs = read_header(demo_model_path()).metadata
+    theirs = read_gguf_header(demo_model_path()).metadata
     ours = demo.to_gguf(demo.n_words)
     for key in ("pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "padding_token_id"):
         assert ours[f"tokenizer.ggml.{key}"] == theirs[f"tokenizer.ggml.{key}"], key

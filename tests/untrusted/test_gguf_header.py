@@ -23,7 +23,7 @@ from untrusted.malformed.cases import (
 )
 
 from llama.checkpoint import open_checkpoint
-from llama.untrusted.gguf_header import Unread, parse_header, read_header
+from llama.untrusted.gguf_header import Unread, parse_header, read_gguf_header
 
 
 @pytest.mark.parametrize("what", [what for what in GGUF_FILES if "architecture" not in what])
@@ -123,4 +123,4 @@ def test_a_truth_value_is_0_or_1_also_in_an_array() -> None:
 def test_an_empty_file_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(ValueError, match="it is empty"):
-        read_header(tmp_path / "model.gguf")
+        read_gguf_header(tmp_path / "model.gguf")

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from llama.checkpoint import CheckpointError
 from llama.checkpoint.base import Weight
 from llama.untrusted.mapped import MappedFile
-from llama.untrusted.pth import read_header
+from llama.untrusted.pth import read_pth_header
 from llama.untrusted.zip_reader import MAX_RECORDS, read_records
 
 torch.manual_seed(0)
@@ -30,7 +30,7 @@ def refusal(data: bytes, tmp_path: Path) -> str:
     path = tmp_path / "malicious.pth"
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
-        read_header(MappedFile(path))
+        read_pth_header(MappedFile(path))
     assert caught.value.path == path
     assert type(caught.value.__cause__) is ValueError
     assert caught.value.reason.startswith("is not a .pth file that can be used: ")
@@ -65,7 +65,7 @@ def rewritten(archive: bytes, folder: str = "archive", *, lacking: tuple[str, ..
 def test_an_archive_of_another_writer_is_read_to_the_bit(tmp_path: Path, folder: str, big: bool) -> None:
     path = tmp_path / "rewritten.pth"
     path.write_bytes(rewritten(ARCHIVE, folder, big=big))
-    assert any(place.start % place.dtype.itemsize for place in read_header(MappedFile(path)).values())
+    assert any(place.start % place.dtype.itemsize for place in read_pth_header(MappedFile(path)).values())
     assert all(same_bits(tensor, CONTENT[name]) for name, tensor in fuzz_pickle.loaded(path).items())
 
 
@@ -92,7 +92,7 @@ def test_records_of_more_than_4_gigabytes_are_found(tmp_path: Path) -> None:
     with torch.serialization.skip_data():
         torch.save({"a": large, "b": torch.ones(3)}, path)
     assert path.stat().st_size > 5 << 30
-    places = read_header(MappedFile(path))
+    places = read_pth_header(MappedFile(path))
     with zipfile.ZipFile(path) as archive:
         first, second = (archive.getinfo(f"large/data/{key}").header_offset for key in "01")
     assert places["a"].end - places["a"].start == 5 << 30
@@ -103,7 +103,7 @@ def test_records_of_more_than_4_gigabytes_are_found(tmp_path: Path) -> None:
 def test_rows_of_a_large_mapping_are_dropped_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "dropped.pth"
     torch.save({"a": torch.arange(100_000.0).view(1000, 100)}, path)
-    (place,) = read_header(MappedFile(path)).values()
+    (place,) = read_pth_header(MappedFile(path)).values()
     weight = Weight.mapped(MappedFile(path), place.start, place.shape, place.dtype)
     for _ in range(2):
         assert torch.equal(weight.rows(10, 990).flatten(), torch.arange(1000.0, 99_000))
@@ -285,22 +285,22 @@ def test_a_bomb_of_zeros_is_refused_unpacked(tmp_path: Path) -> None:
             record.write(bytes(1 << 20))
     assert path.stat().st_size < 1 << 20
     with pytest.raises(CheckpointError, match=r"'bomb/data.pkl' is compressed or encrypted"):
-        read_header(MappedFile(path))
+        read_pth_header(MappedFile(path))
 
 
 def test_tensors_may_not_overlap_unless_they_are_a_tied_head(tmp_path: Path) -> None:
     path = tmp_path / "shared.pth"
     flat = torch.arange(12.0)
     torch.save({"tok_embeddings.weight": flat, "output.weight": flat}, path)
-    assert len(read_header(MappedFile(path))) == 2
+    assert len(read_pth_header(MappedFile(path))) == 2
     torch.save({"tok_embeddings.weight": flat, "norm.weight": flat}, path)
     with pytest.raises(CheckpointError, match=r"tok_embeddings\.weight overlap"):
-        read_header(MappedFile(path))
+        read_pth_header(MappedFile(path))
     torch.save({"tok_embeddings.weight": flat, "output.weight": flat[:6]}, path)
     with pytest.raises(CheckpointError, match="overlap"):
-        read_header(MappedFile(path))
+        read_pth_header(MappedFile(path))
     torch.save({"a": flat[:4], "b": flat[4:7], "c": flat[9:]}, path)
-    assert [place.shape for place in read_header(MappedFile(path)).values()] == [(4,), (3,), (3,)]
+    assert [place.shape for place in read_pth_header(MappedFile(path)).values()] == [(4,), (3,), (3,)]
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -308,9 +308,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it is empty"):
         MappedFile(tmp_path / "empty")
     with tempfile.TemporaryDirectory() as folder, pytest.raises(CheckpointError, match="not a regular file"):
-        read_header(MappedFile(Path(folder)))
+        read_pth_header(MappedFile(Path(folder)))
     with pytest.raises(CheckpointError, match="No such file"):
-        read_header(MappedFile(Path(folder)))
+        read_pth_header(MappedFile(Path(folder)))
 
 
 @settings(max_examples=150, deadline=None)
