@@ -132,7 +132,7 @@ def test_what_is_no_file_with_blocks_is_refused_before_anything_runs(engine: str
 
 
 def test_a_file_of_floats_has_nothing_stored_for_us(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"keeps what a \.gguf file has quantised, and here no matrix is"):
+    with pytest.raises(ValueError, match=r"needs a \.gguf file with quantised matrices, and no matrix is quantised"):
         make_cell(device="cpu", ckpt_dir=file_of(tmp_path, Kind.F32), quantize="stored")
 
 

@@ -311,7 +311,7 @@ def test_an_answer_that_goes_on_can_be_read_and_taken_back(model: Transformer, d
 @pytest.mark.parametrize("text", ["", "  \n", None, b"Hi"])
 def test_an_empty_message_is_refused(text: Any, model: Transformer, demo: Tokenizer) -> None:
     chat = Chat(model, demo)
-    with pytest.raises(ValueError, match="a message is some text"):
+    with pytest.raises(ValueError, match="a message must be a text that is not empty"):
         chat.say(text)
     assert chat.messages == []
 
@@ -638,7 +638,7 @@ def test_a_session_that_is_no_conversation_is_refused(model: Transformer, demo: 
     session = model.session(demo)
     session.feed("Once upon")
     session.save(file)
-    with pytest.raises(ValueError, match=r"no conversation; model\.load_session"):
+    with pytest.raises(ValueError, match=r"a session without a conversation; model\.load_session"):
         Chat.load(model, demo, file)
     for note in ("", "[]", "{}", Transcript().to_json(), '{"messages": 7}'):
         session.note = note

@@ -465,7 +465,7 @@ def test_layers_that_round_to_different_bits_are_left_to_the_plain_path() -> Non
 
 
 def test_stored_is_refused_where_nothing_is_quantised(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"keeps what a \.gguf file has quantised, and here no matrix is"):
+    with pytest.raises(CheckpointError, match=r"needs a \.gguf file with quantised matrices, and no matrix is quantised"):
         load(checkpoint, device="cpu", quantize="stored")
 
 
