@@ -101,7 +101,7 @@ def _window(path: Path, config: Mapping[str, Any]) -> int | None:
     slides = window is not None and config.get("use_sliding_window", True) is not False
     if kinds is not None:
         slides = slides and _SLIDING in kinds
-    elif "max_window_layers" in config:  # Qwen: so many first layers see all positions
+    elif "max_window_layers" in config:  # Qwen: the first layers see all positions
         slides = slides and _whole(path, config, "max_window_layers") < config["num_hidden_layers"]
     return _whole(path, config, "sliding_window") if slides else None
 

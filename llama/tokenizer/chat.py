@@ -60,7 +60,7 @@ class Rendering:
         return {places[index]: index for index in range(1, len(self.parts), 2)}
 
     def after(self, place: int) -> "Rendering | None":
-        """Return the rest behind so many characters; None if no special token begins there."""
+        """Return the rest from character `place` on; None if no special token begins there."""
         index = self._starts.get(place)
         return None if index is None else Rendering(["", *self.parts[index:]])
 

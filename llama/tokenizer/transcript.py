@@ -104,7 +104,7 @@ class Transcript:
         raise ValueError("its transcript of the conversation is invalid")
 
     def _fits(self, ids: int) -> bool:
-        """Return whether all ends lie inside a text of so many ids, in order."""
+        """Return whether all ends lie inside a text of `ids` ids, in order."""
         last = ids if self.begin is None else self.begin
         ends = [*self.answers, End(last, len(self.text))]
         return last <= ids and all(one.ids <= next.ids and one.text <= next.text for one, next in pairwise(ends))

@@ -104,7 +104,7 @@ class _Cursor:
         self.strings_left, self.numbers_left, self.text_left = _MOST_STRINGS, _MOST_NUMBERS, _MOST_TEXT
 
     def step(self, count: int) -> int:
-        """Skip so many bytes and return the position of the first."""
+        """Skip `count` bytes and return the position of the first."""
         if count > self.end - self.at:
             raise ValueError(f"{count} bytes are needed at byte {self.at} and {self.end - self.at} are left")
         self.at += count
@@ -126,7 +126,7 @@ class _Cursor:
         return self.strings(1, longest)[0]
 
     def strings(self, count: int, longest: int = _LONGEST_STRING, *, wanted: bool = True) -> list[str]:
-        """Return so many strings, or skip them and return [] if they are not wanted."""
+        """Return `count` strings, or skip them and return [] if they are not wanted."""
         self.strings_left -= count
         if self.strings_left < 0:
             raise ValueError(f"it has more strings than the limit of {_MOST_STRINGS}")

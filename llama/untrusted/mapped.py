@@ -25,7 +25,7 @@ class MappedFile:
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def bytes(self, start: int, nbytes: int) -> Tensor:
-        """Return so many bytes from `start` on as a uint8 tensor, which keeps the mapping alive."""
+        """Return `nbytes` bytes from `start` on as a uint8 tensor, which keeps the mapping alive."""
         return torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=start)
 
     def drop(self, start: int, nbytes: int) -> None:

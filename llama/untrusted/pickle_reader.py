@@ -277,7 +277,7 @@ class _Machine:
         self.stack.append(tuple(values))
 
     def push_tuple(self, length: int) -> None:
-        """Replace so many values by a tuple of them. torch.save writes nested tuples only with a mark."""
+        """Replace `length` values by a tuple of them. torch.save writes nested tuples only with a mark."""
         values = tuple(self.stack[-length:])
         if len(values) < length or tuple in map(type, values):
             raise self.refusal(f"builds a tuple of {length}, unlike torch.save")

@@ -134,7 +134,7 @@ def limit() -> None:
 
 
 def set_clock(seconds: float) -> None:
-    """Let the system end this process after so much more CPU time; 0 cancels that."""
+    """Limit the CPU time, in seconds from now, after which the system ends this process; 0 cancels the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

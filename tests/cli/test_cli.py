@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from llama import cli
 from llama.cli import console
 from llama.cli.inference import main, read_prompts, show
-from llama.host import files
 from llama.kv_cache import cache_kind
 
 ROOT = Path(__file__).parents[2]
@@ -507,7 +506,7 @@ def test_a_prompt_file_of_any_kind_is_read_or_refused_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(files, "WRITER_S", 0.05)
+    monkeypatch.setattr("llama.untrusted.files.WRITER_S", 0.05)
     with (tmp_path / "huge").open("wb") as huge:
         huge.truncate(2 << 30)
     (tmp_path / "latin").write_bytes(b"caf\xe9")
