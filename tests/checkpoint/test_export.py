@@ -10,7 +10,7 @@ import torch
 from checkpoints import N_WORDS, write_huggingface_tokenizer
 from oracles import tiny_model
 
-from llama.args import ModelArgs, RopeScaling
+from llama.args import LinearScaling, ModelArgs, RopeScaling
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.checkpoint.export import huggingface_tensors, save_gguf, save_huggingface
 from llama.model import Transformer
@@ -88,6 +88,8 @@ def test_divisors_go_into_a_gguf_file_and_are_refused_by_name_in_a_config(tmp_pa
     assert open_checkpoint(path, tokenizer_path=tokenizer_in(tmp_path)).args == model.args
     with pytest.raises(ValueError, match=r"rope_scaling has 16 divisors.*write a \.gguf"):
         export("huggingface", model, tmp_path)
+    with pytest.raises(ValueError, match="no key for the attention_factor of linear RoPE scaling"):
+        export("huggingface", model_of(rope_scaling=LinearScaling(4.0, 1.5)), tmp_path)
     assert not (tmp_path / "exported").exists()
 
 

@@ -539,6 +539,8 @@ for _what, (_source, _key, _kind, _value) in METADATA.items():
     add(f"a .gguf file with {_what}", _source, _written({_key: (_kind, _value)}))
 _TENSORS = _written({}, *(f"\x1b[{i}" for i in range(10_000)))
 add("a .gguf file with 10,000 unknown tensors", "case 11", _TENSORS)
+_SCALED = {"llama.rope.scaling.factor": ("float32", 4.0)}
+add("a .gguf file with two RoPE scalings", ANOTHER_MODEL, _written(_SCALED, "rope_freqs.weight"))
 _NO_LETTERS = {
     "tokenizer.ggml.tokens": ("array", ["", *(f"t{i}" for i in range(519))]),
     "tokenizer.ggml.token_type": ("array", [4] + [1] * 519),

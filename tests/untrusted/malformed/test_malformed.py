@@ -83,6 +83,7 @@ EXPLAINED = {
     "a place in the index that leads to the root": "names '/etc/passwd.safetensors', which is not the plain name",
     "a place in the index that is the folder above": "names '..', which is not a .safetensors file",
     "a place in the index that is another shard's": "the file and the index disagree about model.norm.weight",
+    "a .gguf file with two RoPE scalings": "has rope_freqs.weight and another RoPE scaling",
     "an index whose map is a list": "lacks weight_map",
     "model.safetensors with whole numbers for weights": "a is I32; supported: F64, F32, F16, BF16",
     "a .pth file with a record that no tensor has": "record 'data/999' belongs to no tensor",
