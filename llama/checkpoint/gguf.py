@@ -77,7 +77,8 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     args = _args(sizes, family)
     names = gguf_names(args)
     reject_unknown_tensors(path, known=names.values(), found=header.tensors)
-    tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else _tokenizer(path, header.metadata)
+    with refusing(path, "contains no tokenizer that can be used"):
+        tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else Tokenizer.from_gguf(header.metadata)
     with refusing(path, "cannot be mapped"):
         tensors = {name: _weight(mapped, info) for name, info in header.tensors.items()}
     divisors = tensors.pop(ROPE_DIVISORS, None)
@@ -161,11 +162,6 @@ def _rope_scaling(sizes: _Sizes) -> LinearScaling | YarnScaling | None:
             )
         rule = LinearScaling(factor if kind == "linear" else 1.0, attention)
         return None if rule == LinearScaling(1.0) else rule
-
-
-def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
-    with refusing(path, "contains no tokenizer that can be used"):
-        return Tokenizer.from_gguf(metadata)
 
 
 def _decimal(value: float) -> float:

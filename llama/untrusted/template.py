@@ -152,14 +152,15 @@ def _texts(reply: bytes, count: int, words: Set[str]) -> list[list[str]]:
         texts, error, reason = (fields.get(name) for name in ("texts", "error", "reason"))
     except (ValueError, AttributeError, RecursionError):
         texts, error, reason = None, None, None
-    if isinstance(texts, list) and len(texts) == count and all(_is_cut(text, words) for text in texts):
+    if isinstance(texts, list) and len(texts) == count and all(_is_split(text, words) for text in texts):
         return texts
     detail = f": {printable(reason, _MAX_REASON)}" if isinstance(reason, str) and reason else ""
     failed = DialogRefused if error == "refused" else TemplateFailed
     raise failed(_ERRORS.get(error if isinstance(error, str) else "", "the chat template gave no text") + detail)
 
 
-def _is_cut(text: object, words: Set[str]) -> bool:
+def _is_split(text: object, words: Set[str]) -> bool:
+    """Return whether `text` is a list: text, word, text, ..., text."""
     if not isinstance(text, list) or len(text) % 2 == 0 or not all(isinstance(part, str) for part in text):
         return False
     return words >= set(text[1::2])

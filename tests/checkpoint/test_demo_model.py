@@ -132,9 +132,9 @@ def test_a_row_in_a_batch_gives_what_it_gives_alone(demo: tuple[Transformer, Tok
 
 def test_it_knows_the_capital_of_france_streamed_or_not(demo: tuple[Transformer, Tokenizer]) -> None:
     model, tokenizer = demo
-    (result,) = model.generate(tokenizer, PROMPTS[0], 12, **GREEDY)
+    (result,) = model.generate(tokenizer, PROMPTS[0], 6, **GREEDY)
     assert result["generation"].startswith(" Paris")
-    pieces = [piece for _, piece in model.stream(tokenizer, PROMPTS[0], 12, **GREEDY)]
+    pieces = [piece for _, piece in model.stream(tokenizer, PROMPTS[0], 6, **GREEDY)]
     assert "".join(pieces) == result["generation"]
     assert len(pieces) > 3
 

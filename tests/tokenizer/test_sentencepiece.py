@@ -252,10 +252,15 @@ def test_steps_that_change_a_text_are_refused_by_name(steps: dict[str, Any], wor
 
 
 def test_merges_that_scores_cannot_say_are_not_written_into_a_gguf_file(tmp_path: Path) -> None:
-    source = huggingface_of_pieces(pieces())
-    spec = json.loads(source.to_str())
-    del spec["model"]["merges"][5]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    ours = Tokenizer.from_huggingface(tmp_path)
-    with pytest.raises(ValueError, match=r"a \.gguf file cannot have these merges"):
-        ours.to_gguf(2000)
+    spec = json.loads(huggingface_of_pieces(pieces()).to_str())
+    merges = spec["model"]["merges"]
+    pair = next(i for i in range(len(merges) - 1) if "".join(merges[i]) == "".join(merges[i + 1]))
+    for wrong in (
+        [*merges[:5], *merges[6:]],
+        [*merges[:pair], *merges[pair + 1 :], merges[pair]],
+    ):  # lacking, scattered
+        spec["model"]["merges"] = wrong
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        ours = Tokenizer.from_huggingface(tmp_path)
+        with pytest.raises(ValueError, match=r"a \.gguf file cannot have these merges"):
+            ours.to_gguf(2000)

@@ -89,6 +89,11 @@ def test_a_transcript_goes_through_json(demo: Tokenizer, talk: tuple[Transcript,
     transcript, ids = talk
     for one in (transcript, transcript.undo(demo, ids)[0]):
         assert Transcript.from_json(one.to_json(), ids) == one
+    fields = json.loads(transcript.to_json())
+    for lacking in fields:
+        text = json.dumps({key: value for key, value in fields.items() if key != lacking})
+        with pytest.raises(ValueError, match="transcript of the conversation is invalid"):
+            Transcript.from_json(text, ids)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,6 @@ def test_a_way_out_of_the_sandbox_leads_nowhere(template: str) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        pytest.param("{{ 9 ** (9 ** 9) }}", "more than a second of CPU", marks=unix),
         pytest.param("{{ x * 1000000000 }}", "more than 256 MiB of memory", marks=linux),
         pytest.param("{{ 'folded when it is compiled' * 100000000 }}", "more than 256 MiB of memory", marks=linux),
         pytest.param("{{ '%1000000000d' % 1 }}", "more than 256 MiB of memory", marks=linux),
