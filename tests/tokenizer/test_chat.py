@@ -109,20 +109,6 @@ def test_a_dialog_is_not_changed_by_encoding_it(demo_format: ChatFormat) -> None
 # ---- templates in the manner of well-known families ------------------------------------------------------------------
 
 # Each does what its family's does: which marks, what is trimmed, joined, left out and refused. The words are our own.
-CHATML = """
-{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- elif tools %}{{- '<|im_start|>system\\nUse tools.<|im_end|>\\n' }}
-{%- else %}{{- '<|im_start|>system\\nYou are of some use.<|im_end|>\\n' }}
-{%- endif %}
-{%- for m in messages %}
-    {%- if m.role == "user" or (m.role == "system" and not loop.first) or (m.role == "assistant" and not m.calls) %}
-        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 THINKING = """
 {%- set ns = namespace(searching=true, newest=messages|length - 1) %}
 {%- for m in messages[::-1] %}
@@ -250,7 +236,6 @@ HEADERS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end
 SENTENCE = ["<unk>", "<s>", "</s>"]
 FAMILIES: dict[str, tuple[str, list[str], list[str], str | None, str]] = {  # template, special, added, bos, eos
     "SmolLM2": ("", IM, [], None, "<|im_end|>"),  # the demo's template
-    "Qwen 2.5": (CHATML, IM, [], None, "<|im_end|>"),
     "Qwen 3": (THINKING, IM, ["<think>", "</think>"], None, "<|im_end|>"),
     "Llama 3.1": (DATED, HEADERS, [], "<|begin_of_text|>", "<|eot_id|>"),
     "Mistral": (INSTRUCTED, [*SENTENCE, "[INST]", "[/INST]"], [], "<s>", "</s>"),
