@@ -130,6 +130,7 @@ MAY_IMPORT = {
     "course/": ("", "course"),
     "scripts/record_llama_cpp_ids.py": ("checkpoint.demo cli", "llama_cpp"),
     "scripts/make_animation.py": ("cli host.files", "selenium PIL"),
+    "scripts/mutate.py": ("", "historic_bugs"),
     "scripts/": (f"{CORE} api bench cli costs host tokenizer untrusted", "torch"),
 }
 
