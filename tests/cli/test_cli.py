@@ -18,7 +18,6 @@ from llama import cli
 from llama.cli import console
 from llama.cli.inference import main, read_prompts, show
 from llama.kv_cache import cache_kind
-from llama.untrusted import files
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "inference.py"
