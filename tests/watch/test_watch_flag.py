@@ -63,9 +63,9 @@ def test_a_page_that_cannot_be_written_at_the_end_is_kept_elsewhere(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="kept in") as error:
+    with pytest.raises(OSError, match="its content is in") as error:
         write_page(tmp_path / "file" / "page.html", tiny_model(), Ids(), [3, 1], 2)
-    page = Path(str(error.value).rpartition("kept in ")[2])
+    page = Path(str(error.value).rpartition("its content is in ")[2])
     assert len(data_of(page.read_text("utf-8"))["steps"]) == 2
 
 
