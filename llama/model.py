@@ -194,7 +194,7 @@ class Transformer(Switches, Generation, Sessions):
         caches = [None] * len(self.layers) if cache is None else cache.layers
         angles: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # kinds may count positions in their own ways
         for layer, held in zip(self.layers, caches, strict=True):
-            starts = held.rope_starts(rows) if held is not None and held.counts_places else rows.starts
+            starts = held.rope_starts(rows) if held is not None and held.has_rope_starts else rows.starts
             if starts not in angles:
                 angles[starts] = self.rope.at(starts, rows.width, tokens.device)
             h = layer(h, rows, angles[starts], held)

@@ -226,7 +226,7 @@ class PoisonedConcatCache(ConcatCache, kind="poisoned_concat"):
     """The concatenating cache with nan in the positions that shorter rows have not reached."""
 
     @staticmethod
-    def _room(held: Tensor | None, ends: list[int], like: Tensor) -> Tensor:
-        room = ConcatCache._room(held, ends, like)
-        room[:, 0 if held is None else held.shape[1] :] = torch.nan
-        return room
+    def _resized(held: Tensor | None, ends: list[int], like: Tensor) -> Tensor:
+        grown = ConcatCache._resized(held, ends, like)
+        grown[:, 0 if held is None else held.shape[1] :] = torch.nan
+        return grown

@@ -211,29 +211,6 @@ def test_concat_refuses_a_gap_in_words() -> None:
 # --- Memory
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "poisoned"])
-def test_nothing_is_held_before_the_first_write_and_after_free(kind: str) -> None:
-    cache = make(kind)
-    cache.reserve(ROWS, LENGTH)
-    assert (cache.nbytes, cache.held()) == (0, {})
-    write(cache, 0, *new(2, 3))
-    assert cache.nbytes > 0
-    cache.free()
-    assert (cache.nbytes, cache.held()) == (0, {})
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_static_holds_exactly_what_was_reserved(dtype: torch.dtype) -> None:
-    cache = make("static")
-    cache.reserve(3, 7)
-    for start, seqlen in [(0, 2), (2, 4), (6, 1)]:
-        write(cache, start, *new(3, seqlen, dtype))
-        assert cache.nbytes == 3 * 7 * HEADS * HEAD_DIM * 2 * dtype.itemsize
-    cache.free()
-    write(cache, 0, *new(1, 2, dtype))  # the reservation is over too
-    assert cache.nbytes == nbytes(1, 2, dtype)
-
-
 def test_static_buffers_stay_where_they_are_while_there_is_room() -> None:
     cache = make("static")
     cache.reserve(2, LENGTH)
@@ -251,16 +228,6 @@ def test_static_grows_by_doubling_to_the_limits_and_never_beyond() -> None:
     assert lengths == [1, 2, 4, 4, *[8] * 4, *[12] * 4]
     write(cache, LENGTH - 1, *new(ROWS, 1))
     assert cache.nbytes == nbytes(ROWS, LENGTH)
-
-
-def test_static_without_a_limit_on_rows_grows_by_rows_and_keeps_the_others() -> None:
-    cache = make("static", max_batch_size=None)
-    xk, xv = new(2, 5)
-    write(cache, 0, xk, xv)
-    keys, values = write(cache, 5, *new(100, 1))
-    assert keys.shape[:2] == (100, 6)
-    assert torch.equal(keys[:2, :5], xk)
-    assert torch.equal(values[:2, :5], xv)
 
 
 def test_static_that_cannot_get_its_memory_is_left_as_it_was() -> None:
@@ -282,15 +249,6 @@ def test_static_that_cannot_get_its_memory_is_left_as_it_was() -> None:
         write(cache, 3, *new(2, 4))
     assert all(map(torch.equal, before, state(cache)))
     assert write(cache, 3, *new(2, 4))[0].shape[1] == 7
-
-
-def test_concat_holds_exactly_what_it_was_given() -> None:
-    cache = make("concat")
-    cache.reserve(ROWS, LENGTH)
-    for start, seqlen in [(0, 2), (2, 4), (6, 1), (3, 1), (0, 1)]:
-        keys, _ = write(cache, start, *new(3, seqlen))
-        assert cache.nbytes == nbytes(3, start + seqlen)
-        assert keys.shape[1] == start + seqlen
 
 
 # --- As a value

@@ -43,10 +43,6 @@ def test_the_other_python_of_the_page_runs(capsys: pytest.CaptureFixture[str], m
     assert len(capsys.readouterr().out.splitlines()) == len(CLAIMS) - 2  # those of lossless kinds
 
 
-def test_heavy_hitters_keep_the_contract() -> None:
-    assert len(check_cache_kind(example("h2o:16"))) == len(CLAIMS) - 2
-
-
 @pytest.mark.parametrize("params", ["0", "-3", "some", "1.5", "", "1"])
 @pytest.mark.parametrize(("name", "least"), [("every_second", 1), ("h2o", 2)])
 def test_what_is_no_number_of_positions_is_refused_with_what_is_one(name: str, least: int, params: str) -> None:

@@ -4,16 +4,15 @@ import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from fakes import Ids
-from oracles import bits, some_tokens, tiny_args, tiny_model
-from threads import elsewhere, in_threads
+from oracles import some_tokens, tiny_args, tiny_model
+from threads import in_threads
 from torch import Tensor
 from writes import write
 
@@ -104,19 +103,6 @@ def test_rows_that_leave_give_their_blocks_back_and_the_others_take_them() -> No
     assert torch.equal(keys[0, :65], kept[0])
     assert cache.nbytes == size
     assert in_use(cache) == 16
-
-
-def test_a_generation_gives_back_what_ended_rows_held() -> None:
-    """Rows of 3, 3, and 100 new tokens never need room for 3 x 100."""
-    model = tiny_model(kv_cache="paged", max_seq_len=256)
-    held: list[int] = []
-    prompts = [some_tokens(1, 40, seed=seed)[0].tolist() for seed in range(3)]
-    model.generate_tokens(
-        prompts, [3, 3, 100], temperature=0.0,
-        on_step=lambda step: held.append(in_use(step.cache.layers[0]) if held else 0),  # type: ignore[union-attr, arg-type]
-    )  # fmt: skip
-    assert max(held) == 9
-    assert held[-1] == 9
 
 
 @pytest.mark.parametrize("kind", ["static", "concat", "paged", "int8", "int4", "window:40+2"])
@@ -275,50 +261,13 @@ def test_copies_come_and_go_in_threads_while_a_text_grows() -> None:
     assert in_use(cache) == 13
 
 
-def test_two_models_run_beside_each_other_as_each_does_alone() -> None:
-    models = [tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False) for _ in range(2)]
-    prompts = [some_tokens(3, 20, seed=seed).tolist() for seed in range(2)]
-
-    def texts(model: Transformer, prompts: list[list[int]]) -> list[Any]:
-        return [model.generate_tokens(prompts, 20, temperature=0.0, logprobs=True) for _ in range(3)]
-
-    alone = [texts(model, some) for model, some in zip(models, prompts, strict=True)]
-    with often_switched():
-        beside = in_threads(*(partial(texts, *both) for both in zip(models, prompts, strict=True)))
-    assert beside == alone
-
-
 PREFIX = some_tokens(1, 2 * BLOCK + 5)[0].tolist()  # two blocks and a part of one
-TURNS = [[1, 2, 3], [7] * 20, [4]]
 
 
 def begun(model: Transformer) -> Session:
     session = model.session(Ids())  # type: ignore[arg-type]
     session.feed(PREFIX)
     return session
-
-
-def take_turns(sessions: list[Session], how: Callable[[Callable[[], Any]], Any]) -> list[Tensor]:
-    """Let every session go on, each a turn at a time; return the logits behind each turn of each."""
-    found = []
-    for turn in TURNS:
-        for place, session in enumerate(sessions):
-            how(partial(session.append, [*turn, place]))
-            assert session._logits is not None
-            found.append(session._logits)
-            how(partial(session.generate, 5, temperature=0.0))
-    return found
-
-
-def test_forked_sessions_in_threads_in_turn_have_the_bits_that_each_has_alone() -> None:
-    model = tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False)
-    session = begun(model)
-    shared = [session, session.fork(), session.fork()]
-    beside = take_turns(shared, elsewhere)
-    alone = take_turns([begun(model) for _ in shared], lambda task: task())
-    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(beside, alone, strict=True))
-    for layer in zip(*(one.cache.layers for one in shared), strict=True):
-        assert in_use(*layer) == 2 + 3 * 3  # type: ignore[arg-type]
 
 
 def test_forks_that_compute_at_once_in_threads_are_right() -> None:
