@@ -1,6 +1,5 @@
 """A cache holds exactly what was written where it was written, in as many bytes as promised, or says why not."""
 
-import copy
 from typing import Any
 
 import oracles  # registers the caches full of nan
@@ -252,22 +251,6 @@ def test_static_that_cannot_get_its_memory_is_left_as_it_was() -> None:
 
 
 # --- As a value
-
-
-@pytest.mark.parametrize("kind", ["poisoned", "poisoned_concat"])
-def test_buffers_made_in_inference_mode_are_written_and_copied_outside_of_it(kind: str) -> None:
-    """Catches bug 32."""
-    cache = make(kind)
-    with torch.inference_mode():
-        write(cache, 0, *new(2, 5))
-        write(cache, [1, 5], *new(2, 1))
-    twin = copy.deepcopy(cache)
-    more = new(2, 1)
-    for one in (cache, twin):
-        write(one, 4, *more)
-        keys, _ = write(one, [2, 5], *more)
-        assert torch.equal(keys[0, 2], more[0][0, 0])
-    assert all(map(torch.equal, state(cache), state(twin)))
 
 
 def test_kinds_are_chosen_by_name_and_a_subclass_without_one_is_not_listed() -> None:
