@@ -221,12 +221,6 @@ def test_an_answer_may_follow_an_answer_as_in_meta_s_code(llama: Llama) -> None:
     assert llama.chat_completion([dialog], max_gen_len=2)[0]["generation"]["role"] == "assistant"
 
 
-def test_text_completion_is_the_model_s_own_generation(llama: Llama) -> None:
-    own = llama.model.generate(llama.tokenizer, TEXTS, 9, temperature=0)
-    ours = llama.text_completion(TEXTS, temperature=0, max_gen_len=9)
-    assert [result["generation"] for result in ours] == [result["generation"] for result in own]
-
-
 def test_echo_gives_the_prompt_with_its_bos_and_a_logprob_of_0_for_that(llama: Llama) -> None:
     (result,) = llama.text_completion(["hello"], temperature=0, max_gen_len=3, logprobs=True, echo=True)
     assert result["tokens"][:2] == [SPECIALS[0], "hello"]
@@ -303,12 +297,6 @@ def test_a_prompt_longer_than_the_limit_is_refused_with_both_numbers(llama: Llam
         llama.generate([[1], [2] * (MAX_SEQ_LEN + 1)], None)
 
 
-@pytest.mark.parametrize("max_gen_len", [-1, 1.5])
-def test_a_max_gen_len_that_is_no_length_is_refused(llama: Llama, max_gen_len: Any) -> None:
-    with pytest.raises(ValueError, match="max_gen_len"):
-        llama.text_completion(["x"], max_gen_len=max_gen_len)
-
-
 def test_limits_of_build_hold(checkpoint: Path) -> None:
     llama = Llama.build(str(checkpoint), None, 40, 2, device="cpu")
     assert len(llama.text_completion(["x", "y"], max_gen_len=1000)) == 2
@@ -333,12 +321,6 @@ def test_the_seed_of_build_decides_all_calls_and_successive_ones_differ(checkpoi
     assert first == three_calls(1)
     texts = [result["generation"] for call in [*first, *three_calls(2)] for result in call]
     assert len(set(texts)) == len(texts) == 12
-
-
-def test_the_global_random_state_is_left_alone(llama: Llama) -> None:
-    state = torch.get_rng_state()
-    llama.text_completion(["x"], max_gen_len=3)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 # ---- programs written for Meta's llama3 ------------------------------------------------------------------------------

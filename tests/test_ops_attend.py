@@ -152,19 +152,6 @@ def test_each_head_may_see_keys_of_its_own(
         torch.testing.assert_close(made, weights[one], rtol=0, atol=FP64_TOLERANCE)
 
 
-@pytest.mark.parametrize("score_mod", [None, "capped_and_sloped"])
-@pytest.mark.parametrize("axes", ["none", "queries", "rows"])
-def test_attention_weights_are_an_explicit_softmax(axes: str, score_mod: str | None) -> None:
-    xq, keys, _ = qkv((2, 3, 2, 2, 4), 8, torch.float64)
-    seen = torch.arange(8) <= 4 + torch.arange(3)[:, None]
-    given = {"none": None, "queries": seen, "rows": seen & (torch.rand(2, 3, 8) > 0.3) | (torch.arange(8) == 0)}[axes]
-    scoring = ops.Scoring(1, None, capped_and_sloped if score_mod else None)
-    by_head = (seen if given is None else given).expand(2, 3, 8)[:, None].expand(2, 4, 3, 8)
-    expected = by_explicit_softmax(xq, keys, [4, 4], by_head, scoring.score_mod)
-    made = ops.attention_weights(xq, keys, 4, given, scoring)
-    torch.testing.assert_close(made, expected[..., : made.shape[-1]], rtol=0, atol=FP64_TOLERANCE)
-
-
 def test_a_head_axis_of_another_count_of_heads_is_refused() -> None:
     xq, keys, values = qkv((1, 2, 2, 2, 4), 3, torch.float64)
     with pytest.raises(ValueError, match=r"visible is \(1, 3, 2, 3\); .* or its 4 heads"):

@@ -12,7 +12,7 @@ never altered.
 
 import ast
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +39,6 @@ CPU = torch.device("cpu")
 # off by more than 3e-12, and FP64_TOLERANCE is 1e-10. With exact angles in the oracle, a drawn model was off by 5e-4,
 # because some magnify whatever is rounded; so this is asked of SHAPES only, which are off by 2e-6 at most.
 ANGLES_TOLERANCE = 2e-5
-MISTAKE = 1e-2  # what a mistake must make at least; the least of those below, another theta, makes 0.13
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -156,7 +155,7 @@ def test_the_oracle_is_a_page_that_imports_numpy_alone() -> None:
     assert not {"__import__", "importlib", "exec", "eval"} & {getattr(node, "id", "") for node in nodes}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(configurations(for_transformers=True), lengths)
 def test_the_oracle_gives_the_logits_of_transformers(args: ModelArgs, length: int) -> None:
     model, ids = tiny_model(args), some_tokens(1, length, vocab_size=args.vocab_size)
@@ -203,113 +202,6 @@ def llama_cpp_logits(api: ModuleType, path: Path, ids: list[int], vocab_size: in
         api.llama_model_free(held)
 
 
-# ---- the power of the comparison: the oracle and weights in wrong places make what is nearly Llama -------------------
-
-
-def in_heads(weights: Weights, args: ModelArgs, order: list[int], *names: str) -> Weights:
-    """Return the weights with the rows of each head in another order."""
-    changed = dict(weights)
-    for name, weight in weights.items():
-        if name.endswith(names):
-            changed[name] = weight.reshape(-1, args.head_dim, args.dim)[:, order].reshape(weight.shape)
-    return changed
-
-
-def pairs_half_a_head_apart(weights: Weights, args: ModelArgs) -> Weights:
-    """Turn x[i] with x[i + head_dim / 2], as Hugging Face does, but in weights of Meta's order."""
-    half = args.head_dim // 2
-    order = [row for i in range(half) for row in (i, half + i)]
-    return in_heads(weights, args, order, "wq.weight", "wk.weight")
-
-
-def pairs_turned_backwards(weights: Weights, args: ModelArgs) -> Weights:
-    order = [row for i in range(0, args.head_dim, 2) for row in (i + 1, i)]
-    return in_heads(weights, args, order, "wq.weight", "wk.weight")
-
-
-def keys_repeated_as_a_whole(weights: Weights, args: ModelArgs) -> Weights:
-    """Let query head h look at kv head h % n_kv_heads: `repeat` where `repeat_interleave` belongs."""
-    heads = [head for group in range(args.n_kv_heads) for head in range(group, args.n_heads, args.n_kv_heads)]
-    changed = dict(weights)
-    for name, weight in weights.items():
-        if name.endswith("wq.weight"):  # (n_heads * head_dim, dim)
-            changed[name] = weight.reshape(args.n_heads, args.head_dim, args.dim)[heads].reshape(weight.shape)
-        if name.endswith("wo.weight"):  # (dim, n_heads * head_dim)
-            changed[name] = weight.reshape(args.dim, args.n_heads, args.head_dim)[:, heads].reshape(weight.shape)
-    return changed
-
-
-def scores_over_the_root_of_dim(weights: Weights, args: ModelArgs) -> Weights:
-    shrink = math.sqrt(args.head_dim / args.dim)
-    return {name: weight * shrink if name.endswith("wq.weight") else weight for name, weight in weights.items()}
-
-
-def gate_and_up_swapped(weights: Weights, args: ModelArgs) -> Weights:
-    other = {"w1": "w3", "w3": "w1"}
-    return {".".join(other.get(part, part) for part in name.split(".")): weight for name, weight in weights.items()}
-
-
-def norms_that_add_one(weights: Weights, args: ModelArgs) -> Weights:
-    return {name: weight + 1 if weight.ndim == 1 else weight for name, weight in weights.items()}
-
-
-def head_tied_that_is_not(weights: Weights, args: ModelArgs) -> Weights:
-    return {name: weight for name, weight in weights.items() if name != "output.weight"}
-
-
-def last_layer_forgotten(weights: Weights, args: ModelArgs) -> Weights:
-    last = f"layers.{args.n_layers - 1}."
-    return {name: weight for name, weight in weights.items() if not name.startswith(last)}
-
-
-WRONG_WEIGHTS: list[Callable[[Weights, ModelArgs], Weights]] = [
-    pairs_half_a_head_apart,
-    pairs_turned_backwards,
-    keys_repeated_as_a_whole,
-    scores_over_the_root_of_dim,
-    gate_and_up_swapped,
-    norms_that_add_one,
-    head_tied_that_is_not,
-    last_layer_forgotten,
-]
-WRONG_SIZES: dict[str, Any] = {
-    "no scaling": {"rope_scaling": None},
-    "another factor": {"rope_scaling": {"factor": 32.0}},
-    "bands from another length": {"rope_scaling": {"original_max_seq_len": 8192}},
-    "another theta": {"rope_theta": 500000.0},
-    "twice as many heads of half the size": {"n_heads": 8, "n_kv_heads": 4},
-    "the norm's eps of another model": {"norm_eps": 1e-2},
-}
-
-
-@pytest.fixture(scope="module")
-def scaled() -> Transformer:
-    """A model in which each of these mistakes can be made."""
-    return tiny_model(tiny_args(rope_scaling=RopeScaling(original_max_seq_len=64))).requires_grad_(False)
-
-
-@pytest.mark.parametrize("wrong", WRONG_WEIGHTS)
-def test_weights_in_a_wrong_place_show(wrong: Callable[[Weights, ModelArgs], Weights], scaled: Transformer) -> None:
-    assert_caught(scaled, wrong(weights_of(scaled), scaled.args), sizes_of(scaled.args))
-
-
-@pytest.mark.parametrize("wrong", WRONG_SIZES.values(), ids=WRONG_SIZES)
-def test_a_wrong_size_shows(wrong: dict[str, Any], scaled: Transformer) -> None:
-    right = sizes_of(scaled.args)
-    changed = {name: right[name] | new if isinstance(new, dict) else new for name, new in wrong.items()}
-    assert_caught(scaled, weights_of(scaled), {**right, **changed})
-
-
-def assert_caught(model: Transformer, weights: Weights, sizes: dict[str, Any]) -> None:
-    """See that the oracle with these weights and sizes is far from the model, where the right oracle is near."""
-    ids = some_tokens(1, LONGEST)
-    made = model(ids)[0]
-    model.free_cache()
-    assert_equal(made, oracle(model, ids[0]), ANGLES_TOLERANCE)
-    wrong = torch.from_numpy(oracle_numpy.logits(weights, ids[0].tolist(), **sizes))
-    assert (made - wrong).abs().max() > MISTAKE
-
-
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +213,7 @@ def test_logits_equal_the_oracles_with_exact_angles(changes: dict[str, Any]) -> 
         assert_equal(model(ids)[0], oracle(model, ids[0]), ANGLES_TOLERANCE)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     head_dim=st.integers(1, 64).map(lambda half: 2 * half),
     theta=st.floats(10, 1e6),
@@ -339,7 +231,7 @@ def test_frequencies_are_the_oracles(
     assert (abs(Transformer(args).rope.freqs.double().numpy() - exact) <= off).all()
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(configurations(), lengths, st.integers(0, 99))
 def test_logits_equal_the_oracles_in_one_pass_without_a_cache(args: ModelArgs, length: int, seed: int) -> None:
     """Catches bugs 2, 4, 6 and 7 where we and transformers would be wrong in the same way."""
@@ -351,7 +243,7 @@ def test_logits_equal_the_oracles_in_one_pass_without_a_cache(args: ModelArgs, l
     assert_equal(made, oracle(model, ids[0], rotations_of(model)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(configurations(), lengths, st.sets(st.integers(1, LONGEST - 1)))
 def test_cached_logits_equal_the_oracles_however_the_prompt_is_cut(
     args: ModelArgs, length: int, cuts: set[int]
@@ -364,7 +256,7 @@ def test_cached_logits_equal_the_oracles_however_the_prompt_is_cut(
     assert_equal(torch.cat(made), oracle(model, ids[0], rotations_of(model)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @example(args=tiny_args(), prompts=[4, 4], padding=2, steps=1)  # in step, and padded all the same
 @given(configurations(), st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 2), st.integers(0, 4))
 def test_each_row_of_a_ragged_batch_equals_its_own_oracle(
@@ -390,7 +282,7 @@ def test_each_row_of_a_ragged_batch_equals_its_own_oracle(
             assert_equal(made[:, 0], torch.stack([expected[row][start] for row, start in enumerate(starts)]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(configurations(), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.booleans())
 def test_greedy_ids_are_the_oracles_most_likely(args: ModelArgs, prompts: list[int], kv_caching: bool) -> None:
     """Catches bugs 2 and 12.

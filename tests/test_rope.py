@@ -1,6 +1,5 @@
 """Angles are those that the released models were trained with, at every position, whatever the model's dtype."""
 
-import copy
 import math
 
 import pytest
@@ -91,23 +90,6 @@ def test_scaling_bands_keep_stretch_and_blend() -> None:
     assert scaled(4096, factor=1.0) == pytest.approx([4096], rel=1e-6)
 
 
-def test_frequencies_outside_the_band_keep_their_bits() -> None:
-    freqs = rope_frequencies(128, 500000.0)
-    made = scale_frequencies(freqs, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
-    kept, stretched = 2 * math.pi / freqs < 2048, 2 * math.pi / freqs > 8192
-    assert torch.equal(made[kept], freqs[kept])
-    assert torch.equal(made[stretched], freqs[stretched] / 8)
-    assert kept.any()
-    assert stretched.any()
-    assert not (kept | stretched).all()
-
-
-def test_tuple_of_divisors_divides_each_frequency() -> None:
-    divisors = (1.0, 2.0, 4.0, 32.0)
-    scaled = Transformer(tiny_args(rope_scaling=divisors)).rope.freqs
-    assert torch.equal(scaled, rope_frequencies(8, 10000.0) / torch.tensor(divisors))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_table_stays_float32_whatever_the_model_becomes(dtype: torch.dtype) -> None:
     """Catches bug 6: bf16 keeps 8 bits of a position, so angles past a few hundred would be off by whole turns."""
@@ -159,15 +141,6 @@ def test_model_built_on_the_meta_device_has_real_frequencies() -> None:
     with torch.device("meta"):
         model = Transformer(tiny_args(rope_scaling=RopeScaling(original_max_seq_len=32)))
     assert torch.equal(model.rope.freqs, Transformer(model.args).rope.freqs)
-
-
-def test_copy_of_a_table_is_its_own() -> None:
-    table = RopeTable(rope_frequencies(8, 10000.0))
-    expected = table.at([0], 4, CPU)
-    twin = copy.deepcopy(table)
-    twin.freqs.zero_()
-    assert all(map(torch.equal, table.at([0], 8, CPU), RopeTable(rope_frequencies(8, 10000.0)).at([0], 8, CPU)))
-    assert all(map(torch.equal, twin.at([0], 4, CPU), expected))
 
 
 @settings(max_examples=30)
@@ -222,17 +195,3 @@ def test_16_bit_numbers_are_turned_in_float32_and_rounded_once(dtype: torch.dtyp
     turned, _ = apply_rotary_emb(x, x, freqs_cis)
     assert turned.dtype == dtype
     assert torch.equal(turned, apply_rotary_emb(x.float(), x.float(), freqs_cis)[0].to(dtype))
-
-
-def test_only_the_distance_between_two_positions_matters() -> None:
-    q, k = torch.randn(1, 1, 1, 64, dtype=torch.float64), torch.randn(1, 1, 1, 64, dtype=torch.float64)
-    table = RopeTable(rope_frequencies(64, 10000.0))
-
-    def score(query_position: int, key_position: int) -> float:
-        turned_q, _ = apply_rotary_emb(q, q, table.at([query_position], 1, CPU))
-        turned_k, _ = apply_rotary_emb(k, k, table.at([key_position], 1, CPU))
-        return float((turned_q * turned_k).sum())
-
-    # Angles of about 1000 are float32, hence off by 1000 * 2^-24 = 6e-5, in products that sum to about 10.
-    assert score(1007, 1000) == pytest.approx(score(7, 0), abs=1e-3)
-    assert abs(score(1007, 1000) - score(8, 0)) > 0.1

@@ -1,7 +1,6 @@
 """A token is chosen as the documentation says, checked against a slow and obvious sampler in float64."""
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -115,44 +114,6 @@ def test_top_p_of_one_drops_nothing_of_a_whole_vocabulary(dtype: torch.dtype) ->
         assert torch.equal(sample(logits.expand(len(ids), -1), middles[ids], everything), ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_top_p_just_below_one_keeps_what_the_oracle_keeps_of_a_whole_vocabulary(dtype: torch.dtype) -> None:
-    logits = torch.randn(1, META_VOCAB, generator=torch.Generator().manual_seed(1)).to(dtype)
-    probs = sorted(logits.double().softmax(-1)[0].tolist(), reverse=True)
-    ids = kept(logits, None, 0.999)
-    assert math.fsum(probs[: len(ids)]) >= 0.999 - SUM_ERROR
-    assert math.fsum(probs[: len(ids) - 1]) < 0.999 + SUM_ERROR
-
-
-@few
-@given(grids, st.integers(1, 30))
-def test_top_k_keeps_k_tokens_and_of_equal_ones_the_lowest_ids(row: list[float], k: int) -> None:
-    expected = sorted(range(len(row)), key=lambda id: (-row[id], id))[:k]
-    assert kept(torch.tensor([row]), k, 1.0) == set(expected)
-
-
-@few
-@given(grids, st.sampled_from([0.01, 0.2, 0.5, 1.0]))
-def test_min_p_keeps_tokens_at_least_so_likely_as_a_share_of_the_likeliest(row: list[float], min_p: float) -> None:
-    expected = {id for id, x in enumerate(row) if math.exp(x - max(row)) >= min_p}
-    assert support(torch.tensor(row), Sampling(temperature=1, top_p=1, min_p=min_p)) == expected
-
-
-def test_top_k_comes_before_top_p_which_measures_what_top_k_left() -> None:
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    # Of all, p = 0.6 needs two tokens; of the first two alone (4/7 and 3/7) it also needs two, but p = 0.5 needs one.
-    assert support(logits, Sampling(temperature=1, top_p=0.5)) == {0, 1}
-    assert support(logits, Sampling(temperature=1, top_p=0.5, top_k=2)) == {0}
-
-
-def test_temperature_comes_before_top_p_and_min_p() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0])
-    assert support(logits, Sampling(temperature=1, top_p=0.8)) == {0, 1}
-    assert support(logits, Sampling(temperature=0.25, top_p=0.8)) == {0}
-    assert support(logits, Sampling(temperature=1, top_p=1, min_p=0.2)) == {0, 1}
-    assert support(logits, Sampling(temperature=4, top_p=1, min_p=0.2)) == {0, 1, 2}
-
-
 @pytest.mark.parametrize("vocab", [10, 5000])  # without and with the first look at 1024 candidates
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (None, 3 / 8), (4, 0.75)])
 def test_of_equal_logits_at_the_cut_the_lowest_ids_stay(vocab: int, top_k: int | None, top_p: float) -> None:
@@ -175,31 +136,6 @@ def sample_with(logits: Tensor, sampling: Sampling, seed: int = 0) -> list[int]:
 
 
 # ---- how it behaves --------------------------------------------------------------------------------------------------
-
-
-@few
-@given(grids)
-def test_a_larger_p_keeps_all_that_a_smaller_one_keeps(row: list[float]) -> None:
-    logits = torch.tensor([row])
-    sets = [kept(logits, None, p) for p in (0.0, 0.1, 0.3, 0.5, 0.9, 0.999)]
-    assert all(smaller <= larger for smaller, larger in pairwise(sets))
-
-
-@few
-@given(grids, st.integers(-100, 100), st.integers(0, 2**31))
-def test_a_constant_added_to_all_logits_changes_nothing(row: list[float], constant: int, seed: int) -> None:
-    logits = torch.tensor([row]).double()  # sums of halves and whole numbers are exact
-    sampling = Sampling(temperature=0.8, top_p=0.9, top_k=10, min_p=0.01)
-    assert sample_with(logits, sampling, seed) == sample_with(logits + constant, sampling, seed)
-
-
-@few
-@given(st.permutations(range(12)), shares, st.none() | st.integers(1, 12), st.integers(0, 2**31))
-def test_renaming_the_ids_renames_the_choice(order: list[int], top_p: float, top_k: int | None, seed: int) -> None:
-    logits = torch.linspace(-2, 2, 12)[None]  # no two are equal, so nothing is left to the ids
-    sampling = Sampling(temperature=1, top_p=min(top_p, 0.999), top_k=top_k)  # sorted: the order is the logits' own
-    (chosen,) = sample_with(logits[:, order], sampling, seed)
-    assert [order[chosen]] == sample_with(logits, sampling, seed)
 
 
 def shaped(name: str, vocab: int) -> Tensor:
@@ -452,11 +388,6 @@ def test_a_penalty_past_the_range_of_float32_still_orders_the_tokens(
 def test_row_i_has_the_stream_of_seed_plus_i_and_a_list_gives_each_row_its_own() -> None:
     assert [stream.initial_seed() for stream in row_streams(7, 3)] == [7, 8, 9]
     assert [stream.initial_seed() for stream in row_streams([5, 1, 5], 3)] == [5, 1, 5]
-
-
-def test_a_list_of_seeds_of_the_wrong_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 seeds were given for 3 rows"):
-        row_streams([1, 2], 3)
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, [0, 1.5], [0, None], [0, "1"]])

@@ -165,20 +165,6 @@ def test_forks_of_a_paged_session_compute_in_two_threads_on_one_pool(model: Tran
     assert made == alone
 
 
-def test_models_that_share_layers_have_a_text_each(model: Transformer) -> None:
-    other = copy.deepcopy(model)
-    other.layers = model.layers[:1]
-    other.args = copy.copy(other.args)
-    object.__setattr__(other.args, "n_layers", 1)
-    expected = [text_of(one, PROMPTS[0]) for one in (model, other)]
-    streams = [one.stream(Ids(), PROMPTS[:1], LENGTH, temperature=0.0) for one in (model, other)]
-    for stream in (*streams, *streams):
-        next(stream)
-    for stream in streams:
-        stream.finish()
-    assert [stream.results[0]["ids"] for stream in streams] == expected
-
-
 # ---- one cache has one user at a time --------------------------------------------------------------------------------
 
 
@@ -240,32 +226,6 @@ def test_a_second_stream_of_a_session_ends_the_first(model: Transformer) -> None
         next(first)
     second.finish()
     assert session.tokens[len(PROMPTS[0]) :] == text_of(model, PROMPTS[0])
-
-
-def test_a_copy_in_the_middle_of_a_forward_is_free() -> None:
-    model = tiny_model(dtype=torch.float32).requires_grad_(False)
-    other = while_it_computes(model, lambda: text_of(model, PROMPTS[0]), lambda: copy.deepcopy(model))
-    for block in other.blocks:
-        block.feed_forward._forward_hooks.clear()
-    assert text_of(other, PROMPTS[0]) == text_of(model, PROMPTS[0])
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("caching", [False, True])
-def test_a_call_that_is_broken_off_leaves_a_usable_model(
-    model: Transformer, error: type[BaseException], caching: bool
-) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    model.kv_caching = caching
-    hook = model.blocks[0].register_forward_hook(fail)
-    for task in (lambda: model(some_tokens(1, 4)), lambda: text_of(model, PROMPTS[0])):
-        with pytest.raises(error):
-            task()
-    hook.remove()
-    model(some_tokens(1, 4))
-    text_of(model, PROMPTS[0])
 
 
 def test_a_layer_of_ones_own_needs_no_cache() -> None:

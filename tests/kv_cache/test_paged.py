@@ -6,11 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
-from fakes import Ids
 from oracles import some_tokens, tiny_args, tiny_model
 from threads import in_threads
 from torch import Tensor
@@ -18,8 +16,6 @@ from writes import write
 
 from llama.kv_cache import KVCache, PagedCache
 from llama.kv_cache.paged import BLOCK
-from llama.model import Transformer
-from llama.session import Session
 
 HEADS, HEAD_DIM = 2, 8
 
@@ -259,38 +255,3 @@ def test_copies_come_and_go_in_threads_while_a_text_grows() -> None:
     kept.clear()
     write(cache, length + 1, *new(1, 1))
     assert in_use(cache) == 13
-
-
-PREFIX = some_tokens(1, 2 * BLOCK + 5)[0].tolist()  # two blocks and a part of one
-
-
-def begun(model: Transformer) -> Session:
-    session = model.session(Ids())  # type: ignore[arg-type]
-    session.feed(PREFIX)
-    return session
-
-
-def test_forks_that_compute_at_once_in_threads_are_right() -> None:
-    """They share a pool, and so compute in turn; none is refused."""
-    model = tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False)
-    session = begun(model)
-    expected = [begun(model).generate(20, temperature=0.0, seed=1)["ids"]] * 4
-    forks = [[session.fork() for _ in range(4)] for _ in expected]
-
-    def work(mine: list[Session]) -> list[int]:
-        for fork in mine[:3]:
-            fork.drop()
-        stream = mine[3].stream(20, temperature=0.0)
-        for _ in stream:
-            pass
-        mine[3].drop()
-        ids: list[int] = stream.result["ids"]
-        return ids
-
-    with often_switched():
-        assert in_threads(*(partial(work, mine) for mine in forks)) == expected
-    assert session.generate(20, temperature=0.0)["ids"] == expected[0]
-    for cache in session.cache.layers:
-        assert isinstance(cache, PagedCache)
-        write(cache, len(session.tokens), *[t.double() for t in new(1, 1)])
-        assert in_use(cache) == len(cache.tables[0])
