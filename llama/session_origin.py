@@ -1,6 +1,6 @@
-"""What a session was computed from: a model's sizes, mode, machine and weights, and a tokenizer, as values to compare.
+"""The origin of a session as values to compare: the model's sizes, mode, machine and weights, and the tokenizer.
 
-Knows of a model what `Model` declares; does not know sessions or files.
+Does not know sessions or files.
 """
 
 import json
@@ -19,7 +19,7 @@ from llama.runner import Execution, Runner
 from llama.streaming import TextCodec
 from llama.words import printable
 
-_LIMITS = {"max_batch_size", "max_seq_len", "kv_caching", "kv_cache"}  # of ModelArgs, what changes no number
+_LIMITS = {"max_batch_size", "max_seq_len", "kv_caching", "kv_cache"}  # fields of ModelArgs that change no number
 _REMEDIES = {
     "dtype": "load the model in that dtype",
     "exact": "set model.exact to that value",
@@ -28,7 +28,7 @@ _REMEDIES = {
 
 
 class Model(Protocol):
-    """What is needed of a model."""
+    """A model, as far as it is used here."""
 
     @property
     def args(self) -> ModelArgs: ...
@@ -48,9 +48,9 @@ class Model(Protocol):
 
 
 def origin(model: Model) -> dict[str, Any]:
-    """Return what decides the numbers that a model computes, except its weights, as JSON would return it.
+    """Return what decides the numbers that a model computes, except its weights, as JSON values.
 
-    place: where exact mode computes, None without it.
+    place: the software and hardware that decide the bits of exact mode; None without it.
     """
     sizes = {name: value for name, value in asdict(model.args).items() if name not in _LIMITS}
     return {
@@ -85,7 +85,7 @@ def weights_digest(model: Model) -> str:
 
 
 def fingerprint(tokenizer: TextCodec, vocab_size: int) -> str:
-    """Return a text that tokenizers share only if they read ids alike: their own, else a digest of all ids' texts."""
+    """Return a text that is equal for tokenizers with equal ids: the tokenizer's own, or a digest of all ids' texts."""
     own = getattr(tokenizer, "fingerprint", None)
     if callable(own):
         return str(own())
@@ -101,7 +101,7 @@ def _text_of(tokenizer: TextCodec, id: int) -> str | None:
 
 
 def _place(model: Model) -> str:
-    """Return what may decide the bits of a sum: the names that can be read, and how products round."""
+    """Return what may decide the bits of a sum: names of software and hardware, and a digest of rounded products."""
     from llama.exact.probe import rounding_digest  # deferred: only exact mode needs it
 
     device = model.device

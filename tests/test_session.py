@@ -310,11 +310,11 @@ def test_a_stream_whose_text_was_changed_is_refused() -> None:
     stream = session.stream(10, **GREEDY)
     next(stream)
     session.append("else")
-    with pytest.raises(RuntimeError, match="stream anew"):
+    with pytest.raises(RuntimeError, match="start a new one"):
         next(stream)
     stream = session.stream(10, **GREEDY)
     model.kv_caching = False
-    with pytest.raises(RuntimeError, match="stream anew"):
+    with pytest.raises(RuntimeError, match="start a new one"):
         next(stream)
 
 
