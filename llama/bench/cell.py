@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict
 
-from llama.machine import DTYPES
+from llama.host.machine import DTYPES
 
 # Whose weights can be in what: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0; stored is as a .gguf
 # file has them, and mapped the same left in that file, which is `load`'s repack=False.

@@ -32,7 +32,7 @@ from llama.bench.schema import Agreement, CellRecord, Report, Sweep
 from llama.bench.statistics import best_ceilings
 from llama.bench.texts import text_path
 from llama.costs import RELEASED, forwards
-from llama.machine import Ceilings
+from llama.host.machine import Ceilings
 
 REPETITIONS = 5
 BATCHES = (1, 8, 16)
@@ -83,7 +83,7 @@ class Session:
 
     directory: RunDirectory
     deadline: float
-    progress: Any  # see `llama.progress.seconds_bar`
+    progress: Any  # see `llama.cli.progress.seconds_bar`
     calibration: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     curves: list[str] = field(default_factory=list)  # jobs beside the cells that are still to come

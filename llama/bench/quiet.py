@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from llama.bench.report.tables import pairs, summary_of
 from llama.bench.schema import CellRecord, Crossover, Point, Report, Status
-from llama.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, disturbs
-from llama.progress import seconds_bar
+from llama.cli.progress import seconds_bar
+from llama.host.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, disturbs
 
 OTHER_WORK = "other work"  # the name of the point; "undisturbed" in reports of before
 

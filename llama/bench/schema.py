@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Literal, TypedDict, cast
 
 from llama.bench.cell import Cell
-from llama.machine import Ceilings
+from llama.host.machine import Ceilings
 
 SCHEMA = "llama-kv/benchmark/1"
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from llama.bench.cell import Cell
 from llama.bench.schema import RooflineShares, Sample, Spread, Summary, Work
-from llama.machine import Ceilings
+from llama.host.machine import Ceilings
 
 
 def percentiles(values: Sequence[float]) -> Spread:

@@ -20,8 +20,8 @@ from llama.bench.gpu.kernels import filled_buffers, model_for, profile_step, ste
 from llama.bench.presets import BATCHES
 from llama.fast.graph_ops import GraphOps
 from llama.fast.graph_runner import DecodeBuffers, Replay, cached
+from llama.host.machine import wait_for
 from llama.kv_cache import Cache
-from llama.machine import wait_for
 from llama.model import Transformer
 from llama.ops import without_cudnn
 

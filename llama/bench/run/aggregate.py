@@ -9,7 +9,7 @@ from llama.bench.run.jobs import run_job
 from llama.bench.run.validity import worse
 from llama.bench.schema import CellRecord, Comparison, Divergence, Report
 from llama.bench.statistics import best_ceilings, reached, roofline_shares, summarise
-from llama.machine import Ceilings
+from llama.host.machine import Ceilings
 
 NONE = -1  # stands for the token of a row that has ended
 

@@ -25,11 +25,11 @@ from llama.bench.run.step_times import cache_sizes
 from llama.bench.schema import CacheQuality, CacheSize, CachesPlan, NeedleRecall, Parting, StepTimes
 from llama.bench.statistics import percentiles
 from llama.bench.texts import read_text
-from llama.cores import OtherLoad
 from llama.costs import kv_bytes
+from llama.host.cores import OtherLoad
 from llama.kv_cache import Cache
 from llama.model import Transformer
-from llama.perplexity import compared, expected, log_probabilities, next_logits
+from llama.quality.perplexity import compared, expected, log_probabilities, next_logits
 from llama.streaming import TextCodec, encode_prompt
 
 STEPS = 8  # timed at each context, behind one that warms up

@@ -13,9 +13,9 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.schema import Ledger, Line
 from llama.costs import Layout, PeakMemory, head_bytes, peak_memory, size
+from llama.host.machine import available_memory
 from llama.kv_cache import Cache
-from llama.machine import available_memory
-from llama.parallel import local_size
+from llama.ranks.torchrun import local_size
 
 ROWS = 1024  # a batch that cannot fit into any memory is refused, too, and without a list of its rows
 CUBLAS_WORKSPACE = 8_519_680  # torch's default configuration, :4096:2:16:8, in bytes

@@ -16,7 +16,7 @@ from llama.bench.run.peers import GPT2, check_engine
 from llama.bench.run.transformers_engine import TransformersEngine
 from llama.bench.schema import ModelFacts
 from llama.costs import parameters
-from llama.machine import DTYPES
+from llama.host.machine import DTYPES
 from llama.model import Transformer
 from llama.streaming import TextCodec
 

@@ -31,7 +31,7 @@ from llama.bench.run.opening import open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import StepTimes
 from llama.exact import slowdown_words
-from llama.machine import DTYPES, ceilings, environment
+from llama.host.machine import DTYPES, ceilings, environment
 from llama.watch.page import page
 from llama.watch.record import record
 

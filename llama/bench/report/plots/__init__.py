@@ -13,7 +13,7 @@ from llama.bench.report.plots.sweep import draw_batch, draw_cache, draw_context,
 from llama.bench.report.plots.table import draw_crossover, draw_memory, draw_peers, draw_steps, draw_time
 from llama.bench.report.tables import NOISY, disturbances
 from llama.bench.schema import Report
-from llama.palette import ALARM
+from llama.cli.palette import ALARM
 
 _WITHOUT_TIMES = {"memory", "cache", "cache_quality", "chat_bytes"}  # bytes and quality do not depend on other work
 

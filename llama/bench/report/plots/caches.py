@@ -11,8 +11,8 @@ from llama.bench.report.caches import context_of_size, held_at, is_judged, step_
 from llama.bench.report.plots.canvas import Look, new_figure
 from llama.bench.report.tables import least_to_most
 from llama.bench.schema import Caches
+from llama.cli.palette import CACHE, PAPER
 from llama.costs import MB
-from llama.palette import CACHE, PAPER
 
 
 class _Kind(NamedTuple):

@@ -1,6 +1,7 @@
 """The paper that every picture is drawn on: its sizes, its axes, the marks that pictures share, and PNG and SVG.
 
-Knows no figure of any report. All colours are those of `llama.palette`; matplotlib keeps no state, and opens no window.
+Knows no figure of any report. All colours are those of `llama.cli.palette`; matplotlib keeps no state, and opens no
+window.
 """
 
 import io
@@ -20,7 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, 
 
 from llama.bench.report.tables import least_to_most
 from llama.bench.schema import Spread
-from llama.palette import ANEW, CACHE, FACTOR, FAINT, GRID, INK, PAPER, variables
+from llama.cli.palette import ANEW, CACHE, FACTOR, FAINT, GRID, INK, PAPER, variables
 
 COLORS = {True: CACHE.light, False: ANEW.light}
 MODES = {True: "with the cache", False: "without"}

@@ -12,8 +12,8 @@ from llama.bench.report.plots.canvas import Look, bars, counted, legend, log_y, 
 from llama.bench.report.tables import least_to_most
 from llama.bench.schema import Report
 from llama.bench.statistics import percentiles
+from llama.cli.palette import ANEW, CACHE, REFILLED
 from llama.costs import MB
-from llama.palette import ANEW, CACHE, REFILLED
 
 WAY_COLORS = {"kept": CACHE.light, "anew": REFILLED.light, "off": ANEW.light}
 

@@ -25,8 +25,8 @@ from llama.bench.report.plots.canvas import (
 from llama.bench.report.plots.table import draw_contexts
 from llama.bench.report.tables import slope_words
 from llama.bench.schema import Fit, Spread, StepTimes, Sweep
+from llama.cli.palette import CACHE, FAINT
 from llama.costs import size
-from llama.palette import CACHE, FAINT
 
 
 def draw_speedup(sweep: Sweep, look: Look) -> Figure | None:

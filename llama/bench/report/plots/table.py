@@ -39,8 +39,8 @@ from llama.bench.report.tables import (
     summary_of,
 )
 from llama.bench.schema import CellRecord, Crossover, Report, Spread, StepTimes
+from llama.cli.palette import ACTIVATIONS, CACHE, FAINT, GRID, INK, LOGITS, PAPER, UNNAMED, WEIGHTS, WORKSPACE
 from llama.costs import MB
-from llama.palette import ACTIVATIONS, CACHE, FAINT, GRID, INK, LOGITS, PAPER, UNNAMED, WEIGHTS, WORKSPACE
 
 PART_COLORS = dict(zip(PARTS, (WEIGHTS, CACHE, LOGITS, ACTIVATIONS, WORKSPACE, UNNAMED), strict=True))
 
