@@ -22,8 +22,8 @@ SCRIPTS = (
     "llama/untrusted/template_child.py",
 )
 
-# Wings that would compute the answer past the student's code, and what checks them on a GPU.
-LEFT_OUT = ("llama/fast/", "llama/exact/", "llama/bench/gpu/")
+# Wings that would compute the answer past the student's code, and what checks them on a GPU; KEPT is needed elsewhere.
+LEFT_OUT, KEPT = ("llama/fast/", "llama/exact/", "llama/bench/gpu/"), ("llama/exact/digest.py",)
 
 
 def make(out: Path, *, root: Path = ROOT, holes: tuple[Hole, ...] = HOLES) -> None:
@@ -51,7 +51,7 @@ def _needed(root: Path, replaced: dict[str, Path]) -> set[str]:
     left = list(SCRIPTS)
     while left:
         file = left.pop()
-        if file not in seen and (file in replaced or not file.startswith(LEFT_OUT)):
+        if file not in seen and (file in replaced or file in KEPT or not file.startswith(LEFT_OUT)):
             seen.add(file)
             left += [home for name in _imported(replaced.get(file, root / file)) for home in _homes(root, name)]
     needed = seen - set(replaced)
