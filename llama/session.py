@@ -20,7 +20,6 @@ from llama.kv_cache import Cache
 from llama.request import Options, common_beginning, listing_options, make_request
 from llama.sessions.file import Content, load_session, save_session
 from llama.sessions.held_text import HeldText
-from llama.sessions.origin import Model
 from llama.sessions.stream import SessionStream
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 from llama.untrusted.words import printable
@@ -235,7 +234,7 @@ class Sessions:
         """
         return Session(self, tokenizer, max_seq_len=max_seq_len, kv_cache=kv_cache)
 
-    def load_session(self: Model, path: str | PathLike[str], tokenizer: TextCodec | None = None) -> Session:
+    def load_session(self: Any, path: str | PathLike[str], tokenizer: TextCodec | None = None) -> Session:
         """Return the session that `session.save` stored. It continues as if it had never been saved.
 
         Without a tokenizer the session accepts and returns ids only. Raises ValueError for a file that is not a session

@@ -7,16 +7,14 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
 from llama.exact.digest import digest_of, digest_of_text
-from llama.ranks import Ranks
-from llama.stepper import Execution, Runner
 from llama.streaming import TextCodec
+from llama.switches import Switches
 from llama.untrusted.words import printable
 
 _LIMITS = {"max_batch_size", "max_seq_len", "kv_caching", "kv_cache"}  # fields of ModelArgs that change no number
@@ -27,27 +25,7 @@ _REMEDIES = {
 }
 
 
-class Model(Protocol):
-    """A model, as far as it is used here."""
-
-    @property
-    def args(self) -> ModelArgs: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def exact(self) -> bool: ...
-    @property
-    def execution(self) -> Execution: ...
-    @property
-    def runner(self) -> Runner[Any] | None: ...
-    @property
-    def ranks(self) -> Ranks: ...
-    def state_dict(self, *, keep_vars: bool) -> Mapping[str, Tensor]: ...
-
-
-def origin(model: Model) -> dict[str, Any]:
+def origin(model: Switches) -> dict[str, Any]:
     """Return what decides the numbers that a model computes, except its weights, as JSON values.
 
     place: the software and hardware that decide the bits of exact mode; None without it.
@@ -62,7 +40,7 @@ def origin(model: Model) -> dict[str, Any]:
     }
 
 
-def check_origin(model: Model, saved: Mapping[str, Any]) -> None:
+def check_origin(model: Switches, saved: Mapping[str, Any]) -> None:
     """Raise ValueError if a saved `origin` differs from the model's; activations of None fit every model."""
     here = origin(model)
     sizes, now = saved["sizes"], here.pop("sizes")
@@ -76,7 +54,7 @@ def check_origin(model: Model, saved: Mapping[str, Any]) -> None:
             )
 
 
-def weights_digest(model: Model) -> str:
+def weights_digest(model: Switches) -> str:
     """Return a digest of all weights: names, shapes, dtypes and bits; a weight with two names counts once."""
     first: dict[int, tuple[str, Tensor]] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
@@ -100,7 +78,7 @@ def _text_of(tokenizer: TextCodec, id: int) -> str | None:
         return None
 
 
-def _place(model: Model) -> str:
+def _place(model: Switches) -> str:
     """Return what may decide the bits of a sum: names of software and hardware, and a digest of rounded products."""
     from llama.exact.probe import rounding_digest  # deferred: only exact mode needs it
 
