@@ -18,13 +18,12 @@ from llama.checkpoint import load_weights, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
 from llama.cli.progress import progress_bar
 from llama.fast.choose import Fast, make_fast
-from llama.generation import Stream
 from llama.host.files import cache_dir
 from llama.host.machine import DTYPES
 from llama.kv_cache import cache_kind
 from llama.model import Transformer
 from llama.ranks.torchrun import join, own_device, world_rank, world_size
-from llama.streaming import encode_prompt
+from llama.streaming import Stream, encode_prompt
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message
 

@@ -15,26 +15,13 @@ from typing import Any, Literal, Protocol, Self, Unpack
 import torch
 from torch import Tensor
 
-from llama.batch import Batch, Chosen, NonFiniteLogits, Token, padded
+from llama.batch import Batch, Chosen, Token, padded
 from llama.kv_cache import Cache
 from llama.ranks import ALONE, Ranks
 from llama.request import Limits, Options, Step, listing_options, make_request
 from llama.rows import Rows
 from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
-
-__all__ = [
-    "Chosen",
-    "Completion",
-    "Generation",
-    "LanguageModel",
-    "NonFiniteLogits",
-    "Options",
-    "PlainStepper",
-    "Step",
-    "Stream",
-]
-
 
 logger = logging.getLogger(__name__)
 

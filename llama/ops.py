@@ -104,20 +104,13 @@ def attend(
     if rows.start is not None:
         return _attend_in_step(xq, keys, values, rows.start, visible, scoring)
     # Rows with different starts are computed one by one, each over its own keys, to have the bits that they have alone.
-    each = _row_by_row(rows, visible, scoring)
-    return torch.cat([_attend_in_step(xq[one], keys[one], values[one], *rest) for one, rest in each])
-
-
-def _row_by_row(
-    rows: Rows, visible: Tensor | None, scoring: Scoring
-) -> Iterator[tuple[slice, tuple[int, Tensor | None, Scoring]]]:
-    """Yield each row's slice, and its start, `visible` and `scoring`."""
-    positions = scoring.key_positions
+    outputs, positions = [], scoring.key_positions
     for row, start in enumerate(rows.starts):
         one = slice(row, row + 1)
         seen = visible if visible is None or visible.ndim == 2 else visible[one]
         own = scoring if positions is None or positions.ndim == 1 else scoring._replace(key_positions=positions[one])
-        yield one, (start, seen, own)
+        outputs.append(_attend_in_step(xq[one], keys[one], values[one], start, seen, own))
+    return torch.cat(outputs)
 
 
 def _attend_in_step(

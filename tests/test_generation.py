@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from oracles import tiny_model
 
 from llama.args import ModelArgs
-from llama.generation import NonFiniteLogits, Step
+from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache
 from llama.model import Transformer
+from llama.request import Step
 
 few = settings(max_examples=15, derandomize=True, deadline=None)
 VOCAB, MAX_SEQ_LEN = 97, 64

@@ -12,7 +12,7 @@ from fakes import Bytes, Limits, Scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama.generation import Completion
+from llama.streaming import Completion
 
 EOS, BOS, HELLO = 257, 256, 300
 few = settings(max_examples=40, derandomize=True, deadline=None)

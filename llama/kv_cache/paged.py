@@ -25,8 +25,8 @@ class Pool:
     """The blocks of one layer, which the caches of several texts may share.
 
     shares: the number of rows, of all caches, that use each block. spare: the blocks that no row uses; the last one is
-    taken next. left: the tables of deleted caches. Python may collect such a cache in any thread, even in one that has
-    the lock, so `__del__` does not wait for it; if the lock is taken, the next `_take` returns the blocks.
+    taken next. left: the tables of deleted caches, whose blocks return to the pool before the next ones are taken:
+    Python may delete a cache in any thread, even in one that has the lock.
     """
 
     def __init__(self, cache: "PagedCache") -> None:
@@ -34,7 +34,7 @@ class Pool:
         self.spare: list[int] = []
         self.caches: WeakSet[PagedCache] = WeakSet((cache,))
         self.left: deque[list[int]] = deque()
-        self.lock = Lock()  # calls run one at a time, but a cache may be deleted in any thread
+        self.lock = Lock()  # copies of a cache may be written, freed and copied in different threads
 
     def give_back(self, table: list[int]) -> None:
         """Return a row's blocks to the pool. The caller has the lock."""
@@ -42,12 +42,6 @@ class Pool:
             self.shares[block] -= 1
             if not self.shares[block]:
                 self.spare.append(block)
-
-    def leave(self, cache: "PagedCache") -> None:
-        """Remove a cache, whose tables are in `left`. The caller has the lock."""
-        self.caches.discard(cache)
-        if self.caches:
-            self.settle()
 
     def settle(self) -> None:
         """Return the blocks of deleted caches to the pool. The caller has the lock."""
@@ -101,7 +95,7 @@ class PagedCache(KVCache, kind="paged"):
     def free(self) -> None:
         self.pool.left += self.tables
         with self.pool.lock:
-            self.pool.leave(self)
+            self.pool.caches.discard(self)
         super().free()
         self.tables, self.pool = [], Pool(self)
 
@@ -118,14 +112,8 @@ class PagedCache(KVCache, kind="paged"):
         return other
 
     def __del__(self) -> None:
-        if "pool" not in vars(self):
-            return  # __init__ failed
-        self.pool.left += self.tables
-        if self.pool.lock.acquire(blocking=False):
-            try:
-                self.pool.leave(self)
-            finally:
-                self.pool.lock.release()
+        if "pool" in vars(self):  # __init__ may have failed
+            self.pool.left += self.tables
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "pool"}
