@@ -283,16 +283,6 @@ def test_cudnn_is_out_of_reach_while_attention_runs_and_as_it_was_behind_it(
     assert len(seen) >= 4
 
 
-def test_a_cpu_leaves_the_flag_of_cudnn_alone() -> None:
-    with ops.without_cudnn(torch.device("cpu")):
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    with ops.without_cudnn(torch.device("cuda")):
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    with pytest.raises(RuntimeError, match="broken"), ops.without_cudnn(torch.device("cuda")):
-        raise RuntimeError("broken")
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
 def test_threads_that_keep_clear_of_cudnn_at_once_leave_it_as_it_was() -> None:
     """The second finds it off; were it to put back what it found, cuDNN would be off for good."""
     threads = ExitStack(), ExitStack()

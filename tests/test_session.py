@@ -145,16 +145,6 @@ def test_the_switch_may_be_set_for_one_call() -> None:
     assert session.generate(2, **GREEDY)["ids"] == whole(model, before, 2)
 
 
-def test_a_stream_without_the_cache_that_is_left_at_once_leaves_a_session_that_goes_on() -> None:
-    model, session = made()
-    session.feed(TEXT)
-    with session.stream(5, kv_caching=False, echo=True, **GREEDY) as stream:
-        next(stream)
-    session.append("x")
-    before = list(session.tokens)
-    assert session.generate(4, **GREEDY)["ids"] == whole(model, before, 4)
-
-
 # ---- logits ----------------------------------------------------------------------------------------------------------
 
 

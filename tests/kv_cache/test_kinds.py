@@ -1,6 +1,6 @@
 """Every kind of cache keeps the contract, and one that does not is caught; names, and what is asked of a kind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,6 @@ class Stays(StaticCache, kind="does not select"):
     def select_rows(self, rows: Sequence[int]) -> None: ...
 
 
-class Keeps(StaticCache, kind="keeps"):
-    """Does not give its memory back."""
-
-    def free(self) -> None: ...
-
-
 class Shares(StaticCache, kind="shares"):
     """Its copy is itself."""
 
@@ -143,14 +137,6 @@ class Counts(StaticCache, kind="counts beside its buffers"):
         return keys, values * (2 if self.calls == 1 else 1)
 
 
-class Believes(StaticCache, kind="believes every state"):
-    """Takes a state that no cache of its kind gave."""
-
-    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
-        self.free()
-        self.keys, self.values = state["keys"], state["values"]
-
-
 class Takes(StaticCache, kind="takes anything"):
     """Refuses nothing."""
 
@@ -162,7 +148,6 @@ BREAKS = {
     "rounds": testing.lossless_in_any_chunks,
     "remembers": testing.texts_leave_nothing_behind,
     "crosstalk": testing.rows_do_not_touch_each_other,
-    "keeps": testing.bytes_are_as_predicted,
     "shares": testing.a_copy_goes_on_by_itself,
     "forgets to repeat": testing.the_first_row_may_be_repeated,
     "hides": testing.bytes_are_as_predicted,
@@ -170,7 +155,6 @@ BREAKS = {
     "does not select": testing.rows_may_leave,
     "truncates": testing.a_text_may_be_truncated,
     "counts beside its buffers": testing.a_state_is_all_that_a_cache_needs,
-    "believes every state": testing.a_state_is_all_that_a_cache_needs,
     "takes anything": testing.bad_writes_are_refused,
 }
 
