@@ -149,11 +149,6 @@ def test_exact_mode_is_asked_for_when_loading(checkpoint: Path, exact: bool) -> 
     assert (first_difference(model) is None) == exact
 
 
-def test_limits_default_to_the_checkpoint_s_length_and_any_number_of_rows(checkpoint: Path) -> None:
-    model, _ = load(checkpoint)
-    assert (model.args.max_seq_len, model.args.max_batch_size) == (MAX_SEQ_LEN, None)
-
-
 def test_a_length_past_the_checkpoint_s_own_is_taken_with_a_warning(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,11 +285,6 @@ def test_max_gen_len_is_cut_where_max_seq_len_is_reached(llama: Llama, max_gen_l
     assert [len(row) for row in ids] == [MAX_SEQ_LEN - 20, MAX_SEQ_LEN - 1, 0]
     ids, _ = llama.generate(prompts, MAX_SEQ_LEN - 20)
     assert [len(row) for row in ids] == [MAX_SEQ_LEN - 20, MAX_SEQ_LEN - 20, 0]
-
-
-def test_a_prompt_longer_than_the_limit_is_refused_with_both_numbers(llama: Llama) -> None:
-    with pytest.raises(ValueError, match=r"prompt 1 has 129 tokens and .*more than max_seq_len=128"):
-        llama.generate([[1], [2] * (MAX_SEQ_LEN + 1)], None)
 
 
 def test_limits_of_build_hold(checkpoint: Path) -> None:

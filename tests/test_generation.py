@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import NAN, Bytes, Call, Ids, Limits, Scripted
+from fakes import NAN, Bytes, Call, Ids, Scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import tiny_model
@@ -324,14 +324,6 @@ def test_the_switch_is_undone_on_every_layer_after_a_call_and_after_an_error(set
     assert {layer.attention.kv_caching for layer in model.layers} == {setting}
 
 
-def test_a_model_built_without_caching_generates_without_it() -> None:
-    model = tiny(kv_caching=False)
-    steps: list[Step] = []
-    ids, _ = model.generate_tokens(RAGGED, 4, on_step=steps.append, **GREEDY)
-    assert [max(map(len, step.ids)) for step in steps] == [30, 31, 32, 33]
-    assert (ids, None) == tiny().generate_tokens(RAGGED, 4, **GREEDY)
-
-
 def test_no_memory_is_held_between_calls_and_none_without_the_cache(model: Transformer) -> None:
     held: list[int | None] = []
 
@@ -414,17 +406,6 @@ def test_a_list_of_seeds_gives_every_row_its_own_and_none_draws_afresh(model: Tr
     assert model.generate_tokens(prompts, 9, temperature=1, seed=4)[0][1:] == [one, three]
     fresh = [row for _ in range(2) for row in model.generate_tokens(prompts, 9, temperature=1)[0]]
     assert len({tuple(row) for row in fresh}) == 6
-
-
-def test_generation_neither_reads_nor_moves_the_global_random_state(model: Transformer) -> None:
-    results = []
-    for state in (1, 2):
-        torch.manual_seed(state)
-        before = torch.get_rng_state()
-        results.append(model.generate_tokens(RAGGED, 4, **SAMPLED))
-        model.generate_tokens(RAGGED, 4)
-        assert torch.equal(torch.get_rng_state(), before)
-    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("kv_caching", [True, False])
@@ -556,12 +537,6 @@ def test_settings_are_refused_when_a_stream_is_asked_for_and_not_when_it_is_read
 def test_an_unknown_option_is_refused_by_name(unknown: str) -> None:
     with pytest.raises(TypeError, match=f"unknown option {unknown}"):
         scripted([1]).generate_tokens([[1]], 1, **{unknown: [[2]]})  # type: ignore[arg-type]
-
-
-def test_limits_of_a_fake_are_enough_for_the_loop() -> None:
-    model = scripted([1], args=Limits(vocab_size=300, max_seq_len=3, max_batch_size=1))
-    assert "max_seq_len=3" in refused(model, [[1, 2]], 2)
-    assert "max_batch_size=1" in refused(model, [[1], [2]])
 
 
 @pytest.mark.parametrize("prompts", [[1, 2], None, [None], 3])

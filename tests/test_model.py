@@ -495,17 +495,6 @@ def test_a_text_that_was_fed_in_another_way_is_not_gone_on_with(change: str) -> 
     assert all(torch.equal(held, before[name]) for name, held in cache.layers[0].held().items())
 
 
-def test_a_twin_goes_on_with_what_the_model_was_fed() -> None:
-    model, tokens = tiny_model().requires_grad_(False), some_tokens(1, 5)
-    cache = model.new_cache()
-    whole = model(tokens)
-    model(tokens[:, :4], cache=cache)
-    model.kv_caching = False
-    torch.testing.assert_close(
-        model.with_kv_caching(True)(tokens[:, 4:], 4, cache=cache), whole[:, 4:], rtol=0, atol=FP64_TOLERANCE
-    )
-
-
 @pytest.mark.parametrize(
     "drop",
     [

@@ -84,16 +84,6 @@ def test_a_text_that_was_edited_is_fed_from_where_it_differs(kv_cache: str, capl
         assert session.generate(9, **GREEDY) == expected.generate(9, **GREEDY)
 
 
-def test_a_text_that_was_shortened_feeds_its_last_token_again(caplog: pytest.LogCaptureFixture) -> None:
-    model, session = made()
-    caplog.set_level(logging.INFO, "llama")
-    session.feed(TEXT)
-    assert caplog.text == ""
-    assert session.feed(TEXT[:20]) == 1
-    assert f"at token 21 of {len(ids(TEXT))}" in caplog.text
-    assert session.generate(5, **GREEDY)["ids"] == whole(model, ids(TEXT[:20]), 5)
-
-
 @pytest.mark.parametrize("kv_cache", KINDS)
 def test_turn_after_turn_is_the_whole_text(kv_cache: str) -> None:
     model, session = made(kv_cache)

@@ -176,14 +176,6 @@ def test_a_stop_string_ends_its_row_alone_and_its_model_steps() -> None:
     assert len(model.calls) == 3
 
 
-def test_a_stop_string_on_the_last_token_is_a_stop() -> None:
-    assert one(saying("abc"), max_gen_len=3, stop="c") == {
-        "generation": "ab",
-        "ids": [97, 98, 99],
-        "finish_reason": "stop",
-    }
-
-
 def test_a_stop_string_in_the_prompt_or_over_its_border_is_not_one() -> None:
     result = one(saying("def"), "abc", stop=["abc", "cd"], echo=True)
     assert result["generation"] == "abcdef"
@@ -203,11 +195,6 @@ def test_an_empty_stop_string_is_refused(stop: str | list[str]) -> None:
 def test_finish_reason_tells_a_stop_token_from_a_full_length() -> None:
     results = saying("abc", "abcd", "").generate(Bytes(), ["p", "q", "r"], [3, 9, 4], **GREEDY)
     assert [result["finish_reason"] for result in results] == ["length", "stop", "stop"]
-
-
-def test_a_row_without_room_ended_by_its_length() -> None:
-    results = saying("abc", "abc").generate(Bytes(), ["p", "q"], [0, 2], **GREEDY)
-    assert [(result["generation"], result["finish_reason"]) for result in results] == [("", "length"), ("ab", "length")]
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from llama import cli
 TIGHT = Limits(seconds=20.0, memory_bytes=2**30, file_bytes=2**20, printed_bytes=2**16, processes=8)
 HOSTILE = {
     "loops": ("while True: pass", "not done after 1 s|more CPU time"),
-    "sleeps": ("import time; time.sleep(100)", "not done after 1 s"),
     "forks": ("import os\nwhile True: os.fork()", "more than 8 processes"),
     "forks into other sessions": (
         "import os, time\nfor _ in range(20):\n  if os.fork() == 0: os.setsid(), time.sleep(100)\ntime.sleep(100)",
@@ -41,17 +40,11 @@ HOSTILE = {
     "leaves at once": ("import os; os._exit(0)", "exit code 0 before it was tried"),
     "does not parse": ("def (:", "SyntaxError"),
     "kills itself": ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
-    "kills itself by a signal without a name": ("import os; os.kill(os.getpid(), 40)", "ended by signal 40"),
     "ends its session": ("import os; os.killpg(0, 15)", "ended by SIGTERM"),
-    "prints a verdict": ("print('{\"points\": 100}'); raise SystemExit(0)", "exit code 0 before it was tried"),
     "has no package": (None, "no folder llama"),
     "has an empty package": ("", "ModuleNotFoundError"),
     "puts a pipe in place of itself": (
         "import os; os.unlink(__file__); os.mkfifo(__file__); raise SystemExit",
-        "deleted or changed 1 of its own files",
-    ),
-    "puts a device in place of itself": (
-        "import os; os.unlink(__file__); os.symlink('/dev/zero', __file__); raise SystemExit",
         "deleted or changed 1 of its own files",
     ),
     "puts a pipe in place of its results": (

@@ -440,19 +440,6 @@ def test_a_window_tells_a_score_mod_where_its_keys_stand_in_the_text(prompts: tu
         assert ours == pytest.approx(theirs, abs=1e-9)
 
 
-def test_what_was_computed_in_another_dtype_is_refused_and_the_text_may_begin_again() -> None:
-    model = tiny_model(kv_cache="int4", dtype=torch.float32, max_seq_len=60, head_dim=8)
-    with torch.inference_mode():
-        cache = model.new_cache()
-        model(some_tokens(1, 40), 0, cache=cache)
-        model.to(torch.bfloat16)
-        with pytest.raises(ValueError, match="computed in another way"):
-            model(some_tokens(1, 2), 40, cache=cache)
-        cache.free()
-        model(some_tokens(1, 40), 0, cache=cache)
-        assert model(some_tokens(1, 2), 40, cache=cache).isfinite().all()
-
-
 def test_limits_of_a_kind_count_what_it_holds() -> None:
     args: dict[str, Any] = {"kv_cache": "window:10+2", "max_seq_len": 16}
     model = tiny_model(**args)
