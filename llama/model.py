@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from llama.args import ModelArgs
 from llama.generation import Generation
 from llama.kv_cache import Attended, Cache, KVCache
-from llama.kv_cache.cache import Source
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops import PLAIN, Ops, Scoring, last_real
 from llama.ranks import current_ranks
@@ -116,6 +115,7 @@ class TransformerBlock(nn.Module):
 class Transformer(Switches, Generation, Sessions):
     """A Llama model. `kv_caching` switches the cache of all layers on or off, at any time between two calls."""
 
+    norm: RMSNorm
     runner: "Runner[Transformer] | None"
 
     def __init__(self, args: ModelArgs) -> None:
@@ -138,21 +138,6 @@ class Transformer(Switches, Generation, Sessions):
     def params(self) -> ModelArgs:
         """`args`, under the name that Meta's llama3 has for it."""
         return self.args
-
-    @property
-    def device(self) -> torch.device:
-        return self.norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
-
-    @property
-    def source(self) -> Source:
-        weight, exact = self.norm.weight, self.ops.exact and "plain"
-        if self.runner is not None and self.runner.exact:
-            exact = self.runner.code
-        return Source(self.identity, exact, weight.dtype, weight.device)
 
     @property
     def blocks(self) -> list[TransformerBlock]:

@@ -42,6 +42,7 @@ class Switches(nn.Module):
     args: ModelArgs
     ranks: Ranks
     layers: nn.ModuleList
+    norm: Any  # the last norm; its weight has the device and dtype of the model
     rope: RopeTable
     ops: Ops
     runner: Runner[Any] | None
@@ -60,12 +61,14 @@ class Switches(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        raise NotImplementedError
+        device: torch.device = self.norm.weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the activations; int8 weights have another one."""
-        raise NotImplementedError
+        dtype: torch.dtype = self.norm.weight.dtype
+        return dtype
 
     @property
     def kv_caching(self) -> bool:
@@ -176,7 +179,10 @@ class Switches(nn.Module):
     @property
     def source(self) -> Source:
         """What computes keys and values, for comparison with that of a cache."""
-        raise NotImplementedError
+        weight, exact = self.norm.weight, self.ops.exact and "plain"
+        if self.runner is not None and self.runner.exact:
+            exact = self.runner.code
+        return Source(self.identity, exact, weight.dtype, weight.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_own", "process", "original")}
