@@ -1,4 +1,4 @@
-"""`load` gives a model and a tokenizer that belong together, and `Llama` is what programs for Meta's llama3 expect."""
+"""`load` returns a model and its tokenizer, and `Llama` has the interface of Meta's llama3."""
 
 import logging
 import runpy

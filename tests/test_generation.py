@@ -1,6 +1,6 @@
-"""The loop feeds, stops, records and cleans up as documented.
+"""The generation loop feeds, stops, records and cleans up as documented.
 
-A scripted model shows what each step is fed and where rows stop; a tiny real one shows that the numbers are right.
+A scripted model shows the input of each step and where rows stop; a tiny real one shows that the numbers are right.
 The tiny model computes in float64, so that equal logits are equal to rounding and greedy choices have no near ties.
 """
 
@@ -55,7 +55,7 @@ def scripted(*scripts: Sequence[int], **changes: Any) -> Scripted:
 
 
 def at_rest(model: Scripted | Transformer) -> bool:
-    """Whether a model looks as one that has never generated and has its cache on."""
+    """Return True if a model is in the state before its first generation, with the cache on."""
     return model.kv_caching and (isinstance(model, Scripted) or model.cache is None)
 
 

@@ -1,4 +1,4 @@
-"""The model is Llama: its logits and gradients are those of transformers' own, and its limits are kept."""
+"""The model's logits and gradients equal those of transformers' Llama, and its limits are enforced."""
 
 import copy
 import os
@@ -109,7 +109,7 @@ def test_cached_call_that_needs_a_gradient_is_refused_and_leaves_the_cache_as_it
 
 @pytest.mark.parametrize("kv_cache", ["static", "concat"])
 def test_cache_works_in_every_mode_without_gradients_in_any_order(kv_cache: str) -> None:
-    """Catches bug 32: buffers made in inference mode are written outside of it, and the other way round."""
+    """Catches bug 32: buffers that are made in inference mode are written outside it, and vice versa."""
     tokens = some_tokens(2, 12)
     expected = tiny_model(kv_caching=False)(tokens).detach()
     for modes in [("inference", "frozen", "no_grad"), ("frozen", "no_grad", "inference"), ("no_grad", "inference")]:
@@ -137,7 +137,7 @@ def test_max_seq_len_is_the_last_length_that_is_served(kv_caching: bool) -> None
 
 @pytest.mark.parametrize("start_pos", [8, [8, 3], [0, 8], 10**12])
 def test_one_token_past_the_end_is_refused(start_pos: Any) -> None:
-    """Catches the silent overflow of Meta-style caches: torch drops a one-token write past the end without a word."""
+    """Catches the silent overflow of Meta-style caches: torch ignores a one-token write past the end."""
     model = tiny_model(max_seq_len=8).requires_grad_(False)
     model(some_tokens(2, 8))
     assert model.cache is not None
@@ -163,7 +163,7 @@ def test_max_batch_size_is_kept_and_none_is_no_limit(kv_caching: bool) -> None:
 
 @pytest.mark.parametrize("start_pos", [1, [0, 2], torch.tensor([2, 2])])
 def test_start_pos_without_a_cache_is_refused(start_pos: Any) -> None:
-    """Catches bug 2: the newest token alone, at a position whose past the cache would hold."""
+    """Catches bug 2: the newest token is fed alone although nothing before it is cached."""
     with pytest.raises(ValueError, match="needs the KV cache, which is off: feed the whole prefix at start_pos=0"):
         tiny_model(kv_caching=False)(some_tokens(2, 1), start_pos)
 
@@ -171,7 +171,7 @@ def test_start_pos_without_a_cache_is_refused(start_pos: Any) -> None:
 @pytest.mark.parametrize("kind", ["static", "concat"])
 @pytest.mark.parametrize("start_pos", [3, [0, 3]])
 def test_start_pos_with_an_empty_cache_is_refused(kind: str, start_pos: Any) -> None:
-    """Catches bug 13: a fresh, freed or switched-off cache read as if it held the past."""
+    """Catches bug 13: a new, freed or switched-off cache is read as if it had contents."""
     model = tiny_model(kv_cache=kind).requires_grad_(False)
     model(some_tokens(2, 3))
     model.free_cache()
@@ -257,7 +257,7 @@ def test_last_logits_are_the_last_of_all(dtype: torch.dtype, kv_caching: bool) -
 
 
 def test_last_logits_never_make_the_others() -> None:
-    """The logits of a whole prompt are the largest tensor of an inference, and all but a row of them is thrown away."""
+    """The logits of a whole prompt would be the largest tensor of an inference, and only one row of them is used."""
     model, widths = tiny_model().requires_grad_(False), []
     model.output.register_forward_hook(lambda _, __, made: widths.append(made.shape[1]))
     model(some_tokens(2, 9), logits="last")
@@ -275,7 +275,7 @@ def test_16_bit_logits_come_out_as_float32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [1, 7, 64, 576, 4097])
 def test_norm_has_the_bits_of_its_definition(dim: int, dtype: torch.dtype) -> None:
-    """On a CPU; a GPU's one kernel may sum in another order."""
+    """On a CPU; a GPU may sum in another order."""
     weight = torch.randn(dim).to(dtype)
     for size in (1e-4, 1.0, 1e4):
         x = (size * torch.randn(2, 5, dim, dtype=torch.float64)).to(dtype)
@@ -319,7 +319,7 @@ def test_tied_head_stays_tied_when_moved_loaded_and_copied() -> None:
 # --- The released models
 
 
-# --- Manners
+# --- Side effects
 
 
 def test_params_are_the_args() -> None:
@@ -373,7 +373,7 @@ def test_args_stay_as_they_were_made_when_the_switch_is_thrown() -> None:
 
 
 def test_model_made_under_a_16_bit_default_dtype_computes_the_same() -> None:
-    """Catches bug 6: Meta's build sets a 16-bit default dtype, in which carelessly made frequencies lose their bits."""
+    """Catches bug 6: Meta's build sets a 16-bit default dtype, in which frequencies would lose bits."""
     args = tiny_args(rope_scaling=(1.0, 1.7, 3.3, 31.0), kv_caching=False)
     expected = tiny_model(args)(some_tokens(2, 20))
     torch.set_default_dtype(torch.bfloat16)

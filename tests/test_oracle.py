@@ -1,13 +1,12 @@
-"""The model is Llama as the papers have it: every way to run it gives the numbers of a page of NumPy loops.
+"""The model is Llama as in the papers: every way to run it gives the numbers of a page of NumPy loops.
 
-The page is tests/oracle_numpy.py. It shares nothing with the package, and it is checked against transformers and
-llama.cpp itself, so that what all three say is not ours alone.
+The page is tests/support/oracle_numpy.py. It shares no code with the package, and is itself compared with transformers
+and llama.cpp.
 
-One thing of ours is not float64: angles, cos and sin are float32, as in Meta's code and in transformers. Rounding them
-in the oracle too would not make the two equal, because libraries differ in the last bit of a float32 power, cos and
-sin. So what is rounded is compared by itself, with a bound that follows from the roundings; and all the rest is
-compared strictly, with the oracle turning its pairs by the very rotations that the other program made. The model is
-never altered.
+Angles, cos and sin are float32 in the model, as in Meta's code and in transformers. Rounding them in the oracle would
+not make the two equal, because libraries differ in the last bit of a float32 power, cos and sin. So the rotations are
+compared separately, with a bound that follows from the roundings. Everything else is compared strictly: the oracle then
+uses the rotations of the other program.
 """
 
 import ast
@@ -32,12 +31,12 @@ from llama.args import ModelArgs, RopeScaling
 from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
 
-LONGEST = 12  # positions that the oracle is asked for: its loops cost their square
+LONGEST = 12  # positions: the oracle's loops take quadratic time
 CPU = torch.device("cpu")
 
-# Logits here are of the order of 5. With the same rotations in both, none of 38,000 comparisons with drawn models was
-# off by more than 3e-12, and FP64_TOLERANCE is 1e-10. With exact angles in the oracle, a drawn model was off by 5e-4,
-# because some magnify whatever is rounded; so this is asked of SHAPES only, which are off by 2e-6 at most.
+# Logits are about 5. With the same rotations in both, 38,000 comparisons with drawn models differed by at most 3e-12, and
+# FP64_TOLERANCE is 1e-10. With exact angles in the oracle, a drawn model differed by 5e-4, because some models magnify
+# roundings; so only SHAPES are compared that way, which differ by at most 2e-6.
 ANGLES_TOLERANCE = 2e-5
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -53,7 +52,7 @@ Weights = dict[str, np.ndarray]
 
 @st.composite
 def configurations(draw: st.DrawFn, *, for_transformers: bool = False) -> ModelArgs:
-    """Draw the sizes of a small Llama of any shape that the architecture has, or that transformers has words for."""
+    """Draw the sizes of a small Llama of any shape, or of any shape that transformers supports."""
     n_heads, head_dim = draw(st.integers(1, 8)), 2 * draw(st.integers(1, 8))
     low, high = draw(st.sampled_from([(1.0, 4.0), (2.0, 8.0), (1.0, 2.5)]))
     rule = RopeScaling(
@@ -85,7 +84,7 @@ lengths = st.integers(1, LONGEST)
 
 
 def weights_of(model: Transformer) -> Weights:
-    """Return the weights as Meta's files hold them, where a tied head is not written twice."""
+    """Return the weights as in Meta's files, without a tied head."""
     state = {name: weight.numpy() for name, weight in model.state_dict().items()}
     if model.args.tied_head:
         del state["output.weight"]
@@ -93,14 +92,14 @@ def weights_of(model: Transformer) -> Weights:
 
 
 def sizes_of(args: ModelArgs) -> dict[str, Any]:
-    """Return what the oracle has to be told, because weights do not show it."""
+    """Return the arguments of the oracle that weights do not determine."""
     scaling = asdict(args.rope_scaling) if isinstance(args.rope_scaling, RopeScaling) else args.rope_scaling
     told = {name: getattr(args, name) for name in ("n_heads", "n_kv_heads", "norm_eps", "rope_theta")}
     return {**told, "rope_scaling": scaling}
 
 
 def oracle(model: Transformer, ids: Tensor | Sequence[int], rotations: np.ndarray | None = None) -> Tensor:
-    """Return the oracle's logits of one row of ids, (seqlen, vocab): with its own exact angles, or with those given."""
+    """Return the oracle's logits of one row of ids, (seqlen, vocab), with exact angles or with these rotations."""
     row = [int(id) for id in ids]
     rotations = None if rotations is None else rotations[: len(row)]
     made = oracle_numpy.logits(weights_of(model), row, **sizes_of(model.args), rotations=rotations)
@@ -108,7 +107,7 @@ def oracle(model: Transformer, ids: Tensor | Sequence[int], rotations: np.ndarra
 
 
 def rotations_of(model: Transformer) -> np.ndarray:
-    """Return by what the model turns each pair at each position, (max_seq_len, head_dim / 2) complex."""
+    """Return the model's rotation of each pair at each position, (max_seq_len, head_dim / 2) complex."""
     cos, sin = model.rope.at([0], model.args.max_seq_len, CPU)  # (1, max_seq_len, 1, head_dim)
     return torch.complex(cos.double(), sin.double())[0, :, 0, 1::2].numpy()
 
@@ -116,8 +115,7 @@ def rotations_of(model: Transformer) -> np.ndarray:
 def assert_angles_are_the_oracles(rotations: np.ndarray, args: ModelArgs) -> None:
     """Compare float32 rotations, (seqlen, head_dim / 2), with exact ones.
 
-    The product of frequency and position is rounded, and then cos and sin, which libraries make to the last bit but
-    one.
+    The product of frequency and position is rounded, then cos and sin, of which libraries may miss the last bit.
     """
     exact, off = exact_frequencies(args)
     for position, turn in enumerate(rotations):
@@ -126,12 +124,12 @@ def assert_angles_are_the_oracles(rotations: np.ndarray, args: ModelArgs) -> Non
 
 
 def exact_frequencies(args: ModelArgs) -> tuple[np.ndarray, np.ndarray]:
-    """Return the angles per position, (head_dim / 2,), and how far off float32 may be.
+    """Return the angles per position, (head_dim / 2,), and the largest error of float32.
 
-    In units of 2^-24 of the frequency before scaling: a frequency is off by ln(theta) for its rounded exponent and by 3
-    for the power and a division. How far it stands in the blended band is worked out of it with 4 more roundings, and
-    dividing by the band's width counts all that up to three times, where high_freq_factor is 1.5 low_freq_factor or
-    more. The blend itself has 5. A divisor below one makes the frequency larger, and its roundings too.
+    In units of 2^-24 of the frequency before scaling: ln(theta) for the rounded exponent, and 3 for the power and a
+    division. The place in the blended band adds 4 roundings, and the division by the band's width multiplies all that
+    by up to 3, if high_freq_factor is at least 1.5 low_freq_factor. The blend adds 5. A divisor below one increases
+    the frequency and its roundings.
     """
     plain = np.array(oracle_numpy.frequencies(args.head_dim, args.rope_theta))
     exact = np.array(oracle_numpy.frequencies(args.head_dim, args.rope_theta, sizes_of(args)["rope_scaling"]))
@@ -179,7 +177,7 @@ def test_the_oracle_gives_the_logits_of_llama_cpp(tmp_path: Path, changes: dict[
 
 
 def llama_cpp_logits(api: ModuleType, path: Path, ids: list[int], vocab_size: int) -> Tensor:
-    """Return what llama.cpp computes in float32 for one row, (seqlen, vocab), by its C interface."""
+    """Return the float32 logits of llama.cpp for one row, (seqlen, vocab), by its C interface."""
     api.llama_backend_init()
     held = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
     wanted = api.llama_context_default_params()
@@ -207,7 +205,7 @@ def llama_cpp_logits(api: ModuleType, path: Path, ids: list[int], vocab_size: in
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_logits_equal_the_oracles_with_exact_angles(changes: dict[str, Any]) -> None:
-    """End to end: nothing of ours but the weights goes into the oracle."""
+    """End to end: the oracle gets only the weights from us."""
     model, ids = tiny_model(kv_caching=False, **changes), some_tokens(1, LONGEST)
     with torch.inference_mode():
         assert_equal(model(ids)[0], oracle(model, ids[0]), ANGLES_TOLERANCE)
@@ -234,7 +232,7 @@ def test_frequencies_are_the_oracles(
 @settings(max_examples=80)
 @given(configurations(), lengths, st.integers(0, 99))
 def test_logits_equal_the_oracles_in_one_pass_without_a_cache(args: ModelArgs, length: int, seed: int) -> None:
-    """Catches bugs 2, 4, 6 and 7 where we and transformers would be wrong in the same way."""
+    """Catches bugs 2, 4, 6 and 7, even if transformers had the same ones."""
     model, ids = tiny_model(args), some_tokens(1, length, vocab_size=args.vocab_size, seed=seed)
     model.kv_caching = False
     with torch.inference_mode():
@@ -262,7 +260,7 @@ def test_cached_logits_equal_the_oracles_however_the_prompt_is_cut(
 def test_each_row_of_a_ragged_batch_equals_its_own_oracle(
     args: ModelArgs, prompts: list[int], padding: int, steps: int
 ) -> None:
-    """Prompts padded on the right with other tokens, in one pass; then each row goes on at its own position.
+    """Prompts padded on the right with other tokens, in one pass; then each row continues at its own position.
 
     Catches bugs 12, 13 and 14.
     """
@@ -287,8 +285,7 @@ def test_each_row_of_a_ragged_batch_equals_its_own_oracle(
 def test_greedy_ids_are_the_oracles_most_likely(args: ModelArgs, prompts: list[int], kv_caching: bool) -> None:
     """Catches bugs 2 and 12.
 
-    The oracle is fed what the model chose, and no position of its sees a later one, so one pass is its loop, step by
-    step.
+    The oracle is fed the model's choices. Its positions do not see later ones, so one pass equals its own loop.
     """
     model, room = tiny_model(args), LONGEST - max(prompts)
     tokens = some_tokens(len(prompts), LONGEST, vocab_size=args.vocab_size)
@@ -297,5 +294,5 @@ def test_greedy_ids_are_the_oracles_most_likely(args: ModelArgs, prompts: list[i
     for prompt, ids in zip(fed, made, strict=True):
         scores = oracle(model, prompt + ids, rotations_of(model))[len(prompt) - 1 : -1]  # (room, vocab)
         first, second = scores.topk(2).values.unbind(-1)
-        assume((first - second).min() > 2 * FP64_TOLERANCE)  # else either of the two is right
+        assume((first - second).min() > 2 * FP64_TOLERANCE)  # otherwise both are right
         assert ids == scores.argmax(-1).tolist()

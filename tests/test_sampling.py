@@ -1,4 +1,4 @@
-"""A token is chosen as the documentation says, checked against a slow and obvious sampler in float64."""
+"""A token is chosen as documented: the same as by a slow and simple sampler in float64."""
 
 import math
 from typing import Any
@@ -25,9 +25,9 @@ shares = st.sampled_from([0.01, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0])
 
 
 def oracle(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """Return the ids that may be drawn, from the likeliest on, with their probabilities: the definition, step by step.
+    """Return the ids that may be drawn, the most likely first, with their probabilities: the definition, step by step.
 
-    Takes a temperature above 0 and no penalty. The slack of 1e-12 is for sums that reach p exactly but for rounding.
+    For a temperature above 0 and no penalty. The slack of 1e-12 is for sums that equal p except for rounding.
     """
     scaled = [(x - max(logits)) / sampling.temperature for x in logits]
     total = math.fsum(map(math.exp, scaled))
@@ -42,7 +42,7 @@ def oracle(logits: list[float], sampling: Sampling) -> dict[int, float]:
 
 
 def support(logits: Tensor, sampling: Sampling) -> set[int]:
-    """Return every id that some draw chooses: one draw from the middle of each token's share of the unit interval."""
+    """Return every id that some draw chooses, by draws from all over the unit interval."""
     probs = oracle(logits.double().tolist(), sampling)
     # Draws as fine as the smallest share, wherever the order of the shares puts it.
     n = 4 * math.ceil(1 / min(probs.values()))
@@ -51,13 +51,13 @@ def support(logits: Tensor, sampling: Sampling) -> set[int]:
 
 
 def kept(logits: Tensor, top_k: int | None, top_p: float) -> set[int]:
-    """Return the ids that `most_likely` leaves a probability."""
+    """Return the ids to which `most_likely` gives a probability above 0."""
     probs, ids = most_likely(logits, logits.double().softmax(-1), top_k, top_p)
     return set(ids[probs > 0].tolist())
 
 
 def full_sort(probs: Tensor, top_k: int | None, top_p: float) -> dict[int, float]:
-    """Return what a sort of the whole row keeps, written apart from the code under test."""
+    """Return what top_k and top_p keep of a sorted row, independently of the code under test."""
     top, ids = probs[0].sort(descending=True, stable=True)
     top, ids = top[:top_k], ids[:top_k]
     before = top.cumsum(0) - top
@@ -197,7 +197,7 @@ def test_a_choice_ahead_is_the_sorted_one_wherever_it_is_sure_and_says_where_not
     rows: list[tuple[str, int, int]], temperature: float, top_p: float, top_k: int | None, min_p: float,
     penalty: float, seed: int,
 ) -> None:  # fmt: skip
-    """By numbers that only the device knows, among eight candidates of forty tokens, some of them impossible."""
+    """With settings as tensors, and eight candidates of forty tokens, some of them impossible."""
     sampling = Sampling(temperature, top_p, top_k, min_p, penalty)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.cat([shaped(name, 40) for name, _, _ in rows])
@@ -219,7 +219,7 @@ def test_a_choice_ahead_is_the_sorted_one_wherever_it_is_sure_and_says_where_not
     for row in range(len(rows)):
         assert few_ids[row] == expected[row] or (sure is not None and not sure[row])
         if top_k is not None and top_k < 8 and sure is not None and rows[row][0] in ("normal", "peaked"):
-            assert sure[row]  # which is no rare thing to be
+            assert sure[row]  # and often so
 
 
 def test_rows_that_need_the_full_sort_do_not_change_the_others() -> None:
@@ -288,7 +288,7 @@ def test_a_tiny_temperature_is_greedy_and_finite(temperature: float, top_p: floa
 def test_top_k_keeps_the_most_likely_however_high_the_temperature(
     temperature: float, vocab: int, top_p: float, top_k: int, seed: int
 ) -> None:
-    """Where all probabilities are the same in float64, the logits still tell the tokens apart."""
+    """If all probabilities are equal in float64, the logits still order the tokens."""
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed))
     largest = logits.topk(top_k).indices
     chosen = sample_with(logits, Sampling(temperature=temperature, top_p=top_p, top_k=top_k), seed)
@@ -410,7 +410,7 @@ def test_the_global_random_state_is_neither_read_nor_moved() -> None:
 
 
 def test_draws_are_a_cpus_whatever_device_is_the_default() -> None:
-    """On a default device of another type a stream of a CPU cannot draw."""
+    """A CPU's generator cannot draw on another default device."""
     sampler, same = (Sampler(Sampling(), 3, [[1], [2]], 9, torch.device("cpu")) for _ in range(2))
     with torch.device("meta"):
         draws = sampler.draw()

@@ -1,4 +1,4 @@
-"""A session feeds what its cache lacks, goes on as the whole text would, and disturbs nobody."""
+"""A session feeds only what is not cached, continues as the whole text would, and does not affect other texts."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ TEXT = "a text that is long enough to fill a group, and to leave a window of twe
 
 
 class Forgetful(StaticCache, kind="forgetful"):
-    """Cannot go back."""
+    """A kind that cannot be truncated."""
 
     def truncate(self, position: int) -> bool:
         return False
@@ -47,7 +47,7 @@ def ids(text: str) -> list[int]:
 
 
 def whole(model: Transformer, text: list[int], count: int) -> list[int]:
-    """Return what follows a text, by a model without a cache."""
+    """Return the continuation of a text without a cache."""
     return model.generate_tokens([text], count, kv_caching=False, stop_ids=Bytes().stop_tokens, **GREEDY)[0][0]
 
 
@@ -109,7 +109,7 @@ def test_without_the_cache_everything_is_fed_each_time() -> None:
     cached = made()[1]
     cached.feed(TEXT)
     assert session.generate(3, **GREEDY) == cached.generate(3, **GREEDY)
-    assert session.fed == 2 * length + (length + 1) + (length + 2)  # what was fed just now gives the first token
+    assert session.fed == 2 * length + (length + 1) + (length + 2)  # the logits after `feed` give the first token
     model.kv_caching = True
     assert session.generate(3, **GREEDY) == cached.generate(3, **GREEDY)
 
@@ -155,7 +155,7 @@ def test_the_logits_are_those_behind_the_text(kv_cache: str, kv_caching: bool) -
     assert_known()
     branch = session.fork()
     branch.append("!")
-    assert_known()  # what the fork came to is its own
+    assert_known()  # the fork does not change it
     session.rewind(20)
     session.append([])
     assert_known()
@@ -178,7 +178,7 @@ def test_logits_that_are_not_known_are_none() -> None:
     session.rewind(20)
     assert session.logits is None
     session.append([])
-    model.exact = True  # in which they are others
+    model.exact = True  # they are different in exact mode
     assert session.logits is None
     session.append([])
     assert session.logits is not None
@@ -359,7 +359,7 @@ def test_a_session_serves_from_any_thread_but_one_at_a_time(tmp_path: Path) -> N
 
 @contextmanager
 def failing(model: Transformer, after: int, error: type[BaseException]) -> Iterator[None]:
-    """Let a layer in the middle of the model raise, at the forward after so many."""
+    """Raise an error in a layer in the middle of the model, after so many forwards."""
     left = [after]
 
     def hook(*_: object) -> None:
@@ -461,7 +461,7 @@ def test_sixty_turns_leave_memory_as_the_first_one_did() -> None:
 
 
 class ManySessions(RuleBasedStateMachine):
-    """Sessions of one model, each beside a twin that has a model for itself and goes through the same."""
+    """Sessions of one model; each has a twin with its own model, to which the same happens."""
 
     @initialize(exact=st.booleans())
     def begin(self, exact: bool) -> None:
@@ -479,7 +479,7 @@ class ManySessions(RuleBasedStateMachine):
         self.sessions.append(tuple(model.session(Bytes(), kv_cache=kv_cache) for model in (self.model, alone)))  # type: ignore[arg-type]
 
     def both(self, place: int, act: Callable[[Session], object]) -> object:
-        """Do the same to a session and its twin; both give the same, or refuse alike."""
+        """Call a function for a session and its twin; check that both return or raise the same."""
         results = []
         for session in self.sessions[place % len(self.sessions)]:
             try:

@@ -1,7 +1,6 @@
-"""Text goes in and comes out whole: stop strings, characters made of several tokens, and streams that equal `generate`.
+"""Texts are whole: stop strings, characters of several tokens, and streams that equal `generate`.
 
-A scripted model says a given text byte by byte, through a tokenizer of bytes, so there is a token border wherever a
-character has one inside.
+A scripted model generates a given text byte by byte, with a tokenizer of bytes, so that characters span tokens.
 """
 
 from collections.abc import Sequence
@@ -20,13 +19,13 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 
 
 def saying(*texts: str | bytes | Sequence[int], end: bool = True) -> Scripted:
-    """Return a model whose row b says texts[b], a text or its ids, and then ends it, or else repeats its last id."""
+    """Return a model whose row b generates texts[b], a text or its ids, and then ends, or else repeats its last id."""
     scripts = [list(text.encode() if isinstance(text, str) else text) + [EOS] * end for text in texts]
     return Scripted(scripts, Limits(max_seq_len=80))
 
 
 def one(model: Scripted, prompt: str | Sequence[int] = "p", max_gen_len: int = 60, **options: Any) -> Completion:
-    """Return the completion of one prompt, having checked that a stream makes the same."""
+    """Return the completion of one prompt, and check that a stream generates the same."""
     ids = prompt if isinstance(prompt, str) else [prompt]
     (result,) = model.generate(Bytes(), ids, max_gen_len, **{**GREEDY, **options})
     stream = model.stream(Bytes(), ids, max_gen_len, **{**GREEDY, **options})
@@ -146,7 +145,7 @@ def test_what_may_begin_a_stop_string_waits_and_nothing_else_does() -> None:
     pieces = [piece for _, piece in model.stream(Bytes(), "p", 60, stop="abc", **GREEDY)]
     assert pieces == ["abX"]
     pieces = [piece for _, piece in model.stream(Bytes(), "p", 5, stop="abc", **GREEDY)]
-    assert pieces == ["abX", "ab"]  # the last when no more can come
+    assert pieces == ["abX", "ab"]  # the last piece comes at the end
 
 
 def test_what_a_row_held_back_comes_when_it_ends_and_not_when_the_batch_does() -> None:

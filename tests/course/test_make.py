@@ -1,4 +1,4 @@
-"""The exercise is made from the sources as they are: it runs, and lacks the answer and nothing else."""
+"""The exercise is made from the current sources: it runs, and only the answer is missing."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The kinds of cache that docs/kv_cache_kinds.md goes through keep the contract, and do what the page says of them."""
+"""The kinds of cache in docs/kv_cache_kinds.md keep the contract, and do what the page says."""
 
 import re
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def made_up(*, rows: int, length: int) -> torch.Tensor:
 
 
 def looked_at(cache: KVCache, mass: torch.Tensor) -> None:
-    """Let a kind observe that the keys of each row drew so much attention, (bsz, n_heads, kv_len), from one query."""
+    """Call `observe` with this attention, (bsz, n_heads, kv_len), of one query per row."""
     row: Callable[[int], Any] = lambda row: SimpleNamespace(attention=lambda last: mass[row][:, None])  # noqa: E731
     cache.observe(SimpleNamespace(rows=SimpleNamespace(lengths=(1,) * len(mass)), row=row))  # type: ignore[arg-type]
 
@@ -107,7 +107,7 @@ def test_heavy_hitters_stay_and_the_others_go() -> None:
     looked_at(cache, mass)
     assert cache.state()["positions"].tolist() == [[1, 4, 7, 9, 10, 11], [0, 2, 3, 9, 10, 11]]
     assert torch.equal(cache.state()["keys"][0], keys[0, [1, 4, 7, 9, 10, 11]])
-    # Mass adds up: what was heavy stays heavy when nobody looks, and what grows heavy takes the place of the lightest.
+    # Attention adds up: heavy keys stay heavy without new attention, and new heavy keys replace the lightest.
     new = made_up(rows=2, length=1)
     returned, _ = write(cache, 12, new, new)
     assert returned.shape[1] == 7, "a query sees all that is held, and itself"

@@ -1,4 +1,4 @@
-"""Every kind of cache keeps the contract, and one that does not is caught; names, and what is asked of a kind."""
+"""Every kind of cache keeps the contract, and a kind that does not is found; names of kinds, and `observe`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,14 +38,14 @@ def test_every_kind_that_the_library_registers_is_tried() -> None:
 
 
 class Rounds(StaticCache, kind="rounds"):
-    """Says that it is lossless, and is not."""
+    """Claims to be lossless, but rounds."""
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         return super().update(rows, xk, (xv * 16).round() / 16)
 
 
 class Remembers(StaticCache, kind="remembers"):
-    """Lets a text be seen by the next one."""
+    """The next text sees a text."""
 
     lossless = False
     extra: Tensor | None = None
@@ -58,7 +58,7 @@ class Remembers(StaticCache, kind="remembers"):
 
 
 class Crosstalk(StaticCache, kind="crosstalk"):
-    """Lets rows touch each other."""
+    """Rows affect each other."""
 
     lossless = False
 
@@ -68,7 +68,7 @@ class Crosstalk(StaticCache, kind="crosstalk"):
 
 
 class Hides(StaticCache, kind="hides"):
-    """Holds tensors in a list, where nobody counts them."""
+    """Stores tensors in a list, where they are not counted."""
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.hidden = [xk.clone()]
@@ -80,33 +80,33 @@ class Hides(StaticCache, kind="hides"):
 
 
 class Doubles(StaticCache, kind="takes more than it needs"):
-    """Grows otherwise than it predicts, though what it takes for a prompt alone is right."""
+    """Grows more than it predicts, but not for a prompt."""
 
     def _grow(self, rows: int, length: int, like: Tensor) -> None:
         super()._grow(rows, length if self.keys is None else self.args.max_seq_len, like)
 
 
 class Stays(StaticCache, kind="does not select"):
-    """Leaves every row where it is."""
+    """Does not move rows."""
 
     def select_rows(self, rows: Sequence[int]) -> None: ...
 
 
 class Shares(StaticCache, kind="shares"):
-    """Its copy is itself."""
+    """Its copy is the cache itself."""
 
     def copy(self) -> KVCache:
         return self
 
 
 class Forgets(StaticCache, kind="forgets to repeat"):
-    """Leaves the other rows of a shared prefix as they are."""
+    """Does not change the other rows."""
 
     def repeat_first_row(self, rows: int) -> None: ...
 
 
 class Truncates(ConcatCache, kind="truncates"):
-    """Says that it can be truncated, and goes on where it was."""
+    """Claims that it can be truncated, but depends on what was fed behind."""
 
     lossless = False
 
@@ -121,7 +121,7 @@ class Truncates(ConcatCache, kind="truncates"):
 
 
 class Counts(StaticCache, kind="counts beside its buffers"):
-    """What it gives back depends on a number that its state does not have."""
+    """Its results depend on a number that is missing from its state."""
 
     lossless = False
 
@@ -138,7 +138,7 @@ class Counts(StaticCache, kind="counts beside its buffers"):
 
 
 class Takes(StaticCache, kind="takes anything"):
-    """Refuses nothing."""
+    """Rejects nothing."""
 
     def check(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
         pass
@@ -240,7 +240,7 @@ def test_a_kind_for_one_call_gives_what_a_model_of_that_kind_gives(kind: str) ->
 
 
 class Observing(StaticCache, kind="observing"):
-    """Notes what it may look at, and the attention of all queries of each row."""
+    """Records what it observes, and the attention of all queries of each row."""
 
     def observe(self, attended: Attended) -> None:
         self.seen = attended
@@ -250,7 +250,7 @@ class Observing(StaticCache, kind="observing"):
 
 
 def observed(model: Transformer, tokens: Tensor, *calls: Rows) -> list[Any]:
-    """Feed the first rows of `tokens` from left to right, in calls that begin there; return the last call's kinds."""
+    """Feed `tokens` in these calls, and return the layers' caches."""
     cache = model.new_cache()
     for rows in calls:
         at = torch.tensor(rows.starts)[:, None] + torch.arange(rows.width)
@@ -309,7 +309,7 @@ def test_attention_of_several_or_padded_rows_or_of_more_queries_than_there_are_i
 
 
 def sharper(xq: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-    """Attend with scores that are twice as large, so not as `attention_weights` says."""
+    """Attend with doubled scores, unlike `attention_weights`."""
     return attend(2 * xq, keys, *rest)
 
 
@@ -339,7 +339,7 @@ def test_attention_whose_weights_are_not_known_cannot_be_observed_and_what_is_ma
 
 
 class Looks(StaticCache, kind="looks at queries alone"):
-    """Observes, and asks for no weights."""
+    """Observes, but does not use attention weights."""
 
     def observe(self, attended: Attended) -> None:
         self.most = attended.queries_before_rope().amax()
@@ -368,7 +368,7 @@ def test_the_attention_of_the_last_queries_is_that_by_which_they_read_the_values
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", [*OURS, "observing"])
 def test_every_kind_gives_under_a_score_mod_what_no_cache_gives(kind: str) -> None:
-    """Of a text that it holds whole; in chunks, steps and ragged rows."""
+    """For a text that the cache stores completely; in chunks, steps and ragged rows."""
     model, tokens = tiny_model(kv_cache=kind, max_seq_len=100), some_tokens(2, 20)
     plain = model.with_kv_caching(False)(tokens)
     model.use(PLAIN._replace(score_mod=capped_and_sloped))
@@ -421,7 +421,7 @@ def test_heads_of_a_kind_may_see_different_keys() -> None:
 
 @pytest.mark.parametrize("prompts", [(30,), (30, 3)], ids=str)
 def test_a_window_tells_a_score_mod_where_its_keys_stand_in_the_text(prompts: tuple[int, ...]) -> None:
-    """Each query sees 6 keys, which the window holds long past its bound; without RoPE, it moves no angle."""
+    """Each query sees 6 keys, which are in the window for any length; without RoPE there are no angles to differ."""
     model = tiny_model(kv_cache="window:12+2", max_seq_len=80, rope_theta=None)
 
     def nearest(scores: Tensor, query_positions: Tensor, key_positions: Tensor, layer: int) -> Tensor:

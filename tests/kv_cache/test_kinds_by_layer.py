@@ -1,4 +1,4 @@
-"""Kinds of cache by layer: one grammar wherever a kind is named, and each layer does its own."""
+"""Kinds of cache by layer: one grammar for all names, and each layer has its own kind."""
 
 import re
 from collections.abc import Callable
@@ -92,7 +92,7 @@ MIXED = "static@:1,-1;int4"
 @torch.inference_mode()
 @pytest.mark.parametrize("text", [MIXED, "concat@0;paged", "window:14+2@1;static", "int8@2;window:14+2@:2;paged"])
 def test_kinds_that_differ_by_layer_each_do_their_own(text: str) -> None:
-    """In the same call, also where one rotates queries and keys by places of its own and another does not."""
+    """In the same call, even if only some kinds renumber positions for RoPE."""
     args = tiny_args(n_layers=4, head_dim=32, max_seq_len=100)
     model, tokens, given = tiny_model(args, kv_cache=text), some_tokens(1, 60), []
     model.kv_cache = text

@@ -1,4 +1,4 @@
-"""A cache holds exactly what was written where it was written, in as many bytes as promised, or says why not."""
+"""A cache stores exactly what was written, in the predicted bytes, or rejects the write."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def make(kind: str, **changes: Any) -> KVCache:
 
 
 def new(rows: int, seqlen: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return keys and values as a layer would make them."""
+    """Return random keys and values."""
     size = (rows, seqlen, HEADS, HEAD_DIM)
     return torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
 
@@ -44,7 +44,7 @@ def nbytes(rows: int, length: int, dtype: torch.dtype = torch.float32) -> int:
 
 
 class Writes(RuleBasedStateMachine):
-    """Any sequence of writes, good and bad, against a dictionary of what is where."""
+    """Any sequence of good and bad writes, compared with a dictionary."""
 
     kind = "poisoned"
 
@@ -52,7 +52,7 @@ class Writes(RuleBasedStateMachine):
         super().__init__()
         self.cache = make(self.kind)
         self.known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.extent = (0, 0)  # rows and positions that there is room for
+        self.extent = (0, 0)  # allocated rows and positions
 
     @rule(rows=st.integers(1, ROWS + 1), start=st.integers(-1, LENGTH), seqlen=st.integers(1, 5))
     def write_in_step(self, rows: int, start: int, seqlen: int) -> None:
@@ -122,7 +122,7 @@ class Writes(RuleBasedStateMachine):
 
 
 class ConcatWrites(Writes):
-    """The concatenating cache forgets what lies past a write, and refuses to leave a gap."""
+    """The concatenating cache drops what is past a write, and rejects gaps."""
 
     kind = "poisoned_concat"
 
@@ -146,7 +146,7 @@ TestStaticWrites.settings = TestConcatWrites.settings = settings(max_examples=40
 
 
 def bad_writes() -> dict[str, tuple[Any, Tensor, Tensor, str]]:
-    """Return start_pos, keys, values and what the refusal must say, by what is wrong with them."""
+    """Return start_pos, keys, values and a part of the error message, by what is wrong with them."""
     good, (two, too) = new(2, 3), new(2, 3)
     one = new(2, 1)
     return {
@@ -230,7 +230,7 @@ def test_static_grows_by_doubling_to_the_limits_and_never_beyond() -> None:
 
 
 def test_static_that_cannot_get_its_memory_is_left_as_it_was() -> None:
-    """Catches bug 33, for memory that runs out between the keys and the values."""
+    """Catches bug 33: memory runs out between the keys and the values."""
 
     class Poor(StaticCache):
         allocations = 0

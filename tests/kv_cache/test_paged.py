@@ -1,4 +1,4 @@
-"""A paged cache takes blocks as texts grow, shares those of a common prefix, and gives them back."""
+"""A paged cache takes blocks as texts grow, shares those of a common prefix, and returns them."""
 
 import logging
 import sys
@@ -30,7 +30,7 @@ def new(rows: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def in_use(*caches: PagedCache) -> int:
-    """Return how many blocks some row has, of caches that share a pool; check that each is counted as often."""
+    """Return the number of blocks in use, of caches that share a pool, and check the pool's counts."""
     cache = caches[0]
     assert all(other.pool is cache.pool and other.keys is cache.keys for other in caches)
     counted = Counter(block for other in caches for table in other.tables for block in table)
@@ -58,7 +58,7 @@ def test_padding_takes_no_blocks() -> None:
 
 
 def test_sixteen_rows_that_share_a_thousand_tokens_take_a_fifth_of_a_static_cache() -> None:
-    """1,000 shared and 64 of their own: 62 blocks once, one of which each row copies, and 4 or 5 more a row."""
+    """1,000 shared tokens are 62 blocks; each row copies one of these, and takes 4 or 5 more for its own 64."""
     xk, xv = new(1, 1000)
     cache = made()
     write(cache, 0, xk, xv)
@@ -144,7 +144,7 @@ def test_a_pool_that_is_too_small_says_what_would_do_and_nothing_is_lost() -> No
 
 
 def test_padding_that_is_not_kept_is_finite_where_a_mask_hides_it() -> None:
-    """A mask multiplies by zero, and memory that nobody wrote may hold what is no number."""
+    """A mask multiplies by zero, and unwritten memory may contain NaN."""
     cache = KVCache.of(tiny_args(kv_cache="paged", max_seq_len=64))
     sizes = cache.args.n_kv_heads, cache.args.head_dim
     assert isinstance(cache, PagedCache)
@@ -161,7 +161,7 @@ def test_padding_that_is_not_kept_is_finite_where_a_mask_hides_it() -> None:
 
 
 def test_a_copy_that_goes_while_blocks_are_taken_gives_back_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage may be collected anywhere: here just when it was seen that the copy shares the newest block."""
+    """Garbage may be collected at any time: here right after the copy was counted as sharing the newest block."""
     cache = made()
     write(cache, 0, *new(1, BLOCK + 4))
     copies, grow = [cache.copy()], PagedCache._grow
@@ -178,7 +178,7 @@ def test_a_copy_that_goes_while_blocks_are_taken_gives_back_what_it_had(monkeypa
 
 @contextmanager
 def often_switched() -> Iterator[None]:
-    """Let threads take turns as often as they can."""
+    """Switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

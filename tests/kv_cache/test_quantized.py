@@ -1,4 +1,4 @@
-"""Quantised caches are their definition in plain loops of float64, and the newest tokens are as they came."""
+"""Quantised caches equal their definition in plain float64 loops, and the newest tokens are not rounded."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,7 +25,7 @@ def args(kind: str) -> ModelArgs:
 
 
 def numbers(*size: int, seed: int = 0) -> Tensor:
-    """Return numbers of which some channels are large in every token, as keys have them."""
+    """Return numbers of which some channels are large in every token, as in keys."""
     stream = torch.Generator().manual_seed(seed)
     x = torch.randn(*size, HEADS, HEAD_DIM, generator=stream, dtype=torch.float64)
     x[..., 3] += 8
@@ -34,7 +34,7 @@ def numbers(*size: int, seed: int = 0) -> Tensor:
 
 
 def by_loops(x: Sequence[float], bits: int) -> list[float]:
-    """Round numbers that share a scale and a zero, each held in float16."""
+    """Round numbers that share a scale and a zero in float16."""
     zero = torch.tensor(min(x)).half().item()
     scale = torch.tensor((max(x) - min(x)) / (2**bits - 1)).half().item()
     codes = [min(max(round((value - zero) / scale), 0), 2**bits - 1) for value in x]
@@ -42,7 +42,7 @@ def by_loops(x: Sequence[float], bits: int) -> list[float]:
 
 
 def rounded(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return a row's full groups, (length, heads, head_dim), as the cache gives them back."""
+    """Return a row's full groups, (length, heads, head_dim), as the cache rounds them."""
     keys, values = keys.clone(), values.clone()
     for group in range(len(keys) // GROUP):
         own = slice(group * GROUP, (group + 1) * GROUP)
@@ -58,7 +58,7 @@ def rounded(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def angles(keys: Tensor, kind: str) -> Tensor:
-    """Rotate keys by their positions where the kind is given them as they are before RoPE."""
+    """Rotate keys by their positions if the kind is unrotated."""
     if not KVCache.named(kind).unrotated:
         return keys
     cos, sin = RopeTable.of(args(kind)).up_to(keys.shape[0], torch.device("cpu"))
@@ -77,7 +77,7 @@ def test_full_groups_are_the_loops_and_the_newest_tokens_are_as_they_came(kind: 
     keys, values = write(cache, length, new[None], new[None])
     held_keys, held_values = rounded(xk, xv, KINDS[kind])
     held_keys, held_values = torch.cat((held_keys, new)), torch.cat((held_values, new))
-    # A number that lies half-way between two codes may go either way in float32.
+    # A number half-way between two codes may be rounded either way in float32.
     apart = ((keys[0] - angles(held_keys, kind)).abs() > 1e-3).double().mean()
     assert apart < 1e-3
     assert ((values[0] - held_values).abs() > 1e-3).double().mean() < 1e-3
@@ -89,7 +89,7 @@ def test_full_groups_are_the_loops_and_the_newest_tokens_are_as_they_came(kind: 
 def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_full(
     kind: str, cuts: list[int], seed: int
 ) -> None:
-    """Of keys and values that are given; in a model, what a chunk attends to differs."""
+    """For given keys and values; in a model they depend on what a chunk attends to."""
     xk, xv = numbers(100, seed=seed), numbers(100, seed=seed + 1)
     new = numbers(1, seed=3)[None]
     whole, cut = KVCache.of(args(kind)), KVCache.of(args(kind))
@@ -130,7 +130,7 @@ def test_a_number_comes_back_within_half_a_step(bits: int, parts: int) -> None:
     assert codes.shape[-1] == HEAD_DIM * bits // 8
     back = dequantize(codes, scale, zero, bits=bits).double()
     step = scale.double().mT.repeat_interleave(HEAD_DIM // parts, -1)
-    # Scale and zero are rounded to float16, by which the largest code may fall short of the range.
+    # Scale and zero are rounded to float16, so the largest code may be below the range.
     slack = (2**bits * step + x.abs()) * 2**-10
     assert ((back - x).abs() <= step / 2 + slack).all()
 

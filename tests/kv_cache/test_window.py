@@ -1,4 +1,4 @@
-"""The window cache is its definition in plain loops, in memory and angles that do not grow."""
+"""The window cache equals its definition in plain loops, with constant memory and bounded angles."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ def turned(x: Tensor, place: int | Tensor) -> Tensor:
 
 
 def by_loops(xq: Tensor, xk: Tensor, xv: Tensor, window: int, sinks: int) -> Tensor:
-    """Attend one row, (length, heads, head_dim), query by query, each over its own window."""
+    """Return attention of one row, (length, heads, head_dim), query by query, each over its own window."""
     out = torch.zeros_like(xq, dtype=torch.float64)
     for p in range(len(xq)):
         seen = sorted({*range(min(sinks, p + 1)), *range(max(0, p - window + 1), p + 1)})
@@ -59,7 +59,7 @@ def numbers(length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def attended(
     cache: KVCache, xq: Tensor, xk: Tensor, xv: Tensor, start: int | Sequence[int], lengths: Sequence[int] | None = None
 ) -> Tensor:
-    """Attend a call's queries, (bsz, seqlen, heads, head_dim), not rotated yet, through a cache."""
+    """Return attention of queries before RoPE, (bsz, seqlen, heads, head_dim), through a cache."""
     keys, values = write(cache, start, xk, xv, lengths=lengths)
     rows = rows_of(start, xq)
     first = cache.rope_starts(rows)
@@ -84,7 +84,7 @@ def test_each_query_of_any_chunk_sees_its_own_window(
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(1, 9), st.integers(0, 3))
 def test_rows_at_positions_of_their_own_each_have_their_window(lengths: list[int], window: int, sinks: int) -> None:
-    """A ragged prompt, padded on the right with what must not be kept, then a step of every row."""
+    """A ragged prompt with padding that must not be stored, then a step of every row."""
     window = max(window, sinks)
     texts = [numbers(length + 1, seed) for seed, length in enumerate(lengths)]
     longest = max(lengths)

@@ -1,4 +1,4 @@
-"""A session goes on from its file as if it had never been there, and a file that does not fit is refused in words."""
+"""A session continues from its file as if it had never been saved; other files are rejected with a reason."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def text_of(session: Session) -> str:
 
 
 def held(session: Session) -> list[KVCache]:
-    """Return what each layer holds, of the whole text."""
+    """Return the cache of each layer, with the whole text."""
     cache = session.held_copy(kv_caching=True)
     assert cache is not None
     return cache.layers
@@ -91,7 +91,7 @@ def rewound(session: Session) -> None:
 
 
 def forked(session: Session) -> None:
-    """What is held is shared with one that goes on."""
+    """Its cache is shared with a fork that continues."""
     fed(session)
     session.append(" and")
     session.fork().append(" another end")
@@ -191,12 +191,12 @@ def test_the_caller_may_be_in_inference_mode_or_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv_cache", ["poisoned", "poisoned_concat", "paged", "int8", "int4", "window:20+3"])
 def test_only_what_is_held_is_saved(kv_cache: str, tmp_path: Path) -> None:
-    """Room that was never written holds whatever was in memory before, which is nobody's business."""
+    """Unwritten buffers may have private contents of earlier memory."""
     path = tmp_path / "session"
     _, session = made(kv_cache)
     session.feed(TEXT)
     for more in " and":
-        session.append(more)  # so that kinds that grow by doubling have room to spare
+        session.append(more)  # so that kinds that double have unused capacity
     session.save(path)
     held = safetensors.torch.load_file(path)
     assert all(tensor.isfinite().all() for tensor in held.values())
@@ -322,7 +322,7 @@ Tensors = dict[str, Tensor]
 
 
 def parts(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return a file's header and what follows it."""
+    """Return a file's header and the bytes behind it."""
     raw = path.read_bytes()
     end = 8 + int.from_bytes(raw[:8], "little")
     return json.loads(raw[8:end]), raw[end:]
@@ -338,7 +338,7 @@ def digest_of(text: str) -> str:
 
 
 def forge(path: Path, change: Callable[[Facts, Tensors], object]) -> None:
-    """Change the file, and its digests, so that they do not show it."""
+    """Change the file and update its digests."""
     metadata, tensors = parts(path)[0]["__metadata__"], safetensors.torch.load_file(path)
     facts = json.loads(metadata["session"])
     change(facts, tensors)
@@ -351,7 +351,7 @@ def forge(path: Path, change: Callable[[Facts, Tensors], object]) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Transformer, Path]:
-    """Return a model, and the file of a session of it."""
+    """Return a model and the file of one of its sessions."""
     model, session = made()
     session.feed(TEXT)
     session.save(tmp_path / "session")
@@ -446,7 +446,7 @@ def test_in_exact_mode_products_by_another_library_are_refused(tmp_path: Path) -
 @pytest.mark.skipif("avx512bw" not in cpu_flags(), reason="needs two instruction sets between which oneDNN chooses")
 @pytest.mark.slow
 def test_in_exact_mode_other_kernels_of_the_same_machine_are_refused(tmp_path: Path) -> None:
-    """A session is saved where oneDNN may use all of the CPU, and loaded where it may use AVX2 alone."""
+    """A session is saved with all instruction sets for oneDNN, and loaded with AVX2 only."""
     script = """
 import sys, torch
 from fakes import Bytes
