@@ -23,7 +23,7 @@ from llama.host.machine import DTYPES
 from llama.kv_cache import cache_kind
 from llama.model import Transformer
 from llama.ranks.torchrun import join, own_device, world_rank, world_size
-from llama.streaming import Stream, encode_prompt
+from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message
 
@@ -305,7 +305,7 @@ class Llama:
         """
         ids, scores = self.model.generate_tokens(
             prompt_tokens,
-            self._room(prompt_tokens, max_gen_len),
+            self._max_new(prompt_tokens, max_gen_len),
             stop_ids=self.tokenizer.stop_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -348,24 +348,6 @@ class Llama:
         self._add_logprobs(results, ids, scores)
         return results
 
-    def stream(
-        self,
-        prompts: list[str],
-        temperature: float = 0.6,
-        top_p: float = 0.9,
-        max_gen_len: int | None = None,
-    ) -> Stream:
-        """Continue texts and yield (row, piece) as they are made."""
-        ids = self._encode(prompts)
-        return self.model.stream(
-            self.tokenizer,
-            ids,
-            self._room(ids, max_gen_len),
-            temperature=temperature,
-            top_p=top_p,
-            seed=self._draw_seeds(len(prompts)),
-        )
-
     def _add_logprobs(
         self,
         results: Sequence[CompletionPrediction] | Sequence[ChatPrediction],
@@ -384,7 +366,7 @@ class Llama:
             raise ValueError(f"prompts={prompts[:40]!r} must be a list of texts; for one, write [text]")
         return [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
 
-    def _room(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[int]:
+    def _max_new(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[int]:
         """Return the most new tokens of each row: `max_gen_len`, cut at max_seq_len."""
         limit = self.model.args.max_seq_len
         if max_gen_len is not None and max_gen_len < 1:

@@ -59,7 +59,7 @@ class Batch:
         self.request, self.held = request, held
         self.texts = [list(prompt) for prompt in request.prompts]
         self.rows, self.cur_pos = list(range(len(self.texts))), list(map(len, self.texts))
-        self.live = {row for row, tokens in enumerate(request.room) if tokens > 0}
+        self.live = {row for row, tokens in enumerate(request.max_new) if tokens > 0}
         self.stopped: set[int] = set()
         self.disturbed = True
         self.fed = 0
@@ -106,7 +106,7 @@ class Batch:
             if id in self.request.stop_ids:
                 self.stop(row)
                 continue
-            if self._steps + 1 == self.request.room[row]:
+            if self._steps + 1 == self.request.max_new[row]:
                 self.live.discard(row)
             yield Token(row, id, logprob)
         self._steps += 1
@@ -114,7 +114,7 @@ class Batch:
     @property
     def left(self) -> int:
         """The number of steps until every row has its maximum length."""
-        return max(self.request.room) - self._steps
+        return max(self.request.max_new) - self._steps
 
     def stop(self, row: int) -> None:
         """End a row."""

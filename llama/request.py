@@ -106,10 +106,10 @@ def listing_options(*, but: Sequence[str] = ()) -> Callable[[Function], Function
 
 @dataclass(frozen=True)
 class Request:
-    """The checked options of one generation. `room`: the most new tokens of each row."""
+    """The checked options of one generation. `max_new`: the most new tokens of each row."""
 
     prompts: list[list[int]]
-    room: list[int]
+    max_new: list[int]
     stop_ids: frozenset[int]
     sampling: Sampling
     kv_caching: bool
@@ -130,7 +130,7 @@ class Request:
     @property
     def longest(self) -> int:
         """The most positions of any row."""
-        return max(len(prompt) + room for prompt, room in zip(self.prompts, self.room, strict=True))
+        return max(len(prompt) + new for prompt, new in zip(self.prompts, self.max_new, strict=True))
 
 
 def common_beginning(*texts: Sequence[int]) -> int:
@@ -172,12 +172,12 @@ def make_request(
     if prefix is not None:
         _check_prefix(prefix, rest)
         ids = [[*prefix.tokens, *row] for row in ids]
-    room = _room(max_gen_len, len(ids))
-    _check_room(limits, ids, room, bound if caching else None)
+    max_new = _max_new(max_gen_len, len(ids))
+    _check_lengths(limits, ids, max_new, bound if caching else None)
     if caching and bound is not None and switches["echo"] and switches["logprobs"]:
         _check_scored(ids, bound)
     row_streams(rest.get("seed"), len(ids))  # refuses bad seeds
-    return Request(ids, room, frozenset(stops), sampling, caching, **rest)
+    return Request(ids, max_new, frozenset(stops), sampling, caching, **rest)
 
 
 def _check_prefix(prefix: Prefix, options: dict[str, Any]) -> None:
@@ -220,14 +220,14 @@ def _check_prompts(limits: Limits, prompts: list[list[int]]) -> None:
             )
 
 
-def _room(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
+def _max_new(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
     """Return the most new tokens of each of `rows`."""
     several = isinstance(max_gen_len, Sequence)
-    room = list(max_gen_len) if isinstance(max_gen_len, Sequence) else [max_gen_len] * rows
+    max_new = list(max_gen_len) if isinstance(max_gen_len, Sequence) else [max_gen_len] * rows
     least = 0 if several else 1  # a row of several may get no tokens
-    if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in room):
+    if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in max_new):
         raise ValueError(f"max_gen_len={max_gen_len!r} must be a whole number of at least {least}")
-    return room
+    return max_new
 
 
 def _check_scored(prompts: list[list[int]], bound: int) -> None:
@@ -240,12 +240,12 @@ def _check_scored(prompts: list[list[int]], bound: int) -> None:
             )
 
 
-def _check_room(limits: Limits, prompts: list[list[int]], room: list[int], bound: int | None) -> None:
-    if len(room) != len(prompts):
-        raise ValueError(f"{len(room)} lengths were given for {len(prompts)} prompts; give one, or one per prompt")
+def _check_lengths(limits: Limits, prompts: list[list[int]], max_new: list[int], bound: int | None) -> None:
+    if len(max_new) != len(prompts):
+        raise ValueError(f"{len(max_new)} lengths were given for {len(prompts)} prompts; give one, or one per prompt")
     if bound is not None:
         return
-    for row, (prompt, tokens) in enumerate(zip(prompts, room, strict=True)):
+    for row, (prompt, tokens) in enumerate(zip(prompts, max_new, strict=True)):
         if len(prompt) + tokens > limits.max_seq_len:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens and max_gen_len={tokens}, together more than "

@@ -34,7 +34,7 @@ from llama.model import Transformer
 LONGEST = 12  # positions: the oracle's loops take quadratic time
 CPU = torch.device("cpu")
 
-# Logits are about 5. With the same rotations in both, 38,000 comparisons with drawn models differed by at most 3e-12, and
+# Logits are about 5. With the same rotations in both, 38,000 comparisons of drawn models differed by at most 3e-12, and
 # FP64_TOLERANCE is 1e-10. With exact angles in the oracle, a drawn model differed by 5e-4, because some models magnify
 # roundings; so only SHAPES are compared that way, which differ by at most 2e-6.
 ANGLES_TOLERANCE = 2e-5

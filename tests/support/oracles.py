@@ -102,7 +102,7 @@ def kv_nbytes(args: ModelArgs, rows: int, length: int, dtype: torch.dtype) -> in
 class InputDtypeRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
     """transformers' norm without its cast to float32.
 
-    The cast would hide differences below 1e-7 in a float64 model. Our norm has no cast there: cached and uncached logits
+    The cast would hide differences below 1e-7 in a float64 model. Our norm has none: cached and uncached logits
     could not agree to 1e-10 otherwise. In float32 the two are the same.
     """
 
