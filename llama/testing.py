@@ -35,8 +35,8 @@ BATCHES = (
     *(((n,), (n,)) for n in (1, 16, 31, 64, 100)),
     ((31, 31), (70, 70)),
     ((40, 3, 17), (45, 60, 17)),
-    ((5, 33), (90, 34)),
-    ((1,), (118,)),
+    ((5, 33), (70, 34)),
+    ((1,), (70,)),
 )
 
 
@@ -118,7 +118,7 @@ def rows_do_not_touch_each_other(args: ModelArgs) -> bool:
 def texts_leave_nothing_behind(args: ModelArgs) -> bool:
     """After text A and text B, A has the same bits again, even if the memory that B used is NaN."""
     model, first, second = tiny_model(args), some_tokens(args, rows=2), some_tokens(args, rows=2, length=50, seed=1)
-    cuts = range(first.shape[1])
+    cuts = [0, *range(45, first.shape[1])]
     wanted, cache = stepped(model, first, cuts), model.new_cache()
     stepped(model, second, [0, 40], cache)
     if not torch.equal(stepped(model, first, cuts, cache), wanted):
@@ -222,10 +222,10 @@ def a_text_may_be_truncated(args: ModelArgs) -> bool:
     """If `truncate` returns True, the text continues from there as it did before."""
     model, tokens = tiny_model(args), some_tokens(args, rows=2)
     length = tokens.shape[1]
-    wanted = stepped(model, tokens, range(length))
+    fed = model.new_cache()
+    wanted = stepped(model, tokens, range(length), fed)
     for position in (length - 1, length - 7, length // 2, 1):
-        cache = model.new_cache()
-        stepped(model, tokens, range(length), cache)
+        cache = fed.copy()
         if cache.truncate(position):
             again = stepped(model, tokens, range(position, length), cache)
             near(again, wanted[:, position:], f"after truncation to position {position} of {length}", model)

@@ -368,29 +368,6 @@ def numbers(logprobs: Sequence[float | None]) -> torch.Tensor:
     return torch.tensor([0.0 if x is None else x for x in logprobs], dtype=torch.float64)
 
 
-@few
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=4),
-    st.integers(0, 2**31),
-    st.sampled_from(["static", "concat"]),
-    st.sampled_from(
-        [GREEDY, {"temperature": 1.0}, {"top_k": 5, "min_p": 0.02}, {"repetition_penalty": 1.4, "temperature": 0}]
-    ),
-)
-def test_ids_and_logprobs_are_the_same_with_and_without_the_cache(
-    lengths: list[int], seed: int, kv_cache: str, choice: Any
-) -> None:
-    model = tiny(kv_cache=kv_cache)
-    prompts = random_prompts(*lengths, seed=seed)
-    cached, cached_logprobs = model.generate_tokens(prompts, 10, seed=seed, logprobs=True, **choice)
-    plain, plain_logprobs = model.generate_tokens(prompts, 10, seed=seed, logprobs=True, kv_caching=False, **choice)
-    assert cached == plain
-    assert cached_logprobs is not None
-    assert plain_logprobs is not None
-    for ours, theirs in zip(cached_logprobs, plain_logprobs, strict=True):
-        torch.testing.assert_close(numbers(ours), numbers(theirs), **CLOSE)
-
-
 def test_a_shorter_generation_is_the_beginning_of_a_longer_one(model: Transformer) -> None:
     choice: Any = {"seed": 3, "repetition_penalty": 1.3}
     longest, _ = model.generate_tokens(RAGGED, 15, **choice)

@@ -222,14 +222,6 @@ def test_a_choice_ahead_is_the_sorted_one_wherever_it_is_sure_and_says_where_not
             assert sure[row]  # and often so
 
 
-def test_rows_that_need_the_full_sort_do_not_change_the_others() -> None:
-    flat, peaked = shaped("flat", 5000), shaped("peaked", 5000)
-    draws = torch.tensor([0.3, 0.6], dtype=torch.float64)
-    sampling = Sampling(temperature=1, top_p=0.9)
-    together = sample(torch.cat([flat, peaked]), draws, sampling)
-    assert together.tolist() == [sample(flat, draws[:1], sampling).item(), sample(peaked, draws[1:], sampling).item()]
-
-
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_draws_have_the_probabilities_of_the_softmax(top_p: float) -> None:
     logits = torch.tensor([1.5, 0.5, 0.0, -0.5, -1.0, 2.0])

@@ -446,17 +446,6 @@ def test_a_model_that_computes_in_another_way_feeds_all_again(caplog: pytest.Log
     assert session.nbytes > 0
 
 
-def test_sixty_turns_leave_memory_as_the_first_one_did() -> None:
-    model, session = made("paged")
-    sizes = []
-    for turn in range(60):
-        session.feed(f"{TEXT} {turn % 10}")
-        session.generate(2, **GREEDY)
-        sizes.append(session.nbytes)
-    assert len(set(sizes[20:])) == 1
-    assert model.cache is None
-
-
 # ---- anything, in any order ------------------------------------------------------------------------------------------
 
 

@@ -115,15 +115,3 @@ def test_heavy_hitters_stay_and_the_others_go() -> None:
     drawn[0, :, 3] = 9.0  # row 0 looks at position 9
     looked_at(cache, drawn)
     assert cache.state()["positions"].tolist() == [[1, 4, 9, 10, 11, 12], [0, 2, 3, 10, 11, 12]]
-
-
-def test_a_padded_prompt_weighs_its_keys_as_it_does_alone() -> None:
-    model = tiny_model(kv_cache=example("h2o:6"), max_seq_len=64)
-    short, long = some_tokens(1, 9)[0].tolist(), some_tokens(1, 30)[0].tolist()
-    beside, alone = model.new_cache(), model.new_cache()
-    with torch.inference_mode():
-        padded = torch.tensor([short + [0] * 21, long])
-        model(padded, 0, cache=beside, logits="last", lengths=[9, 30])
-        model(torch.tensor([short]), 0, cache=alone)
-    for name, tensor in alone.layers[1].state().items():
-        assert torch.allclose(beside.layers[1].state()[name][0].double(), tensor[0].double()), name
