@@ -171,13 +171,13 @@ def rows_may_leave(args: ModelArgs) -> bool:
 def the_first_row_may_be_repeated(args: ModelArgs) -> bool:
     """Rows that repeat the first row give what copies of it give, even if they replace other rows."""
     model, tokens = tiny_model(args), some_tokens(args, rows=3)
-    for rows in (1, 2, 4):
+    for rows in (1, 4):
         cache, alone = model.new_cache(), model.new_cache()
         model(tokens[:1].repeat(rows, 1)[:, :37], Rows.at([0] * rows, [37, *[5] * (rows - 1)], width=37), cache=cache)
         model(tokens[:1, :37], Rows.at([0], [37]), cache=alone)
         cache.repeat_first_row(3)
         copies = [alone.copy() for _ in range(3)]
-        for at in range(37, 60):
+        for at in range(37, 50):
             made = model(tokens[:, at : at + 1], at, cache=cache)
             each = [model(tokens[row : row + 1, at : at + 1], at, cache=copy) for row, copy in enumerate(copies)]
             near(made, torch.cat(each), f"where 3 rows repeat the first of {rows}", model)

@@ -51,8 +51,6 @@ class ConcatCache(KVCache, kind="concat"):
     @staticmethod
     def _resized(held: Tensor | None, end: int, like: Tensor) -> Tensor:
         """Return a copy of `held` with exactly `end` positions for the rows of `like`."""
-        bsz = len(like)
-        if held is None:
-            return like.new_empty((bsz, end, *like.shape[2:]))
-        missing = max(end - held.shape[1], 0)
-        return torch.cat((held[:bsz, :end], like.new_empty((bsz, missing, *like.shape[2:]))), dim=1)
+        assert held is not None  # rows with different starts continue a text
+        missing = like.new_empty((len(like), max(end - held.shape[1], 0), *like.shape[2:]))
+        return torch.cat((held[: len(like), :end], missing), dim=1)

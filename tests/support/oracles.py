@@ -226,7 +226,7 @@ class PoisonedConcatCache(ConcatCache, kind="poisoned_concat"):
     """The concatenating cache with NaN in the positions that shorter rows have not reached."""
 
     @staticmethod
-    def _resized(held: Tensor | None, ends: list[int], like: Tensor) -> Tensor:
-        grown = ConcatCache._resized(held, ends, like)
-        grown[:, 0 if held is None else held.shape[1] :] = torch.nan
+    def _resized(held: Tensor, end: int, like: Tensor) -> Tensor:
+        grown = ConcatCache._resized(held, end, like)
+        grown[:, held.shape[1] :] = torch.nan
         return grown
