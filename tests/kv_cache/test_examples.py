@@ -54,9 +54,8 @@ def test_what_is_no_number_of_positions_is_refused_with_what_is_one(name: str, l
         KVCache.of(tiny_args(kv_cache=kind))
 
 
-@pytest.mark.parametrize("name", ["every_second:1", "h2o:2"])
-def test_the_least_that_an_example_takes_keeps_the_contract(name: str) -> None:
-    assert len(check_cache_kind(example(name))) == len(CLAIMS) - 2
+def test_heavy_hitters_keep_the_contract() -> None:
+    assert len(check_cache_kind(example("h2o:2"))) == len(CLAIMS) - 2
 
 
 @pytest.mark.parametrize("name", ["every_second:8", "h2o:8"])

@@ -19,7 +19,7 @@ from llama.rope import rotate
 from llama.rows import Rows
 from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 
-OURS = ["static", "concat", "paged", "int8", "int4", "window", "window:20+3", "window:100+0", "paged:60"]
+OURS = ["static", "concat", "paged", "int8", "int4", "window", "window:20+3", "paged:60"]
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -196,7 +196,6 @@ def test_a_file_may_define_kinds_with_parameters_by_layer(tmp_path: Path) -> Non
     for asked in ({}, {"kv_cache": text}, {}):
         model.generate_tokens([[1, 2]], 1, **asked, **options)
     assert seen == ["7", "7", "7", "5", None, "", "7", "7", "7"]
-    assert check_cache_kind(f"{file}:from a file")
 
 
 @pytest.mark.parametrize("code", ["import nothing_of_the_sort", "1 / 0", "def"])

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import tiny_args
 from torch import Tensor
@@ -85,6 +85,7 @@ def test_full_groups_are_the_loops_and_the_newest_tokens_are_as_they_came(kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(1, 99), max_size=8), seed=st.integers(0, 99))
 def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_full(
     kind: str, cuts: list[int], seed: int
@@ -103,6 +104,7 @@ def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 100), min_size=2, max_size=4))
 def test_padding_is_never_held(kind: str, lengths: list[int]) -> None:
     """Ragged rows, padded with numbers that would widen every group's range; then each row alone."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import tiny_args, tiny_model
 from torch import Tensor
@@ -68,6 +68,7 @@ def attended(
     return attend(rotated, keys, values, rows, cache.visible(rows, rotated))
 
 
+@settings(max_examples=40)
 @given(
     st.integers(1, 9), st.integers(0, 4), st.integers(0, 30), st.lists(st.integers(1, 29), max_size=6), st.integers()
 )
@@ -82,6 +83,7 @@ def test_each_query_of_any_chunk_sees_its_own_window(
     torch.testing.assert_close(torch.cat(parts), by_loops(xq, xk, xv, window, sinks), atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(1, 9), st.integers(0, 3))
 def test_rows_at_positions_of_their_own_each_have_their_window(lengths: list[int], window: int, sinks: int) -> None:
     """A ragged prompt with padding that must not be stored, then a step of every row."""
