@@ -208,12 +208,12 @@ def attention_weights(
     All rows start at `start_pos`. If `visible` is None, kv_len ends with the last query: keys past it are not read. A
     query that sees no key has weights of 0. The other arguments are those of `attend`.
     """
-    asked = start_pos + torch.arange(xq.shape[1], device=xq.device)[:, None]  # (seqlen, 1)
+    queries_at = start_pos + torch.arange(xq.shape[1], device=xq.device)[:, None]  # (seqlen, 1)
     positions = scoring.key_positions
     positions = torch.arange(keys.shape[1], device=xq.device) if positions is None else positions
     if visible is None:
         keys, positions = keys[:, : start_pos + xq.shape[1]], positions[..., : start_pos + xq.shape[1]]
-        visible = positions[..., None, :] <= asked
+        visible = positions[..., None, :] <= queries_at
     wide = torch.promote_types(xq.dtype, torch.float32)
     queries = torch.unflatten(xq.to(wide), 2, (keys.shape[2], -1))
     queries = queries.permute(0, 2, 3, 1, 4)  # (bsz, n_kv_heads, shared, seqlen, head_dim)
@@ -221,7 +221,7 @@ def attention_weights(
     scores = scores.flatten(1, 2)  # (bsz, n_heads, seqlen, kv_len)
     if scoring.score_mod is not None:
         key_positions = positions.long().reshape(-1, 1, 1, positions.shape[-1])
-        changed = scoring.score_mod(scores, asked[None, None], key_positions, scoring.layer)
+        changed = scoring.score_mod(scores, queries_at[None, None], key_positions, scoring.layer)
         scores = _checked(changed, scores, scoring.score_mod)
     hidden = ~_by_head(visible, xq.shape[2])
     weights: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)

@@ -50,7 +50,7 @@ class Pool:
 
 
 class PagedCache(KVCache, kind="paged"):
-    """A table of blocks for each row: position p stands in block table[p // BLOCK], slot p % BLOCK.
+    """A table of blocks for each row: position p is in block table[p // BLOCK], slot p % BLOCK.
 
     keys and values are the pool, (blocks, BLOCK, n_kv_heads, head_dim). It grows by an eighth when no block is free, so
     that it is seldom copied; `paged:BLOCKS` limits it. A block that several rows use is copied before one of them

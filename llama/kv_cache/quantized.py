@@ -109,7 +109,7 @@ class QuantizedCache(CountingCache):
             return None
         return (
             f"start_pos={start} lies within a group of {GROUP} positions that is quantised, because {end} were fed; "
-            f"go on from {start // GROUP * GROUP}"
+            f"continue from {start // GROUP * GROUP}"
         )
 
     def _take(self, rows: int, groups: int, like: Tensor) -> None:

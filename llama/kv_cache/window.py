@@ -94,7 +94,7 @@ class WindowCache(CountingCache, kind="window"):
             return None
         return (
             f"start_pos={start}: the window of {self.window} has dropped positions before {end - self.window}, "
-            "which that one looks at; feed the text from 0 on, or take a larger window"
+            "which this position needs; feed the text from 0 on, or take a larger window"
         )
 
     def _take(self, rows: int, length: int, like: Tensor) -> None:

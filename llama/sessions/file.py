@@ -212,14 +212,14 @@ def _read_facts(file: BinaryIO) -> tuple[_Facts, dict[str, Span]]:
         header = read_header(file, size, dtypes=dtypes, header_limit=_HEADER_LIMIT, tensor_limit=1 << 18, most_of={})
     except ValueError as error:
         raise ValueError(f"it is not a session, or is damaged: {error}") from error
-    said = header.metadata
-    if said.get("format") != FORMAT:
+    metadata = header.metadata
+    if metadata.get("format") != FORMAT:
         raise ValueError("it is a safetensors file, but not a session; give one that session.save wrote")
-    if (version := said.get("version")) != VERSION:
+    if (version := metadata.get("version")) != VERSION:
         raise ValueError(f"its format has version {version!r:.20}, this library reads {VERSION}; feed the text again")
     try:
-        if digest_of_text(said["session"]) == said["digest"]:
-            return _Facts(**json.loads(said["session"])), header.tensors
+        if digest_of_text(metadata["session"]) == metadata["digest"]:
+            return _Facts(**json.loads(metadata["session"])), header.tensors
     except (KeyError, ValueError, TypeError, RecursionError):
         pass
     raise _damaged("its description in the header")

@@ -151,7 +151,7 @@ def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not(ki
     cache = KVCache.of(args(kind))
     xk = numbers(1, 3 * GROUP)
     write(cache, 0, xk, xk)
-    with pytest.raises(ValueError, match=f"go on from {GROUP}"):
+    with pytest.raises(ValueError, match=f"continue from {GROUP}"):
         write(cache, GROUP + 1, xk[:, :1], xk[:, :1])
     with pytest.raises(ValueError, match="would leave a gap"):
         write(cache, 3 * GROUP + 1, xk[:, :1], xk[:, :1])
