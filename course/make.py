@@ -24,7 +24,7 @@ SCRIPTS = (
 
 # Folders that would compute the answer without the student's code, and the files in them that the rest needs.
 LEFT_OUT = ("llama/fast/", "llama/exact/", "llama/bench/gpu/")
-NEEDED = ("llama/exact/digest.py", "llama/exact/batch_invariance.py")
+NEEDED = ("llama/exact/digest.py",)
 
 
 def make(out: Path, *, root: Path = ROOT, holes: tuple[Hole, ...] = HOLES) -> None:

@@ -16,9 +16,9 @@ from llama.cli import console
 from llama.host.cores import FreeCores
 
 if TYPE_CHECKING:
-    from llama.generation import Stream
     from llama.model import Transformer
     from llama.request import Options, Step
+    from llama.streaming import Stream
     from llama.tokenizer import Tokenizer
 
 # Meta's example prompts, example_text_completion.py in https://github.com/meta-llama/llama3.

@@ -19,7 +19,6 @@ from llama import cli
 TIGHT = Limits(seconds=20.0, memory_bytes=2**30, file_bytes=2**20, printed_bytes=2**16, processes=8)
 HOSTILE = {
     "loops": ("while True: pass", "not done after 1 s|more CPU time"),
-    "sleeps": ("import time; time.sleep(100)", "not done after 1 s"),
     "forks": ("import os\nwhile True: os.fork()", "more than 8 processes"),
     "forks into other sessions": (
         "import os, time\nfor _ in range(20):\n  if os.fork() == 0: os.setsid(), time.sleep(100)\ntime.sleep(100)",
@@ -119,11 +118,6 @@ def test_links_are_not_followed_and_large_folders_refused(tmp_path: Path) -> Non
     assert "link" not in outcome.printed
     assert "pipe" not in outcome.printed
     assert "more than 0 files" in run(it, Limits(tree_files=0)).reason
-
-
-def test_a_package_without_a_file_is_told_as_one(tmp_path: Path) -> None:
-    (tmp_path / "llama").mkdir()
-    assert "ModuleNotFoundError" in run(tmp_path, TIGHT).reason
 
 
 def test_originals_that_a_submission_changes_are_noticed(tmp_path: Path) -> None:

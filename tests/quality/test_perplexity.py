@@ -149,7 +149,7 @@ def test_exact_mode_is_compared_with_kinds_that_keep_all_that_they_are_given() -
     model, ids = tiny_model(), ids_of(24)
     model.exact = True
     assert compare(model, "concat", ids, prompt_len=4).mean_kl == 0
-    with pytest.raises(ValueError, match="exact mode promises the bits"):
+    with pytest.raises(ValueError, match="exact mode needs a lossless cache"):
         compare(model, "int8", ids, prompt_len=4)
     assert model.exact
 

@@ -29,9 +29,9 @@ from oracles import (
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.generation import Step
 from llama.kv_cache import KVCache
 from llama.model import Transformer
+from llama.request import Step
 from llama.rows import Rows
 
 LENGTH = 24  # max_seq_len of the tiny models
