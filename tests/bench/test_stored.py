@@ -16,7 +16,7 @@ from llama.bench.run.validity import violated
 from llama.bench.schema import CellRecord
 from llama.checkpoint import file_bytes_of, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
-from llama.untrusted.gguf_header import read_header
+from llama.untrusted.gguf_header import read_gguf_header
 
 JOB: dict[str, Any] = {"input_len": 7, "output_len": 5, "quantize": "stored", "threads": 1}
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -76,7 +76,7 @@ def test_mapped_weights_are_predicted_to_take_what_the_file_has(whole: tuple[str
     assert mapped["path"] == "plain, mapped weights"
     assert mapped["ids"] == stored["ids"]
     assert violated(mapped["points"]) == []
-    infos = read_header(Path(cell.model)).tensors.values()
+    infos = read_gguf_header(Path(cell.model)).tensors.values()
     if not whole:
         assert mapped["weights_bytes"] == sum(info.nbytes for info in infos)
     assert any(note.startswith("mapped weights: as the file has them") for note in mapped["notes"])
@@ -92,7 +92,7 @@ def test_a_step_of_stored_weights_reads_them_once_and_of_an_untied_embedding_a_r
 
 
 def test_the_bytes_in_the_file_are_those_of_its_tensors() -> None:
-    tensors = read_header(demo_model_path()).tensors.values()
+    tensors = read_gguf_header(demo_model_path()).tensors.values()
     matrices = sum(info.nbytes for info in tensors if len(info.shape) == 2)
     assert sum(file_bytes_of(open_checkpoint(demo_model_path())).values()) == matrices
 
@@ -105,7 +105,7 @@ def test_llama_cpp_reads_the_very_file_and_needs_no_model_of_ours(
     monkeypatch.setattr("llama.bench.run.models.load_weights", None)
     record = worker.run_cell(Cell(**JOB, model=file, engine="llama.cpp"), trace=True)["record"]
     assert record["path"].endswith(", stored weights, fp16 cache")
-    assert record["weights_bytes"] == sum(info.nbytes for info in read_header(Path(file)).tensors.values())
+    assert record["weights_bytes"] == sum(info.nbytes for info in read_gguf_header(Path(file)).tensors.values())
     assert violated(record["points"]) == []
     assert record["work"] is not None
     assert record["work"]["step_bytes"] < record["weights_bytes"] + 2 * 2 * 2 * 16 * 12 * 2
@@ -132,7 +132,7 @@ def test_what_is_no_file_with_blocks_is_refused_before_anything_runs(engine: str
 
 
 def test_a_file_of_floats_has_nothing_stored_for_us(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"keeps what a \.gguf file has quantised, and here no matrix is"):
+    with pytest.raises(ValueError, match=r"needs a \.gguf file with quantised matrices, and no matrix is quantised"):
         make_cell(device="cpu", ckpt_dir=file_of(tmp_path, Kind.F32), quantize="stored")
 
 

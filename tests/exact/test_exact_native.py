@@ -78,12 +78,12 @@ def test_stored_weights_are_exact_too(kind: Any, tmp_path: Path) -> None:
 def test_lossy_caches_raise() -> None:
     """Their results depend on when their groups were full, so they cannot have the bits without a cache."""
     model = exact_model("fp32")
-    with pytest.raises(ValueError, match="does not keep all it is given; choose static, concat or paged"):
+    with pytest.raises(ValueError, match="drops or rounds keys and values; choose static, concat or paged"):
         model.kv_cache = "int8"
-    with pytest.raises(ValueError, match="does not keep all"):
+    with pytest.raises(ValueError, match="drops or rounds"):
         model.generate_tokens([[1, 2]], 3, kv_cache="window:20+4")
     _, fast = twins("int8", replace(ARGS, kv_cache="int4"))
-    with pytest.raises(ValueError, match="does not keep all it is given"):
+    with pytest.raises(ValueError, match="drops or rounds keys"):
         fast.exact = True
     assert not fast.exact
 

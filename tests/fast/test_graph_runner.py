@@ -29,6 +29,7 @@ from torch import Tensor
 
 from llama import sampling
 from llama.args import ModelArgs
+from llama.batch import NonFiniteLogits
 from llama.fast import choose, graph_ops, graph_runner
 from llama.fast.fingerprint import Descriptions
 from llama.fast.graph_ops import Compiled
@@ -43,7 +44,6 @@ from llama.fast.graph_runner import (
 )
 from llama.fast.graph_trial import fastest, try_prompts, try_steps
 from llama.fast.supported import Unsupported
-from llama.generation import NonFiniteLogits
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers
 from llama.request import Options

@@ -32,10 +32,10 @@ from oracles import bits, fp32_tolerance, some_tokens, tiny_args
 from torch import Tensor
 
 from llama.args import ModelArgs
+from llama.batch import NonFiniteLogits
 from llama.fast.choose import make_fast
 from llama.fast.native_check import check_blocks, check_library, tiny_model
 from llama.fast.supported import Unsupported
-from llama.generation import NonFiniteLogits
 from llama.model import Transformer
 from llama.quant.gguf_types import KINDS as KINDS_OF_FILES
 from llama.quant.layers import quantized_weights
