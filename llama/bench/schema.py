@@ -130,7 +130,8 @@ class Row(TypedDict, total=False):
 class Head(TypedDict):
     """What holds for all rows. `cells` are what was asked for, `plan` what the preset measures beside them.
 
-    `reading` is what follows from the figures, in sentences; `failures` what was not measured, and why.
+    `done` counts the repetitions of each job by its name. `reading` is what follows from the figures, in sentences;
+    `failures` is what was not measured, and why.
     """
 
     schema: str
@@ -140,6 +141,7 @@ class Head(TypedDict):
     budget_minutes: float | None
     cells: list[dict[str, Any]]
     plan: dict[str, Any]
+    done: dict[str, int]
     model: dict[str, Any] | None
     environment: dict[str, Any]
     ceilings: Ceilings | None
@@ -170,12 +172,13 @@ def new_report(
         "budget_minutes": budget_minutes,
         "cells": [cell.as_json() for cell in cells],
         "plan": plan or {},
+        "done": {},
         "model": None,
         "environment": {},
         "ceilings": None,
         "reading": [],
         "failures": [],
-        "rows": [{"figures": "cell", "cell": place, "error": None, "notes": []} for place in range(len(cells))],
+        "rows": [{"figures": "cell", "cell": index, "error": None, "notes": []} for index in range(len(cells))],
     }
 
 
@@ -214,8 +217,8 @@ def merge(report: Report, rows: Iterable[Row]) -> None:
 
 
 def _merged(old: Row, new: Row) -> Row:
-    if old.get("predicted") and not new.get("predicted"):
-        old = {"figures": old["figures"], "cell": old["cell"], "notes": old.get("notes", [])}
+    if old.get("predicted"):
+        old = {"figures": old["figures"], "cell": old["cell"], "error": old["error"], "notes": old["notes"]}
     if old["figures"] == "check":
         return old if old["status"] == "violated" else new
     if old["figures"] == "memory":
@@ -224,14 +227,19 @@ def _merged(old: Row, new: Row) -> Row:
     for name in REPEATED & old.keys() & new.keys():
         merged[name] = [*old[name], *new[name]]  # type: ignore[literal-required]
     if "notes" in merged:
-        merged["notes"] = list(dict.fromkeys([*old.get("notes", []), *new.get("notes", [])]))
+        changed = "seconds" in old and old.get("ids") != new.get("ids")
+        found = [*old.get("notes", []), *new.get("notes", []), *["repetitions made different tokens"] * changed]
+        merged["notes"] = list(dict.fromkeys(found))
     return merged  # type: ignore[return-value]
 
 
 def pairs(report: Report) -> Iterator[tuple[int, int]]:
-    """Yield the indices of each cell with the cache on and the same cell with it off."""
+    """Yield the indices of each cell with the cache on and the same cell with it off, unless they ran on two paths."""
     cells = [Cell(**cell) for cell in report["cells"]]
+    paths = [row.get("path") for row in rows_of(report, "cell")]
     for on, cell in enumerate(cells):
-        off = cell.but(kv_caching=False)
-        if cell.kv_caching and off in cells:
-            yield on, cells.index(off)
+        twin = cell.but(kv_caching=False)
+        if cell.kv_caching and twin in cells:
+            off = cells.index(twin)
+            if None in (paths[on], paths[off]) or paths[on] == paths[off]:
+                yield on, off

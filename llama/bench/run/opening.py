@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,6 @@ from llama.bench.run.memory_ledger import check_length, check_memory
 from llama.bench.run.models import Source, find_model
 from llama.bench.run.peers import GPT2, check_engine
 from llama.bench.run.transformers_engine import TransformersEngine
-from llama.bench.schema import ModelFacts
 from llama.costs import parameters
 from llama.machine import DTYPES
 from llama.model import Transformer
@@ -28,7 +27,7 @@ class Opened(NamedTuple):
     """
 
     engine: Engine
-    facts: ModelFacts
+    facts: dict[str, Any]
     resident_before: int | None
     stored: Mapping[str, int] | None = None
 
@@ -45,7 +44,7 @@ def open_engine(cell: Cell) -> Opened:
     before = resident_bytes()
     sizes = json.loads(json.dumps(vars(source.args), default=vars))
     count = parameters(source.args)
-    facts: ModelFacts = {"name": cell.model, "weights": source.weights, "parameters": count, "sizes": sizes}
+    facts = {"name": cell.model, "weights": source.weights, "parameters": count, "sizes": sizes}
     return Opened(_engine_of(cell, source), facts, before, source.stored)
 
 

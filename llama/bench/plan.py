@@ -1,0 +1,291 @@
+"""Runs a preset within its budget: every group of jobs once, and then again while the budget lasts.
+
+Groups are never torn: a group that does not fit into the budget, or that the budget ends, is left out as a whole.
+Cells that were left out get predicted figures. What is finished is saved at once, so a run can be resumed.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from llama.bench.cell import Cell, rounding_of
+from llama.bench.compare import add_note, check_machine, compare_engines, compare_modes, compare_turns, with_rates
+from llama.bench.noise import judge_noise
+from llama.bench.presets import GROUPS, STARTING, Calibration, Group, Job, cells_of
+from llama.bench.report.files import keep_steps, steps_of
+from llama.bench.report.findings import findings
+from llama.bench.report.tables import comparison_words
+from llama.bench.run.directory import RunDirectory
+from llama.bench.run.jobs import JobDied, run_job
+from llama.bench.run.measure import predicted_rows
+from llama.bench.run.models import find_model
+from llama.bench.run.peers import GPT2
+from llama.bench.schema import Report, Row, cell_row, is_measured, merge, pairs, rows_of
+from llama.bench.statistics import best_ceilings, median_of
+
+REPETITIONS = 5
+OVERRUN = 0.2  # of the budget: a job that would end later under load is ended
+RECORDING, WATCHED_STEPS, PROMPT = "the page to step through", 32, "Once upon a time"
+
+
+class OverBudgetError(Exception):
+    """A job was ended because the time of the whole run was over."""
+
+
+class Run:
+    """A run of a preset: its report and folder, how long it may take, and how long each job took or should take."""
+
+    def __init__(self, directory: RunDirectory, progress: Any, *, watched: Cell | None = None) -> None:
+        """Begin the budget now. `progress` is a `seconds_bar`; the page shows a generation of the model of `watched`."""
+        self.directory, self.progress, self.watched = directory, progress, watched
+        self.report: Report = directory.report
+        self.budget = 60 * (self.report["budget_minutes"] or math.inf)  # no budget: everything once
+        self.began = time.monotonic()
+        self.calibration: Calibration
+        self._took: dict[str, float] = {}  # seconds of a job's last repetition
+        self._pace: dict[tuple[Any, ...], float] = {}  # seconds over prediction of the last job alike
+        self._reserved = 0.0  # seconds that the recording for the page needs at the end
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def room(self) -> float:
+        """Return the seconds of the budget that are left."""
+        return max(0.0, self.began + self.budget - self._reserved - time.monotonic())
+
+    def expected(self, group: Group) -> float:
+        """Return how long a group should take: as long as before, or as predicted and as slow as jobs alike were."""
+        return sum(self._took.get(one.name, one.seconds * self._pace.get(_alike(one), 1.0)) for one in group.jobs)
+
+    def _do(self, job: Job, *, limited: bool) -> dict[str, Any]:
+        """Run a job. If `limited`, raise OverBudgetError once the budget is passed by OVERRUN."""
+        started, end = time.monotonic(), self.began + (1 + OVERRUN) * self.budget
+
+        def waiting() -> None:
+            self.progress.refresh()
+            if limited and time.monotonic() > end:
+                raise OverBudgetError(f"{job.name}: ended, because the budget was over")
+
+        self.progress.set_description_str(job.name)
+        done = run_job(job.kind, job.cell, waiting=waiting, **job.options)
+        self.progress.update(self._took.get(job.name, job.seconds))
+        self._took[job.name] = time.monotonic() - started
+        if job.seconds:
+            self._pace[_alike(job)] = max(1.0, self._took[job.name] / job.seconds)
+        return done
+
+    # ---- the whole run -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Measure what the report lacks, as far as the budget goes, and write what follows from it."""
+        try:
+            self._begin()
+            done = self._once()
+            for repetition in range(1, REPETITIONS if self.budget < math.inf else 1):
+                for group in done:
+                    jobs = self._due(group, repetition)
+                    if group.repeats and jobs and self.expected(group) <= self.room():
+                        self._measure(Group(jobs))
+            self._record_page()
+            self._compare()
+        finally:
+            self._finish()
+
+    def _begin(self) -> None:
+        """Measure the machine's ceilings and what predictions are made of; say how long everything takes."""
+        report, cells = self.report, cells_of(self.report)
+        first, rows = cells[0].but(kv_caching=True), max(cell.batch_size for cell in cells)
+        first = first.but(input_len=min(first.input_len, 256), batch_size=1)
+        machine = self._do(Job("the machine's ceilings", "machine", first, 0, 0.0), limited=False)
+        check_machine(report, machine["environment"])
+        report["ceilings"] = best_ceilings(report["ceilings"], machine["ceilings"])
+        options = {"rows": rows if report["preset"] == "table" else 1}
+        found = self._do(Job("how long it will take", "calibrate", first, 0, 0.0, options), limited=False)
+        report["model"], self.calibration = found["model"], Calibration(**found["timed"])
+        if self.watched is not None and steps_of(self.directory.folder) is None:
+            self._reserved = self._recording().seconds * 1.5
+        self.directory.save()
+        groups = [group for group in self._groups() if self._due(group, 0)]
+        once, room = sum(map(self.expected, groups)), self.room()
+        again = sum(self.expected(group) for group in self._groups() if group.repeats)
+        self.progress.total = self.progress.n + min(once + again * (REPETITIONS - 1), max(room, once / len(groups or [1])))
+        words = f"{sum(len(group.jobs) for group in groups)} jobs, each in a process of its own: all once takes about "
+        words += f"{duration(once)}"
+        if room < math.inf:
+            words += f", and {duration(room)} of the budget are left; cells are repeated up to {REPETITIONS} times"
+        self.progress.write(words)
+        if once > room:
+            minutes = math.ceil((self.budget - room + once) / 60)
+            self.progress.write(
+                f"The budget is too small: what does not fit is predicted or left out. Everything fits once with "
+                f"--budget {minutes}; --budget 0 measures everything once, however long it takes."
+            )
+
+    def _groups(self) -> Iterator[Group]:
+        return GROUPS[self.report["preset"]](self.report, self.calibration, self.room)
+
+    def _due(self, group: Group, repetition: int) -> tuple[Job, ...]:
+        """Return the jobs of a group that lack this repetition; a cell that died is not tried again in this run."""
+        done, errors = self.report["done"], {row["cell"] for row in rows_of(self.report, "cell") if row["error"]}
+        return tuple(
+            job
+            for job in group.jobs
+            if done.get(job.name, 0) <= repetition and not (job.of_cell and job.place in errors)
+        )
+
+    def _once(self) -> list[Group]:
+        """Do every group once if it fits, the very first one in any case; return all groups that are done.
+
+        Once a group of cells does not fit, no cells of a larger batch are measured.
+        """
+        done, smallest_left_out = [], math.inf
+        for group in self._groups():
+            jobs, batch = self._due(group, 0), group.jobs[0].cell.batch_size
+            due = Group(jobs, group.repeats)
+            first = not self.report["done"]
+            fits = self.expected(due) <= self.room() and not (group.repeats and batch > smallest_left_out)
+            if jobs and not first and not fits:
+                self.report["failures"] += [f"{job.name}: no room in the budget" for job in jobs]
+            elif not jobs or self._measure(due, limited=not first):
+                done.append(group)
+                continue
+            smallest_left_out = min(smallest_left_out, batch if group.repeats else math.inf)
+        return done
+
+    def _measure(self, group: Group, *, limited: bool = True) -> bool:
+        """Do a group and keep its rows; return False if the budget ended it, with none of its rows kept."""
+        rows: list[Row] = []
+        done: list[str] = []
+        errors: list[tuple[Job, str]] = []
+        for job in group.jobs:
+            trace = {"trace": job.name not in self.report["done"]} if job.kind == "cell" else {}
+            try:
+                found = self._do(Job(**{**vars(job), "options": {**job.options, **trace}}), limited=limited)
+            except OverBudgetError:
+                self.report["failures"] += [f"{job.name}: no room in the budget" for job in group.jobs]
+                return False
+            except (ValueError, JobDied) as error:
+                errors.append((job, fate_of(error)))
+                continue
+            if "environment" in found:
+                check_machine(self.report, found["environment"])
+            if "ceilings" in found:
+                self.report["ceilings"] = best_ceilings(self.report["ceilings"], found["ceilings"])
+            rows += [{**row, "cell": job.place} for row in found["rows"]]
+            done.append(job.name)
+        merge(self.report, rows)
+        for name in done:
+            self.report["done"][name] = self.report["done"].get(name, 0) + 1
+        for job, why in errors:
+            self._note_error(job, why)
+        judge_noise(self.report)
+        self.directory.save()
+        return True
+
+    def _note_error(self, job: Job, why: str) -> None:
+        """Keep why a job has no result: in its cell's row, unless that has figures of an earlier repetition."""
+        if not job.of_cell:
+            self.report["failures"].append(f"{job.name}: {why}")
+        elif job.name in self.report["done"]:
+            add_note(self.report, job.place, f"a repetition failed: {why}")
+        else:
+            cell_row(self.report, job.place)["error"] = why
+
+    # ---- after the measurements --------------------------------------------------------------------------------------
+
+    def _recording(self) -> Job:
+        """Return the job that records a short generation for the page: twice with the cache, once without."""
+        assert self.watched is not None
+        plain = self.watched.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
+        cells = (plain.but(input_len=4, output_len=WATCHED_STEPS, kv_caching=on) for on in (True, True, False))
+        seconds = self.calibration.of_tokens(0) + sum(sum(self.calibration.of_forwards(cell)) for cell in cells)
+        return Job(RECORDING, "watch", plain, 0, seconds, {"prompt": PROMPT, "steps": WATCHED_STEPS}, of_cell=False)
+
+    def _record_page(self) -> None:
+        """Record a generation into the report's folder, if the budget allows and there is none yet."""
+        self._reserved = 0.0
+        if self.watched is None or steps_of(self.directory.folder) is not None:
+            return
+        job = self._recording()
+        if self.expected(Group((job,))) > self.room():
+            self.report["failures"].append(f"{RECORDING}: no room in the budget")
+            return
+        try:
+            keep_steps(self.directory.folder, self._do(job, limited=True)["page"])
+        except (ValueError, JobDied, OverBudgetError) as error:
+            self._note_error(job, fate_of(error))
+
+    def _compare(self) -> None:
+        """Compare the tokens of both modes, of the peers with ours, and of the turns of a conversation."""
+        report = self.report
+        report["rows"] = [row for row in report["rows"] if row["figures"] != "comparison"]
+        for on, off in pairs(report):
+            if is_measured(cell_row(report, on)) and is_measured(cell_row(report, off)):
+                comparison = compare_modes(report, on, off)
+                merge(report, [comparison])
+                for place in (on, off):
+                    add_note(report, place, comparison_words(comparison))
+        compare_engines(report)
+        compare_turns(report)
+
+    def _finish(self) -> None:
+        """Predict what was left out, and read what follows from the figures."""
+        report = self.report
+        over = time.monotonic() - self.began - self.budget
+        if hasattr(self, "calibration") and report["preset"] in ("table", "sweep"):
+            self._predict()
+        with_rates(report)
+        judge_noise(report)
+        report["reading"] = findings(report)
+        if over >= 1:
+            minutes = report["budget_minutes"]
+            report["reading"].append(
+                f"The run passed its budget of {minutes:g} minutes by {duration(over)}: jobs took longer than predicted."
+            )
+        self.directory.save()
+
+    def _predict(self) -> None:
+        """Give every cell of ours that was not measured its predicted figures, and a peer's cell its predicted time."""
+        for place, cell in enumerate(cells_of(self.report)):
+            row = cell_row(self.report, place)
+            if is_measured(row) or row["error"] or cell.model in GPT2:
+                continue
+            seconds = self.calibration.of_forwards(cell)
+            pace = self._pace_of(cell)
+            if pace is None and cell.engine != "llama":
+                continue
+            source = find_model(cell)
+            times = [one * (pace or 1.0) for one in seconds]
+            report = self.report
+            report["rows"] = [one for one in report["rows"] if one["cell"] != place or one["figures"] != "memory"]
+            merge(report, [{**one, "cell": place} for one in predicted_rows(cell, source, times)])
+
+    def _pace_of(self, cell: Cell) -> float | None:
+        """Return how many times its prediction a cell alike took: the one of the largest batch that was measured."""
+        found = None
+        for other, row in zip(cells_of(self.report), rows_of(self.report, "cell"), strict=True):
+            if is_measured(row) and _mode(other) == _mode(cell):
+                found = median_of(row, "seconds") / sum(self.calibration.of_forwards(other))
+        return found
+
+
+def _mode(cell: Cell) -> tuple[Any, ...]:
+    return *rounding_of(cell.as_json()), cell.kv_caching
+
+
+def _alike(job: Job) -> tuple[Any, ...]:
+    return job.kind, *_mode(job.cell)
+
+
+def fate_of(error: Exception) -> str:
+    """Return what a report says of a job that did not end well."""
+    if isinstance(error, OverBudgetError):
+        return str(error)
+    return f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: 45 s, 4.2 min."""
+    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"
