@@ -1,7 +1,7 @@
 """Were times measured beside too much other work? Judges every cell, and waits for an idle machine.
 
-A cell is judged by the load and the spread of its repetitions, and by a ratio that contradicts the counted work. A noisy
-cell did what it claims to do, but its times are those of other work too.
+A cell is judged by the load and the spread of its repetitions, and by a ratio that contradicts the counted work. A
+noisy cell did what it claims to do, but its times are those of other work too.
 """
 
 import os
@@ -97,7 +97,9 @@ def wait_until_idle(minutes: float, look: Callable[[], float | None] | None = No
             load, calm = seen, calm + 1 if seen < IDLE_SHARE * cores else 0
             bar.update(min(1.0, bar.total - bar.n))
         idle = calm >= IDLE_LOOKS
-        busy = f"the machine never got idle: other work occupies {load:.2f} cores; measuring now, and the table is marked"
+        busy = (
+            f"the machine never got idle: other work occupies {load:.2f} cores; measuring now, and the table is marked"
+        )
         bar.write("the machine is idle" if idle else busy)
     return idle
 

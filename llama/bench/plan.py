@@ -7,14 +7,12 @@ Cells that were left out get predicted figures. What is finished is saved at onc
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
 from llama.bench.cell import Cell, rounding_of
 from llama.bench.compare import add_note, check_machine, compare_engines, compare_modes, compare_turns, with_rates
 from llama.bench.noise import judge_noise
-from llama.bench.presets import GROUPS, STARTING, Calibration, Group, Job, cells_of
+from llama.bench.presets import GROUPS, Calibration, Group, Job, cells_of
 from llama.bench.report.files import keep_steps, steps_of
 from llama.bench.report.findings import findings
 from llama.bench.report.tables import comparison_words
@@ -23,7 +21,7 @@ from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.measure import predicted_rows
 from llama.bench.run.models import find_model
 from llama.bench.run.peers import GPT2
-from llama.bench.schema import Report, Row, cell_row, is_measured, merge, pairs, rows_of
+from llama.bench.schema import Report, cell_row, is_measured, merge, pairs, rows_of
 from llama.bench.statistics import best_ceilings, median_of
 
 REPETITIONS = 5
@@ -39,7 +37,7 @@ class Run:
     """A run of a preset: its report and folder, how long it may take, and how long each job took or should take."""
 
     def __init__(self, directory: RunDirectory, progress: Any, *, watched: Cell | None = None) -> None:
-        """Begin the budget now. `progress` is a `seconds_bar`; the page shows a generation of the model of `watched`."""
+        """Begin the budget now. `progress` is a `seconds_bar`; the page shows a generation of `watched`."""
         self.directory, self.progress, self.watched = directory, progress, watched
         self.report: Report = directory.report
         self.budget = 60 * (self.report["budget_minutes"] or math.inf)  # no budget: everything once
@@ -90,6 +88,8 @@ class Run:
                         self._measure(Group(jobs))
             self._record_page()
             self._compare()
+            if self.report["preset"] in ("table", "sweep"):
+                self._predict()
         finally:
             self._finish()
 
@@ -110,18 +110,18 @@ class Run:
         groups = [group for group in self._groups() if self._due(group, 0)]
         once, room = sum(map(self.expected, groups)), self.room()
         again = sum(self.expected(group) for group in self._groups() if group.repeats)
-        self.progress.total = self.progress.n + min(once + again * (REPETITIONS - 1), max(room, once / len(groups or [1])))
-        words = f"{sum(len(group.jobs) for group in groups)} jobs, each in a process of its own: all once takes about "
-        words += f"{duration(once)}"
+        self.progress.total = self.progress.n + min(once + (REPETITIONS - 1) * again, room) if room < math.inf else once
+        words = f"{sum(len(group.jobs) for group in groups)} jobs, each in a process of its own: all of them once take"
+        words += f" about {duration(once)}"
         if room < math.inf:
-            words += f", and {duration(room)} of the budget are left; cells are repeated up to {REPETITIONS} times"
-        self.progress.write(words)
+            words += f", {duration(room)} of the budget are left; cells are repeated up to {REPETITIONS} times"
         if once > room:
-            minutes = math.ceil((self.budget - room + once) / 60)
-            self.progress.write(
-                f"The budget is too small: what does not fit is predicted or left out. Everything fits once with "
-                f"--budget {minutes}; --budget 0 measures everything once, however long it takes."
+            enough = math.ceil((self.budget - room + once) / 60)
+            words += (
+                f".\nThe budget is too small: what does not fit is left out, and cells are predicted. Everything fits "
+                f"once with --budget {enough}; --budget 0 measures everything once, however long it takes"
             )
+        self.progress.write(f"{words}.")
 
     def _groups(self) -> Iterator[Group]:
         return GROUPS[self.report["preset"]](self.report, self.calibration, self.room)
@@ -156,8 +156,7 @@ class Run:
 
     def _measure(self, group: Group, *, limited: bool = True) -> bool:
         """Do a group and keep its rows; return False if the budget ended it, with none of its rows kept."""
-        rows: list[Row] = []
-        done: list[str] = []
+        found_of: list[tuple[Job, dict[str, Any]]] = []
         errors: list[tuple[Job, str]] = []
         for job in group.jobs:
             trace = {"trace": job.name not in self.report["done"]} if job.kind == "cell" else {}
@@ -168,16 +167,15 @@ class Run:
                 return False
             except (ValueError, JobDied) as error:
                 errors.append((job, fate_of(error)))
-                continue
+            else:
+                found_of.append((job, found))
+        for job, found in found_of:
             if "environment" in found:
                 check_machine(self.report, found["environment"])
             if "ceilings" in found:
                 self.report["ceilings"] = best_ceilings(self.report["ceilings"], found["ceilings"])
-            rows += [{**row, "cell": job.place} for row in found["rows"]]
-            done.append(job.name)
-        merge(self.report, rows)
-        for name in done:
-            self.report["done"][name] = self.report["done"].get(name, 0) + 1
+            merge(self.report, found["rows"], job.place)
+            self.report["done"][job.name] = self.report["done"].get(job.name, 0) + 1
         for job, why in errors:
             self._note_error(job, why)
         judge_noise(self.report)
@@ -231,36 +229,26 @@ class Run:
         compare_turns(report)
 
     def _finish(self) -> None:
-        """Predict what was left out, and read what follows from the figures."""
-        report = self.report
-        over = time.monotonic() - self.began - self.budget
-        if hasattr(self, "calibration") and report["preset"] in ("table", "sweep"):
-            self._predict()
+        """Write what follows from the figures into the report."""
+        report, over = self.report, time.monotonic() - self.began - self.budget
         with_rates(report)
         judge_noise(report)
         report["reading"] = findings(report)
         if over >= 1:
-            minutes = report["budget_minutes"]
-            report["reading"].append(
-                f"The run passed its budget of {minutes:g} minutes by {duration(over)}: jobs took longer than predicted."
-            )
+            words = f"The run passed its budget of {report['budget_minutes']:g} minutes by {duration(over)}"
+            report["reading"].append(f"{words}: jobs took longer than predicted.")
         self.directory.save()
 
     def _predict(self) -> None:
         """Give every cell of ours that was not measured its predicted figures, and a peer's cell its predicted time."""
-        for place, cell in enumerate(cells_of(self.report)):
-            row = cell_row(self.report, place)
-            if is_measured(row) or row["error"] or cell.model in GPT2:
+        report = self.report
+        for place, cell in enumerate(cells_of(report)):
+            row, pace = cell_row(report, place), self._pace_of(cell)
+            if is_measured(row) or row["error"] or cell.model in GPT2 or (pace is None and cell.engine != "llama"):
                 continue
-            seconds = self.calibration.of_forwards(cell)
-            pace = self._pace_of(cell)
-            if pace is None and cell.engine != "llama":
-                continue
-            source = find_model(cell)
-            times = [one * (pace or 1.0) for one in seconds]
-            report = self.report
+            seconds = [one * (pace or 1.0) for one in self.calibration.of_forwards(cell)]
             report["rows"] = [one for one in report["rows"] if one["cell"] != place or one["figures"] != "memory"]
-            merge(report, [{**one, "cell": place} for one in predicted_rows(cell, source, times)])
+            merge(report, predicted_rows(cell, find_model(cell), seconds), place)
 
     def _pace_of(self, cell: Cell) -> float | None:
         """Return how many times its prediction a cell alike took: the one of the largest batch that was measured."""

@@ -328,7 +328,8 @@ def quality_seconds(report: Report, known: Calibration, place: int) -> float:
     step = median_of(timed[0], "step_seconds") if timed else known.step_seconds
     needles = len(DEPTHS) * plan["needle_seeds"]
     steps = plan["tokens"] + plan["greedy_tokens"] + needles * len(plan["needle_lengths"]) * QUESTION
-    return known.of_tokens(4 * plan["length"] + needles * sum(plan["needle_lengths"])) + steps * step
+    whole: float = steps * step
+    return whole + known.of_tokens(4 * plan["length"] + needles * sum(plan["needle_lengths"]))
 
 
 def chat_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:

@@ -31,10 +31,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "disk": (),  # a session saved and loaded
 }
 # Columns with a value for each repetition: `merge` appends to them.
-REPEATED = frozenset(
-    "seconds first_token_seconds step_seconds tensor_peak_bytes resident_peak_bytes reserved_peak_bytes device_bytes "
-    "other_load_cores save_seconds load_seconds feed_seconds".split()
-)
+TIMES = {"seconds", "first_token_seconds", "step_seconds", "save_seconds", "load_seconds", "feed_seconds"}
+PEAKS = {"tensor_peak_bytes", "resident_peak_bytes", "reserved_peak_bytes", "device_bytes"}
+REPEATED = TIMES | PEAKS | {"other_load_cores"}
 
 
 class Row(TypedDict, total=False):
@@ -202,13 +201,15 @@ def key_of(row: Row) -> tuple[Any, ...]:
     return row["figures"], row["cell"], *(row.get(name) for name in KEYS[row["figures"]])
 
 
-def merge(report: Report, rows: Iterable[Row]) -> None:
-    """Put rows into a report. A row that is there already gets the new repetition; measured rows replace predicted.
+def merge(report: Report, rows: Iterable[Row], cell: int | None = None) -> None:
+    """Put rows into a report, as rows of `cell` if it is given.
 
-    Of two checks the violated one stays, and of two lines of a ledger the one with a measurement.
+    A row that is there already gets the new repetition; a measured row replaces a predicted one. Of two checks the
+    violated one stays, and of two lines of a ledger the one with a measurement.
     """
     places = {key_of(row): place for place, row in enumerate(report["rows"])}
-    for row in rows:
+    for new in rows:
+        row: Row = new if cell is None else {**new, "cell": cell}
         place = places.setdefault(key_of(row), len(report["rows"]))
         if place == len(report["rows"]):
             report["rows"].append(row)

@@ -62,12 +62,12 @@ def measure_cell(
             report["model"] = done["model"]
             if "ceilings" in done:
                 report["ceilings"] = best_ceilings(report["ceilings"], done["ceilings"])
-            merge(report, [{**row, "cell": place} for row in done["rows"]])
+            merge(report, done["rows"], place)
         if compare:
             on, off = (0, 1) if cell.kv_caching else (1, 0)
             merge(report, [compare_modes(report, on, off)])
             # A check that the other mode violates is violated here too.
-            merge(report, [{**row, "cell": 0} for row in rows_of(report, "check", 1)])
+            merge(report, rows_of(report, "check", 1), 0)
         words = comparison_words(rows_of(report, "comparison")[0]) if compare else "cache on and off: not compared"
         add_note(report, 0, words)
     except JobDied as death:

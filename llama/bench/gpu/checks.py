@@ -1,4 +1,4 @@
-"""Holds every kernel and every fast path of a GPU beside its plain twin, which defines what is right. Times nothing."""
+"""Compares every kernel and every fast path of a GPU with its plain twin, which defines the results."""
 
 import logging
 import math
@@ -21,24 +21,24 @@ from llama.model import Transformer
 
 logger = logging.getLogger(__name__)
 
-# What ids are compared on: no size is a multiple of a kernel's tile, and three queries share a key.
+# For the comparison of ids: no size is a multiple of a kernel's tile, and three queries share a key.
 ODD = ModelArgs(
     dim=132, n_heads=6, n_kv_heads=2, head_dim=24, ffn_dim=200, vocab_size=1003, n_layers=2, max_seq_len=2048,
     tied_head=True,
 )  # fmt: skip
-ROWS = (1, 3, 17)  # one row, several, and more than the kernels take
-# How far a kernel may be from float64, in norm. float32 sums of 10,000 terms are off by some 1e-6; a bf16 result is
-# rounded by 2e-3, and what it is made of once or twice before.
+ROWS = (1, 3, 17)  # one row, several, and many
+# Distance of a kernel from float64, in norm. float32 sums of 10,000 terms are off by some 1e-6; a bf16 result is
+# rounded by 2e-3, and its operands once or twice before.
 KERNEL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-# How far log-probabilities may be apart: of logits of up to 4, which 16 layers in bf16 move by some hundredths.
+# Distance of log-probabilities: of logits of up to 4, which 16 layers in bf16 move by some hundredths.
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 
-Outcome = tuple[bool, str]  # whether it passed, and what was seen
+Outcome = tuple[bool, str]  # whether it passed, and in which words
 Claim = Callable[[], Outcome]
 
 
 class Check(TypedDict):
-    """A kernel or a path beside its plain twin. `passed` is None where it was not run; `detail` says what was seen."""
+    """A kernel or a path compared with its plain twin. `passed` is None if it was not run."""
 
     name: str
     passed: bool | None
@@ -46,9 +46,9 @@ class Check(TypedDict):
 
 
 def run_checks(cell: Cell, *, seconds: float = math.inf) -> list[Check]:
-    """Check whole paths on small models in fp32, and all that the cell's own model runs on, in fp32 and in its dtype.
+    """Check whole paths on small models in fp32, and the paths of the cell's own model in fp32 and in its dtype.
 
-    A check that raises has failed, and those after it are still run; what comes after so many seconds is not.
+    A check that raises has failed, and the next ones still run, unless so many seconds are over.
     """
     end = time.monotonic() + seconds
     return [
@@ -64,7 +64,7 @@ def claims_of(cell: Cell) -> Iterator[tuple[str, Claim]]:
 
 
 def claims_of_ids(device: torch.device) -> Iterator[tuple[str, Claim]]:
-    """Yield that every way to generate gives the ids of the plain path without the cache, also of ragged rows."""
+    """Yield the claims that every way to generate gives the ids of the plain path without the cache, for ragged rows."""
     odd = uneven_model(ODD, torch.float32, device)
     steps = {name: GraphRunner(ops, layer_for(device)) for name, ops in ways_of(odd).items()}
     ways = [("plain path", None, True), *((f"{name} kernels", step, True) for name, step in steps.items())]
@@ -77,7 +77,7 @@ def claims_of_ids(device: torch.device) -> Iterator[tuple[str, Claim]]:
 
 
 def claims_of_model(cell: Cell, model: Transformer) -> Iterator[tuple[str, Claim]]:
-    """Yield what is claimed of the kernels, the fast step and exact mode, at the sizes of a model."""
+    """Yield the claims about the kernels, the fast step and exact mode, at the sizes of a model."""
     ways, layer = ways_of(model), layer_for(model.device)
     claims: dict[str, Claim] = {}
     for name, ops in ways.items():
@@ -93,7 +93,7 @@ def claims_of_model(cell: Cell, model: Transformer) -> Iterator[tuple[str, Claim
 def tried(name: str, claim: Claim) -> Check:
     try:
         passed, detail = claim()
-    except Exception as error:  # whatever a kernel, its compiler or a driver may raise
+    except Exception as error:  # a kernel, its compiler or a driver may raise anything
         logger.warning("%s", name, exc_info=True)
         passed, detail = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return Check(name=name, passed=passed, detail=detail)
@@ -119,9 +119,9 @@ def cache_words(kv_caching: bool) -> str:
 
 @torch.inference_mode()
 def each_kernel(model: Transformer, ops: GraphOps, length: int) -> Outcome:
-    """Compare the kernels of whole steps with their twins in float64, at ragged positions, nan past them."""
+    """Compare the kernels of whole steps with their twins in float64, at ragged positions with nan behind them."""
     worst: dict[str, float] = {}
-    for rows in (1, min(8, ops.most_rows or 8)):
+    for rows in (1, 8):
         buffers = filled_buffers(model, rows, length)
         buffers.positions.copy_((torch.arange(rows) + 1) * length // rows - 1)
         past = torch.arange(buffers.slots, device=model.device) > buffers.positions[:, None]  # (rows, slots)
@@ -134,7 +134,7 @@ def each_kernel(model: Transformer, ops: GraphOps, length: int) -> Outcome:
 
 
 def beside_twins(ops: GraphOps, worst: dict[str, float]) -> GraphOps:
-    """Return the kernels, each of which notes in `worst` how far what it makes, and writes, is from its twin's."""
+    """Return the kernels, each of which stores in `worst` the distance of its results from those of its twin."""
 
     def noting(name: str) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -154,14 +154,14 @@ def beside_twins(ops: GraphOps, worst: dict[str, float]) -> GraphOps:
 
 
 def widened(given: Any) -> Any:
-    """Return a copy in 64 bits of a tensor; anything else as it is."""
+    """Return a copy of a tensor in 64 bits; anything else as it is."""
     if not isinstance(given, Tensor):
         return given
     return given.to(torch.float64 if given.is_floating_point() else torch.int64, copy=True)
 
 
 def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
-    """Return how far what became of `before` is, in norm, from what should have; infinity where nan came or went."""
+    """Return the distance of two results in norm, relative to the change from `before`; infinity if nan differs."""
     if not torch.equal(ours.isnan(), theirs.isnan()):
         return float("inf")
     ours, theirs, before = (each.double().nan_to_num() for each in (ours, theirs, before))
@@ -170,16 +170,16 @@ def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
 
 def repeats(model: Transformer, ops: GraphOps) -> Outcome:
     seconds = try_steps(model, GraphRunner(ops))  # raises Unsupported
-    return True, f"as near to the modules as the fast step asks for; {1e3 * seconds:.3f} ms at batch 1"
+    return True, f"as near to the modules as the fast step requires; {1e3 * seconds:.3f} ms at batch 1"
 
 
 def prompts_agree(model: Transformer) -> Outcome:
     seconds = try_prompts(model, layer_for(model.device))
-    return True, f"as near to the modules as the fast step asks for; {1e3 * seconds:.3f} ms at batch 1"
+    return True, f"as near to the modules as the fast step requires; {1e3 * seconds:.3f} ms at batch 1"
 
 
 def logprobs_agree(model: Transformer, fast: GraphRunner, cell: Cell) -> Outcome:
-    """Compare log-probabilities of greedy generations up to where their ids part; in float32 they may not part."""
+    """Compare log-probabilities of greedy generations up to their first divergence; in float32 there may be none."""
     words, right = [], True
     for kv_caching in (True, False):
         made = []

@@ -1,6 +1,6 @@
-"""Times the cached step alone on a GPU, with each set of kernels, and looks at one step kernel by kernel.
+"""Times the cached step alone on a GPU, with each set of kernels, and profiles one step kernel by kernel.
 
-Whole generations, their memory and other engines are cells of the ordinary benchmark. Knows nothing of reports.
+Whole generations, their memory and other engines are cells of the ordinary benchmark.
 """
 
 import time
@@ -17,10 +17,9 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, random_model
-from llama.bench.schema import Spread
-from llama.bench.statistics import percentiles
-from llama.costs import cache_bytes, step_bytes
-from llama.fast.choose import COMPILER, find_fused
+from llama.bench.statistics import Spread, percentiles
+from llama.costs import step_bytes
+from llama.fast.choose import COMPILER
 from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, compiled
 from llama.fast.graph_runner import (
     DecodeBuffers,
@@ -36,12 +35,12 @@ from llama.fast.graph_runner import (
 from llama.machine import wait_for
 from llama.model import Transformer
 
-SECONDS = 1.5  # that the replays of one row of the table are repeated for
+SECONDS = 1.5  # for which one row of the table is repeated
 PROFILED = 3  # replays under the profiler, of which the last is read
 
 
 class StepRow(TypedDict):
-    """The cached step alone, replayed. `record_seconds`: compiling and recording; `bytes`: what a step must read."""
+    """The replayed step alone. `record_seconds`: compiling and recording; `bytes`: what a step must read."""
 
     seconds: Spread
     record_seconds: float
@@ -49,16 +48,15 @@ class StepRow(TypedDict):
 
 
 class KernelRow(TypedDict):
-    """All calls of a kernel in one step; `bytes` is what they must read together, None where that is not known."""
+    """All calls of a kernel in one step."""
 
     name: str
     count: int
     microseconds: float
-    bytes: int | None
 
 
 class Span(NamedTuple):
-    """A kernel on the timeline, in microseconds."""
+    """One call of a kernel; times are microseconds."""
 
     name: str
     start: float
@@ -66,14 +64,14 @@ class Span(NamedTuple):
 
 
 def model_for(cell: Cell) -> Transformer:
-    """Return a random model of the sizes of the cell's, on its device. Raises ValueError where it does not fit."""
+    """Return a random model of the cell's sizes. Raises ValueError if it does not fit into memory."""
     source = find_model(cell)
     check_memory(cell, source.args, source.device, held=0)
     return uneven_model(source.args, source.dtype, source.device)
 
 
 def uneven_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Transformer:
-    """Return a random model whose norms are not all ones: a kernel that leaves one out has to show."""
+    """Return a random model whose norms are not all ones, so that a kernel without its norm is found."""
     model = random_model(args, dtype=dtype, device=device)
     stream = torch.Generator(device).manual_seed(0)
     for weight in model.parameters():
@@ -83,21 +81,18 @@ def uneven_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> T
 
 
 def ways_of(model: Transformer) -> dict[str, GraphOps]:
-    """Return the sets of kernels that a step may be made of here; a rehearsal on a CPU compiles nothing."""
-    cuda, fused = model.device.type == "cuda", find_fused(model)
-    ways = {"plain": PYTORCH, "compiled": compiled(COMPILER) if cuda else PYTORCH._replace(name="compiled")}
-    return ways if fused is None else {**ways, "fused": fused}
+    """Return the sets of kernels that a step can run here; a rehearsal on a CPU compiles nothing."""
+    cuda = model.device.type == "cuda"
+    return {"plain": PYTORCH, "compiled": compiled(COMPILER) if cuda else PYTORCH._replace(name="compiled")}
 
 
 def layer_for(device: torch.device) -> RunLayer:
+    """Return the function that runs a layer of a prompt, compiled on a GPU."""
     return Compiled(run_layer, COMPILER) if device.type == "cuda" else run_layer
 
 
-# ---- the step by itself ----------------------------------------------------------------------------------------------
-
-
 def filled_buffers(model: Transformer, rows: int, length: int, room: int = 0) -> DecodeBuffers:
-    """Return rows whose newest token stands at length - 1, over random keys and values."""
+    """Return rows with random keys and values, whose newest token is at length - 1."""
     stream = torch.Generator(model.device).manual_seed(1)
     buffers = new_buffers(model, rows, rounded_up(length + room + 1), Recorder(model.device))
     buffers.take_cache(model.new_cache("static"), like=model.norm.weight)
@@ -110,7 +105,7 @@ def filled_buffers(model: Transformer, rows: int, length: int, room: int = 0) ->
 
 
 def one_step(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> None:
-    """Do what the fast step does where ids are chosen greedily."""
+    """Run the fast step with greedy sampling."""
     take_likeliest(model, buffers, ops, cached(model, buffers, ops))
 
 
@@ -144,14 +139,11 @@ def step_row(model: Transformer, cell: Cell, ops: GraphOps) -> StepRow:
     }
 
 
-# ---- one step under the profiler -------------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def profile_step(model: Transformer, cell: Cell, ops: GraphOps) -> tuple[list[KernelRow], Spread | None]:
-    """Return the kernels of one replay of a step, and the gaps between them. Raises ValueError without any.
+    """Return the kernels of one replay of a step, and the gaps between them. Raises ValueError if there are none.
 
-    A gap is the microseconds from a kernel's end to the next one's start, 0 where they overlap.
+    A gap is the microseconds from the end of a kernel to the start of the next one, 0 if they overlap.
     """
     buffers, replay = recorded(model, cell, ops)
     buffers.positions.fill_(cell.input_len - 1)
@@ -168,29 +160,14 @@ def profile_step(model: Transformer, cell: Cell, ops: GraphOps) -> tuple[list[Ke
     if len(spans) < PROFILED:
         raise ValueError("the profiler saw no kernels")
     spans = sorted(spans, key=lambda span: span.start)[-(len(spans) // PROFILED) :]
-    nbytes = kernel_bytes(model.args, rows=cell.batch_size, context=cell.input_len, itemsize=cell.itemsize)
     gaps = [max(0.0, later.start - earlier.end) for earlier, later in pairwise(spans)]
-    return kernel_rows(spans, nbytes), percentiles(gaps) if gaps else None
+    return kernel_rows(spans), percentiles(gaps) if gaps else None
 
 
-def kernel_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int) -> dict[str, int]:
-    """Return what the fused kernels of one step must read, all layers together: weights, and keys and values."""
-    queries, shared = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    numbers = {
-        "_qkv": args.n_layers * args.dim * (1 + queries + 2 * shared),  # the norm's weight, wq, wk, wv
-        "_combine": args.n_layers * args.dim * queries,
-        "_gate": args.n_layers * args.dim * (1 + 2 * args.ffn_dim),
-        "_project": args.n_layers * args.dim * args.ffn_dim,
-        "_head": args.dim * (1 + args.vocab_size),
-    }
-    sizes = {name: count * itemsize for name, count in numbers.items()}
-    return {**sizes, "_attend": cache_bytes(args, rows=rows, length=context, itemsize=itemsize), "_advance": 0}
-
-
-def kernel_rows(spans: Sequence[Span], read: dict[str, int]) -> list[KernelRow]:
-    """Return the kernels by name, the one that takes longest first."""
+def kernel_rows(spans: Sequence[Span]) -> list[KernelRow]:
+    """Return the kernels by name, the slowest first."""
     rows: list[KernelRow] = []
     for name, group in groupby(sorted(spans), key=lambda span: span.name):
         times = [span.end - span.start for span in group]
-        rows.append({"name": name, "count": len(times), "microseconds": sum(times), "bytes": read.get(name)})
+        rows.append({"name": name, "count": len(times), "microseconds": sum(times)})
     return sorted(rows, key=lambda row: -row["microseconds"])

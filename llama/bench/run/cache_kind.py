@@ -144,7 +144,7 @@ def greedy_divergence(model: Transformer, prompt: Sequence[int], count: int) -> 
     written = ids[0]
     row: Row = {"greedy_tokens": len(written), "divergence_token": None}
     top = _reference(model, [*prompt, *written[:-1]], count).topk(2)
-    for token, (best, second) in enumerate(top.indices.tolist()):
+    for token, (best, _) in enumerate(top.indices.tolist()):
         if best != written[token]:
             values = top.values[token].tolist()
             row |= {"divergence_token": token, "uncached_id": best, "cached_id": written[token]}

@@ -37,7 +37,6 @@ from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat
 from llama.tokenizer.transcript import Transcript
 
-
 # Names of checks.
 FED, FROM_DISK = "the tokens fed are those expected", "a session from disk goes on alike"
 
@@ -62,7 +61,7 @@ def turns_of(tokenizer: Tokenizer, dialog: Sequence[Mapping[str, str]]) -> list[
 
 
 def _asking(tokenizer: Tokenizer) -> Callable[[list[int], str], tuple[int, list[int]]]:
-    """Return a function that adds a question to a text: it returns how much of the text stays, and the ids of the prompt."""
+    """Return a function that adds a question to a text and returns how much of it stays, and the ids of the prompt."""
     try:
         format, talk = ChatFormat(tokenizer), Transcript()
     except ValueError:  # then the conversation is plain text
@@ -120,7 +119,7 @@ def _fed_check(rows: list[Row]) -> Row:
     """Return the check that every way fed the tokens that it should feed."""
     ways = dict.fromkeys(row["way"] for row in rows)
     fed, expected = (
-        {way: sum(row[column] for row in rows if row["way"] == way) for way in ways}  # type: ignore[literal-required]
+        {way: sum(row[column] for row in rows if row["way"] == way) for way in ways}
         for column in ("tokens_fed", "tokens_expected")
     )
     wrong = [row["way"] for row in rows if row["tokens_fed"] != row["tokens_expected"]]

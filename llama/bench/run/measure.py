@@ -103,7 +103,11 @@ def times_of(run: Run, other_load: float | None, memory: dict[str, int | None]) 
     """Return what the clock and the memory statistics show of a run."""
     times = [run.started, *run.token_times]
     steps = [after - before for before, after in pairwise(times[1:])]
-    row: Row = {"seconds": [times[-1] - times[0]], "first_token_seconds": [times[1] - times[0]], "step_seconds": [steps]}
+    row: Row = {
+        "seconds": [times[-1] - times[0]],
+        "first_token_seconds": [times[1] - times[0]],
+        "step_seconds": [steps],
+    }
     row["other_load_cores"] = [other_load]
     return {**row, **{name: [nbytes] for name, nbytes in memory.items() if nbytes is not None}}  # type: ignore[typeddict-item]
 

@@ -19,8 +19,8 @@ _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 class Peak:
     """The peak memory of the work between `start()` and `stop()`.
 
-    reset_seen: (peak, current) right after `start()` reset the statistics, in CUDA's allocated bytes on a GPU, otherwise
-    in resident bytes. If they lie far apart, the reset did not work, and the peak is that of earlier work.
+    reset_seen: (peak, current) right after `start()` reset the statistics: CUDA's allocated bytes on a GPU, otherwise
+    resident bytes. If they lie far apart, the reset did not work, and the peak is that of earlier work.
     """
 
     def __init__(self, device: torch.device, *, device_bytes_before: int | None = None) -> None:

@@ -81,7 +81,7 @@ def context_lengths(longest: int) -> list[int]:
 
 
 def cache_sizes(model: Transformer, lengths: Sequence[int], ids: Sequence[int]) -> list[Row]:
-    """Return a row with the bytes of a cache of each length, beside the predicted ones; for `ids` see `filled_cache`."""
+    """Return a row with the bytes of a cache of each length, and the prediction; for `ids` see `filled_cache`."""
     rows: list[Row] = []
     for length in lengths:
         cache = filled_cache(model, length, ids, reserved=length)

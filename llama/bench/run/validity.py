@@ -1,4 +1,4 @@
-"""The validity block: was the measurement what it claims to be? Checks judge what was observed, not what was asked for."""
+"""The validity block: was the measurement what it claims to be? Checks judge what was observed."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def judge(
     cell: Cell, run: "Run", warm_up: "Run | None", *, max_seq_len: int, reset_seen: tuple[int, int] | None
 ) -> list[Row]:
-    """Return all checks of a run. `reset_seen`: the peak and the current bytes right after the statistics were reset."""
+    """Return all checks of a run. `reset_seen`: the peak and current bytes right after the reset."""
     return [
         _cache(cell, run),
         _tokens(cell, run),
