@@ -1,21 +1,142 @@
-"""What a report consists of, whatever its preset is."""
+"""What a report consists of, in reading order, whatever its preset: title, warnings, and sections."""
 
-from llama.bench.report import tables
-from llama.bench.report.caches import cache_sections, cache_tables
-from llama.bench.report.chat import chat_sections, chat_tables
-from llama.bench.report.tables import Section, Table
-from llama.bench.schema import Report
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llama.bench.report.cells import CellView, cell_views
+from llama.bench.report.columns import COLUMNS, Table
+from llama.bench.report.peak import peak_sentence
+from llama.bench.report.tables import (
+    MARKS,
+    cache_tables,
+    cell_tables,
+    check_mark,
+    check_words,
+    comparison_lines,
+    crossover_tables,
+    environment_table,
+    ledger_table,
+    prompt_tables,
+    sweep_tables,
+    turn_tables,
+    validity_table,
+    work_lines,
+)
+from llama.bench.schema import Report, rows_of
+
+NOISY = "NOISY, measured under load"
+
+TITLES = {
+    "table": "With and without KV cache",
+    "sweep": "What the KV cache saves as batch and length grow",
+    "caches": "Kinds of KV cache: bytes, time and quality",
+    "chat": "A conversation with its KV cache kept, prompts that begin alike, and sessions on disk",
+}
+TERMS = [
+    "in brackets: p10 and p90, the values below which 10 % and 90 % of the repetitions lie; a single value has none",
+    "MB: 2^20 bytes",
+    "cache off: nearly every step has a length that no step had before, so it runs without a warm-up of its shape",
+]
+CHAT_TERMS = [
+    "kept: the cache stays from turn to turn, and only new tokens are fed",
+    "rebuilt: every turn begins with an empty cache and feeds the whole text, as a program without sessions does",
+    "off: no cache; the first token costs as much as rebuilt, and every further token as much again",
+    "the answers are those of the text, fed without a clock",
+    "bytes of the KV cache: at the turn's first token, with the memory that was reserved ahead",
+    "shared: the beginning of all prompts is fed once, for all rows",
+]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report: tables and lists of lines. `pictures` are names of plots; `parent` names a group of parts."""
+
+    name: str
+    parts: Sequence[Table | Sequence[str]]
+    pictures: Sequence[str] = ()
+    parent: str = ""
 
 
 def report_sections(report: Report) -> list[Section]:
-    """Return the whole report behind its head, in reading order."""
-    if report.get("caches") is not None:  # a report of before does not have the field
-        return cache_sections(report)
-    return tables.sections(report) if report.get("chat") is None else chat_sections(report)
+    """Return the report after its head, in reading order, without empty parts."""
+    has_details = report["preset"] not in ("caches", "chat")
+    details = [
+        Section(view.label, _details(view), parent="Memory, work and text of each cell")
+        for view in cell_views(report)
+        if has_details
+    ]
+    peak = peak_sentence(report)
+    notes = [f"{view.label}: {note}" for view in cell_views(report) for note in view.row.get("notes", [])]
+    found = [
+        Section("Kinds of cache", cache_tables(report), ("kinds",)),
+        Section("A conversation, turn by turn", turn_tables(report), ("turns",)),
+        Section("Prompts that begin alike, and sessions on disk", prompt_tables(report)),
+        Section("How it grows", sweep_tables(report), ("speedup", "steps") if report["preset"] == "sweep" else ()),
+        Section("The table", cell_tables(report)),
+        Section("Time and memory", [[peak]] if peak else [], ("time", "memory")),
+        Section(
+            "Where the cache begins to pay", crossover_tables(report), () if report["preset"] == "sweep" else ("steps",)
+        ),
+        *details,
+        Section("Validity", [validity_table(report), [] if has_details else notes]),
+        Section("Are the texts the same?", [comparison_lines(report)]),
+        Section("Where and how", [environment_table(report)]),
+    ]
+    heads = {
+        head for section in found for part in section.parts if isinstance(part, Table) and part for head in part.heads
+    }
+    meanings = [f"{one.head}: {one.meaning}" for one in COLUMNS.values() if one.meaning and one.head in heads]
+    terms = CHAT_TERMS if report["preset"] == "chat" else []
+    found.append(Section("What the words mean", [[*terms, *meanings, *TERMS]]))
+    return [Section(one.name, [part for part in one.parts if part], one.pictures, one.parent) for one in found]
 
 
-def result_tables(report: Report) -> list[Table]:
-    """Return the tables that a terminal shows."""
-    if report.get("caches") is not None:
-        return cache_tables(report)
-    return tables.result_tables(report) if report.get("chat") is None else chat_tables(report)
+def _details(view: CellView) -> list[Table | Sequence[str]]:
+    if not view.row.get("seconds"):
+        return [[view.fate]]
+    ledger = ledger_table(view) or ["Memory ledger: not measured"]
+    checks = [f"{check_mark(check)}: {check_words(check)}" for check in view.checks]
+    text = [f"text of the first row: {view.row['text']!a}"] if "text" in view.row else []
+    return [ledger, work_lines(view), checks, [*view.row.get("notes", []), *text]]
+
+
+def title(report: Report) -> str:
+    """Return the first line of the report, with a warning if its times are not reliable."""
+    about = TITLES.get(report["preset"], "A KV cache benchmark")
+    return f"{about}: {NOISY}" if is_noisy(report) else about
+
+
+def is_noisy(report: Report) -> bool:
+    """Return True if a cell was measured under load."""
+    return any(check["status"] == "noisy" for check in rows_of(report, "check"))
+
+
+def byline(report: Report) -> list[str]:
+    """Return the model, the machine and the date, as far as they are known."""
+    model, facts = report["model"], report["environment"]
+    names = [] if model is None else [f"{model['name']} ({model['weights']})"]
+    machine = [
+        one["name"] if isinstance(one, dict) else str(one) for one in (facts.get("gpu"), facts.get("cpu")) if one
+    ]
+    threads = facts.get("threads")
+    if machine and not facts.get("gpu") and threads:
+        machine[-1] += f", {threads} thread{'s' * (threads > 1)}"
+    return [*names, *machine, report["started"][:16].replace("T", " ")]
+
+
+def alarms(report: Report) -> list[tuple[str, str]]:
+    """Return the checks that a reader must not miss, each as a mark and a sentence: violations first."""
+    views = cell_views(report)
+    return [
+        (mark, f"{view.label}: {check_words(check)}")
+        for status, mark in MARKS.items()
+        for view in views
+        for check in view.checks
+        if check["status"] == status
+    ]
+
+
+def deaths(report: Report) -> list[str]:
+    """Return the cells that died or were refused, and what else was not measured."""
+    cells = [f"{view.label} {view.fate}" for view in cell_views(report) if view.row.get("error")]
+    return cells + [f"not measured: {failure}" for failure in report["failures"]]

@@ -1,6 +1,6 @@
-"""A report as one page of HTML that needs nothing else: no script, no font, no picture from outside.
+"""A report as one page of HTML that is complete in itself: no script, no font, no picture from outside.
 
-A recorded generation in it has a script, in a frame. Knows nothing of how the figures were measured or drawn.
+Only a recorded generation has a script, which runs in a sandboxed frame.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from importlib import resources
 from itertools import groupby
 
 from llama import palette
-from llama.bench.report.contents import report_sections
+from llama.bench.report.columns import Table
+from llama.bench.report.contents import Section, alarms, byline, deaths, report_sections, title
 from llama.bench.report.plots import Look, as_svg, figures, heading, small_words
-from llama.bench.report.tables import Section, Table, alarms, byline, deaths, title
 from llama.bench.schema import Report
 
 
 def page(report: Report, steps: str | None = None) -> str:
-    """Return the report as one HTML page, complete in itself; `steps`: a page to step through, put into it."""
+    """Return the report as one HTML page; `steps` is the page of a recorded generation to put into it."""
     drawn = _pictures(report)
     shown = [one for one in report_sections(report) if one.parts or drawn.keys() & set(one.pictures)]
     body = [_head(report)]
@@ -38,7 +38,7 @@ def page(report: Report, steps: str | None = None) -> str:
 
 
 def _frame(steps: str) -> str:
-    """Return a page within the page: with a script of its own, which reaches nothing outside it."""
+    """Return a page in a frame: its script cannot reach anything outside it."""
     return f'<iframe title="A generation, step by step" sandbox="allow-scripts" srcdoc="{escape(steps)}"></iframe>'
 
 
@@ -52,7 +52,7 @@ def _head(report: Report) -> str:
 
 
 def _section(section: Section, drawn: dict[str, str]) -> str:
-    """Return a section; what repeats the figures of its pictures is folded, and a caption is not said twice."""
+    """Return a section; tables beside pictures are folded, and a caption is not repeated."""
     pictures = [drawn[name] for name in section.pictures if name in drawn]
     tables = [_beside(part, pictures) for part in section.parts]
     return _wrapped(section.name, [*pictures, *tables])
@@ -74,7 +74,7 @@ def _details(section: Section) -> str:
 
 
 def _pictures(report: Report) -> dict[str, str]:
-    """Return every picture with its heading, drawn for a wide page and for a telephone; the style shows one of them."""
+    """Return every picture with its heading, drawn wide and narrow; the style sheet shows one of the two."""
     looks = {name: figures(report, Look(narrow=name == "narrow", headed=False)) for name in ("wide", "narrow")}
     return {
         name: _figure(heading(figure), small_words(figure),
@@ -106,7 +106,7 @@ def _marked(text: str) -> str:
         return f'<span class="{text}">{text}</span>'
     if text.startswith(("VIOLATED", "NOISY", "died", "refused")):
         return f'<span class="bad">{escape(text)}</span>'
-    if text.startswith("not "):
+    if text.startswith(("not ", "~", "predicted")):
         return f'<span class="faint">{escape(text)}</span>'
     figure, bracket, rest = text.partition(" (")
     if bracket and rest.endswith(")") and figure.replace(".", "").isdigit():
