@@ -12,7 +12,7 @@ from llama.bench.report.cells import CellView, cell_views, in_table_order, pairs
 from llama.bench.schema import Report, rows_of
 from llama.bench.statistics import Spread, percentiles, spread
 
-GENERATED = (10, 20, 50, 100, 200)  # lengths at which the speed-up of a whole generation is read
+_LENGTHS = (10, 20, 50, 100, 200)  # lengths at which the speed-up of a whole generation is read
 LEAST_LENGTHS = 3  # a straight line goes through any two
 
 Derived = dict[str, Any]
@@ -92,7 +92,7 @@ def growth(report: Report) -> list[Derived]:
     """Return the speed-up by length of a sweep: a longer generation begins with exactly the shorter one."""
     found = []
     for on, off in pairs_of(report) if report["preset"] == "sweep" else []:
-        for length in (length for length in GENERATED if length <= on.cell.output_len):
+        for length in (length for length in _LENGTHS if length <= on.cell.output_len):
             both = _first(on, length), _first(off, length)
             faster = both[1]["median"] / both[0]["median"]
             found.append({"figures": "growth", "generated": length, "on_s": both[0], "off_s": both[1],

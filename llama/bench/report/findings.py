@@ -26,10 +26,7 @@ def findings(report: Report) -> list[str]:
         factors = range_faster([row["times_faster"] for row in left])
         found.append(f"Batch {batches} with the KV cache: predicted {factors}; the budget was too small to measure it.")
     found += [_work(row) for row in measured[-1:] if row["less_work"]]
-    for one in crossovers(report):
-        found.append(
-            f"At batch {one['batch_size']} a step is faster with the cache from a context of {one['pays_from']}."
-        )
+    found += [f"{words}." for words in [crossover_words(report)] if words]
     if rows := growth(report):
         words = listed([f"{faster(row['times_faster'])} at {row['generated']}" for row in rows])
         found.append(f"Time until the first tokens are generated, with the cache: {words} tokens.")
@@ -52,6 +49,17 @@ def range_faster(factors: Sequence[float]) -> str:
 def listed(names: Sequence[str]) -> str:
     """Return names as an enumeration: 1, 8 and 16."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def crossover_words(report: Report) -> str:
+    """Return from which context a step is faster with the cache; nothing if no steps were timed."""
+    found = crossovers(report)
+    pays = [one["context"] for one in found if one["context"]]
+    never = ", ".join(str(one["batch_size"]) for one in found if not one["context"])
+    if not pays:
+        return "A step is not faster with the cache at any context that was tried" if found else ""
+    words = f"A step is faster with the cache from a context of {least_to_most(pays)} tokens on"
+    return f"{words}, not at batch {never}" if never else words
 
 
 def _pair(report: Report, row: dict[str, Any]) -> str:

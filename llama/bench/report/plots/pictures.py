@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from llama.bench.report.cells import CellView, group_name, groups
-from llama.bench.report.columns import NOT_JUDGED, least_to_most
+from llama.bench.report.columns import NOT_JUDGED
 from llama.bench.report.derived import crossovers, fits, growth, saved, step_groups
-from llama.bench.report.findings import faster, range_faster
+from llama.bench.report.findings import crossover_words, faster, listed, range_faster
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
 from llama.bench.report.plots.canvas import (
     COLORS,
@@ -143,10 +143,10 @@ def draw_speedup(report: Report, look: Look) -> Figure | None:
     rows = growth(report)
     if not rows:
         return None
-    words = [f"{faster(row['times_faster'])} at {row['generated']} generated tokens" for row in (rows[0], rows[-1])]
+    words = [f"{faster(row['times_faster'])} at {row['generated']}" for row in (rows[0], rows[-1])]
     heights = [2.9 if look.narrow else 3.6, row_height(len(rows))]
     figure, (left, right) = new_figure(
-        look, ", ".join(dict.fromkeys(words)), _job(report) + "; " + counted(row["on_s"] for row in rows),
+        look, f"With the cache {listed(list(dict.fromkeys(words)))} generated tokens", _job(report) + "; " + counted(row["on_s"] for row in rows),
         heights=heights, times=(0, 1),
     )  # fmt: skip
     lengths = [row["generated"] for row in rows]
@@ -186,24 +186,14 @@ def draw_steps(report: Report, look: Look) -> Figure | None:
     return figure
 
 
-def crossover_words(report: Report) -> str:
-    """Return from which context a step is faster with the cache; nothing for a sweep."""
-    found = crossovers(report)
-    pays = [one["context"] for one in found if one["context"]]
-    never = ", ".join(str(one["batch_size"]) for one in found if not one["context"])
-    if not pays:
-        return "A step is not faster with the cache at any context that was tried" if found else ""
-    words = f"A step is faster with the cache from a context of {least_to_most(pays)} on"
-    return f"{words}, not at batch {never}" if never else words
-
-
 def growth_words(panel: tuple[str, str, Sequence[Mapping[str, Any]]]) -> str:
     """Return how much longer the last step of a panel takes than its first."""
     _, column, rows = panel
     first, last = rows[0], rows[-1]
-    said = [f"{last[mode]['median'] / first[mode]['median']:.3g} times as long {words}"
+    said = [f"{last[mode]['median'] / first[mode]['median']:.3g} times {words}"
             for mode, words in MODES.items() if first.get(mode) and last.get(mode)]  # fmt: skip
-    return f"At {column.replace('_', ' ')} {last[column]:,} a step takes {', '.join(said)} as at {first[column]:,}"
+    name = column.replace("_", " ")
+    return f"From {name} {first[column]} to {last[column]:,} the time of a step grows {', '.join(said)}"
 
 
 def draw_kinds(report: Report, look: Look) -> Figure | None:
