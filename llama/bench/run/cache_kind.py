@@ -23,7 +23,7 @@ from llama.bench.schema import Row
 from llama.bench.texts import read_text
 from llama.cores import OtherLoad
 from llama.costs import kv_bytes
-from llama.kv_cache import Cache
+from llama.kv_cache import Cache, KVCache
 from llama.model import Transformer
 from llama.perplexity import compared, log_probabilities, next_logits
 from llama.streaming import encode_prompt
@@ -49,7 +49,7 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     path = path_of(model, fast=fast, all=len(contexts) * (STEPS + 1))
     own: Row = {"figures": "cell", "error": None, "notes": [], "path": path, "other_load_cores": [others.stop()]}
     own |= {"lossless": all(layer.lossless for layer in cache.layers), "saves": _saves(model, cache)}
-    own["quantized"] = is_quantized(cache, model.dtype)
+    own["quantized"] = is_quantized(cache, model.dtype.itemsize)
     return {"rows": [own, *({**row, "path": path} for row in rows)]}
 
 
@@ -79,10 +79,13 @@ def full_bytes(model: Transformer, length: int) -> int:
     return len(model.blocks) * kv_bytes(1, own.n_kv_heads, own.head_dim, positions=length, itemsize=itemsize)
 
 
-def is_quantized(cache: Cache, dtype: torch.dtype) -> bool:
-    """Return whether a filled cache stores numbers in fewer bits than the model's, by the largest tensor of a layer."""
-    largest = (max(layer.held().values(), key=lambda held: held.nbytes, default=None) for layer in cache.layers)
-    return any(held is not None and held.dtype.itemsize < dtype.itemsize for held in largest)
+def is_quantized(cache: Cache, itemsize: int) -> bool:
+    """Return whether a filled cache stores keys and values in fewer bits than the model's numbers."""
+    return any(
+        layer.position_bytes(itemsize) < KVCache.position_bytes(layer, itemsize)
+        and any(held.dtype.itemsize < itemsize for held in layer.held().values())
+        for layer in cache.layers
+    )
 
 
 @torch.inference_mode()

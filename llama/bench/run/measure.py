@@ -75,12 +75,12 @@ def measure(
     return rows
 
 
-def predicted_rows(cell: Cell, source: Source, seconds: Sequence[float]) -> list[Row]:
-    """Return the row of a cell that was not measured, with the predicted seconds of its forwards.
+def predicted_rows(cell: Cell, source: Source, seconds: Sequence[float], path: str) -> list[Row]:
+    """Return the row of a cell that was not measured, with the predicted seconds of its forwards on a path.
 
     A cell of ours also gets its predicted memory and its work.
     """
-    row: Row = {"figures": "cell", "error": None, "notes": [], "predicted": True}
+    row: Row = {"figures": "cell", "error": None, "notes": [], "predicted": True, "path": path}
     row |= {"seconds": [sum(seconds)], "first_token_seconds": [seconds[0]], "step_seconds": [list(seconds[1:])]}
     if cell.engine != "llama":
         return [row]
