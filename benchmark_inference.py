@@ -1,4 +1,4 @@
-"""Measure generation with and without the KV cache; see llama/commands/benchmark_inference.py.
+"""Measure generation with and without the KV cache; see llama/cli/benchmark_inference.py.
 
 python benchmark_inference.py --batch_size 8 --kv_caching        one cell
 python benchmark_inference.py --preset table                     batch 1, 8, 16 x cache on, off, as a page to send on
@@ -6,13 +6,14 @@ python benchmark_inference.py --preset caches                    kinds of cache:
 python benchmark_inference.py --preset chat                      a cache that is kept: ten turns, shared prompts, disk
 """
 
-from llama import cli, console
+from llama import cli
+from llama.cli import console
 
 if __name__ == "__main__":
     console.quiet_imports()
 
 from llama.bench.single import benchmark_inference
-from llama.commands.benchmark_inference import main
+from llama.cli.benchmark_inference import main
 
 __all__ = ["benchmark_inference", "main"]
 

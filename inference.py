@@ -1,7 +1,7 @@
-"""Text from a Llama model: python inference.py ["a prompt" "another"] [--flags]; see llama/commands/inference.py."""
+"""Text from a Llama model: python inference.py ["a prompt" "another"] [--flags]; see llama/cli/inference.py."""
 
 from llama import cli
-from llama.commands.inference import main
+from llama.cli.inference import main
 
 if __name__ == "__main__":
     cli.main(main)

@@ -19,8 +19,8 @@ from course.make import ROOT, make
 from course.mistakes import MISTAKES
 from course.report_check import check_report
 from course.sandbox import Limits, Outcome, digests, run
-from llama.files import check_writable, replace_file
-from llama.words import printable
+from llama.host.files import check_writable, replace_file
+from llama.untrusted.words import printable
 
 FULL = 100
 

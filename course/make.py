@@ -19,7 +19,7 @@ SCRIPTS = (
     "inference.py",
     "benchmark_inference.py",
     "llama/bench/run/worker.py",
-    "llama/tokenizer/template_child.py",
+    "llama/untrusted/template_child.py",
 )
 
 # Wings that would compute the answer past the student's code, and what checks them on a GPU.

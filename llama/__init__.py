@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llama.api import Llama, load
     from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
-    from llama.chat import Chat
+    from llama.host.version import __version__ as __version__
     from llama.model import Transformer
     from llama.tokenizer import Tokenizer
     from llama.tokenizer.chat import Dialog
-    from llama.version import __version__ as __version__
+    from llama.tokenizer.conversation import Chat
 
 __all__ = [
     "Chat",
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Chat": "chat",
+    "Chat": "tokenizer.conversation",
     "Dialog": "tokenizer.chat",
     "Llama": "api",
+    "__version__": "host.version",
     "ModelArgs": "args",
     "LinearScaling": "args",
     "RopeScaling": "args",
     "YarnScaling": "args",
-    "__version__": "version",
     "Tokenizer": "tokenizer",
     "Transformer": "model",
     "load": "api",

@@ -8,7 +8,8 @@ import difflib
 import sys
 from collections.abc import Callable
 
-from llama import cli, console
+from llama import cli
+from llama.cli import console
 
 HELP = """\
 llama-kv COMMAND [...]: Llama inference whose KV cache can be switched off,
@@ -33,43 +34,43 @@ On every command:
 
 
 def _inference() -> Callable[..., int]:
-    from llama.commands.inference import main
+    from llama.cli.inference import main
 
     return main
 
 
 def _bench() -> Callable[..., int]:
-    from llama.commands.benchmark_inference import main
+    from llama.cli.benchmark_inference import main
 
     return main
 
 
 def _verify() -> Callable[..., int]:
-    from llama.verify.__main__ import main
+    from llama.cli.verify import main
 
     return main
 
 
 def _costs() -> Callable[..., int]:
-    from llama.costs.__main__ import main
+    from llama.cli.costs import main
 
     return main
 
 
 def _convert() -> Callable[..., int]:
-    from llama.convert import main
+    from llama.cli.convert import main
 
     return main
 
 
 def _perplexity() -> Callable[..., int]:
-    from llama.perplexity import main
+    from llama.cli.perplexity import main
 
     return main
 
 
 def _doctor() -> Callable[..., int]:
-    from llama.checkpoint.__main__ import main
+    from llama.cli.doctor import main
 
     return main
 

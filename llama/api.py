@@ -15,16 +15,16 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from llama.checkpoint import load_weights, open_checkpoint
-from llama.demo import demo_model_path
+from llama.checkpoint.demo import demo_model_path
+from llama.cli.progress import progress_bar
+from llama.exact.batch_invariance import tokens_fed
 from llama.fast.choose import Fast, make_fast
-from llama.files import cache_dir
 from llama.generation import Stream
+from llama.host.files import cache_dir
+from llama.host.machine import DTYPES
 from llama.kv_cache import cache_kind
-from llama.machine import DTYPES
 from llama.model import Transformer
-from llama.parallel import join, own_device, world_rank, world_size
-from llama.progress import progress_bar
-from llama.self_comparison import tokens_fed
+from llama.ranks.torchrun import join, own_device, world_rank, world_size
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message
@@ -57,12 +57,13 @@ def load(
     not stand beside Meta's weights. `kv_cache` names a kind, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see
     `llama.kv_cache`. `fast` takes the fastest way to run a forward that this machine has, and the plain one where it
     has none; "fused", for a CUDA GPU, by our own kernels, which nobody has measured. `quantize` holds the matrices in
-    "int8" or "int4", or, of a .gguf file, as it has them "stored", see `llama.packed`; with it `activations=8` rounds
-    what is multiplied by them to 8 bits, as llama.cpp does, for its speed at its accuracy. "stored" with `repack=False`
-    leaves them in the file, mapped: the model is there at once, and processes share its memory, but a step is slower,
-    scales are not checked, and the file must stay as it is. `exact` asks for exact mode, see `Transformer.exact`: with
-    `fast` that of native code, or that of the plain path where native code does not serve; with `quantize` that of
-    native code alone. Raises ValueError (CheckpointError for the files) or `llama.demo.DemoUnavailable`.
+    "int8" or "int4", or, of a .gguf file, as it has them "stored", see `llama.quant.packed`; with it `activations=8`
+    rounds what is multiplied by them to 8 bits, as llama.cpp does, for its speed at its accuracy. "stored" with
+    `repack=False` leaves them in the file, mapped: the model is there at once, and processes share its memory, but a
+    step is slower, scales are not checked, and the file must stay as it is. `exact` asks for exact mode, see
+    `Transformer.exact`: with `fast` that of native code, or that of the plain path where native code does not serve;
+    with `quantize` that of native code alone. Raises ValueError (CheckpointError for the files) or
+    `llama.checkpoint.demo.DemoUnavailable`.
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)

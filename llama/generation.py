@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from llama.batch import Batch, Chosen, NonFiniteLogits, Token, padded
-from llama.inferring import inferring
 from llama.kv_cache import Cache
 from llama.ranks import ALONE, Ranks
 from llama.request import Limits, Options, Step, listing_options, make_request
 from llama.rows import Rows
-from llama.runner import Runner
-from llama.stepper import Stepper
+from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
 __all__ = [

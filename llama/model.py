@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
-from llama.calls import check_call
 from llama.generation import Generation
 from llama.kv_cache import Attended, Cache, KVCache
 from llama.kv_cache.cache import Source
@@ -23,9 +22,9 @@ from llama.ops import PLAIN, Ops, Scoring, last_real
 from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb
 from llama.rows import Rows
-from llama.runner import Runner
 from llama.session import Sessions
-from llama.switches import Switches
+from llama.stepper import Runner
+from llama.switches import Switches, check_call
 
 __all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]
 

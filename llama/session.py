@@ -16,14 +16,14 @@ from typing import Any, Unpack
 from llama.args import ModelArgs
 from llama.batch import Batch
 from llama.generation import LanguageModel
-from llama.held_text import HeldText
 from llama.kv_cache import Cache
 from llama.request import Options, common_beginning, listing_options, make_request
-from llama.session_file import Content, load_session, save_session
-from llama.session_origin import Model
-from llama.session_stream import SessionStream
+from llama.sessions.file import Content, load_session, save_session
+from llama.sessions.held_text import HeldText
+from llama.sessions.origin import Model
+from llama.sessions.stream import SessionStream
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
-from llama.words import printable
+from llama.untrusted.words import printable
 
 logger = logging.getLogger(__name__)
 

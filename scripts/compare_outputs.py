@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from llama import console
+    from llama.cli import console
 
     console.quiet_imports()
 
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from llama import Chat, Transformer, cli, load
 from llama.bench.single import benchmark_inference
-from llama.files import check_writable, keep_file, read_text
+from llama.host.files import check_writable, keep_file
+from llama.untrusted.files import read_text
 
 SUBJECTS = ("The history of", "In biology,", "She opened", "def main():", "Once, far away,")
 PROMPTS = [f"{subject} {word}" for subject in SUBJECTS for word in ("the", "a", "one", "every")]

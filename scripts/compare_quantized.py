@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    from llama import console
+    from llama.cli import console
 
     console.quiet_imports()
 
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from llama import Tokenizer, Transformer, cli, load
+from llama.cli.progress import progress_bar
 from llama.costs import table
-from llama.files import TEXT_LIMIT, read_text
-from llama.progress import progress_bar
 from llama.streaming import encode_prompt
+from llama.untrusted.files import TEXT_LIMIT, read_text
 
 PROMPTS = (
     "The history of the Roman Empire",

@@ -12,7 +12,7 @@ import sys
 import time
 
 if __name__ == "__main__":
-    from llama import console
+    from llama.cli import console
 
     console.quiet_imports()
 
@@ -21,7 +21,7 @@ import torch
 from llama import cli
 from llama.args import ModelArgs
 from llama.bench.run.models import random_model
-from llama.parallel import join
+from llama.ranks.torchrun import join
 
 ARGS = ModelArgs(
     dim=576, n_layers=30, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=1536, vocab_size=49152, tied_head=True

@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, whether or not it is installed
-    from llama import console
+    from llama.cli import console
 
     console.quiet_imports()
 
@@ -33,7 +33,7 @@ from llama.bench.run.directory import make_folder
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.models import make_cell
 from llama.bench.schema import Report, new_report
-from llama.files import replace_file
+from llama.host.files import replace_file
 
 MACHINE_S = 40.0  # in which a GPU has to come up, and show how fast it reads and multiplies
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llama import cli
-from llama.files import check_writable, replace_file
+from llama.host.files import check_writable, replace_file
 
 FLAGS = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking hide-scrollbars"
 PARTS = ("#words", ".legend")  # the first and the last part of the page that are in the picture

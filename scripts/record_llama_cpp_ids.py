@@ -11,14 +11,14 @@ import random
 from pathlib import Path
 
 if __name__ == "__main__":
-    from llama import console
+    from llama.cli import console
 
     console.quiet_imports()
 
 import llama_cpp
 
 from llama import cli
-from llama.demo import demo_model_path
+from llama.checkpoint.demo import demo_model_path
 
 OUT = Path(__file__).parents[1] / "tests" / "tokenizer" / "fixtures" / "tokenizer_llama_cpp.json"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from llama.checkpoint.gguf_header import read_header
-from llama.demo import demo_model_path, meta_tokenizer_path
+from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
+from llama.untrusted.gguf_header import read_header
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")

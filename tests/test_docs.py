@@ -40,11 +40,16 @@ def commands_of(page: str) -> list[str]:
     return [line.partition(" > ")[0] for line in lines if "..." not in line]
 
 
+STUBS = {f"llama.{name}": name for name in ("convert", "costs", "perplexity", "verify")} | {
+    "llama.checkpoint": "doctor"
+}
+
+
 def main_of(name: str) -> Callable[..., int]:
     """Return the function behind `python FILE.py`, or `python -m MODULE`."""
     module = name.removesuffix(".py").replace("/", ".")
-    is_package = (ROOT / module.replace(".", "/")).is_dir()
-    command: Callable[..., int] = importlib.import_module(f"{module}.__main__" if is_package else module).main
+    home = f"llama.cli.{STUBS[module]}" if module in STUBS else module
+    command: Callable[..., int] = importlib.import_module(home).main
     return command
 
 

@@ -284,7 +284,7 @@ FORKS = """
 import os, torch
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
-from llama.files import cache_dir
+from llama.host.files import cache_dir
 from llama.model import Transformer
 model = Transformer(ModelArgs(dim=64, n_layers=2, n_heads=2, multiple_of=32, vocab_size=64)).requires_grad_(False)
 if {fast}:

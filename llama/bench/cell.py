@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict
 
-from llama.machine import DTYPES
+from llama.host.machine import DTYPES
 
 # The quantized weights of each engine: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0; stored are
 # those of a .gguf file, and mapped the same left in that file, which is `load`'s repack=False.

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from llama.bench.schema import Report, Row, Status, cell_row, is_measured, pairs, rows_of
 from llama.bench.statistics import median_of, spread
-from llama.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, disturbs
-from llama.progress import seconds_bar
+from llama.cli.progress import seconds_bar
+from llama.host.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, disturbs
 
 OTHER_WORK = "other work"  # the name of the check
 

@@ -243,20 +243,25 @@ class Run:
         """Give every cell of ours that was not measured its predicted figures, and a peer's cell its predicted time."""
         report = self.report
         for place, cell in enumerate(cells_of(report)):
-            row, pace = cell_row(report, place), self._pace_of(cell)
+            row, (path, pace) = cell_row(report, place), self._path_and_pace(cell)
             if is_measured(row) or row["error"] or cell.model in GPT2 or (pace is None and cell.engine != "llama"):
                 continue
             seconds = [one * (pace or 1.0) for one in self.calibration.of_forwards(cell)]
             report["rows"] = [one for one in report["rows"] if one["cell"] != place or one["figures"] != "memory"]
-            merge(report, predicted_rows(cell, find_model(cell), seconds), place)
+            merge(report, predicted_rows(cell, find_model(cell), seconds, path), place)
 
-    def _pace_of(self, cell: Cell) -> float | None:
-        """Return how many times its prediction a cell alike took: the one of the largest batch that was measured."""
-        found = None
+    def _path_and_pace(self, cell: Cell) -> tuple[str, float | None]:
+        """Return the path of measured cells like this one, and how many times its prediction the largest of them took.
+
+        Cells like this one have the same engine and weights; for the time, also the same mode.
+        """
+        path, pace = "fast" if cell.fast else "plain", None
         for other, row in zip(cells_of(self.report), rows_of(self.report, "cell"), strict=True):
-            if is_measured(row) and _mode(other) == _mode(cell):
-                found = median_of(row, "seconds") / sum(self.calibration.of_forwards(other))
-        return found
+            if is_measured(row) and _mode(other.but(kv_caching=True)) == _mode(cell.but(kv_caching=True)):
+                path = row["path"]
+                if other.kv_caching == cell.kv_caching:
+                    pace = median_of(row, "seconds") / sum(self.calibration.of_forwards(other))
+        return path, pace
 
 
 def _mode(cell: Cell) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, Literal, TypedDict
 
 from llama.bench.cell import Cell
-from llama.machine import Ceilings
+from llama.host.machine import Ceilings
 
 SCHEMA = "llama-kv/benchmark/2"
 

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 from llama.bench.cell import Cell
 from llama.bench.schema import Row
-from llama.machine import Ceilings
+from llama.host.machine import Ceilings
 
 
 class Spread(TypedDict):

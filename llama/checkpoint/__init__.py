@@ -12,25 +12,17 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.checkpoint.base import (
-    Checkpoint,
-    CheckpointError,
-    Stored,
-    Weight,
-    check_shapes,
-    listing,
-    needed_shapes,
-    refusing,
-)
+from llama.checkpoint.base import Checkpoint, Stored, Weight, check_shapes, listing, needed_shapes
 from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
 from llama.costs import file_bytes
 from llama.model import Transformer
-from llama.packed import Format, MappedWeight, PackedWeight, QuantizedWeight
-from llama.quantize import quantize_layers, weights_of
+from llama.quant.layers import quantize_layers, weights_of
+from llama.quant.packed import Format, MappedWeight, PackedWeight, QuantizedWeight
 from llama.ranks import ALONE, Ranks, cut_for
-from llama.words import some_of
+from llama.untrusted.errors import CheckpointError, refusing
+from llama.untrusted.words import some_of
 
 __all__ = ["Checkpoint", "CheckpointError", "load_weights", "open_checkpoint"]
 
@@ -106,7 +98,7 @@ def load_weights(
     Of several `ranks` each reads its own slices only. With `quantize` "int8" or "int4" the matrices are brought into
     that one by one as they are read, so that none is ever there in a wider dtype as a whole but the one being read;
     with "stored" they keep the codes and scales of the file, and without `repack` they stay in it, mapped: nothing of
-    them is read, nor checked. `activations`: see `llama.quantize.PackedLinear`.
+    them is read, nor checked. `activations`: see `llama.quant.layers.PackedLinear`.
 
     `args` are the checkpoint's own, with limits and switches as the caller wants them. Nothing is allocated before
     all names and shapes are known to fit, and beyond the model only one small block at a time is.

@@ -1,93 +1,10 @@
-"""What is this file? python -m llama.checkpoint PATH says it, and what keeps a checkpoint from being loaded."""
+"""python -m llama.checkpoint PATH: see llama/cli/doctor.py."""
 
-import hashlib
-import re
-from collections.abc import Iterator
-from pathlib import Path
-
-from llama import cli, console
-from llama.checkpoint.doctor import Findings, examine
-from llama.costs import MB, table
-from llama.demo import demo_model_path
-from llama.files import read_text
-from llama.progress import progress_bar
-
-_LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>[^/\\\0]+)")
-_LONGEST_MANIFEST = 1 << 20
-_AT_A_TIME = 1 << 22
-
-
-def main(*paths: str, tokenizer_path: str | None = None, sha256: str | None = None) -> int:
-    """Say what a checkpoint is and whether it would load, without loading it.
-
-    The exit code is 1 where it would not load, or a file is not what the manifest says.
-
-    Args:
-        paths: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
-        tokenizer_path: The tokenizer, where it does not stand beside the weights.
-        sha256: A manifest, lines of "SHA-256 NAME" as sha256sum writes them; the files it names are checked, too.
-    """
-    if len(paths) != 1:
-        raise ValueError(f"{len(paths)} paths are given; the command takes one: a directory, a .gguf file, or demo")
-    path = demo_model_path() if paths[0] == "demo" else Path(paths[0])
-    wrong = False
-    if sha256 is not None:
-        for line, fits in check_manifest(Path(sha256), path if path.is_dir() else path.parent):
-            console.put(line)
-            wrong |= not fits
-    findings = examine(path, tokenizer_path=None if tokenizer_path is None else Path(tokenizer_path))
-    console.put("\n".join(lines(findings)))
-    return int(wrong or bool(findings.obstacles))
-
-
-def lines(findings: Findings) -> Iterator[str]:
-    """Yield the findings as text."""
-    width = max(map(len, findings.facts), default=0)
-    yield from (f"{name:{width}}  {fact}" for name, fact in findings.facts.items())
-    if findings.memory:
-        heads = ["dtype", "quantize", "weights", f"cache of {findings.positions:,} positions"]
-        rows = [
-            [dtype, quantize or "-", f"{weights / MB:,.1f} MB", f"{cache / MB:,.1f} MB"]
-            for dtype, quantize, weights, cache in findings.memory
-        ]
-        yield "\n" + table("Memory that it needs", heads, rows)
-    yield from (f"note: {remark}" for remark in findings.remarks)
-    yield from (f"does not load: {obstacle}" for obstacle in findings.obstacles)
-    if not findings.obstacles:
-        yield "loads"
-
-
-def check_manifest(manifest: Path, folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield a line for each file that the manifest names, and whether it has the digest there.
-
-    Raises ValueError for a manifest that is none, before any file is read.
-    """
-    text = read_text(manifest, limit=_LONGEST_MANIFEST)
-    found = [_LINE.fullmatch(line) for line in text.splitlines() if line.strip()]
-    if not found or not all(found):
-        number = found.index(None) + 1 if None in found else 1
-        raise ValueError(f"{manifest}, line {number}: expected a SHA-256 and the plain name of a file beside it")
-    for match in filter(None, found):
-        path = folder / match["name"]
-        if not path.is_file():
-            yield f"{match['name']}: is not there", False
-        else:
-            fits = digest_of(path) == match["digest"].lower()
-            yield f"{match['name']}: {'OK' if fits else 'is another file than the manifest says'}", fits
-
-
-def digest_of(path: Path) -> str:
-    """Return a file's SHA-256, in hexadecimal."""
-    digest = hashlib.sha256()
-    with (
-        path.open("rb") as file,
-        progress_bar("reading", total=path.stat().st_size, unit="B") as bar,
-    ):
-        while piece := file.read(_AT_A_TIME):
-            digest.update(piece)
-            bar.update(len(piece))
-    return digest.hexdigest()
-
+from llama import cli
+from llama.cli import console
 
 if __name__ == "__main__":
+    console.quiet_imports()
+    from llama.cli.doctor import main
+
     cli.main(main)

@@ -6,7 +6,6 @@ Knows Meta's names and shapes, and no file format but JSON.
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama import json_files
 from llama.args import ModelArgs
-from llama.files import check_regular
 from llama.model import Transformer
-from llama.packed import Format, MappedWeight, Parts
+from llama.quant.packed import Format, MappedWeight, Parts
 from llama.tokenizer import Tokenizer
-from llama.words import printable, some_of
+from llama.untrusted import json_object
+from llama.untrusted.errors import CheckpointError, refusing
+from llama.untrusted.files import check_regular
+from llama.untrusted.mapped import MappedFile
+from llama.untrusted.words import some_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,36 +41,6 @@ _LIMITS = {
 }
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: which path, and why.
-
-    Names in it come from files of strangers: its text is one line, short, and acts on no terminal.
-    """
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, printable(reason))
-        self.path, self.reason = path, printable(reason)
-
-    def __str__(self) -> str:
-        return printable(f"{self.path}: {self.reason}")
-
-
-@contextmanager
-def refusing(path: Path, reason: str) -> Iterator[None]:
-    """Turn whatever reading the file raises into a CheckpointError.
-
-    Everything is caught, because parsers raise everything on damaged bytes: KeyError, struct.error, RecursionError,
-    MemoryError, and the panic of a library in Rust, which is no Exception.
-    """
-    try:
-        yield
-    except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        detail = str(error).strip().partition("\n")[0].removeprefix(str(path)).lstrip(" ,:") or type(error).__name__
-        raise CheckpointError(path, f"{reason}: {detail}") from error
-
-
 @dataclass(frozen=True)
 class Weight:
     """A tensor that is still in its file, read by rows of its first dimension.
@@ -87,6 +58,22 @@ class Weight:
     @classmethod
     def of(cls, tensor: Tensor) -> "Weight":
         return cls(tuple(tensor.shape), lambda start, stop: tensor[start:stop])
+
+    @classmethod
+    def mapped(cls, file: MappedFile, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> "Weight":
+        """Return the weight whose numbers lie in the file from byte `start` on, row by row; copies, where not aligned.
+
+        A single number, without dimensions, is read as one row.
+        """
+        length, *inner = shape or (1,)
+        row = torch.Size(inner).numel() * dtype.itemsize
+        raw = file.bytes(start, length * row).view(length, row)
+
+        def rows(first: int, stop: int) -> Tensor:
+            part = raw[first:stop]
+            return (part.clone() if start % dtype.itemsize else part).view(dtype).view(-1, *inner)
+
+        return cls(shape, rows, drop=lambda: file.drop(start, length * row))
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) from the first row to the last, BLOCK numbers at a time."""
@@ -118,7 +105,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Stored:
-    """The codes and scales of a matrix as a file has them, which `llama.packed` keeps to the bit.
+    """The codes and scales of a matrix as a file has them, which `llama.quant.packed` keeps to the bit.
 
     kind: the file's name for them. blocks: (rows, blocks, bytes), a view of the mapped file. `split` returns the parts
     of some rows' blocks. order: where the rows start..stop-1 of ours are in the file, None where they are in our order.
@@ -283,7 +270,7 @@ def listing(directory: Path) -> str:
 def read_json(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
     """Return the object in a file of at most `limit` bytes. What could be understood in two ways is refused."""
     with refusing(path, "is not readable as JSON"):
-        return json_files.read_json(path, limit=limit)
+        return json_object.read_json(path, limit=limit)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -12,12 +12,13 @@ import torch
 
 from llama.args import ModelArgs
 from llama.checkpoint import open_checkpoint, stored_bytes
-from llama.checkpoint.base import Checkpoint, CheckpointError, read_tokenizer
+from llama.checkpoint.base import Checkpoint, read_tokenizer
 from llama.checkpoint.families import FAMILIES
 from llama.costs import MB, Layout, cache_bytes, parameters, weights_bytes
-from llama.packed import GROUP
+from llama.quant.packed import GROUP
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat
+from llama.untrusted.errors import CheckpointError
 
 _WEIGHTS = ("*.gguf", "*.safetensors", "consolidated*.pth")
 _POSITIONS = 2048  # of the cache in the table of memory, or fewer where the model takes fewer

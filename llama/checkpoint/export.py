@@ -17,7 +17,7 @@ from llama.checkpoint.base import Weight
 from llama.checkpoint.families import HUGGINGFACE_NAMES, family_of, huggingface_names
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.checkpoint.half_split import HALF_SPLIT, our_rows
-from llama.files import replace_file, replacing
+from llama.host.files import replace_file, replacing
 from llama.model import Transformer
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -17,7 +17,6 @@ from torch import Tensor
 from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 from llama.checkpoint.base import (
     Checkpoint,
-    CheckpointError,
     Stored,
     Weight,
     assemble,
@@ -25,15 +24,15 @@ from llama.checkpoint.base import (
     read_tokenizer,
     refuse_others,
     refuse_strangers,
-    refusing,
 )
 from llama.checkpoint.families import GGUF_FAMILIES, Family, gguf_names
-from llama.checkpoint.gguf_header import TensorInfo, header_of
-from llama.checkpoint.gguf_types import KINDS
 from llama.checkpoint.half_split import in_our_order
-from llama.checkpoint.mapped import MappedFile
+from llama.quant.gguf_types import KINDS
 from llama.rope import rope_frequencies, scale_frequencies
 from llama.tokenizer import Tokenizer
+from llama.untrusted.errors import CheckpointError, refusing
+from llama.untrusted.gguf_header import TensorInfo, header_of
+from llama.untrusted.mapped import MappedFile
 
 ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -174,9 +173,9 @@ def _decimal(value: float) -> float:
 
 
 def _weight(mapped: MappedFile, info: TensorInfo) -> Weight:
-    kind = next(kind for kind in KINDS.values() if kind.name == info.kind)
+    kind = KINDS[info.kind]
     if kind.dtype is not None:
-        return mapped.weight(info.start, info.shape, kind.dtype)
+        return Weight.mapped(mapped, info.start, info.shape, kind.dtype)
     rows = mapped.bytes(info.start, info.nbytes).view(*info.shape[:-1], -1)
     stored = None
     if kind.format is not None and kind.parts is not None and rows.ndim == 2:

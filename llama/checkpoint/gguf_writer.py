@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
-from llama.checkpoint.base import Checkpoint, CheckpointError, Weight
+from llama.checkpoint.base import Checkpoint, Weight
 from llama.checkpoint.families import family_of, gguf_names
 from llama.checkpoint.gguf import ROPE_DIVISORS
-from llama.checkpoint.gguf_header import Header, TensorInfo, read_header
 from llama.checkpoint.half_split import in_half_split_order
-from llama.costs import FILE_BLOCKS, file_bytes
+from llama.costs import file_bytes
 from llama.rope import rope_frequencies, scaled_frequencies
+from llama.untrusted.errors import CheckpointError
+from llama.untrusted.gguf_header import Header, TensorInfo, read_header
+from llama.untrusted.gguf_sizes import FILE_BLOCKS
 
 # What a file can be written in: the name of the type, and its number of llama.cpp's enum llama_ftype.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}

@@ -11,7 +11,6 @@ from typing import Any
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
 from llama.checkpoint.base import (
     Checkpoint,
-    CheckpointError,
     Weight,
     assemble,
     make_args,
@@ -20,12 +19,12 @@ from llama.checkpoint.base import (
     read_tokenizer,
     refuse_others,
     refuse_strangers,
-    refusing,
 )
 from llama.checkpoint.families import FAMILIES, Family, huggingface_names
 from llama.checkpoint.half_split import in_our_order
 from llama.checkpoint.safetensors_file import read_safetensors
-from llama.words import some_of
+from llama.untrusted.errors import CheckpointError, refusing
+from llama.untrusted.words import some_of
 
 _DROPPED = ".rotary_emb.inv_freq"  # a table that old files carry; ours is made from rope_theta
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -16,7 +16,6 @@ from torch import Tensor
 from llama.args import ModelArgs, RopeScaling
 from llama.checkpoint.base import (
     Checkpoint,
-    CheckpointError,
     Weight,
     assemble,
     listing,
@@ -28,10 +27,11 @@ from llama.checkpoint.base import (
     refuse_strangers,
     same_bits,
 )
-from llama.checkpoint.mapped import MappedFile
-from llama.checkpoint.pth import TensorPlace, read_header
 from llama.tokenizer import Tokenizer
-from llama.words import some_of
+from llama.untrusted.errors import CheckpointError
+from llama.untrusted.mapped import MappedFile
+from llama.untrusted.pth import TensorPlace, read_header
+from llama.untrusted.words import some_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def _check_shards(directory: Path, args: ModelArgs, shards: dict[str, dict[str, 
 
 
 def _weight(mapped: MappedFile, place: TensorPlace) -> Weight:
-    return mapped.weight(place.start, place.shape, place.dtype)
+    return Weight.mapped(mapped, place.start, place.shape, place.dtype)
 
 
 def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weight:

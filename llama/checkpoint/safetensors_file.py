@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from llama.checkpoint.base import Weight, refusing
-from llama.checkpoint.mapped import MappedFile
+from llama.checkpoint.base import Weight
+from llama.untrusted.errors import refusing
+from llama.untrusted.mapped import MappedFile
 from llama.untrusted.safetensors_header import Header, Readable, read_header
-from llama.words import printable
+from llama.untrusted.words import printable
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -27,7 +28,7 @@ def read_safetensors(path: Path, check: Callable[[Collection[str]], None]) -> di
         header = weights_header(mapped.data, len(mapped.data))
         check(header.tensors.keys())
         return {
-            name: mapped.weight(header.data + span.begin, span.shape, DTYPES[span.dtype])
+            name: Weight.mapped(mapped, header.data + span.begin, span.shape, DTYPES[span.dtype])
             for name, span in header.tensors.items()
         }
 

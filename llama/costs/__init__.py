@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llama.args import ModelArgs
+from llama.untrusted.gguf_sizes import FILE_BLOCKS
 
 MB = 2**20
 
@@ -46,22 +47,7 @@ CLASSICS: dict[str, tuple[int, int, int]] = {
 }
 
 
-# How a .gguf file holds numbers, by the name of the type: so many side by side, a block, in so many bytes.
-FILE_BLOCKS: dict[str, tuple[int, int]] = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "BF16": (1, 2),
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-}
-
-GROUP, LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/packed.py
+GROUP, LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/quant/packed.py
 
 
 # How matrices are held: None as they are, "int8" or "int4", or, where a file decides, the bytes of each by its name.

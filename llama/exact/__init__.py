@@ -1,9 +1,9 @@
 """Exact mode: logits whose bits depend on nothing but the tokens before them; `model.exact = True` asks for it."""
 
+from llama.exact.batch_invariance import first_difference
 from llama.exact.operations import exact_attend, exact_linear, exact_ops, exact_silu, exact_sum_linear
 from llama.exact.probe import BLOCKS, Block, block_for, exact_product
 from llama.exact.switch import slices_of, slowdown, slowdown_words
-from llama.self_comparison import first_difference
 
 __all__ = [
     "BLOCKS",

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llama.exact.batch_invariance import cuts
 from llama.exact.probe import SIDE, exact_product, is_its_slices, round_up
 from llama.ops import UNCHANGED, Ops, Scoring, rms_norm, softmax_attention
 from llama.ranks import Ranks
 from llama.rows import Rows
-from llama.self_comparison import cuts
 
 QUERIES, KEYS = 16, 64  # in a tile of attention
 TILES = 256  # tiles at a time, and so scores of 256 x 16 queries at once in memory

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama.digest import Digest
+from llama.exact.digest import Digest
 from llama.ops import linear
 
 SIDE = 16  # what the inner sizes of a product are filled up to

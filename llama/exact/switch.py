@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
+from llama.exact.batch_invariance import CachedModel, first_difference
 from llama.exact.operations import exact_ops
 from llama.kv_cache import Cache, check_lossless
 from llama.ops import PLAIN, Ops
-from llama.packed import QuantizedWeight
+from llama.quant.packed import QuantizedWeight
 from llama.ranks import Ranks
-from llama.runner import Runner
-from llama.self_comparison import CachedModel, first_difference
+from llama.stepper import Runner
 
 
 class ExactModel(CachedModel, Protocol):

@@ -20,8 +20,8 @@ from llama.fast.native_check import check_blocks, check_library
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
-from llama.packed import Format
-from llama.quantize import quantized_weights
+from llama.quant.layers import quantized_weights
+from llama.quant.packed import Format
 
 logger = logging.getLogger(__name__)
 

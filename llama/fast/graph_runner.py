@@ -27,7 +27,7 @@ from llama.generation import PlainStepper
 from llama.kv_cache import Cache, StaticCache
 from llama.model import Transformer, TransformerBlock
 from llama.ops import UNCHANGED, _attend_in_step, last_real, without_cudnn
-from llama.quantize import quantized_weights
+from llama.quant.layers import quantized_weights
 from llama.request import Request
 from llama.rope import apply_rotary_emb
 from llama.rows import Rows

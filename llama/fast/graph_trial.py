@@ -25,7 +25,7 @@ from llama.fast.graph_runner import (
     take_likeliest,
 )
 from llama.fast.supported import Unsupported
-from llama.machine import wait_for
+from llama.host.machine import wait_for
 from llama.model import Transformer
 from llama.ops import without_cudnn
 from llama.sampling import Settings

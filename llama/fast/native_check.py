@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
+from llama.exact.batch_invariance import first_difference
 from llama.fast.native_caches import KINDS
 from llama.fast.native_description import mapped_matrix
 from llama.fast.native_library import Choice, NativeForward
@@ -20,10 +21,9 @@ from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.kv_cache import KVCache
 from llama.model import Transformer
-from llama.packed import LANES, Format, MappedWeight, PackedWeight, QuantizedWeight
-from llama.quantize import quantize_layers, weights_of
+from llama.quant.layers import quantize_layers, weights_of
+from llama.quant.packed import LANES, Format, MappedWeight, PackedWeight, QuantizedWeight
 from llama.sampling import Sampling, choose
-from llama.self_comparison import first_difference
 
 # Sizes that leave no loop out: heads of a whole and of half a block of vectors, a head that ends with part of a panel;
 # and all that any family adds.

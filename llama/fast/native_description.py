@@ -12,12 +12,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from llama.costs import FILE_BLOCKS
 from llama.fast.native_library import Layer, Matrix, Model
 from llama.fast.supported import Unsupported, check_modules
 from llama.model import RMSNorm, Transformer, TransformerBlock
-from llama.packed import Format, MappedWeight, QuantizedWeight, part_sizes
-from llama.quantize import PackedEmbedding, PackedLinear, quantized_weights
+from llama.quant.layers import PackedEmbedding, PackedLinear, quantized_weights
+from llama.quant.packed import Format, MappedWeight, QuantizedWeight, part_sizes
+from llama.untrusted.gguf_sizes import FILE_BLOCKS
 
 # The bits, span and whether there are zeros of packed weights that it reads.
 _PACKED = {(bits, 32, zeros) for bits in (4, 5, 8) for zeros in (False, True)} | {(6, 16, False)}

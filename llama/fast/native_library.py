@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 
 
 class Matrix(ctypes.Structure):
-    """A weight (columns, length); of a packed one the codes and the other parts, as `llama/packed.py` has them.
+    """A weight (columns, length); of a packed one the codes and the other parts, as `llama/quant/packed.py` has them.
 
     bits: of a code; 0 where the weight is plain. block: the number of a mapped one's type, else 0.
     """

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from llama.batch import Batch, Chosen
-from llama.calls import check_call
 from llama.fast.fingerprint import Described
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import NativeCaches, check_cache, ends_noted, steps_left
@@ -25,6 +24,7 @@ from llama.kv_cache import Cache
 from llama.model import Transformer
 from llama.rows import Rows
 from llama.sampling import Sampling
+from llama.switches import check_call
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from llama.generation import Generation, LanguageModel
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
-from llama.packed import MappedWeight, PackedWeight, Parts
-from llama.quantize import PackedEmbedding, PackedLinear
+from llama.quant.layers import PackedEmbedding, PackedLinear
+from llama.quant.packed import MappedWeight, PackedWeight, Parts
 from llama.ranks import ALONE
 from llama.rope import RopeTable
 

@@ -32,7 +32,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple, TypedDict, get_args
 
 from llama.tokenizer import Tokenizer
-from llama.tokenizer.template import DialogRefused, Renderer, TemplateFailed
+from llama.untrusted.template import DialogRefused, Renderer, TemplateFailed
 
 Role = Literal["system", "user", "assistant"]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama.tokenizer.bpe import Added, BpeCodec, ByteLevel
-from llama.tokenizer.model_proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, ModelProto, Piece
 from llama.tokenizer.patterns import ALIASES, CUTTINGS
 from llama.tokenizer.sentencepiece_file import SentencePieceCodec, pieces_of
 from llama.tokenizer.vocabulary import Codec, Vocabulary, apart, check_template, check_text
+from llama.untrusted.model_proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, ModelProto, Piece
 
 _PREFIX = "tokenizer.ggml."
 _CALLED = {str: "text", int: "a whole number from 0 on", float: "a float", bool: "true or false"}

@@ -10,13 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama.json_files import parse_object
 from llama.tokenizer.bpe import Added, BpeCodec, ByteLevel, Spaces
 from llama.tokenizer.patterns import CUTTINGS, steps
 from llama.tokenizer.vocabulary import (
     MAX_FILE_BYTES,
-    MAX_TOKEN_LENGTH,
-    MAX_WORDS,
     UNSPELLED,
     Vocabulary,
     apart,
@@ -24,6 +21,8 @@ from llama.tokenizer.vocabulary import (
     check_text,
     read_file,
 )
+from llama.untrusted.json_object import parse_object
+from llama.untrusted.model_proto import MAX_TOKEN_LENGTH, MAX_WORDS
 
 _MAX_CONFIG_BYTES = 8 << 20  # tokenizer_config.json repeats the added tokens; config.json is far smaller
 

@@ -8,7 +8,16 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from llama.tokenizer.model_proto import (
+from llama.tokenizer.vocabulary import (
+    UNSPELLED,
+    Spelling,
+    Vocabulary,
+    WholeTokens,
+    calling,
+    check_text,
+    refuse_unrepresentable,
+)
+from llama.untrusted.model_proto import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -18,15 +27,6 @@ from llama.tokenizer.model_proto import (
     Piece,
     read_model_proto,
     write_model_proto,
-)
-from llama.tokenizer.vocabulary import (
-    UNSPELLED,
-    Spelling,
-    Vocabulary,
-    WholeTokens,
-    calling,
-    check_text,
-    refuse_unrepresentable,
 )
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from llama.tokenizer.byte_letters import byte_letters
 from llama.tokenizer.patterns import LLAMA3_PATTERN
-from llama.tokenizer.vocabulary import MAX_TOKEN_LENGTH, Spelling, Vocabulary, WholeTokens, calling, check_text
+from llama.tokenizer.vocabulary import Spelling, Vocabulary, WholeTokens, calling, check_text
+from llama.untrusted.model_proto import MAX_TOKEN_LENGTH
 
 _SPECIALS = (
     "<|begin_of_text|>",

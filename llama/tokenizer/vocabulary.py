@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from llama.files import read_regular
+from llama.untrusted.files import read_regular
+from llama.untrusted.model_proto import MAX_TOKEN_LENGTH, MAX_WORDS
 
 # Far above every released vocabulary (262,144 tokens, 33 MB), and low enough that a hostile one costs little.
 MAX_FILE_BYTES = 64 << 20
-MAX_WORDS = 1 << 20
 MAX_MERGES = 1 << 21
-MAX_TOKEN_LENGTH = 1024
 
 UNSPELLED = "\u2581"  # SentencePiece's sign for a space
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
-from llama.json_files import MOST_OF, parse_object
-from llama.words import printable
+from llama.untrusted.json_object import MOST_OF, parse_object
+from llama.untrusted.words import printable
 
 _MOST_SIDES = 16
 _MOST_NUMBERS = 1 << 60  # also of an empty tensor, without its empty sides: libraries count strides in 64 bits

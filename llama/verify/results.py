@@ -13,9 +13,9 @@ from typing import Any, TypedDict
 
 from filelock import SoftFileLock
 
-from llama import console
-from llama.files import keep_file
-from llama.machine import DTYPES
+from llama.cli import console
+from llama.host.files import keep_file
+from llama.host.machine import DTYPES
 from llama.verify.certificate import PASSES, WIDE, Divergence, Figures, quantile
 from llama.verify.passes import STEPS, UNCACHED
 

@@ -18,7 +18,7 @@ from llama.batch import NonFiniteLogits
 from llama.model import Transformer
 from llama.request import Options, Step
 from llama.session import Session
-from llama.session_file import IdsOnly
+from llama.sessions.file import IdsOnly
 from llama.streaming import TextStream
 from llama.verify.passes import Chunk, Texts, heard
 

@@ -15,9 +15,9 @@ from itertools import accumulate
 from string import Template
 from typing import Any
 
-from llama import palette
+from llama.cli import palette
+from llama.untrusted.words import printable
 from llama.watch.record import Moment, Recording, Work
-from llama.words import printable
 
 MOST_ATTENTION = 1_200_000  # bytes of attention weights; what is more is left out, and the page says so
 COUNTERS = ("tokens fed", "FLOPs", "bytes read", "bytes held", "time")

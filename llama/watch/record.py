@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.cores import LEAST_SECONDS, OtherLoad, disturbs
 from llama.costs import forward_flops, kv_bytes, step_bytes
 from llama.generation import Generation
+from llama.host.cores import LEAST_SECONDS, OtherLoad, disturbs
 from llama.kv_cache import Attended, Cache, KVCache
 from llama.kv_cache.paged import BLOCK, PagedCache
 from llama.kv_cache.quantized import GROUP, QuantizedCache
 from llama.model import Transformer
 from llama.ops import Scoring, attention_weights, check_attention
-from llama.quantize import weights_of
+from llama.quant.layers import weights_of
 from llama.request import Options, Step
 from llama.rows import Rows
 from llama.streaming import TextCodec, encode_prompt

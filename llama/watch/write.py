@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
-from llama.files import keep_file
+from llama.cli.progress import progress_bar
+from llama.host.files import keep_file
 from llama.model import Transformer
-from llama.progress import progress_bar
 from llama.request import Options
 from llama.streaming import TextCodec
 from llama.watch.page import page

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import CEILINGS, Here, session_of
+from llama.cli import benchmark_inference as script
 from native import needs_a_compiler
 
 from llama import cli, load
@@ -28,11 +29,10 @@ from llama.bench.run.jobs import JobDied
 from llama.bench.run.models import find_model
 from llama.bench.schema import Report
 from llama.bench.texts import read_text
-from llama.commands import benchmark_inference as script
-from llama.cores import OtherLoad
+from llama.host.cores import OtherLoad
+from llama.host.machine import environment
 from llama.kv_cache import KVCache
-from llama.machine import environment
-from llama.perplexity import compare
+from llama.quality.perplexity import compare
 from llama.streaming import encode_prompt
 
 KINDS = ["int8", "window:40+4", "paged"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fakes import write_checkpoint
 from jobs_here import CEILINGS, Here, session_of
+from llama.cli import benchmark_inference as script
 
 from llama import Chat, Transformer, cli, load
 from llama.bench import chat, presets
@@ -28,8 +29,7 @@ from llama.bench.run.jobs import JobDied
 from llama.bench.run.models import find_model
 from llama.bench.schema import Report, Way
 from llama.bench.texts import read_dialog
-from llama.commands import benchmark_inference as script
-from llama.cores import OtherLoad
+from llama.host.cores import OtherLoad
 from llama.tokenizer.chat import ChatFormat
 
 DIALOG = [

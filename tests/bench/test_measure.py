@@ -41,8 +41,8 @@ from llama.fast import native_build
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
-from llama.packed import PackedWeight
-from llama.quantize import quantized_weights
+from llama.quant.layers import quantized_weights
+from llama.quant.packed import PackedWeight
 
 CPU = torch.device("cpu")
 CELL = Cell(batch_size=3, input_len=7, output_len=5)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import CEILINGS, Here, session_of
+from llama.cli import benchmark_inference as script
 
 from llama import cli
 from llama.bench import presets, single, watch
@@ -27,8 +28,7 @@ from llama.bench.run.directory import RunDirectory, new_run_directory, resumed_r
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.schema import new_record, new_report
 from llama.bench.single import benchmark_inference
-from llama.commands import benchmark_inference as script
-from llama.progress import seconds_bar
+from llama.cli.progress import seconds_bar
 
 REPETITIONS = 2  # as many as the claims need
 
@@ -985,7 +985,7 @@ def test_all_cells_of_a_run_compute_with_the_threads_that_were_free_when_it_bega
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")  # so that it is put back
         monkeypatch.delenv(name)
-    monkeypatch.setattr("llama.cores.usable_cores", lambda: 2)
+    monkeypatch.setattr("llama.host.cores.usable_cores", lambda: 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     before = torch.get_num_threads()
     words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--budget", "0"]
@@ -994,7 +994,7 @@ def test_all_cells_of_a_run_compute_with_the_threads_that_were_free_when_it_bega
             torch.set_num_threads(2)
             for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
                 monkeypatch.delenv(name, raising=False)
-            monkeypatch.setattr("llama.cores.OtherLoad.stop", lambda _, others=others: others)
+            monkeypatch.setattr("llama.host.cores.OtherLoad.stop", lambda _, others=others: others)
             assert run(*words, "--device", "cpu", "--out", str(tmp_path), *flags) == 0
             (results,) = tmp_path.glob("*/results.json")
             assert json.loads(results.read_text())["environment"]["threads"] == 1

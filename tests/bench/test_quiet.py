@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from bench_reports import cell_record, crossover, sweep_report, table_report
+from llama.cli import benchmark_inference as script
 
 from llama.bench import quiet
 from llama.bench.quiet import beside_others, judge_quiet, other_work, wait_until_quiet
@@ -21,7 +22,6 @@ from llama.bench.report.tables import NOISY, alarms, title, validity_table
 from llama.bench.report.text import alarms_text, cell_text, report_csv, report_markdown, table_markdown
 from llama.bench.schema import CellRecord, Crossover, Point, Report
 from llama.bench.statistics import percentiles
-from llama.commands import benchmark_inference as script
 
 CORES = 2
 

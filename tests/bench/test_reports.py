@@ -27,7 +27,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Text
 
-from llama import palette
 from llama.bench.report.files import write_json, write_report
 from llama.bench.report.findings import all_less, findings
 from llama.bench.report.page import page
@@ -37,7 +36,8 @@ from llama.bench.report.stored import read_report
 from llama.bench.report.tables import environment_table
 from llama.bench.report.text import cell_text, report_csv, report_markdown, table_markdown
 from llama.bench.schema import CellRecord, Report
-from llama.files import check_writable
+from llama.cli import palette
+from llama.host.files import check_writable
 
 TABLE_PLOTS = ["time", "memory", "steps", "crossover"]
 SWEEP_PLOTS = ["speedup", "cache", "context", "batch"]
@@ -385,7 +385,7 @@ def test_every_colour_of_a_page_is_a_variable_that_has_a_dark_shade() -> None:
 
 
 def test_no_file_but_the_palette_has_a_colour_of_its_own() -> None:
-    package = Path(palette.__file__).parent
+    package = Path(palette.__file__).parents[1]
     files = [file for kind in ("*.py", "*.css", "*.html") for file in package.rglob(kind) if file.name != "palette.py"]
     named = re.compile(r"#(?:[0-9a-fA-F]{6}|[0-9a-fA-F]{3})\b|color=[\"'](?!none)\w")
     assert len(files) > 100

@@ -15,8 +15,8 @@ from llama.bench.run.models import find_model, make_cell
 from llama.bench.run.validity import violated
 from llama.bench.schema import CellRecord
 from llama.checkpoint import file_bytes_of, open_checkpoint
-from llama.checkpoint.gguf_header import read_header
-from llama.demo import demo_model_path
+from llama.checkpoint.demo import demo_model_path
+from llama.untrusted.gguf_header import read_header
 
 JOB: dict[str, Any] = {"input_len": 7, "output_len": 5, "quantize": "stored", "threads": 1}
 SIZES = {"hidden_size": 64, "intermediate_size": 96}

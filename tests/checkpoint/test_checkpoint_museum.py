@@ -30,7 +30,7 @@ from museum.exhibits import DATA, U8, array, header, number, tensor
 from safetensors.torch import load_file, save_file
 
 from llama.checkpoint import CheckpointError, open_checkpoint
-from llama.checkpoint.gguf_header import read_header
+from llama.untrusted.gguf_header import read_header
 
 MODEL = random_model(config_of())
 WEIGHTS = meta_weights(MODEL)

@@ -13,9 +13,9 @@ from families import FAMILIES, config_of, random_model, write_folder
 from gguf import GGMLQuantizationType as Kind
 
 from llama.args import ModelArgs
-from llama.checkpoint.__main__ import check_manifest, main
 from llama.checkpoint.base import needed_shapes
 from llama.checkpoint.doctor import examine
+from llama.cli.doctor import check_manifest, main
 from llama.costs import parameters
 
 

@@ -23,7 +23,7 @@ from llama.checkpoint.base import Weight
 from llama.checkpoint.export import save_gguf, save_huggingface
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.model import Transformer
-from llama.quantize import quantized_weights
+from llama.quant.layers import quantized_weights
 
 TOKENS = torch.arange(74).reshape(2, 37) * 29 % N_WORDS
 # In float64 two programs that do the same sums in another order; logits are of the order of 10.

@@ -9,7 +9,7 @@ from checkpoints import config_of, meta_weights, random_model, write_gguf
 from museum.exhibits import ARRAY, BOOL, DATA, GGUF_FILES, STRING, U8, U16, U32, array, header, number, tensor, text
 
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.gguf_header import Unread, parse_header, read_header
+from llama.untrusted.gguf_header import Unread, parse_header, read_header
 
 
 @pytest.mark.parametrize("what", [what for what in GGUF_FILES if "architecture" not in what])

@@ -10,7 +10,7 @@ from gguf import GGUFValueType
 from vocabularies import gguf_of_pieces, huggingface_of_pieces, pieces, saved
 
 from llama import load
-from llama.convert import convert
+from llama.checkpoint.convert import convert
 from llama.tokenizer import Tokenizer
 
 PROMPTS = ["the other one", " and", "größer 😀"]

@@ -17,9 +17,9 @@ from fuzz.fuzz_pickle import operations, pickle_of, same_bits, saved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama.checkpoint.mapped import MappedFile
-from llama.checkpoint.pickle_reader import MAX_OPERATIONS, PickledTensor, Storage, read_pickle
-from llama.checkpoint.pth import read_header
+from llama.untrusted.mapped import MappedFile
+from llama.untrusted.pickle_reader import MAX_OPERATIONS, PickledTensor, Storage, read_pickle
+from llama.untrusted.pth import read_header
 
 # ---- what torch.save writes ------------------------------------------------------------------------------------------
 

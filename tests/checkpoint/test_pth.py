@@ -16,9 +16,9 @@ from fuzz.fuzz_pickle import same_bits, saved
 from hypothesis import given, settings
 
 from llama.checkpoint import CheckpointError
-from llama.checkpoint.mapped import MappedFile
-from llama.checkpoint.pth import read_header
-from llama.checkpoint.zip_reader import MAX_RECORDS, read_records
+from llama.untrusted.mapped import MappedFile
+from llama.untrusted.pth import read_header
+from llama.untrusted.zip_reader import MAX_RECORDS, read_records
 
 torch.manual_seed(0)
 CONTENT = {"norm.weight": torch.randn(5).bfloat16(), "output.weight": torch.randn(4, 3)}

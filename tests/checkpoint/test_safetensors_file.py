@@ -7,8 +7,9 @@ import torch
 from museum.exhibits import entry, safetensors
 from safetensors.torch import load_file, save_file
 
-from llama.checkpoint.base import CheckpointError, Weight
+from llama.checkpoint.base import Weight
 from llama.checkpoint.safetensors_file import DTYPES, read_safetensors
+from llama.untrusted.errors import CheckpointError
 
 
 def whole(weight: Weight) -> torch.Tensor:

@@ -22,9 +22,9 @@ from llama.exact import (
     probe,
     slowdown,
 )
+from llama.exact.batch_invariance import first_difference
 from llama.model import Transformer
 from llama.ops import PLAIN, attend
-from llama.self_comparison import first_difference
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES: list[dict[str, Any]] = [

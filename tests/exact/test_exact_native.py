@@ -23,7 +23,7 @@ from llama.fast.choose import make_fast
 from llama.fast.native_call import Frame
 from llama.fast.native_runner import NativeRunner
 from llama.model import Transformer
-from llama.runner import Execution
+from llama.stepper import Execution
 
 pytestmark = needs_a_compiler
 TOKENS = some_tokens(3, 100, vocab_size=VOCAB)

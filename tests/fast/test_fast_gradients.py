@@ -12,7 +12,7 @@ from oracles import some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.fast.choose import make_fast
-from llama.files import cache_dir
+from llama.host.files import cache_dir
 from llama.model import Transformer
 
 pytestmark = pytest.mark.skipif(

@@ -25,12 +25,12 @@ from changes import CHANGES, outcome
 from generations import GREEDY, WAYS, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llama.commands import inference
 from oracles import tiny_args, tiny_model
 from torch import Tensor
 
 from llama import cli, fast, load, sampling
 from llama.args import ModelArgs
-from llama.commands import inference
 from llama.fast import choose, graph_ops, graph_runner
 from llama.fast.choose import find_fused
 from llama.fast.fingerprint import Described
@@ -48,7 +48,7 @@ from llama.fast.graph_trial import quickest, try_prompts, try_steps
 from llama.fast.supported import Unsupported
 from llama.generation import NonFiniteLogits
 from llama.model import Transformer
-from llama.quantize import quantize_layers
+from llama.quant.layers import quantize_layers
 from llama.request import Options
 
 VOCAB = 61

@@ -37,8 +37,6 @@ from oracles import bits, fp32_tolerance, some_tokens, tiny_args
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.checkpoint.gguf_types import KINDS as KINDS_OF_FILES
-from llama.checkpoint.gguf_types import Kind
 from llama.fast import native_build
 from llama.fast.choose import make_fast
 from llama.fast.native_check import check_blocks, check_library, tiny_model
@@ -46,8 +44,10 @@ from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.generation import NonFiniteLogits
 from llama.model import Transformer
-from llama.packed import Format, MappedWeight, Parts
-from llama.quantize import PackedLinear, quantized_weights
+from llama.quant.gguf_types import KINDS as KINDS_OF_FILES
+from llama.quant.gguf_types import Kind
+from llama.quant.layers import PackedLinear, quantized_weights
+from llama.quant.packed import Format, MappedWeight, Parts
 
 pytestmark = needs_a_compiler
 # AVX2 by the rules of the CPU on which GCC fuses some loops' products and sums and not others', left to itself.

@@ -139,13 +139,13 @@ def sanitized(*words: str, names: Sequence[str] = ("libasan.so", "libubsan.so"))
     found = [subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() for words in asked]
     if not all(map(os.path.isabs, found)):
         pytest.skip("this compiler has no sanitizers")
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parents[1] / "support"
     environment = {
         **os.environ,
         "LD_PRELOAD": " ".join(found),
         "ASAN_OPTIONS": "detect_leaks=0",
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1",
-        "PYTHONPATH": f"{here}{os.pathsep}{here.parent}",
+        "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}",
     }
     command = [sys.executable, "-W", "ignore", str(here / "sanitized_child.py"), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

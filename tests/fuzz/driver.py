@@ -28,14 +28,7 @@ from types import ModuleType
 from fuzz.watch import ROOT, watching
 from hypothesis import HealthCheck, given, settings
 
-INSTRUMENTED = [
-    "llama.checkpoint",
-    "llama.json_files",
-    "llama.files",
-    "llama.words",
-    "llama.tokenizer",
-    "llama.untrusted",
-]
+INSTRUMENTED = ["llama.checkpoint", "llama.quant.gguf_types", "llama.tokenizer", "llama.untrusted"]
 KEPT = ROOT / "build" / "fuzz"
 _AT_ONCE = 200  # examples of a strategy, between as many mutations
 

@@ -15,10 +15,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from llama.checkpoint import huggingface
-from llama.checkpoint.base import CheckpointError, needed_shapes
-from llama.checkpoint.gguf_header import parse_header as parse_gguf
+from llama.checkpoint.base import needed_shapes
 from llama.checkpoint.safetensors_file import DTYPES, weights_header
-from llama.json_files import parse_object
+from llama.untrusted.errors import CheckpointError
+from llama.untrusted.gguf_header import parse_header as parse_gguf
+from llama.untrusted.json_object import parse_object
 
 
 def run_gguf(data: bytes) -> None:

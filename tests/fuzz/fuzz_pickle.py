@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from llama.checkpoint.base import CheckpointError
-from llama.checkpoint.mapped import MappedFile
-from llama.checkpoint.pickle_reader import PickledTensor, Storage, read_pickle
-from llama.checkpoint.pth import read_header
+from llama.untrusted.errors import CheckpointError
+from llama.untrusted.mapped import MappedFile
+from llama.untrusted.pickle_reader import PickledTensor, Storage, read_pickle
+from llama.untrusted.pth import read_header
 
 
 def run(data: bytes) -> None:

@@ -20,8 +20,8 @@ import tiktoken
 
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.bpe import BpeCodec
-from llama.tokenizer.model_proto import _fields, _message, _number, write_model_proto
 from llama.tokenizer.sentencepiece_file import SentencePieceCodec
+from llama.untrusted.model_proto import _fields, _message, _number, write_model_proto
 
 TEXTS = ("", "the other é 😀", " <s>a</s> <|im_end|>\n", "\x00\u2581  1234")
 BETWEEN = b"\0"  # of tokenizer.json and the files beside it, none of which has it

@@ -56,14 +56,16 @@ def begin(*, copy: str, printed: str, limit: int, **what: Any) -> None:
         os._exit(code)
 
 
-def main(report: str, scratch: str, tests: Sequence[str]) -> None:
+def main(report: str, scratch: str, tests: Sequence[str], *, stop: bool = False) -> None:
+    """Run the tests, named by file or by file::test, and write the report; with `stop`, end at the first failure."""
     record = Record(tests)
     trouble = import_all()
     if not trouble:
         files = [file for file in dict.fromkeys(test.partition("::")[0] for test in tests) if Path(file).is_file()]
         if files:  # without any, pytest would look for some
             pytest.main(
-                ["-q", "-p", "no:cacheprovider", "--rootdir=.", f"--basetemp={scratch}", *files], plugins=[record]
+                ["-q", *["-x"] * stop, "-p", "no:cacheprovider", "--rootdir=.", f"--basetemp={scratch}", *files],
+                plugins=[record],
             )
         trouble = record.trouble
     Path(report).write_text(json.dumps({"trouble": trouble, "endings": record.endings}), encoding="utf-8")
@@ -96,7 +98,12 @@ class Record:
             self.trouble = f"{report.nodeid} cannot be collected: {report.longreprtext.splitlines()[-1]}"
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if {item.nodeid, item.nodeid.partition("[")[0]}.intersection(self.tests)]
+        wanted = set(self.tests)
+        items[:] = [
+            item
+            for item in items
+            if wanted & {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}
+        ]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

@@ -181,7 +181,9 @@ def _copy(root: Path, into: Path) -> None:
             shutil.copy(root / name, into / name)
 
 
-def _try(server: "Server", tree: Path, patch: Path | None, tests: list[str]) -> dict[str, Any]:
+def _try(
+    server: "Server", tree: Path, patch: Path | None, tests: list[str], *, stop: bool = False, limit: int = LIMIT_S
+) -> dict[str, Any]:
     """Return how the tests end on a copy of the tree, patched; see child.py. {"trouble": words} where they cannot."""
     with tempfile.TemporaryDirectory(prefix="historic-bug-") as folder:
         copy, report = Path(folder, "copy").resolve(), Path(folder, "report.json")
@@ -190,9 +192,10 @@ def _try(server: "Server", tree: Path, patch: Path | None, tests: list[str]) -> 
             return {"trouble": f"the patch does not apply: {refusal}"}
         printed = Path(folder, "printed")
         names = {"copy": copy, "printed": printed, "report": report, "scratch": Path(folder, "tmp")}
-        code = server.run({"limit": LIMIT_S, "tests": tests} | {name: str(path) for name, path in names.items()})
+        job = {"limit": limit, "tests": tests, "stop": stop}
+        code = server.run(job | {name: str(path) for name, path in names.items()})
         if code == -signal.SIGALRM:
-            return {"trouble": f"the test was not done after {LIMIT_S} s"}
+            return {"trouble": f"the test was not done after {limit} s"}
         if not report.exists():
             said = printed.read_text(encoding="utf-8", errors="replace")[-500:] if printed.exists() else ""
             return {"trouble": f"the test's process died with exit code {code}: {said}"}

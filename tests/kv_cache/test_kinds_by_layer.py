@@ -13,12 +13,12 @@ from oracles import FP64_TOLERANCE, some_tokens, tiny_args, tiny_model
 
 from llama import cli
 from llama.api import load
-from llama.commands.inference import main as inference
+from llama.cli.inference import main as inference
 from llama.kv_cache import Cache, KVCache, cache_kind
 from llama.kv_cache.names import kinds_by_layer
 from llama.model import Transformer
 from llama.request import Step
-from llama.session_file import _check_kind
+from llama.sessions.file import _check_kind
 from llama.testing import CLAIMS, SIZES, check_cache_kind
 
 BY_LAYER: dict[str, list[str]] = {

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
     if "--peers" in sys.argv[1:]:
         from museum.peers import print_table
 

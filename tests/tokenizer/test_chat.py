@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from vocabularies import huggingface_of_pieces, pieces, saved
 
-from llama.checkpoint.gguf_header import read_header
-from llama.demo import demo_model_path
+from llama.checkpoint.demo import demo_model_path
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message, Rendering
+from llama.untrusted.gguf_header import read_header
 
 SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 USER: Message = {"role": "user", "content": "Hi"}

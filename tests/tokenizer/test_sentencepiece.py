@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vocabularies import gguf_of_pieces, huggingface_of_pieces, library_of, pieces, saved, texts
 
 from llama.tokenizer import Tokenizer
-from llama.tokenizer.model_proto import ModelProto, Piece, read_model_proto, write_model_proto
+from llama.untrusted.model_proto import ModelProto, Piece, read_model_proto, write_model_proto
 
 many = settings(max_examples=300, deadline=None, derandomize=True)
 FORMS = ("file", "folder", "gguf")

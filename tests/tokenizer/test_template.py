@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llama.tokenizer.template import MOST_TEMPLATE, DialogRefused, Renderer, TemplateFailed
+from llama.untrusted.template import MOST_TEMPLATE, DialogRefused, Renderer, TemplateFailed
 
 HI = [{"role": "user", "content": "Hi"}]
 unix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limits for a process, but for the clock")
@@ -226,7 +226,7 @@ def test_an_interruption_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> No
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("llama.tokenizer.template._ask", interrupt)
+        patch.setattr("llama.untrusted.template._ask", interrupt)
         with pytest.raises(KeyboardInterrupt):
             renderer.render([{"x": "b"}])
     assert process.poll() is not None
@@ -241,13 +241,13 @@ def test_an_interruption_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_what_is_no_answer_is_no_text(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama.tokenizer.template._ask", lambda *_: reply)
+    monkeypatch.setattr("llama.untrusted.template._ask", lambda *_: reply)
     with pytest.raises(TemplateFailed, match="gave no text"):
         render("{{ 1 }}")
 
 
 def test_a_jinja_with_known_ways_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama.tokenizer.template.metadata.version", lambda name: "3.1.5")
+    monkeypatch.setattr("llama.untrusted.template.metadata.version", lambda name: "3.1.5")
     with pytest.raises(
         TemplateFailed, match=r"Jinja 3\.1\.5 has known ways out of its sandbox; install jinja2>=3\.1\.6"
     ):
@@ -256,7 +256,7 @@ def test_a_jinja_with_known_ways_out_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 @unix
 def test_the_clock_on_the_wall_ends_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama.tokenizer.template.WALL_SECONDS", 0.2)
+    monkeypatch.setattr("llama.untrusted.template.WALL_SECONDS", 0.2)
     renderer = Renderer("{{ 1 }}")
     process = renderer._running()
     import signal

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import PATTERNS, byte_level, saved
 
-from llama.checkpoint.gguf_header import read_header
-from llama.demo import demo_model_path, meta_tokenizer_path
+from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.bpe import BpeCodec, ByteLevel
 from llama.tokenizer.vocabulary import MAX_MERGES, MAX_WORDS, calling, check_tokens
+from llama.untrusted.gguf_header import read_header
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "tokenizer_llama_cpp.json").read_text())
 PIECES = (

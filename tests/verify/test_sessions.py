@@ -13,7 +13,7 @@ from oracles import tiny_args, tiny_model, watched
 
 from llama.kv_cache import Cache, KVCache, PagedCache, StaticCache
 from llama.session import Session
-from llama.session_file import Content
+from llama.sessions.file import Content
 from llama.verify.certificate import PASSES, Figures, bytes_needed, measure
 from llama.verify.passes import reference_of
 from llama.verify.sessions import BEHIND, FED_ONCE, FORKED, HELD, IN_TURNS, REWOUND, SAVED, SESSIONS, session_passes

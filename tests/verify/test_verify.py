@@ -20,11 +20,12 @@ from oracles import tiny_model
 from torch import Tensor
 
 from llama import cli
+from llama.cli import verify
 from llama.fast.native_call import Frame
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.rows import Rows
-from llama.verify import __main__, certificate, results, tolerance
+from llama.verify import certificate, results, tolerance
 from llama.verify.certificate import Figures
 from llama.verify.sessions import SESSIONS
 
@@ -55,7 +56,7 @@ class Command:
         """Return the exit code and what was printed."""
         given = {word.partition("=")[0] for word in words}
         small = [word for word in SMALL if word.partition("=")[0] not in given]
-        code = cli.run(__main__.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
+        code = cli.run(verify.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
         out, err = self.capsys.readouterr()
         assert (err != "") == (code in (2, 130)), "an error goes to stderr, and nothing else does"
         return code, out + err
@@ -63,7 +64,7 @@ class Command:
     def refused(self, *words: str) -> str:
         given = {word.partition("=")[0] for word in words}
         small = [word for word in SMALL if word.partition("=")[0] not in given]
-        code = cli.run(__main__.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
+        code = cli.run(verify.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
         out, err = self.capsys.readouterr()
         assert (code, out, err.count("\n")) == (2, "", 1)
         return str(err)
@@ -356,22 +357,22 @@ def test_a_used_seed_is_refused_and_the_next_free_one_taken(command: Command) ->
 
 
 def test_prompts_follow_from_the_seed_with_bos_first_and_never_alone() -> None:
-    drawn = __main__.draw_prompts(4, 200, 5, 40, bos=39)
-    assert drawn == __main__.draw_prompts(4, 200, 5, 40, bos=39)
-    assert drawn != __main__.draw_prompts(5, 200, 5, 40, bos=39)
+    drawn = verify.draw_prompts(4, 200, 5, 40, bos=39)
+    assert drawn == verify.draw_prompts(4, 200, 5, 40, bos=39)
+    assert drawn != verify.draw_prompts(5, 200, 5, 40, bos=39)
     assert {len(prompt) for prompt in drawn} == {2, 3, 4, 5}
     assert {prompt[0] for prompt in drawn} == {39}
-    plain = __main__.draw_prompts(4, 200, 5, 40, bos=None)
+    plain = verify.draw_prompts(4, 200, 5, 40, bos=None)
     assert {len(prompt) for prompt in plain} == {1, 2, 3, 4, 5}
     assert {id for prompt in plain for id in prompt} == set(range(40))
 
 
 def test_other_weights_are_another_model() -> None:
     model, same = tiny_model(dtype=torch.float32), tiny_model(dtype=torch.float32)
-    assert __main__.weights_id(model) == __main__.weights_id(same)
+    assert verify.weights_id(model) == verify.weights_id(same)
     with torch.no_grad():
         same.layers[1].attention.wo.weight[0, 0] += 1e-6  # type: ignore[union-attr, index]
-    assert __main__.weights_id(model) != __main__.weights_id(same)
+    assert verify.weights_id(model) != verify.weights_id(same)
 
 
 # ---- while it runs ---------------------------------------------------------------------------------------------------
@@ -558,7 +559,7 @@ def test_bad_input_is_one_line_with_code_2_and_writes_nothing(command: Command, 
 
 
 def test_what_does_not_fit_is_refused_before_it_is_tried(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(__main__, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(verify, "available_memory", lambda device: 2**20)
     message = command.refused()
     assert "2 rows of 8 positions need" in message
     assert "cpu has 1.0 MB left" in message
@@ -570,7 +571,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
 ) -> None:
     (tmp_path / "file").write_text("")
     command.file = tmp_path / "file" / "verify.json"
-    monkeypatch.setattr(__main__, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it was loaded"))
     assert str(tmp_path / "file") in command.refused()
 
 
@@ -580,6 +581,6 @@ def test_a_directory_as_output_is_refused_in_words_and_stays_as_it_was(
 ) -> None:
     command.file = tmp_path / "folder"
     command.file.mkdir()
-    monkeypatch.setattr(__main__, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("it was loaded"))
     assert f"{command.file}: Is a directory" in command.refused(f"--runs={runs}")
     assert list(tmp_path.rglob("*")) == [command.file]

@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from recordings import DEMO, made_up
 
-from llama import palette
+from llama.cli import palette
+from llama.untrusted.words import printable
 from llama.watch.page import COUNTERS, MOST_ATTENTION, amount, formulas, kept_attention, page, sentence
-from llama.words import printable
 
 NASTY = "</script ></script><script>alert(1)</script><!--<b onload='x'>\"&amp;\u2028\u2029\x00\x1b\u202e\ud800\ufeff]]>"
 

@@ -12,8 +12,8 @@ import pytest
 from fakes import Ids
 from oracles import tiny_model
 
-from llama import palette
 from llama.args import ModelArgs
+from llama.cli import palette
 from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
 from llama.watch.page import page
 from llama.watch.record import record

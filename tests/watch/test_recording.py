@@ -20,7 +20,7 @@ from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_
 from llama.kv_cache import Int8Cache, StaticCache
 from llama.model import Transformer
 from llama.ops import PLAIN, ScoreMod, Scoring, softmax_attention
-from llama.quantize import quantize_layers
+from llama.quant.layers import quantize_layers
 from llama.watch.record import LEVELS, MOST_STEPS, Recording, look, record
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -321,7 +321,7 @@ def test_times_that_others_disturbed_are_told(
 ) -> None:
     monkeypatch.setattr("llama.watch.record.LEAST_SECONDS", seconds)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("llama.cores.OtherLoad.stop", lambda _: others)
+    monkeypatch.setattr("llama.host.cores.OtherLoad.stop", lambda _: others)
     words = "Other work kept 1.4 cores busy while the times were taken; alone, they may be many times shorter."
     assert recorded(model).notes == ((words,) if said else ())
 

@@ -10,7 +10,7 @@ from oracles import tiny_model
 from test_page import data_of
 
 from llama import cli
-from llama.commands.inference import main
+from llama.cli.inference import main
 from llama.watch.write import write_page
 
 

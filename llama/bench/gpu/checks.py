@@ -64,7 +64,7 @@ def claims_of(cell: Cell) -> Iterator[tuple[str, Claim]]:
 
 
 def claims_of_ids(device: torch.device) -> Iterator[tuple[str, Claim]]:
-    """Yield the claims that every way to generate gives the ids of the plain path without the cache, for ragged rows."""
+    """Yield the claims that every way to generate gives the ids of the plain path without the cache."""
     odd = uneven_model(ODD, torch.float32, device)
     steps = {name: GraphRunner(ops, layer_for(device)) for name, ops in ways_of(odd).items()}
     ways = [("plain path", None, True), *((f"{name} kernels", step, True) for name, step in steps.items())]

@@ -15,8 +15,8 @@ from llama import ops as plain_ops
 from llama.bench.cell import Cell
 from llama.bench.gpu.checks import run_checks
 from llama.bench.gpu.kernels import model_for, profile_step, step_row, ways_of
+from llama.host.machine import wait_for
 from llama.kv_cache import Cache
-from llama.machine import wait_for
 from llama.model import Transformer
 from llama.ops import without_cudnn
 

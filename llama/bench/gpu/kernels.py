@@ -32,7 +32,7 @@ from llama.fast.graph_runner import (
     run_layer,
     take_likeliest,
 )
-from llama.machine import wait_for
+from llama.host.machine import wait_for
 from llama.model import Transformer
 
 SECONDS = 1.5  # for which one row of the table is repeated

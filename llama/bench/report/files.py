@@ -7,7 +7,7 @@ from llama.bench.report.page import page
 from llama.bench.report.plots import as_png, figures
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.schema import Report
-from llama.files import keep_file, replace_file
+from llama.host.files import keep_file, replace_file
 
 STEPS = "watch.html"
 

@@ -9,11 +9,11 @@ from html import escape
 from importlib import resources
 from itertools import groupby
 
-from llama import palette
 from llama.bench.report.columns import Table
 from llama.bench.report.contents import Section, alarms, byline, deaths, report_sections, title
 from llama.bench.report.plots import Look, as_svg, figures, heading, small_words
 from llama.bench.schema import Report
+from llama.cli import palette
 
 
 def page(report: Report, steps: str | None = None) -> str:

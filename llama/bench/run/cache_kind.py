@@ -21,11 +21,11 @@ from llama.bench.run.needle import needles
 from llama.bench.run.step_times import PROMPT, bytes_of, filled_cache
 from llama.bench.schema import Row
 from llama.bench.texts import read_text
-from llama.cores import OtherLoad
 from llama.costs import kv_bytes
+from llama.host.cores import OtherLoad
 from llama.kv_cache import Cache, KVCache
 from llama.model import Transformer
-from llama.perplexity import compared, log_probabilities, next_logits
+from llama.quality.perplexity import compared, log_probabilities, next_logits
 from llama.streaming import encode_prompt
 
 STEPS = 8  # timed at each context, behind one that warms up

@@ -30,7 +30,7 @@ from llama.bench.run.opening import open_engine
 from llama.bench.run.validity import check
 from llama.bench.schema import Row
 from llama.bench.texts import read_dialog, read_text
-from llama.cores import OtherLoad
+from llama.host.cores import OtherLoad
 from llama.request import Options
 from llama.streaming import TextCodec, encode_prompt
 from llama.tokenizer import Tokenizer

@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llama import console
 from llama.bench.cell import Cell
-from llama.files import cache_dir
-from llama.parallel import default_timeout, job_store, world_rank, world_size
+from llama.cli import console
+from llama.host.files import cache_dir
+from llama.ranks.torchrun import default_timeout, job_store, world_rank, world_size
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 

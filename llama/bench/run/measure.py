@@ -28,8 +28,8 @@ from llama.bench.run.memory_ledger import (
 from llama.bench.run.models import Source, settled
 from llama.bench.run.validity import judge, notes
 from llama.bench.schema import Row
-from llama.cores import OtherLoad
 from llama.costs import forward_flops, forwards, parameters, step_bytes
+from llama.host.cores import OtherLoad
 
 
 def measure(

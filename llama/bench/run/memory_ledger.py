@@ -14,9 +14,9 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.schema import Row
 from llama.costs import Layout, PeakMemory, head_bytes, peak_memory, size
+from llama.host.machine import available_memory
 from llama.kv_cache import Cache
-from llama.machine import available_memory
-from llama.parallel import local_size
+from llama.ranks.torchrun import local_size
 
 ROWS = 1024  # rows that are predicted one by one: a batch that cannot fit into any memory is refused, too
 CUBLAS_WORKSPACE = 8_519_680  # bytes of torch's default configuration, :4096:2:16:8

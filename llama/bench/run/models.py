@@ -17,18 +17,18 @@ from llama.bench.run.memory_ledger import check_length, check_memory
 from llama.bench.run.peers import GPT2
 from llama.checkpoint import Checkpoint, file_bytes_of, load_weights, materialise, open_checkpoint, stored_bytes
 from llama.checkpoint.base import Weight, needed_shapes
+from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.costs import RELEASED
-from llama.demo import demo_model_path, meta_tokenizer_path
 from llama.fast.choose import make_fast
-from llama.files import cache_dir
+from llama.host.files import cache_dir
+from llama.host.machine import DTYPES, dtype_name
 from llama.kv_cache import Cache, KVCache, cache_kind
 from llama.kv_cache.names import kinds_named
-from llama.machine import DTYPES, dtype_name
 from llama.model import Transformer
-from llama.packed import PackedWeight
-from llama.parallel import join, own_device, world_size
-from llama.quantize import quantize_layers, weights_of
+from llama.quant.layers import quantize_layers, weights_of
+from llama.quant.packed import PackedWeight
 from llama.ranks import cut_for
+from llama.ranks.torchrun import join, own_device, world_size
 from llama.sampling import check_seed
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 
 from llama.model import Transformer
-from llama.perplexity import expected
+from llama.quality.perplexity import expected
 from llama.streaming import TextCodec
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

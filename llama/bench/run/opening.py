@@ -15,7 +15,7 @@ from llama.bench.run.models import Source, find_model
 from llama.bench.run.peers import GPT2
 from llama.bench.run.transformers_engine import TransformersEngine
 from llama.costs import parameters
-from llama.machine import DTYPES
+from llama.host.machine import DTYPES
 
 
 class Opened(NamedTuple):

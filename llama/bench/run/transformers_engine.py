@@ -69,7 +69,7 @@ class TransformersEngine:
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
     ) -> Run:
-        """Continue every prompt; see `Engine`. The cache grows with the text, so `steps` need no memory for the rest."""
+        """Continue every prompt; see `Engine`. The cache grows with the text, so `steps` reserve nothing."""
         make_request(self, kv_caching, prompts, output_len, (), {})  # refuses what cannot be run
         count = min(steps or output_len, output_len)
         run = Run(fed=[], cache_bytes=0, cache_length=0, logits_bytes=0)

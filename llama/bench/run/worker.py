@@ -32,7 +32,7 @@ from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import Row
 from llama.bench.texts import read_text, text_path
 from llama.exact import slowdown_words
-from llama.machine import DTYPES, ceilings, environment
+from llama.host.machine import DTYPES, ceilings, environment
 from llama.streaming import encode_prompt
 from llama.watch.page import page
 from llama.watch.record import record

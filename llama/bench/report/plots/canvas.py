@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, 
 
 from llama.bench.report.columns import least_to_most
 from llama.bench.statistics import Spread
-from llama.palette import ALARM, ANEW, CACHE, FACTOR, FAINT, GRID, INK, PAPER, variables
+from llama.cli.palette import ALARM, ANEW, CACHE, FACTOR, FAINT, GRID, INK, PAPER, variables
 
 COLORS = {"on": CACHE.light, "off": ANEW.light}
 MODES = {"on": "with the cache", "off": "without"}

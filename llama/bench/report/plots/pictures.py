@@ -37,8 +37,7 @@ from llama.bench.report.plots.canvas import (
 from llama.bench.report.tables import Way, kind_rows, on_or_off, ways_of
 from llama.bench.schema import Report
 from llama.bench.statistics import Spread, percentiles, spread
-from llama.costs import MB
-from llama.palette import (
+from llama.cli.palette import (
     ACTIVATIONS,
     ANEW,
     CACHE,
@@ -52,6 +51,7 @@ from llama.palette import (
     WEIGHTS,
     WORKSPACE,
 )
+from llama.costs import MB
 
 PART_COLORS = dict(zip(PARTS, (WEIGHTS, CACHE, LOGITS, ACTIVATIONS, WORKSPACE, UNNAMED), strict=True))
 WAY_COLORS = {"kept": CACHE.light, "rebuilt": REFILLED.light, "off": ANEW.light}

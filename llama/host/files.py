@@ -1,0 +1,124 @@
+"""Replace files as a whole, check beforehand that they can be written, and find the user's cache directory.
+
+Knows nothing of what a file says.
+"""
+
+import errno
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from llama.untrusted.files import check_regular
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError now, not after minutes of measuring, where the file could not be written."""
+    target = _target(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = _beside(target)
+    new.touch()
+    new.unlink()
+
+
+def _target(path: Path) -> Path:
+    """Return the file that is meant, behind links, which stay; raise OSError for what is there and no regular file."""
+    target = Path(os.path.realpath(path))
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return target
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    try:
+        check_regular(mode)
+    except ValueError as error:
+        raise FileExistsError(errno.EEXIST, f"{error}; give another name", str(path)) from None
+    return target
+
+
+def replace_file(path: Path, content: bytes) -> Path:
+    """Write the file, or replace it, as a whole, and return its path.
+
+    A reader, or an interruption, never meets half of one. Raises OSError where it cannot be written.
+    """
+    with replacing(path) as new:
+        new.write_bytes(content)
+    return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the name of a new file beside this one, which takes its place once the block has ended well, or is gone.
+
+    Of a link, the file that it leads to is replaced.
+    """
+    target = _target(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = _beside(target)
+    try:
+        yield new
+        os.replace(new, target)
+    finally:
+        with suppress(OSError):  # its folder may be gone
+            new.unlink(missing_ok=True)
+
+
+def keep_file(path: Path, content: bytes) -> Path:
+    """Write the file like `replace_file`; where that fails, put the content where it is not lost.
+
+    That is a file in the folder for temporary ones, or else standard output. Raises OSError that says where.
+    """
+    try:
+        return replace_file(path, content)
+    except OSError as error:
+        why = f"{path} cannot be written: {error.strerror or error}"
+    try:
+        handle, name = tempfile.mkstemp(prefix=f"{path.stem[:100]}-", suffix=path.suffix[:20])
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        print(content.decode(), flush=True)
+        raise OSError(f"{why}; nor any other file: {error.strerror}; what was made is on standard output") from None
+    raise OSError(f"{why}; what was made is kept in {name}")
+
+
+def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write the parts as a file that only its owner may read, or replace it, as a whole.
+
+    The folder must exist. If the path is a link, the file that it leads to is replaced. Raises OSError if the file
+    cannot be written, or is a device, a pipe or a directory; what is there then stays as it is.
+    """
+    target = _target(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.", suffix=".new")  # of mode 0600
+    new = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())  # or a machine that goes down now might keep the name and lose the content
+        os.replace(new, target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def cache_dir() -> Path:
+    """Return the folder of what is fetched or compiled: $LLAMA_CACHE_DIR, else llama-kv in the user's cache."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(os.environ.get("LLAMA_CACHE_DIR") or f"{base}/llama-kv").expanduser()
+    except RuntimeError as error:  # a user without a home, as containers have them
+        raise RuntimeError(f"{error} Set LLAMA_CACHE_DIR to a folder that can be written") from error
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.new")

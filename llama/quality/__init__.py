@@ -1,0 +1,1 @@
+"""How well a model predicts, with and without a kind of cache."""

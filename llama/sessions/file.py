@@ -1,0 +1,299 @@
+"""A session on disk: its ids and the content of its caches as safetensors, and what they were computed from.
+
+Keys and values are right for one model only, so the file records digests of the model, and any other model is refused.
+The file names a kind of cache, never code, and is never unpickled.
+
+Format: `untrusted/safetensors_header.py`; `_Facts` are stored as a text in the metadata. The safetensors library maps
+files into memory, and a mapped file that is truncated ends the process; so files are read here.
+Knows tensors and files; does not know the Session, what a kind of cache stores, nor what decides a model's numbers.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from llama.exact.digest import digest_of, digest_of_text
+from llama.host.files import replace_private
+from llama.host.machine import available_memory
+from llama.kv_cache import KVCache
+from llama.kv_cache.names import kinds_named, read_kind
+from llama.sessions.origin import Model, check_origin, fingerprint, origin, weights_digest
+from llama.streaming import TextCodec
+from llama.untrusted.files import open_regular
+from llama.untrusted.safetensors_header import Span, read_header
+
+FORMAT, VERSION = "llama-kv session", "1"
+_HEADER_LIMIT = 1 << 24  # bytes, at least 64 a tensor; the note, which may be any text, is a part of it
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_SHARED = ("kv_cache", "bound", "held", "written", "note")  # fields of Content that are facts, too
+
+
+@dataclass(frozen=True)
+class Content:
+    """A session as plain values: its text, and the part of it that is cached.
+
+    held: the number of ids that the caches store; written: up to where they were written, see Session.
+    bound: the most positions that a cache stores, None without a limit. logits: those behind the text, if they are
+    known. layers: the state of each layer's cache, by name; empty if `held` is 0. note: the owner's own text.
+    """
+
+    kv_cache: str
+    max_seq_len: int
+    bound: int | None
+    ids: list[int]
+    held: int
+    written: int
+    logits: Tensor | None
+    layers: list[dict[str, Tensor]]
+    note: str | None
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The values beside the tensors, in the order of the file. Raises ValueError for values of other types.
+
+    `place` is where exact mode computed, None without it. The first files of this format had neither `note` nor
+    `activations`.
+    """
+
+    kv_cache: str
+    max_seq_len: int
+    bound: int | None
+    held: int
+    written: int
+    dtype: str
+    exact: bool
+    place: str | None
+    sizes: dict[str, Any]
+    weights: str
+    tokenizer: str
+    tensors: str
+    note: str | None = None
+    activations: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = (self.max_seq_len, self.held, self.written, 0 if self.bound is None else self.bound)
+        texts = (self.kv_cache, self.dtype, self.weights, self.tokenizer, self.tensors)
+        if not (
+            all(type(count) is int and count >= 0 for count in counts)
+            and all(type(text) is str for text in texts)
+            and type(self.sizes) is dict
+            and type(self.exact) is bool
+            and isinstance(self.place, str | None)
+            and isinstance(self.note, str | None)
+            and self.activations in (None, 8, 16)
+            and self.held <= self.written
+        ):
+            raise ValueError("a session needs a note of text or None, and counts from 0 on with held <= written")
+
+
+class IdsOnly:
+    """The tokenizer of a session that was loaded without one: ids need none, and texts are refused."""
+
+    bos_id: int | None = None
+    adds_bos = False
+    stop_tokens: Sequence[int] = ()
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def fingerprint(self) -> str:
+        """Return that of the tokenizer that the session was saved with."""
+        return self._fingerprint
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "this session was loaded without a tokenizer, so it takes and gives ids alone; "
+            "give one to text: model.load_session(path, tokenizer)"
+        )
+
+    encode = decode = stream = _refuse
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save_session(path: str | PathLike[str], content: Content, model: Model, tokenizer: TextCodec) -> None:
+    """Write the file, readable by its owner only, or replace it as a whole. Raises ValueError if that fails."""
+    _check_alone(model)
+    tensors = _tensors(content)
+    facts = _Facts(
+        **{name: getattr(content, name) for name in ("max_seq_len", *_SHARED)},
+        **origin(model),
+        weights=weights_digest(model),
+        tokenizer=fingerprint(tokenizer, model.args.vocab_size),
+        tensors=digest_of(sorted(tensors.items())),
+    )
+    try:
+        replace_private(Path(path), (_header(facts, tensors), *map(_bytes_of, tensors.values())))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the session cannot be saved as {Path(path)}: {_reason(error)}") from error
+
+
+def _tensors(content: Content) -> dict[str, Tensor]:
+    """Return the file's tensors by name, on the CPU, the widest numbers first, so that all are aligned."""
+    named = {"ids": torch.tensor(content.ids, dtype=torch.int64, device="cpu")}
+    if content.logits is not None:
+        named["logits"] = content.logits
+    for layer, state in enumerate(content.layers):
+        named |= {f"layers.{layer}.{name}": tensor for name, tensor in state.items()}
+    if strange := {name: tensor.dtype for name, tensor in named.items() if tensor.dtype not in _NAMES}:
+        raise ValueError(f"kv_cache={content.kv_cache!r} holds what a file cannot: {strange}")
+    named = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    return dict(sorted(named.items(), key=lambda item: -item[1].itemsize))
+
+
+def _header(facts: _Facts, tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the bytes before those of the tensors."""
+    text = json.dumps(asdict(facts))
+    metadata = {"format": FORMAT, "version": VERSION, "session": text, "digest": digest_of_text(text)}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    if (size := len(encoded)) > _HEADER_LIMIT:
+        raise ValueError(f"the header would have {size} bytes, and the limit is {_HEADER_LIMIT}; shorten session.note")
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_session(path: str | PathLike[str], model: Model, tokenizer: TextCodec | None) -> tuple[Content, TextCodec]:
+    """Return the saved session, its tensors on the model's device, and the tokenizer, or one for ids alone.
+
+    Raises ValueError, each with its reason, if the file is not a session, was damaged, or belongs to something else.
+    """
+    _check_alone(model)
+    try:
+        with open_regular(Path(path)) as file:
+            facts, spans = _read_facts(file)
+            _check_kind(facts.kv_cache)
+            check_origin(model, vars(facts))
+            if tokenizer is not None and fingerprint(tokenizer, model.args.vocab_size) != facts.tokenizer:
+                raise ValueError(
+                    "it was saved with another tokenizer, whose ids are another text; give that one, or none for ids"
+                )
+            tensors = _read_tensors(file, facts, spans, model)
+        if weights_digest(model) != facts.weights:
+            raise ValueError(
+                "it was saved with other weights, or in another layout (quantize, repack); load the model as it was"
+            )
+        return _content(facts, tensors, model), IdsOnly(facts.tokenizer) if tokenizer is None else tokenizer
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the session {Path(path)} cannot be loaded: {_reason(error)}") from error
+
+
+def _read_facts(file: BinaryIO) -> tuple[_Facts, dict[str, Span]]:
+    """Return the facts, and the tensors' spans in order. The file's next byte is the first tensor's."""
+    try:
+        size, dtypes = os.fstat(file.fileno()).st_size, {name: dtype.itemsize for name, dtype in _DTYPES.items()}
+        header = read_header(file, size, dtypes=dtypes, header_limit=_HEADER_LIMIT, tensor_limit=1 << 18, most_of={})
+    except ValueError as error:
+        raise ValueError(f"it is not a session, or is damaged: {error}") from error
+    said = header.metadata
+    if said.get("format") != FORMAT:
+        raise ValueError("it is a safetensors file, but not a session; give one that session.save wrote")
+    if (version := said.get("version")) != VERSION:
+        raise ValueError(f"its format has version {version!r:.20}, this library reads {VERSION}; feed the text again")
+    try:
+        if digest_of_text(said["session"]) == said["digest"]:
+            return _Facts(**json.loads(said["session"])), header.tensors
+    except (KeyError, ValueError, TypeError, RecursionError):
+        pass
+    raise _damaged("its description in the header")
+
+
+def _check_kind(kv_cache: str) -> None:
+    for named, _ in kinds_named(kv_cache):
+        kind = read_kind(named)
+        if kind.file:
+            raise ValueError(f"it names the code of its cache, {named!r:.80}; a session may not, and none is run")
+        if kind.name not in KVCache.kinds:
+            raise ValueError(
+                f"it was saved with kv_cache={named!r:.80}, a kind that is not known here; register it first, by "
+                "importing or running the file that defines it"
+            )
+
+
+def _read_tensors(file: BinaryIO, facts: _Facts, spans: Mapping[str, Span], model: Model) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, to the bit as they were saved."""
+    size = max((span.end for span in spans.values()), default=0)
+    for device in {torch.device("cpu"), model.device}:
+        free = available_memory(device)
+        if free is not None and size > free:
+            raise ValueError(f"it has {size} bytes of tensors, more than the {free} free on {device}; free some")
+    tensors = {}
+    with torch.inference_mode(False):  # or a cache could not be written outside inference mode
+        for name, span in spans.items():
+            tensors[name] = torch.empty(span.shape, dtype=_DTYPES[span.dtype], device="cpu")
+            if span.end - span.begin != file.readinto(_bytes_of(tensors[name])):  # type: ignore[attr-defined]
+                raise ValueError("it was truncated while it was read")
+    if digest_of(sorted(tensors.items())) != facts.tensors:
+        raise _damaged("its tensors")
+    return tensors
+
+
+def _content(facts: _Facts, tensors: dict[str, Tensor], model: Model) -> Content:
+    """Return the session; raise ValueError for names and ids that no session of this model has."""
+    ids, logits = tensors.pop("ids", None), tensors.pop("logits", None)
+    vocab, limit = model.args.vocab_size, model.args.max_seq_len
+    if ids is None or ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) < facts.held:
+        raise _damaged("its ids")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise ValueError(f"it has ids from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {vocab - 1}")
+    if logits is not None and (logits.shape != (1, vocab) or not logits.is_floating_point() or not len(ids)):
+        raise _damaged("its logits")
+    if facts.bound is None and len(ids) > limit:
+        raise ValueError(f"it has {len(ids)} tokens, more than max_seq_len={limit}; load the model with a larger one")
+    layers: list[dict[str, Tensor]] = [{} for _ in range(model.args.n_layers if facts.held else 0)]
+    for name, tensor in tensors.items():
+        word, layer, part = (*name.split(".", 2), "", "")[:3]
+        if word != "layers" or not part or layer not in map(str, range(len(layers))):
+            raise _damaged(f"{name!r:.40}, which is nothing of a session,")
+        layers[int(layer)][part] = tensor.to(model.device)
+    return Content(
+        **{name: getattr(facts, name) for name in _SHARED},
+        max_seq_len=min(facts.max_seq_len, limit),
+        ids=ids.tolist(),
+        logits=None if logits is None else logits.to(model.device),
+        layers=layers,
+    )
+
+
+def _check_alone(model: Model) -> None:
+    if model.ranks.size > 1:
+        raise ValueError(
+            f"a session of a model that {model.ranks.size} processes share is held by all of them, and a file by one; "
+            "start without torchrun to save or load it"
+        )
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """Return what the system reports, without the path, which the message has already."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _damaged(what: str) -> ValueError:
+    return ValueError(f"it is damaged: {what} is not what was saved; feed the text again, or use a copy of the file")

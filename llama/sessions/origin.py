@@ -1,0 +1,114 @@
+"""What a session was computed from: a model's sizes, mode, machine and weights, and a tokenizer, as values to compare.
+
+Knows of a model what `Model` declares; does not know sessions or files.
+"""
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.exact.digest import digest_of, digest_of_text
+from llama.ranks import Ranks
+from llama.stepper import Execution, Runner
+from llama.streaming import TextCodec
+from llama.untrusted.words import printable
+
+_LIMITS = {"max_batch_size", "max_seq_len", "kv_caching", "kv_cache"}  # of ModelArgs, what changes no number
+_REMEDIES = {
+    "dtype": "load the model in that dtype",
+    "exact": "set model.exact to that value",
+    "place": "the bits may differ here; feed the text again",
+}
+
+
+class Model(Protocol):
+    """What is needed of a model."""
+
+    @property
+    def args(self) -> ModelArgs: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def execution(self) -> Execution: ...
+    @property
+    def runner(self) -> Runner[Any] | None: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    def state_dict(self, *, keep_vars: bool) -> Mapping[str, Tensor]: ...
+
+
+def origin(model: Model) -> dict[str, Any]:
+    """Return what decides the numbers that a model computes, except its weights, as JSON would return it.
+
+    place: where exact mode computes, None without it.
+    """
+    sizes = {name: value for name, value in asdict(model.args).items() if name not in _LIMITS}
+    return {
+        "sizes": json.loads(json.dumps(sizes)),
+        "dtype": str(model.dtype),
+        "activations": model.execution.activations,
+        "exact": model.exact,
+        "place": _place(model) if model.exact else None,
+    }
+
+
+def check_origin(model: Model, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if a saved `origin` differs from the model's; activations of None fit every model."""
+    here = origin(model)
+    sizes, now = saved["sizes"], here.pop("sizes")
+    pairs = [(name, sizes.get(name), now.get(name)) for name in sorted(sizes.keys() | now.keys())]
+    pairs += [(name, saved[name], value) for name, value in here.items()]
+    for name, then, value in pairs:
+        if then != value and (name, then) != ("activations", None):
+            raise ValueError(
+                f"it was saved with another model or mode: {printable(name, 40)} was {then!r:.120}, and is "
+                f"{value!r:.120} here; {_REMEDIES.get(name, 'load the model that it was saved with')}"
+            )
+
+
+def weights_digest(model: Model) -> str:
+    """Return a digest of all weights: names, shapes, dtypes and bits; a weight with two names counts once."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        first.setdefault(id(weight), (name, weight))
+    return digest_of(first.values())
+
+
+def fingerprint(tokenizer: TextCodec, vocab_size: int) -> str:
+    """Return a text that tokenizers share only if they read ids alike: their own, else a digest of all ids' texts."""
+    own = getattr(tokenizer, "fingerprint", None)
+    if callable(own):
+        return str(own())
+    facts = [tokenizer.bos_id, tokenizer.adds_bos, list(tokenizer.stop_tokens)]
+    return digest_of_text(repr([*facts, *(_text_of(tokenizer, id) for id in range(vocab_size))]))
+
+
+def _text_of(tokenizer: TextCodec, id: int) -> str | None:
+    try:
+        return tokenizer.decode([id])
+    except Exception:  # a tokenizer may raise anything for an id that it does not have
+        return None
+
+
+def _place(model: Model) -> str:
+    """Return what may decide the bits of a sum: the names that can be read, and how products round."""
+    from llama.exact.probe import rounding_digest  # deferred: only exact mode needs it
+
+    device = model.device
+    if model.runner is not None:
+        return f"{model.runner.name} code {model.runner.code}"
+    if device.type == "cuda":
+        return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}"
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    rounding = rounding_digest(model.state_dict(keep_vars=True).values())
+    return f"torch {torch.__version__} on {device.type}, {cpu}, rounding {rounding}"

@@ -1,0 +1,95 @@
+"""JSON from strangers: an object in a regular file, read once its size is known, and meaning one thing only.
+
+Knows nothing of what the object says, nor of checkpoints.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llama.untrusted.files import read_regular
+
+# Braces, brackets and commas, wherever they stand, bound the memory of all values together: an empty object takes 20
+# times its two bytes. The largest tokenizers have some 6 thousand, 0.6 and 2 million of them.
+MOST_OF: Mapping[str, int] = {"{": 1 << 16, "[": 3 << 18, ",": 1 << 22}
+_MOST_DIGITS = 64  # some files say 10^30 where a length has no limit
+_LONG_NUMBER = re.compile(rf"[0-9]{{{_MOST_DIGITS + 1}}}")
+_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_json(path: Path, *, limit: int) -> dict[str, Any]:
+    """Return the object that a regular file of at most `limit` bytes holds.
+
+    Raises OSError where it cannot be read, and ValueError with a reason for all else: another kind of file, a longer
+    one, and what `parse_object` refuses.
+    """
+    return parse_object(read_regular(path, limit=limit))
+
+
+def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[str, Any]:
+    """Return the object that the bytes spell in JSON.
+
+    Raises ValueError for what readers understand in different ways: bytes that are no UTF-8, halves of characters,
+    repeated keys, NaN, infinity and numbers beyond float64. Likewise for whole numbers of more than 64 digits, more
+    values than any real file has, and nesting that Python's own reader refuses. `most_of` limits how often a character
+    may occur, texts included.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from error
+    for sign, most in most_of.items():
+        if text.count(sign) > most:
+            raise ValueError(f"it has {text.count(sign):,} times {sign!r}, and the limit is {most:,}")
+    try:
+        content = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_short if _LONG_NUMBER.search(text) else None,
+            object_pairs_hook=_unique,
+        )
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"it must hold an object in braces, not a {type(content).__name__}")
+    if _HALF_CHARACTER.search(text):
+        _refuse_halves(content)
+    return content
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.40} is beyond the numbers of float64")
+    return number
+
+
+def _short(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a whole number has {len(text):,} digits, and the limit is {_MOST_DIGITS}")
+    return int(text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) == len(pairs):
+        return content
+    (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+    raise ValueError(f"repeats the key {key!r:.80}")
+
+
+def _refuse_halves(content: dict[str, Any]) -> None:
+    """Refuse a half of a character outside the Basic Multilingual Plane, such as an escaped D800 without its other."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{error.object[error.start]!r} is half of a surrogate pair") from error

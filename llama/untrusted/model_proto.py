@@ -1,0 +1,226 @@
+"""SentencePiece's file, a ModelProto in protobuf's encoding: read strictly, and written with what was read and no more.
+
+Knows the fields that decide on ids: https://github.com/google/sentencepiece, src/sentencepiece_model.proto. The others
+are left out of what is written, so the library sees nothing that was not checked. Knows no library.
+"""
+
+import math
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MAX_WORDS = 1 << 20
+MAX_TOKEN_LENGTH = 1024
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece.Type, and tokenizer.ggml.token_type
+BYTE_TEXT = re.compile("<0x[0-9A-F]{2}>")
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_BPE = 2  # TrainerSpec.ModelType
+_MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token: its text, the score by which it is merged, the higher the sooner, and its type."""
+
+    text: str
+    score: float = 0.0
+    kind: int = NORMAL
+
+
+@dataclass(frozen=True)
+class ModelProto:
+    """A BPE model of SentencePiece that changes nothing of a text but its spaces."""
+
+    pieces: list[Piece]
+    add_dummy_prefix: bool = True
+    byte_fallback: bool = False
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        check_pieces(self.pieces)
+        n_bytes = sum(piece.kind == BYTE for piece in self.pieces)
+        if n_bytes != 256 * self.byte_fallback:
+            raise ValueError(
+                f"{n_bytes} tokens are bytes; there must be 256 with byte_fallback, and none without "
+                f"(byte_fallback={self.byte_fallback})"
+            )
+
+
+def check_pieces(pieces: list[Piece]) -> None:
+    """Refuse pieces that no text, or a wrong one, could be made of. Raises ValueError that names one."""
+    if not 0 < len(pieces) <= MAX_WORDS:
+        raise ValueError(f"{len(pieces)} tokens; there must be 1 to {MAX_WORDS}")
+    first: dict[str, int] = {}
+    for i, piece in enumerate(pieces):
+        where = f"token {i}, {piece.text!r:.80},"
+        if not 0 < len(piece.text) <= MAX_TOKEN_LENGTH:
+            raise ValueError(f"{where} has {len(piece.text)} characters; it must have 1 to {MAX_TOKEN_LENGTH}")
+        if first.setdefault(piece.text, i) != i:
+            raise ValueError(f"{where} stands in the vocabulary twice")
+        if piece.kind not in range(NORMAL, BYTE + 1):
+            raise ValueError(f"{where} has type {piece.kind}, which is not supported")
+        if piece.kind == BYTE and not BYTE_TEXT.fullmatch(piece.text):
+            raise ValueError(f"{where} is of the type of bytes, which are spelled <0x00> to <0xFF>")
+        if not math.isfinite(piece.score):
+            raise ValueError(f"{where} has the score {piece.score}, which is not finite")
+        if piece.kind in (UNKNOWN, CONTROL) and len(piece.text) == 1:
+            raise ValueError(f"{where} is special and one character, so that plain text would become it")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_model_proto(data: bytes) -> ModelProto:
+    """Return what a file says. Raises ValueError for damaged bytes, and for models of another kind, by name."""
+    messages: list[bytes] = []  # read last, for they are many
+    specs: dict[int, dict[int, int | bytes]] = {}
+    for number, value in _fields(data):
+        if number == 1:
+            messages.append(_as_bytes(value))
+            if len(messages) > MAX_WORDS:
+                raise ValueError(f"there are more than {MAX_WORDS} tokens")
+        elif number in (2, 3):
+            if number in specs:
+                raise ValueError(f"field {number} of the model stands there twice")
+            specs[number] = dict(_fields(_as_bytes(value)))
+    trainer, normalizer = specs.get(2, {}), specs.get(3, {})
+    model_type = trainer.get(3, 1)
+    if model_type != _BPE:
+        raise ValueError(
+            f"a SentencePiece model of type {_MODEL_TYPES.get(_as_int(model_type), model_type)!r} is not supported, "
+            "only 'bpe', which Llama's are"
+        )
+    if normalizer.get(2, b"") != b"" or normalizer.get(6, b"") != b"":
+        raise ValueError(
+            "a normalisation that changes the text is not supported, only 'identity', which Llama's is; train with "
+            "spm_train --normalization_rule_name=identity"
+        )
+    if _flag(normalizer, 4, True):
+        raise ValueError(
+            "remove_extra_whitespaces=true is not supported: it drops spaces of a text; train with spm_train "
+            "--remove_extra_whitespaces=false, as Llama's was, or set it to false in the file and drop them yourself"
+        )
+    if not _flag(normalizer, 5, True) or _flag(trainer, 24, False):
+        raise ValueError("escape_whitespaces=false or treat_whitespace_as_suffix=true is not supported")
+    return ModelProto(
+        [_piece(message) for message in messages],
+        add_dummy_prefix=_flag(normalizer, 3, True),
+        byte_fallback=_flag(trainer, 35, False),
+        bos_id=_id(trainer, 41, 1),
+        eos_id=_id(trainer, 42, 2),
+        pad_id=_id(trainer, 43, -1),
+    )
+
+
+def _piece(message: bytes) -> Piece:
+    fields = dict(_fields(message))
+    score = fields.get(2, bytes(4))
+    if not isinstance(score, bytes) or len(score) != 4:
+        raise ValueError("the score of a piece is no 32-bit float")
+    if fields.get(1, b"") == b"":
+        raise ValueError("a token has 0 characters")
+    text = _as_bytes(fields[1]).decode("utf-8")
+    return Piece(text, struct.unpack("<f", score)[0], _as_int(fields.get(3, NORMAL)))
+
+
+def _flag(fields: dict[int, int | bytes], number: int, default: bool) -> bool:
+    value = fields.get(number, int(default))
+    if value not in (0, 1):
+        raise ValueError(f"the flag in field {number} is {value!r:.40} and must be 0 or 1")
+    return bool(value)
+
+
+def _id(fields: dict[int, int | bytes], number: int, default: int) -> int | None:
+    """Return an id, None for -1, which is written as the 64 bits of it."""
+    value = _as_int(fields.get(number, default))
+    return None if value in (-1, (1 << 64) - 1, (1 << 32) - 1) else value
+
+
+def _as_int(value: int | bytes) -> int:
+    if isinstance(value, bytes):
+        raise ValueError(f"{value!r:.40} stands where a number must be")
+    return value
+
+
+def _as_bytes(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError(f"the number {value} stands where a text or message must be")
+    return value
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the number and value of each field of a message: an int, or bytes; a fixed number is its bytes."""
+    at, end = 0, len(data)
+    while at < end:
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == _VARINT:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        if wire == _BYTES:
+            size, at = _varint(data, at)
+        elif wire in (_FIXED32, _FIXED64):
+            size = 4 if wire == _FIXED32 else 8
+        else:
+            raise ValueError(f"byte {at} has a field of kind {wire}; this is no file of SentencePiece")
+        if size > end - at:
+            raise ValueError(f"{size} bytes are needed at byte {at} and {end - at} are left: the file is truncated")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number that begins at a place, and where it ends."""
+    if at < len(data) and data[at] < 0x80:  # as nearly all are
+        return data[at], at + 1
+    value = 0
+    for place in range(10):
+        if at + place >= len(data):
+            raise ValueError("the file ends in the middle of a number: it is truncated")
+        byte = data[at + place]
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return value & (1 << 64) - 1, at + place + 1
+    raise ValueError(f"the number at byte {at} has more than 10 bytes")
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_model_proto(proto: ModelProto) -> bytes:
+    """Return the bytes of a model. Types of control tokens and texts stand as they are; no name, no self-test."""
+    pieces = b"".join(
+        _message(1, _text(1, piece.text) + b"\x15" + struct.pack("<f", piece.score) + _number(3, piece.kind))
+        for piece in proto.pieces
+    )
+    unknown = next((i for i, piece in enumerate(proto.pieces) if piece.kind == UNKNOWN), 0)
+    trainer = _number(3, _BPE) + _number(4, len(proto.pieces)) + _number(35, proto.byte_fallback)
+    trainer += _number(40, unknown) + _text(45, proto.pieces[unknown].text)
+    normalizer = _text(1, "identity") + _number(3, proto.add_dummy_prefix) + _number(4, 0) + _number(5, 1)
+    return pieces + _message(2, trainer) + _message(3, normalizer)
+
+
+def _number(number: int, value: int) -> bytes:
+    return _encoded(number << 3 | _VARINT) + _encoded(value)
+
+
+def _text(number: int, text: str) -> bytes:
+    return _message(number, text.encode())
+
+
+def _message(number: int, content: bytes) -> bytes:
+    return _encoded(number << 3 | _BYTES) + _encoded(len(content)) + content
+
+
+def _encoded(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

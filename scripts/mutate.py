@@ -1,0 +1,209 @@
+"""Change the library in one random place at a time, and count how many of the changes its tests notice.
+
+    python scripts/mutate.py --count 40 --seed 1 core kv_cache
+
+A mutant is a copy of the repository with one comparison, operator, constant, condition or call statement changed. The
+tests of its room run on it until one fails. The share that fails ("killed") is a figure to compare between two versions
+of the tests: some mutants change nothing that anybody promises, so it stays below 100 %. Prints a line for each mutant
+and a line for each room. Linux and macOS: copies are tried in forked processes, see tests/historic_bugs/child.py.
+"""
+
+import argparse
+import ast
+import copy
+import difflib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from historic_bugs import run as bugs  # noqa: E402
+
+# Room: the files that are changed, and the tests that run on them, in this order.
+ROOMS: dict[str, tuple[str, str]] = {
+    "core": (
+        "llama/args.py llama/rope.py llama/ops.py llama/layers.py llama/rows.py llama/switches.py llama/model.py "
+        "llama/batch.py llama/generation.py llama/streaming.py llama/session.py",
+        "tests/test_[abglmors]*.py tests/kv_cache tests/verify/test_certificate.py",
+    ),
+    "kv_cache": (
+        "llama/kv_cache",
+        "tests/kv_cache tests/test_kv_cache.py tests/test_generation.py tests/test_session.py",
+    ),
+    "sampling": (
+        "llama/sampling.py llama/request.py",
+        "tests/test_sampling.py tests/test_generation.py tests/test_api.py",
+    ),
+    "checkpoint": (
+        "llama/checkpoint llama/untrusted",
+        "tests/checkpoint tests/untrusted tests/museum tests/tokenizer/test_template.py",
+    ),
+    "bench": ("llama/bench", "tests/bench"),
+}
+LIMIT_S = 600
+
+_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
+}
+_COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult},
+    **{ast.Div: ast.Mult, ast.Mod: ast.Mult},
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: the file, its line, the text before and after, and the whole file after."""
+
+    file: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.before!r:.60} -> {self.after!r:.60}"
+
+
+def mutants_of(file: str, source: str) -> Iterator[Mutant]:
+    """Yield every mutant of a file. Annotations, docstrings and the words of errors stay as they are."""
+    lines = source.splitlines(keepends=True)
+    offsets = [0]
+    for line in lines:
+        offsets.append(offsets[-1] + len(line.encode()))
+    data = source.encode()
+    for node in _nodes(ast.parse(source)):
+        for changed in _changes(node):
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            begin = offsets[node.lineno - 1] + node.col_offset
+            end = offsets[node.end_lineno - 1] + node.end_col_offset
+            after = ast.unparse(changed)
+            mutated = (data[:begin] + after.encode() + data[end:]).decode()
+            yield Mutant(file, node.lineno, data[begin:end].decode(), after, mutated)
+
+
+def _nodes(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    """Yield what may be changed: not annotations, `raise`, decorators, imports or string constants."""
+    if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom | ast.JoinedStr):
+        return
+    if isinstance(node, ast.expr | ast.stmt):
+        yield node
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns", "decorator_list", "type_params"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _nodes(child)
+
+
+def _changes(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
+    """Yield what stands in the node's place in each of its mutants."""
+    new = copy.copy(node)
+    if isinstance(new, ast.Compare) and len(new.ops) == 1:
+        new.ops = [_COMPARED[type(new.ops[0])]()]
+        yield new
+    elif isinstance(new, ast.BinOp) and type(new.op) in _COMPUTED:
+        new.op = _COMPUTED[type(new.op)]()
+        yield new
+    elif isinstance(new, ast.BoolOp):
+        new.op = ast.Or() if isinstance(new.op, ast.And) else ast.And()
+        yield new
+    elif isinstance(new, ast.UnaryOp) and isinstance(new.op, ast.Not | ast.USub):
+        yield new.operand
+    elif isinstance(new, ast.Constant) and isinstance(new.value, bool | int):
+        yield ast.Constant(not new.value if isinstance(new.value, bool) else new.value + 1)
+    elif isinstance(new, ast.IfExp):
+        new.test = ast.UnaryOp(ast.Not(), new.test)
+        yield new
+    elif isinstance(new, ast.Expr) and isinstance(new.value, ast.Call):
+        yield ast.Pass()
+
+
+def files_of(patterns: str) -> list[str]:
+    """Return the Python files that exist of a room's list: files, folders and patterns, in its order."""
+    found = chain.from_iterable(
+        sorted((ROOT / word).rglob("*.py")) if (ROOT / word).is_dir() else sorted(ROOT.glob(word))
+        for word in patterns.split()
+    )
+    return list(dict.fromkeys(path.relative_to(ROOT).as_posix() for path in found))
+
+
+def drawn(room: str, count: int, seed: int) -> list[Mutant]:
+    """Return `count` mutants of a room, each as likely as every other; the same for the same seed and sources."""
+    every = [
+        mutant for file in files_of(ROOMS[room][0]) for mutant in mutants_of(file, (ROOT / file).read_text("utf-8"))
+    ]
+    return random.Random(f"{room} {seed}").sample(every, min(count, len(every)))
+
+
+def verdicts(mutants: Sequence[Mutant], tests: list[str], processes: int) -> Iterator[str]:
+    """Yield for each mutant which test noticed it; "" for one that survived."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(processes) as pool:
+        tree = Path(folder, "tree")
+        bugs._copy(ROOT, tree)
+        free: SimpleQueue[bugs.Server] = SimpleQueue()
+        servers = [bugs.Server(bugs.LIBRARIES) for _ in range(processes)]
+        for server in servers:
+            free.put(server)
+
+        def judge(mutant: Mutant) -> str:
+            server = free.get()
+            patch = Path(tempfile.mkstemp(dir=folder, suffix=".patch")[1])
+            patch.write_text(_patch(mutant), encoding="utf-8")
+            try:
+                found = bugs._try(server, tree, patch, tests, stop=True, limit=LIMIT_S)
+            finally:
+                free.put(server)
+            failed = [name for name, how in found.get("endings", {}).items() if how not in ("passed", "is skipped")]
+            return str(found["trouble"] or next(iter(failed), ""))
+
+        try:
+            yield from pool.map(judge, mutants)
+        finally:
+            for server in servers:
+                server.close()
+
+
+def _patch(mutant: Mutant) -> str:
+    before = (ROOT / mutant.file).read_text("utf-8").splitlines(keepends=True)
+    after = mutant.source.splitlines(keepends=True)
+    return "".join(difflib.unified_diff(before, after, f"a/{mutant.file}", f"b/{mutant.file}"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"of {', '.join(ROOMS)}; by default all")
+    parser.add_argument("--count", type=int, default=40, help="mutants of each room")
+    parser.add_argument("--seed", type=int, default=1, help="which mutants are drawn")
+    parser.add_argument("--processes", type=int, default=2, help="mutants that are tried at once")
+    parser.add_argument("--out", type=Path, help="a JSON file for the verdicts")
+    given = parser.parse_args()
+    if unknown := set(given.rooms) - set(ROOMS):
+        parser.error(f"there is no room {', '.join(sorted(unknown))}; choose of {', '.join(ROOMS)}")
+    report = []
+    for room in given.rooms or list(ROOMS):
+        begun, killed = time.monotonic(), 0
+        mutants, tests = drawn(room, given.count, given.seed), files_of(ROOMS[room][1])
+        tests = [file for file in tests if Path(file).name.startswith("test_")]
+        for mutant, how in zip(mutants, verdicts(mutants, tests, given.processes), strict=True):
+            killed += bool(how)
+            report.append({"room": room, "mutant": str(mutant), "killed_by": how})
+            print(f"{mutant}: {f'killed: {how:.120}' if how else 'SURVIVED'}", flush=True)
+        print(f"{room}: {killed} of {len(mutants)} killed in {time.monotonic() - begun:.0f} s", flush=True)
+    if given.out is not None:
+        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

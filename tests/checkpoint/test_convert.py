@@ -1,0 +1,261 @@
+"""What is converted is read back as the package's own rounding of it, and what is in the wanted type stays as it is."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import (
+    config_of,
+    gguf_name,
+    meta_params,
+    meta_weights,
+    random_model,
+    write_gguf,
+    write_huggingface,
+    write_meta,
+)
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from llama import cli, load
+from llama.args import ModelArgs
+from llama.bench.run.engines import LlamaEngine
+from llama.bench.run.llama_cpp_engine import LlamaCppEngine
+from llama.checkpoint import CheckpointError, open_checkpoint
+from llama.checkpoint.base import BLOCK, Weight, needed_shapes
+from llama.checkpoint.convert import convert
+from llama.checkpoint.demo import demo_model_path
+from llama.checkpoint.gguf_writer import planned
+from llama.cli.convert import main
+from llama.untrusted.gguf_header import Header, read_header
+
+ENDS = ("tok_embeddings.weight", "output.weight")
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+FORMATS = ("meta", "huggingface", "gguf")
+
+
+def checkpoint_of(form: str, folder: Path, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
+    """Write a tiny model in a format; return its path, and its weights in Meta's names."""
+    config = config_of(**{**SIZES, **changes})
+    theirs = random_model(config)
+    weights = meta_weights(theirs)
+    if form == "meta":
+        return write_meta(folder / "meta", weights, meta_params(config), shards=2), weights
+    if form == "huggingface":
+        return write_huggingface(folder / "huggingface", theirs), weights
+    return write_gguf(folder / "source.gguf", weights, config), weights
+
+
+def rounded(name: str, weight: Tensor, kind: Kind) -> Tensor:
+    """Return what the package makes of a weight and reads again."""
+    if weight.ndim == 1 or kind is Kind.F32:
+        return weight
+    used = Kind.Q8_0 if kind in (Kind.Q4_0, Kind.Q4_1) and name in ENDS else kind
+    return torch.from_numpy(np.array(dequantize(quantize(weight.numpy(), used), used)))
+
+
+def bytes_of(path: Path, header: Header, name: str) -> bytes:
+    info = header.tensors[name]
+    return path.read_bytes()[info.start : info.start + info.nbytes]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda k: k.name)
+def test_a_converted_checkpoint_is_the_packages_rounding_of_the_source(form: str, kind: Any, tmp_path: Path) -> None:
+    source, weights = checkpoint_of(form, tmp_path)
+    convert(source, tmp_path / "out.gguf", type=kind.name.lower())
+    (model, tokenizer), before = load(tmp_path / "out.gguf", device="cpu", dtype="fp32"), open_checkpoint(source)
+    assert model.args == replace(before.args, multiple_of=256, ffn_dim_multiplier=None)  # Meta's way to say ffn_dim
+    assert tokenizer.fingerprint() == before.tokenizer.fingerprint()
+    assert tokenizer.encode("the cat in a hat", bos=True, eos=True) == before.tokenizer.encode(
+        "the cat in a hat", bos=True, eos=True
+    )
+    for name, weight in weights.items():
+        assert torch.equal(model.get_parameter(name), rounded(name, weight, kind)), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_scaled_positions_and_a_tied_head_arrive(tied: bool, tmp_path: Path) -> None:
+    source, _ = checkpoint_of("huggingface", tmp_path, scaled=True, tie_word_embeddings=tied)
+    convert(source, tmp_path / "out.gguf", type="q8_0")
+    header = read_header(tmp_path / "out.gguf")
+    assert ("output.weight" in header.tensors) is not tied
+    assert "rope_freqs.weight" in header.tensors
+    assert open_checkpoint(tmp_path / "out.gguf").args == open_checkpoint(source).args
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1], ids=lambda kind: kind.name)
+def test_what_a_file_holds_in_the_wanted_type_keeps_its_bytes(kind: Any, tmp_path: Path) -> None:
+    config = config_of(**SIZES)
+    weights = meta_weights(random_model(config))
+    source = write_gguf(tmp_path / "source.gguf", weights, config, kind=kind, whole=["layers.1.attention.wq.weight"])
+    convert(source, tmp_path / "out.gguf", type=kind.name.lower())
+    before, after = read_header(source), read_header(tmp_path / "out.gguf")
+    same = {
+        name
+        for name in weights
+        if bytes_of(source, before, gguf_name(name)) == bytes_of(tmp_path / "out.gguf", after, gguf_name(name))
+    }
+    ends = set() if kind is Kind.Q8_0 else set(ENDS)  # which were of 4 bits, too
+    assert weights.keys() - same == {"layers.1.attention.wq.weight"} | ends
+    assert after.tensors["blk.1.attn_q.weight"].kind == kind.name
+
+
+@pytest.fixture(scope="module")
+def converted_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo") / "demo.gguf"
+    parts = convert("demo", out, type="q4_1")
+    assert all(part.copied for part in parts)
+    return out
+
+
+def test_the_demo_in_its_own_type_keeps_every_byte_and_every_word_of_its_tokenizer(converted_demo: Path) -> None:
+    out = converted_demo
+    before, after = read_header(demo_model_path()), read_header(out)
+    assert before.tensors.keys() == after.tensors.keys()
+    theirs, ours = (np.memmap(path, mode="r") for path in (demo_model_path(), out))
+    for name, info in before.tensors.items():
+        at = after.tensors[name].start
+        assert np.array_equal(ours[at : at + info.nbytes], theirs[info.start : info.start + info.nbytes]), name
+    words = {key: value for key, value in before.metadata.items() if key.startswith("tokenizer.")}
+    assert words == {key: value for key, value in after.metadata.items() if key.startswith("tokenizer.")}
+
+
+def test_a_matrix_whose_rows_are_no_whole_blocks_is_f16_and_said_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, weights = checkpoint_of("huggingface", tmp_path, intermediate_size=72)
+    with caplog.at_level("INFO", logger="llama"):
+        convert(source, tmp_path / "out.gguf", type="q4_0")
+    kinds = {name: info.kind for name, info in read_header(tmp_path / "out.gguf").tensors.items()}
+    assert {name for name, kind in kinds.items() if kind == "F16"} == {"blk.0.ffn_down.weight", "blk.1.ffn_down.weight"}
+    assert "ffn_down.weight have rows that are no multiple of 32 and stay in F16" in caplog.text
+    model, _ = load(tmp_path / "out.gguf", device="cpu", dtype="fp32")
+    name = "layers.1.feed_forward.w2.weight"
+    assert torch.equal(model.get_parameter(name), weights[name].half().float())
+
+
+def test_no_tensor_is_in_memory_as_a_whole() -> None:
+    args = ModelArgs(dim=1024, n_layers=1, n_heads=8, ffn_dim=2048, vocab_size=2048)  # the smallest of 4 MB in float32
+    shapes = needed_shapes(args)
+    blank: Mapping[str, Weight] = {name: Weight.of(torch.zeros(shape)) for name, shape in shapes.items()}
+    for kind in ("F32", "Q8_0"):
+        parts = planned(args, blank, kind)
+        sizes = [[piece.nbytes for piece in part.pieces()] for part in parts]
+        assert [sum(each) for each in sizes] == [part.nbytes for part in parts]
+        assert max(map(max, sizes)) <= 4 * BLOCK < max(map(sum, sizes))
+
+
+def test_an_interruption_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    source, _ = checkpoint_of("gguf", tmp_path)
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / "model.gguf"
+    out.write_text("the one before")
+
+    def interrupted(done: int, total: int) -> None:
+        assert [*out.parent.iterdir()] != [out]  # the new one stands beside it
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, out, type="q8_0", overwrite=True, progress=interrupted)
+    assert (out.read_text(), [*out.parent.iterdir()]) == ("the one before", [out])
+    convert(source, out, type="q8_0", overwrite=True)
+    load(out, device="cpu")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf"), 70000.0])
+@pytest.mark.parametrize("type", ["f16", "q8_0"])
+def test_numbers_that_a_type_cannot_hold_are_refused_with_their_tensor(
+    number: float, type: str, tmp_path: Path
+) -> None:
+    config = config_of(**SIZES)
+    weights = meta_weights(random_model(config))
+    weights["layers.1.feed_forward.w3.weight"][40, 3] = number
+    source = write_gguf(tmp_path / "source.gguf", weights, config)
+    with pytest.raises(
+        CheckpointError, match=rf"source.gguf: blk.1.ffn_up.weight holds (nan|inf|70000), and {type.upper()}"
+    ):
+        convert(source, tmp_path / "out.gguf", type=type)
+    assert sorted(tmp_path.iterdir()) == [source]
+    convert(source, tmp_path / "out.gguf", type="bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "0 paths are given; the command takes two: IN OUT.gguf"),
+        (["{in}", "{out}"], "--type is missing; choose of f32, f16, q4_0, q4_1, q8_0, bf16"),
+        (["{in}", "{out}", "--type", "q4_k"], "type='q4_k' is not known; choose of f32"),
+        (["{in}", "out.bin", "--type", "f32"], "out.bin: the name must end in .gguf"),
+        (["{in}", "{there}", "--type", "f32"], "exists; give another name, or --overwrite"),
+        (["{in}", "{in}", "--type", "f32", "--overwrite"], "is the file to convert"),
+        (["nowhere", "{out}", "--type", "f32"], "nowhere: there is no such file or directory"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_in_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = checkpoint_of("gguf", tmp_path)
+    there = tmp_path / "there.gguf"
+    there.write_text("")
+    names = {"in": source, "out": tmp_path / "out.gguf", "there": there}
+    assert cli.run(main, [word.format(**names) for word in words]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert len(told.splitlines()) == 1
+    assert sorted(tmp_path.iterdir()) == sorted([source, there])
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _ = checkpoint_of("gguf", tmp_path)
+    free = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    with pytest.raises(ValueError, match=r"out.gguf takes 1 MB, and 0 MB are free there; make room, or"):
+        convert(source, tmp_path / "out.gguf", type="f32")
+    assert sorted(tmp_path.iterdir()) == [source]
+
+
+def test_the_command_says_what_the_file_has_become(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = checkpoint_of("gguf", tmp_path)
+    assert cli.run(main, [str(source), str(tmp_path / "out.gguf"), "--type", "q4_0"]) == 0
+    assert "0.1 MB, 5 tensors F32, 14 tensors Q4_0, 2 tensors Q8_0; 5 of them copied" in capsys.readouterr().out
+
+
+def test_llama_cpp_reads_the_text_as_we_do_and_goes_on_as_our_plain_path_does(tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    source, _ = checkpoint_of("meta", tmp_path)
+    out = tmp_path / "out.gguf"
+    convert(source, out, type="f32")  # of other types it rounds the inputs, too
+    model, tokenizer = load(out, device="cpu", dtype="fp32")
+    text = "the cat in a hat, 1234 times"
+    prompt = tokenizer.encode(text, bos=True, eos=False)
+    theirs = llama_cpp.Llama(str(out), vocab_only=True, verbose=False).tokenize(text.encode(), add_bos=True)
+    assert theirs == prompt
+    peer = LlamaCppEngine.of_file(out, model.args, tokenizer)
+    ours = LlamaEngine(model, tokenizer)
+    assert peer.run([prompt], 8, kv_caching=True).ids == ours.run([prompt], 8, kv_caching=True).ids
+
+
+def test_llama_cpp_goes_on_from_the_converted_demo_as_we_do(converted_demo: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    model, tokenizer = load(converted_demo, device="cpu", dtype="fp32")
+    prompt = tokenizer.encode("The capital of France is", bos=False, eos=False)
+    peer = LlamaCppEngine.of_file(converted_demo, model.args, tokenizer)
+    ours = LlamaEngine(model, tokenizer).run([prompt], 4, kv_caching=True).ids  # " Paris.", and what follows it
+    assert peer.run([prompt], 4, kv_caching=True).ids == ours
+
+
+def test_a_tokenizer_that_stands_elsewhere_is_written_into_the_file(tmp_path: Path) -> None:
+    config = config_of(**SIZES)
+    weights = meta_weights(random_model(config))
+    elsewhere = write_meta(tmp_path / "meta", weights, meta_params(config)) / "tokenizer.model"
+    bare = write_gguf(tmp_path / "bare.gguf", weights, config, tokenizer=False)
+    convert(bare, tmp_path / "out.gguf", type="f32", tokenizer_path=elsewhere)
+    assert open_checkpoint(tmp_path / "out.gguf").tokenizer.n_words == config.vocab_size

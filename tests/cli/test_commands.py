@@ -1,0 +1,141 @@
+"""llama-kv: one command over the functions of the scripts and of `python -m llama.x`, with their flags and help."""
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llama.commands import benchmark_inference
+
+from llama import __main__ as commands
+from llama import cli
+from llama.cli.inference import main as inference
+
+ROOT = Path(__file__).parents[2]
+
+
+def started(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "llama", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_overview_fits_a_screen_and_names_every_command() -> None:
+    lines = commands.HELP.splitlines()
+    assert len(lines) <= 23  # the prompt is the 24th
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != "-"] == list(commands.COMMANDS)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_the_overview_is_there_at_once(words: list[str]) -> None:
+    look = (
+        "import atexit, sys; from llama import __main__ as m; "
+        "atexit.register(lambda: print({'torch', 'fire'} & set(sys.modules))); "
+        f"sys.argv = ['llama-kv', *{words!r}]; m.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{commands.HELP}set()\n", "")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("benhc", "did you mean bench?"), ("xyz", "llama-kv --help lists them"), ("--kv_caching", "llama-kv --help")],
+)
+def test_an_unknown_command_is_one_line(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.overview(word) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), hint in err, repr(word) in err) == ("", 1, True, True)
+
+
+def test_an_unknown_flag_of_a_command_is_refused_with_the_nearest() -> None:
+    done = started("run", "--kvcachin")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown flag --kvcachin; did you mean --kv_caching?\n"
+
+
+def test_help_of_a_command_is_under_its_name() -> None:
+    done = started("run", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n    llama-kv run - Complete prompts" in done.stdout
+    assert "\n    llama-kv run <flags> [PROMPTS]...\n" in done.stdout
+    for flag in [*cli.flag_types(inference), "threads", "debug"]:
+        assert f"--{flag}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "expected"),
+    [
+        ("run", ["hello"], ["hello"]),
+        ("chat", ["hello", "--fast"], ["--chat", "hello", "--fast"]),
+        ("chat", ["--chat"], ["--chat"]),
+        ("watch", ["hello"], ["--watch=page.html", "hello"]),
+        ("watch", ["hello", "--watch", "other.html"], ["hello", "--watch", "other.html"]),
+        ("watch", ["--watch=other.html"], ["--watch=other.html"]),
+    ],
+)
+def test_some_commands_are_a_flag_of_another(name: str, words: list[str], expected: list[str]) -> None:
+    assert commands.with_flag(commands.GIVEN.get(name), words) == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("/usr/bin/llama-kv", "llama-kv bench --text 'a b'"),
+        ("C:/llama-kv.exe", "llama-kv bench --text 'a b'"),
+        ("/x/llama/__main__.py", "llama-kv bench --text 'a b'"),
+        ("./benchmark_inference.py", "python benchmark_inference.py bench --text 'a b'"),
+    ],
+)
+def test_a_report_says_how_to_measure_again(program: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "bench", "--text", "a b"])
+    assert benchmark_inference.as_started() == expected
+
+
+# ---- the help of every command ---------------------------------------------------------------------------------------
+
+FILES = sorted([*ROOT.glob("llama/**/*.py"), *ROOT.glob("scripts/*.py")])
+MAINS = {
+    path.relative_to(ROOT).as_posix(): node
+    for path in FILES
+    for node in ast.parse(path.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.FunctionDef) and node.name == "main" and "Args:" in (ast.get_docstring(node) or "")
+}
+
+
+def test_every_command_has_a_help() -> None:
+    own = {Path(inspect.getfile(one())).relative_to(ROOT).as_posix() for one in commands.COMMANDS.values()}
+    assert own <= MAINS.keys()
+
+
+@pytest.mark.parametrize("file", MAINS)
+def test_help_says_of_every_flag_what_it_is_in_whole_sentences(file: str) -> None:
+    given = MAINS[file].args
+    first, _, args = (ast.get_docstring(MAINS[file]) or "").partition("\nArgs:\n")
+    told = entries(args)
+    names = [arg.arg for arg in (*given.args, *([given.vararg] if given.vararg else []), *given.kwonlyargs)]
+    assert sorted(told) == sorted(names)
+    for text in [first.strip(), *told.values()]:
+        assert text[0].isupper() or not text[0].isalpha(), text
+        assert text.endswith("."), text
+
+
+def entries(args: str) -> dict[str, str]:
+    """Return what a docstring says of each argument, in one line."""
+    told: dict[str, str] = {}
+    for line in inspect.cleandoc(args).splitlines():
+        if line.startswith(" "):
+            told[list(told)[-1]] += f" {line.strip()}"
+        else:
+            name, _, text = line.partition(": ")
+            told[name] = text
+    return told

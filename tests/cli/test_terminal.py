@@ -1,0 +1,875 @@
+"""A conversation is its ids: fed, read back, cut, taken back and refused; in Python, in a pipe and on a terminal."""
+
+import io
+import os
+import re
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import write_checkpoint
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from oracles import tiny_model, watched
+from torch import Tensor
+
+from llama import Chat, Tokenizer, Transformer, cli
+from llama.cli.terminal import Conversation
+from llama.tokenizer.chat import ChatFormat, Dialog
+from llama.tokenizer.conversation import LEAST, ContextFull
+from llama.tokenizer.transcript import Transcript
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "inference.py"
+GREEDY: dict[str, Any] = {"temperature": 0}
+SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+ANSWERS = ["Hello.", "Twelve, I think", "No"]
+
+
+def small_model(tokenizer: Tokenizer, *, max_seq_len: int = 256) -> Transformer:
+    model = tiny_model(vocab_size=tokenizer.n_words, max_seq_len=max_seq_len, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture
+def model(demo: Tokenizer) -> Transformer:
+    return small_model(demo)
+
+
+@contextmanager
+def saying(model: Transformer, *answers: list[int]) -> Iterator[None]:
+    """Let the model give these answers, one after each prompt; with the cache, for all that is fed at once is one."""
+    texts = iter(answers)
+    rest: Iterator[int] = iter(())
+
+    def speak(_: object, given: tuple[Any, ...], logits: Tensor) -> Tensor:
+        nonlocal rest
+        if given[0].shape[1] > 1:
+            rest = iter(next(texts))
+        forced = torch.zeros_like(logits)
+        forced[..., next(rest)] = 50.0
+        return forced
+
+    hook = model.register_forward_hook(speak)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, bos=False, eos=False)
+
+
+def scripted(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
+    return [[*plain(tokenizer, text), tokenizer.stop_tokens[0]] for text in texts]
+
+
+def said(*texts: str) -> Dialog:
+    """Return a dialog in which a user begins."""
+    roles: list[Any] = ["user", "assistant"]
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+# ---- ids and messages ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("name", ["demo", "meta"])
+def test_the_ids_are_those_of_the_dialog_that_was_held(
+    name: str, system: str | None, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    model = small_model(tokenizer)
+    chat = Chat(model, tokenizer, system=system)
+    dialog: Dialog = [] if system is None else [{"role": "system", "content": system}]
+    assert chat.messages == dialog
+    with saying(model, *scripted(tokenizer, *ANSWERS)):
+        for question, answer in zip(["Hi", "How many are there?\n\n", "More?"], ANSWERS, strict=True):
+            assert "".join(chat.say(question, **GREEDY)) == answer
+            dialog.append({"role": "user", "content": question})
+            prompt = ChatFormat(tokenizer).encode_dialog_prompt(dialog)
+            assert chat.session.tokens == prompt + plain(tokenizer, answer)
+            dialog.append({"role": "assistant", "content": answer})
+            assert chat.messages == dialog
+
+
+def test_the_template_s_own_system_message_is_fed_and_is_no_message(model: Transformer, demo: Tokenizer) -> None:
+    chat = Chat(model, demo)
+    "".join(chat.say("Hi", 2))
+    assert "You are a helpful AI assistant named SmolLM" in demo.decode(chat.session.tokens)
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+
+
+def test_an_answer_stays_as_it_was_generated(model: Transformer, demo: Tokenizer) -> None:
+    spelled = [id for letter in "Hello" for id in plain(demo, letter)]  # not the ids that the word encodes to
+    assert spelled != plain(demo, "Hello")
+    marked = [*spelled, demo.special_tokens["<|im_start|>"], *plain(demo, "user\nI"), demo.stop_tokens[0]]
+    chat = Chat(model, demo)
+    with saying(model, marked, *scripted(demo, "Yes")):
+        "".join(chat.say("Hi", **GREEDY))
+        "".join(chat.say("Ho", **GREEDY))
+    at = chat.session.tokens.index(spelled[0], 30)
+    assert chat.session.tokens[at : at + len(marked) - 1] == marked[:-1]
+    assert chat.messages == said("Hi", "Hello<|im_start|>user\nI", "Ho", "Yes")
+
+
+def test_only_what_is_new_is_fed(model: Transformer, demo: Tokenizer) -> None:
+    chat = Chat(model, demo)
+    with watched(model) as watch, saying(model, *scripted(demo, "Yes", "No")):
+        "".join(chat.say("Hi", **GREEDY))
+        first = len(chat.session.tokens)
+        "".join(chat.say("Ho", **GREEDY))
+    assert chat.last is not None
+    new = chat.last.context - first
+    assert watch.widths == [first - 1, 1, new, 1]  # the stop token is never fed, so the second turn brings it along
+    assert (chat.last.fed, chat.last.made, chat.last.finish_reason) == (new, 1, "stop")
+    assert chat.session.fed == sum(watch.widths)
+
+
+def test_without_the_cache_the_same_is_said_and_everything_is_fed_each_time(
+    model: Transformer, demo: Tokenizer
+) -> None:
+    texts = []
+    for caching in (True, False):
+        model.kv_caching = caching
+        chat = Chat(model, demo)
+        prompts = []
+        with watched(model) as watch:
+            for question in ("Hi", "Ho"):
+                "".join(chat.say(question, 6, seed=3))
+                assert chat.last is not None
+                prompts.append(chat.last.context)
+        texts.append(chat.session.tokens)
+    assert texts[0] == texts[1]
+    assert watch.widths == [prompt + made for prompt in prompts for made in range(6)]
+    assert (chat.last.fed, chat.session.fed) == (prompts[1], sum(watch.widths))
+
+
+def test_what_an_answer_took_is_told(model: Transformer, demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]  # a forward takes a second, and the caller a hundred
+
+    def pass_by(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("llama.tokenizer.conversation.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    hook = model.register_forward_pre_hook(lambda *_: pass_by(1))
+    chat, begun = Chat(model, demo), []
+    try:
+        assert chat.last is None
+        pieces = chat.say("Hi", 5, seed=0)
+        assert chat.last is None
+        pass_by(100)
+        for _ in pieces:
+            begun.append(chat.last)
+            pass_by(100)
+    finally:
+        hook.remove()
+    assert chat.last is not None
+    assert (chat.last.made, chat.last.finish_reason, chat.last.fed) == (5, "length", chat.last.context)
+    assert begun[0] is not None
+    assert chat.last.first == begun[0].made  # seconds: of the prompt's forward, and of each token's behind the first
+    assert chat.last.per_second == 1
+
+
+# ---- answers that end early, and turns that are taken back -----------------------------------------------------------
+
+
+class Gone(Exception):
+    pass
+
+
+@contextmanager
+def failing(model: Transformer, after: int, error: type[BaseException]) -> Iterator[None]:
+    """Let the forward after so many raise."""
+    left = after
+
+    def fail(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error
+
+    hook = model.layers[1].register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def cut_by_length(chat: Chat) -> None:
+    "".join(chat.say("Hi", 3, seed=1))
+
+
+def cut_by_closing(chat: Chat) -> None:
+    pieces = chat.say("Hi", seed=1)
+    while chat.last is None or chat.last.made < 3:
+        next(pieces)
+    pieces.close()
+
+
+def left_behind(chat: Chat) -> None:
+    for _ in chat.say("Hi", seed=1):
+        if chat.last is not None and chat.last.made >= 3:
+            break
+
+
+def failed_outside(chat: Chat) -> None:
+    with suppress(Gone):
+        for _ in chat.say("Hi", seed=1):
+            if chat.last is not None and chat.last.made >= 3:
+                raise Gone
+
+
+def failed_inside(chat: Chat, error: type[BaseException] = Gone) -> None:
+    with failing(chat.model, 3, error), suppress(error):
+        "".join(chat.say("Hi", seed=1))
+
+
+def interrupted_inside(chat: Chat) -> None:
+    failed_inside(chat, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize(
+    "cut", [cut_by_length, cut_by_closing, left_behind, failed_outside, failed_inside, interrupted_inside]
+)
+def test_an_answer_that_ends_early_is_kept_and_ended_as_the_format_does(
+    cut: Callable[[Chat], None], model: Transformer, demo: Tokenizer
+) -> None:
+    chat = Chat(model, demo)
+    cut(chat)
+    kept = chat.session.tokens[-3:]
+    assert chat.messages == said("Hi", demo.decode(kept))
+    "".join(chat.say("Ho", 2))
+    start = [*ChatFormat(demo).encode_dialog_prompt(said("Hi")), *kept]
+    turn = "<|im_end|>\n<|im_start|>user\nHo<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.session.tokens[:-2] == start + demo.encode(turn, bos=False, eos=False, allowed_special="all")
+
+
+@pytest.mark.parametrize("error", [Gone, KeyboardInterrupt])
+def test_a_message_without_any_answer_was_not_said(
+    error: type[BaseException], model: Transformer, demo: Tokenizer
+) -> None:
+    chat = Chat(model, demo)
+    "".join(chat.say("Hi", 3, seed=1))
+    before = list(chat.session.tokens)
+    with failing(model, 0, error), suppress(error):
+        "".join(chat.say("Ho"))
+    assert chat.session.tokens == before
+    chat.say("an iterator that nobody asks for a piece")
+    assert chat.messages == said("Hi", demo.decode(before[-3:]))
+    "".join(chat.say("Ho", 3, seed=1))
+    again = Chat(model, demo)
+    for question in ("Hi", "Ho"):
+        "".join(again.say(question, 3, seed=1))
+    assert chat.session.tokens == again.session.tokens
+
+
+def test_the_last_exchange_can_be_taken_back_until_none_is_left(model: Transformer, demo: Tokenizer) -> None:
+    chat = Chat(model, demo, system="Be brief.")
+    for question in ("Hi", "Ho"):
+        "".join(chat.say(question, 3, seed=1))
+    first, second = chat.messages[1:3], chat.messages[3:]
+    assert chat.undo() == second
+    assert chat.messages[1:] == first
+    "".join(chat.say("Ho", 3, seed=1))
+    assert chat.messages[3:] == second
+    chat.undo()
+    assert chat.undo() == first
+    assert chat.messages == [{"role": "system", "content": "Be brief."}]
+    with pytest.raises(ValueError, match="nothing to take back"):
+        chat.undo()
+    "".join(chat.say("Hi", 3, seed=1))
+    assert chat.messages[1:] == first
+
+
+def test_an_answer_that_goes_on_can_be_read_and_taken_back(model: Transformer, demo: Tokenizer) -> None:
+    chat = Chat(model, demo)
+    pieces = chat.say("Hi", seed=1)
+    begun = next(pieces)
+    assert chat.messages == said("Hi", begun)
+    assert chat.undo() == said("Hi", begun)
+    assert list(pieces) == []
+    assert chat.messages == []
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "  \n", None, b"Hi"])
+def test_an_empty_message_is_refused(text: Any, model: Transformer, demo: Tokenizer) -> None:
+    chat = Chat(model, demo)
+    with pytest.raises(ValueError, match="a message is some text"):
+        chat.say(text)
+    assert chat.messages == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_gen_len": 0}, "max_gen_len=0"),
+        ({"max_gen_len": None}, "max_gen_len=None"),
+        ({"kv_caching": False}, "model.kv_caching"),
+        ({"echo": True}, "chat.messages"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_fed(
+    options: dict[str, Any], words: str, model: Transformer, demo: Tokenizer
+) -> None:
+    chat = Chat(model, demo)
+    with pytest.raises(ValueError, match=words):
+        chat.say("Hi", **options)
+    assert (chat.messages, chat.session.fed) == ([], 0)
+
+
+def test_a_tokenizer_without_a_chat_format_is_refused(model: Transformer, demo: Tokenizer) -> None:
+    tokenizer = copy(demo)
+    tokenizer.special_tokens, tokenizer.chat_template = {}, None
+    with pytest.raises(ValueError, match="no known chat format"):
+        Chat(model, tokenizer)
+
+
+def test_a_message_that_does_not_fit_is_refused_before_it_is_said(demo: Tokenizer) -> None:
+    chat = Chat(small_model(demo, max_seq_len=90), demo)
+    assert "".join(chat.say("Hi", seed=1))
+    assert chat.last is not None
+    assert chat.last.made == 90 - chat.last.context  # cut to what fits
+    assert chat.left == 0
+    before = chat.messages
+    with pytest.raises(ContextFull, match=r"max_seq_len=90; undo an exchange, or .* kv_cache='window:45\+4'"):
+        chat.say("Ho")
+    assert chat.messages == before
+    chat.undo()
+    assert chat.left == 90
+    "".join(chat.say("Ho", LEAST))
+    with pytest.raises(ContextFull):
+        chat.say("long " * 90)
+    assert "".join(chat.say("H", LEAST))
+
+
+def test_a_window_has_no_end_and_its_turns_can_be_taken_back(demo: Tokenizer) -> None:
+    chat = Chat(small_model(demo, max_seq_len=64), demo, kv_cache="window:40+4")
+    assert chat.left is None
+    for _ in range(4):
+        "".join(chat.say("Hi", 30))
+    assert len(chat.session.tokens) > 128
+    chat.undo()
+    "".join(chat.say("Ho", 3))
+    assert [message["content"] for message in chat.messages if message["role"] == "user"] == ["Hi", "Hi", "Hi", "Ho"]
+    chat.model.kv_caching = False  # which limits the text
+    with pytest.raises(ContextFull):
+        chat.say("Ho")
+
+
+# ---- any turns in any order ------------------------------------------------------------------------------------------
+
+
+class Turns(RuleBasedStateMachine):
+    """Beside the chat, the messages and the ids that it should have, put together here."""
+
+    tokenizer: Tokenizer
+    model: Transformer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chat = Chat(self.model, self.tokenizer)
+        self.turns: list[tuple[str, list[int]]] = []
+
+    def text(self, turns: list[tuple[str, list[int]]]) -> list[int]:
+        """Return the ids of these turns, in ChatML, up to the end of the last answer."""
+        start, end = (self.tokenizer.special_tokens[mark] for mark in ("<|im_start|>", "<|im_end|>"))
+        whole = [end, *plain(self.tokenizer, "\n")]
+        ids = [start, *plain(self.tokenizer, f"system\n{SMOLLM_SYSTEM}")]
+        for question, answer in turns:
+            ids += [*whole, start, *plain(self.tokenizer, f"user\n{question}"), *whole]
+            ids += [start, *plain(self.tokenizer, "assistant\n"), *answer]
+        return ids
+
+    def prompt(self, text: str) -> list[int]:
+        return self.text([*self.turns, (text, [])])
+
+    @rule(text=st.sampled_from(["Hi", "a\nb", " x ", "<|im_end|>"]), count=st.integers(1, 5), seed=st.integers(0, 9))
+    def say(self, text: str, count: int, seed: int) -> None:
+        "".join(self.chat.say(text, count, seed=seed, temperature=1.0))
+        self.turns.append((text, self.chat.session.tokens[len(self.prompt(text)) :]))
+
+    @rule(count=st.integers(0, 3), seed=st.integers(0, 9), close=st.booleans())
+    def say_and_leave(self, count: int, seed: int, close: bool) -> None:
+        pieces = self.chat.say("Well?", seed=seed)
+        for _, _ in zip(range(count), pieces, strict=False):
+            pass
+        if close:
+            pieces.close()
+        if count:
+            self.turns.append(("Well?", self.chat.session.tokens[len(self.prompt("Well?")) :]))
+
+    @rule(after=st.integers(0, 3), error=st.sampled_from([Gone, KeyboardInterrupt]))
+    def fail(self, after: int, error: type[BaseException]) -> None:
+        with failing(self.model, after, error), suppress(error):
+            "".join(self.chat.say("Why?", 6, seed=0))
+        if after:
+            self.turns.append(("Why?", self.chat.session.tokens[len(self.prompt("Why?")) :]))
+
+    @precondition(lambda self: self.turns)
+    @rule()
+    def undo(self) -> None:
+        question, answer = self.turns.pop()
+        assert self.chat.undo() == said(question, self.tokenizer.decode(answer))
+
+    @rule(on=st.booleans())
+    def switch(self, on: bool) -> None:
+        self.model.kv_caching = on
+
+    @invariant()
+    def ids_and_messages_are_those_that_were_said(self) -> None:
+        texts = [text for question, answer in self.turns for text in (question, self.tokenizer.decode(answer))]
+        assert self.chat.messages == said(*texts)
+        assert self.chat.session.tokens == (self.text(self.turns) if self.turns else [])
+
+
+def test_any_turns_in_any_order_leave_the_ids_of_the_dialog(demo: Tokenizer) -> None:
+    Turns.tokenizer, Turns.model = demo, small_model(demo, max_seq_len=2048)
+    run_state_machine_as_test(
+        Turns, settings=settings(max_examples=15, stateful_step_count=8, deadline=None, derandomize=True)
+    )
+
+
+# ---- any template ----------------------------------------------------------------------------------------------------
+
+_TURNS = (
+    "{{ bos_token }}%s{%% for m in messages %%}"
+    "<|start_header_id|>{{ m.role }}<|end_header_id|>%s<|eot_id|>{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|start_header_id|>assistant<|end_header_id|>{%% endif %%}"
+)
+TEMPLATES = {
+    "keeps all": _TURNS % ("", "{{ m.content }}"),
+    "leaves out": _TURNS % ("", "{{ m.content.split('h')[-1] if m.role == 'assistant' else m.content }}"),
+    "counts": _TURNS % ("{{ messages | length }}", "{{ m.content }}"),
+    "leaves out all but the last exchange": _TURNS.replace("messages %%}<", "messages[-3:] %%}<")
+    % ("", "{{ m.content }}"),
+    "plain text": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:",
+}
+
+
+@pytest.fixture(scope="module")
+def spelling(checkpoint: Path) -> Tokenizer:
+    """Return a tokenizer of all bytes, some words, and Llama 3's marks."""
+    return Tokenizer.from_huggingface(checkpoint)
+
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    other = copy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+THINKS = _TURNS % ("", "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}")
+
+
+def test_a_thought_that_the_template_leaves_out_is_rewound_and_what_was_before_it_is_kept(spelling: Tokenizer) -> None:
+    tokenizer = with_template(spelling, THINKS)
+    model, format = small_model(tokenizer), ChatFormat(tokenizer)
+    chat = Chat(model, tokenizer, system="Be brief.")
+    answers = ["hm</think>Yes", "No", "so</think>hello"]
+    dialog: Dialog = [{"role": "system", "content": "Be brief."}]
+    with watched(model) as watch, saying(model, *scripted(tokenizer, *answers)):
+        for question, answer in zip(["Hi", "Ho", "Hu"], answers, strict=True):
+            before = list(chat.session.tokens)
+            del watch.widths[:]
+            assert "".join(chat.say(question, **GREEDY)) == answer
+            dialog.append({"role": "user", "content": question})
+            prompt = format.encode_dialog_prompt(dialog)
+            same = next((i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), len(before))
+            assert chat.session.tokens == prompt + plain(tokenizer, answer)
+            assert watch.widths[0] <= len(prompt) - same + 1  # an answer's newest token was never fed
+            dialog.append({"role": "assistant", "content": answer})
+            assert chat.messages == dialog
+    chat.undo()
+    chat.undo()
+    assert chat.messages == dialog[:3]
+    with saying(model, *scripted(tokenizer, "No")):
+        "".join(chat.say("Ho", **GREEDY))
+    assert chat.messages == dialog[:5]
+    assert chat.session.tokens == format.encode_dialog_prompt(dialog[:4]) + plain(tokenizer, "No")
+
+
+def test_an_answer_that_the_template_trims_stays_as_it_was_generated(spelling: Tokenizer) -> None:
+    tokenizer = with_template(spelling, _TURNS % ("", "{{ m.content | trim }}"))
+    model = small_model(tokenizer)
+    chat = Chat(model, tokenizer)
+    spelled = [id for letter in " hello\n" for id in plain(tokenizer, letter)]  # not the ids that the text encodes to
+    with saying(model, [*spelled, tokenizer.stop_tokens[0]], *scripted(tokenizer, "Yes")):
+        "".join(chat.say("Hi", **GREEDY))
+        before = list(chat.session.tokens)
+        assert before[-len(spelled) :] == spelled
+        "".join(chat.say("Ho", **GREEDY))
+    assert chat.session.tokens[: len(before)] == before
+    assert chat.messages == said("Hi", " hello\n", "Ho", "Yes")
+
+
+def test_a_message_that_the_template_refuses_is_not_said(spelling: Tokenizer) -> None:
+    strict = "{{ raise_exception('mind your words') if 'bad' in messages[-1].content }}"
+    tokenizer = with_template(spelling, strict + TEMPLATES["keeps all"])
+    chat = Chat(small_model(tokenizer), tokenizer)
+    "".join(chat.say("Hi", 3))
+    before, tokens = chat.messages, list(chat.session.tokens)
+    with pytest.raises(ValueError, match="refuses this dialog: mind your words"):
+        chat.say("bad")
+    assert (chat.messages, chat.session.tokens) == (before, tokens)
+    "".join(chat.say("good", 3))
+    assert len(chat.messages) == 4
+
+
+class TemplateTurns(RuleBasedStateMachine):
+    """A conversation by some template, beside the messages that it should have; an answer is what was streamed."""
+
+    tokenizer: Tokenizer
+    model: Transformer
+    folder: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chat = Chat(self.model, self.tokenizer, system="hello")
+        self.format = ChatFormat(self.tokenizer)
+        self.said: Dialog = [{"role": "system", "content": "hello"}]
+
+    def note(self, text: str, answer: str | None) -> None:
+        if answer is not None:
+            self.said += said(text, answer)
+
+    @rule(text=st.sampled_from(["Hi", "hh", " x ", "<|eot_id|>"]), count=st.integers(1, 5), seed=st.integers(0, 9))
+    def say(self, text: str, count: int, seed: int) -> None:
+        self.note(text, "".join(self.chat.say(text, count, seed=seed, temperature=1.0)))
+
+    @rule(count=st.integers(0, 3), seed=st.integers(0, 9))
+    def say_and_leave(self, count: int, seed: int) -> None:
+        pieces = self.chat.say("Well?", seed=seed)
+        for _, _ in zip(range(count), pieces, strict=False):
+            pass
+        pieces.close()
+        self.note("Well?", self.chat.messages[-1]["content"] if count else None)
+
+    @rule(after=st.integers(0, 3))
+    def fail(self, after: int) -> None:
+        with failing(self.model, after, Gone), suppress(Gone):
+            "".join(self.chat.say("Why?", 6, seed=0))
+        self.note("Why?", self.chat.messages[-1]["content"] if after else None)
+
+    @precondition(lambda self: len(self.said) > 1)
+    @rule()
+    def undo(self) -> None:
+        taken = self.said[-2:]
+        del self.said[-2:]
+        assert self.chat.undo() == taken
+
+    @precondition(lambda self: len(self.said) > 1)
+    @rule()
+    def reload(self) -> None:
+        tokens = list(self.chat.session.tokens)
+        self.chat.save(self.folder / "talk")
+        self.chat = Chat.load(self.model, self.tokenizer, self.folder / "talk")
+        assert self.chat.session.tokens == tokens
+
+    @rule(on=st.booleans())
+    def switch(self, on: bool) -> None:
+        self.model.kv_caching = on
+
+    @invariant()
+    def the_ids_stand_for_the_dialog_as_the_template_has_it(self) -> None:
+        assert self.chat.messages == self.said
+        begin, tokens = self.chat._transcript.begin, self.chat.session.tokens
+        if begin is not None:
+            assert self.tokenizer.decode(tokens[begin:]) == self.said[-1]["content"]
+            assert self.tokenizer.decode(tokens[:begin]) == self.format.render(self.said[:-1]).text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_any_turns_by_any_template_leave_the_ids_of_the_dialog(name: str, spelling: Tokenizer, tmp_path: Path) -> None:
+    tokenizer = with_template(spelling, TEMPLATES[name])
+    machine = type("Machine", (TemplateTurns,), {"tokenizer": tokenizer, "folder": tmp_path})
+    machine.model = small_model(tokenizer, max_seq_len=2048)
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=6, stateful_step_count=8, deadline=None, derandomize=True)
+    )
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_conversation_goes_on_from_its_file(
+    system: str | None, model: Transformer, demo: Tokenizer, tmp_path: Path
+) -> None:
+    file = tmp_path / "talk"
+    chat = Chat(model, demo, system=system)
+    with pytest.raises(ValueError, match="nothing to save"):
+        chat.save(file)
+    for question in ("Hi", "Ho"):
+        "".join(chat.say(question, 3, seed=1))
+    chat.save(file)
+    again = Chat.load(model, demo, file)
+    assert again.messages == chat.messages
+    for either in (chat, again):
+        "".join(either.say("And?", 3, seed=1))
+    assert again.session.tokens == chat.session.tokens
+    for _ in range(3):
+        again.undo()
+    assert again.messages == ([] if system is None else [{"role": "system", "content": system}])
+    "".join(again.say("Hi", 3, seed=1))
+    assert again.messages == chat.messages[: len(again.messages)]
+
+
+def test_a_session_that_is_no_conversation_is_refused(model: Transformer, demo: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    session = model.session(demo)
+    session.feed("Once upon")
+    session.save(file)
+    with pytest.raises(ValueError, match=r"no conversation; model\.load_session"):
+        Chat.load(model, demo, file)
+    for note in ("", "[]", "{}", Transcript().to_json(), '{"messages": 7}'):
+        session.note = note
+        session.save(file)
+        with pytest.raises(ValueError, match=r"text is damaged: what it says of the conversation"):
+            Chat.load(model, demo, file)
+
+
+# ---- in lines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_seq_len=32768)
+
+
+@pytest.fixture
+def talk(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Pipe lines into inference.py --chat, and return the exit code and what it printed."""
+    command: Callable[..., int] = runpy.run_path(str(SCRIPT))["main"]
+
+    def talk(lines: str, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        code = cli.run(command, ["--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", *words])
+        return code, *capsys.readouterr()
+
+    return talk
+
+
+DIM = r"fed (\d+) of (\d+) tokens, first token after \d+\.\d\d s, [\d.]+ tokens/s, cut after 4 tokens"
+
+
+def test_piped_lines_are_messages_and_answered_one_by_one(talk: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = talk("hello\n\n \nthe hello\r\nlast", "--max_gen_len=4")
+    assert (code, err) == (0, "")
+    turns = [(int(fed), int(context)) for fed, context in re.findall(f"^{DIM}$", out, re.MULTILINE)]
+    assert len(turns) == 3
+    assert turns[0][0] == turns[0][1]
+    assert all(fed < context for fed, context in turns[1:])
+    assert turns[2][1] == turns[1][1] + 3 + turns[2][0]  # three tokens of the answer were fed when it was made
+    assert "> " not in out
+    assert "\033" not in re.sub(r"(?s)^.*?(?=fed )", "", out)
+
+
+def test_answers_are_the_same_without_the_cache_and_everything_is_fed(
+    talk: Callable[..., tuple[int, str, str]],
+) -> None:
+    lines = ("hello\nthe\n", "--max_gen_len=4")
+    cached, plain = (talk(*lines, *more)[1] for more in ((), ("--kv_caching=False",)))
+    assert re.sub("(?m)^fed .*$", "", cached) == re.sub("(?m)^fed .*$", "", plain)
+    assert [fed == context for fed, context in re.findall(DIM, plain)] == [True, True]
+    assert [fed == context for fed, context in re.findall(DIM, cached)] == [True, False]
+
+
+def test_commands_do_what_they_say_and_wrong_ones_are_one_line(
+    talk: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "a talk"
+    lines = ["/undo", "/stats", "hello", f"/save {file}", "the", "/undo", "/stats", f"/load {file}", "/load nowhere"]
+    lines += ["/save", "/undo now", "/etc/hosts is what?", " /etc/hosts is what?", "/quit", "never read"]
+    code, out, err = talk("\n".join(lines), "--max_gen_len=4")
+    assert code == 0
+    assert "0 messages, 0 tokens, 32" in out
+    assert f"saved to {file}\n" in out
+    assert "taken back: the\n" in out
+    assert "2 messages, " in out
+    assert "KV cache static, 0.0 MB" in out
+    assert "2 messages; the last: " in out
+    assert len(re.findall(DIM, out)) == 3
+    errors = err.splitlines()
+    assert [line.startswith("error: ") for line in errors] == [True] * 5
+    assert "nothing to take back" in errors[0]
+    assert "nowhere" in errors[1]
+    assert "/save needs a file: /save FILE" in errors[2]
+    assert "/undo stands alone" in errors[3]
+    assert "/etc/hosts is not known: there are /undo, /save FILE, /load FILE, /stats, /quit" in errors[4]
+
+
+def test_a_full_context_is_said_before_with_what_helps_and_the_conversation_goes_on(
+    talk: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, out, err = talk("hello\nhello hello\n/undo\nhello\n", "--max_seq_len=100")
+    assert code == 0
+    assert out.count("0 of 100 tokens left (/undo makes room, --kv_cache window:50+4 needs none)") == 2
+    assert out.count("tokens/s, cut after") == 2
+    assert err.startswith("error: the context is full: it has 100 of 100 tokens, and this message needs ")
+    assert err.count("\n") == 1
+    assert "/undo takes the last exchange back, and --kv_cache window:50+4 or a larger --max_seq_len" in err
+    code, out, err = talk("hello\nhello\nhello\n", "--max_seq_len=100", "--kv_cache=window:50+4", "--max_gen_len=60")
+    assert (code, err, "left" in out) == (0, "", False)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["--trace"], "--chat without prompts and --trace"), (["--max_gen_len=0"], "max_gen_len=0")],
+)
+def test_what_a_conversation_cannot_have_is_refused_before_a_model_is_loaded(
+    words: list[str], expected: str, talk: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = talk("hello\n", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert expected in err
+
+
+def test_a_conversation_is_refused_under_torchrun(
+    talk: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = talk("hello\n")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "one rank of the torchrun alone; give prompts" in err
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_what_a_terminal_would_obey_is_made_visible_there(
+    on_terminal: bool, meta: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(meta)
+    evil = "\033[31mred\a\r\x7f \x9b2J\ttab\nline é"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
+    talk = Conversation(Chat(model, meta), 64, {"temperature": 0}, seed=1)
+    with saying(model, *scripted(meta, evil)):
+        talk.take("hello")
+    printed = capsys.readouterr().out
+    assert printed.startswith("␛[31mred␇␍␡ \\x9b2J\ttab\nline é\n" if on_terminal else f"{evil}\n")
+    assert printed.endswith("\033[0m\n\n" if on_terminal else " tokens/s\n\n")
+
+
+# ---- as a process ----------------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_is_no_utf_8_is_refused_and_the_next_is_answered(checkpoint: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", "--max_gen_len=4"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=b"hello\nbr\xffken\nhello\n",
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert len(re.findall(DIM, done.stdout.decode(errors="replace"))) == 2
+    assert done.stderr.startswith(b"error: character 2 of the text")
+    assert done.stderr.count(b"\n") == 1
+
+
+class Terminal:
+    """A process on a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        import pty
+
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm")
+            os.execv(sys.executable, [sys.executable, str(SCRIPT), *words])
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def read(self, until: str, again: str = "") -> str:
+        """Return what is shown up to and with `until`; type `again` where nothing comes for 5 seconds."""
+        shown, end, idle = b"", time.monotonic() + 60, 0
+        while not shown.endswith(until.encode()):
+            assert time.monotonic() < end, f"{until!r} did not come after {shown[-300:]!r}"
+            if select.select([self.fd], [], [], 0.5)[0]:
+                shown, idle = shown + os.read(self.fd, 1), 0
+            elif (idle := idle + 1) % 10 == 0:
+                self.type(again)
+        return shown.decode(errors="replace")
+
+    def wait(self) -> int:
+        with suppress(OSError):  # a terminal whose process has ended reads as an error
+            while os.read(self.fd, 1024):
+                pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
+def test_ctrl_c_ends_the_answer_and_quit_the_conversation(checkpoint: Path) -> None:
+    words = ("--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", "--max_gen_len=30000")
+    terminal = Terminal(*words)
+    try:
+        assert "Ctrl-C ends an answer" in terminal.read("\r\n> ")
+        terminal.type("hello\r")
+        terminal.read("hello\r\n")
+        os.read(terminal.fd, 1)  # an answer of minutes has begun
+        terminal.type("\x03")
+        assert "\033[2mfed " in terminal.read("ended by Ctrl-C\033[0m\r\n\r\n> ")
+        time.sleep(0.3)  # Python looks for signals once it waits for a line
+        terminal.type("\x03")
+        # A signal that comes before Python waits is seen with the next thing that is typed.
+        terminal.read("/quit or Ctrl-D ends the conversation\033[0m\r\n> ", again="\x03")
+        time.sleep(0.3)
+        terminal.type("\x1b[A")  # the message again, out of the history
+        terminal.read("hello")
+        terminal.type("\r")
+        terminal.read("\r\n")
+        os.read(terminal.fd, 1)
+        terminal.type("\x03")
+        terminal.read("ended by Ctrl-C\033[0m\r\n\r\n> ")
+        terminal.type("/stats\r")
+        assert "4 messages" in terminal.read("MB\033[0m\r\n> ")
+        terminal.type("/quit\r")
+        assert terminal.wait() == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(terminal.pid, signal.SIGKILL)
+        os.close(terminal.fd)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
+@pytest.mark.parametrize("answering", [True, False])
+def test_sigterm_ends_a_conversation_on_a_terminal(answering: bool, checkpoint: Path) -> None:
+    terminal = Terminal("--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", "--max_gen_len=30000")
+    try:
+        terminal.read("\r\n> ")
+        if answering:
+            terminal.type("hello\r")
+            terminal.read("hello\r\n")
+            os.read(terminal.fd, 1)  # an answer of minutes has begun
+        else:
+            time.sleep(0.3)  # Python looks for signals once it waits for a line
+        os.kill(terminal.pid, signal.SIGTERM)
+        assert terminal.read("terminated\r\n")
+        assert terminal.wait() == 143
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(terminal.pid, signal.SIGKILL)
+        os.close(terminal.fd)

@@ -1,0 +1,343 @@
+"""How many cores a process may use, with how many threads it computes, and what is said where those are too many."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama import cli
+from llama.host import cores
+from llama.host.cores import FreeCores, OtherLoad, quota, say_if_crowded, threads, usable_cores
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it on Linux")
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a test set the count of threads, here and in the environment, and put it back."""
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- --threads -------------------------------------------------------------------------------------------------------
+
+
+def nothing() -> int:
+    """Do nothing."""
+    return 0
+
+
+def count(*prompts: str) -> int:
+    """Print the counts."""
+    print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"])
+    return 0
+
+
+def own_count(*, threads: int | None = None) -> int:
+    """Print the counts."""
+    print(threads, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+    return 0
+
+
+@pytest.mark.parametrize(("command", "expected"), [(count, "2 2 2\n"), (own_count, "2 2 2\n")])
+def test_threads_hold_for_torch_for_children_and_for_a_command_that_takes_them(
+    command: Callable[..., int], expected: str, counts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(command, ["--threads", "2"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_threads_hold_for_what_imports_torch_later() -> None:
+    look = """
+from llama import cli
+def command(*, first: int = 0) -> int:
+    import torch
+    print(torch.get_num_threads())
+    return 0
+cli.main(command)
+"""
+    done = subprocess.run([sys.executable, "-c", look, "--threads=2"], capture_output=True, text=True, check=True)
+    assert done.stdout == "2\n"
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "4000000", "1.5", "many", ""])
+def test_threads_that_no_machine_has_are_refused_in_a_sentence(
+    asked: str, counts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(nothing, [f"--threads={asked}"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err.startswith("error: --threads=")) == ("", 1, True)
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("counts_set", [("MKL", "1"), ("OMP", "1"), ("OMP", "2", "MKL", "1"), ("OMP", "1", "MKL", "2")])
+def test_before_torch_is_imported_the_threads_are_those_that_it_will_have(counts_set: tuple[str, ...]) -> None:
+    look = "from llama.host.cores import threads; early = threads(); import torch; print(early, threads())"
+    variables = {f"{name}_NUM_THREADS": number for name, number in zip(counts_set[::2], counts_set[1::2], strict=True)}
+    if not torch.backends.mkl.is_available() and "MKL" in counts_set:
+        pytest.skip("this PyTorch has no MKL, which would read its variable")
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, check=True, env=environment | variables
+    )
+    assert done.stdout.split() == [counts_set[-1]] * 2
+
+
+def test_a_quota_limits_the_threads_that_nobody_asked_for(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(cores, "bound_cores", lambda: 8)
+    monkeypatch.setattr(cores, "quota", lambda groups, root: None)
+    torch.set_num_threads(2)
+    assert cli.run(nothing, []) == 0
+    assert (torch.get_num_threads(), "OMP_NUM_THREADS" in os.environ) == (2, False)
+    monkeypatch.setattr(cores, "quota", lambda groups, root: 1)
+    assert cli.run(nothing, []) == 0
+    assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (1, "1")
+
+
+def test_what_the_user_set_is_kept_though_a_quota_is_less(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(cores, "quota", lambda groups, root: 1)
+    torch.set_num_threads(2)
+    assert cli.run(nothing, []) == 0
+    assert torch.get_num_threads() == 2
+
+
+# ---- the cores that a process may use --------------------------------------------------------------------------------
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_a_quota_is_the_tightest_of_a_group_and_its_ancestors_in_whole_cores(tmp_path: Path) -> None:
+    write(tmp_path / "pod" / "box", cpu__max="max 100000\n")
+    write(tmp_path / "pod", cpu__max="150000 100000\n")
+    assert quota("0::/pod/box\n", tmp_path) == 2
+    write(tmp_path / "pod" / "box", cpu__max="50000 100000\n")
+    assert quota("0::/pod/box\n", tmp_path) == 1
+
+
+def test_a_quota_of_the_first_generation_is_read_from_the_cpu_controller(tmp_path: Path) -> None:
+    write(tmp_path / "cpu", cpu__cfs_quota_us="300000\n", cpu__cfs_period_us="100000\n")
+    assert quota("7:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n0::/\n", tmp_path) == 3
+    write(tmp_path / "cpu", cpu__cfs_quota_us="-1\n")
+    assert quota("7:cpu,cpuacct:/docker/1\n", tmp_path) is None
+    assert quota("", tmp_path) is None
+
+
+@on_linux
+def test_a_process_that_is_bound_to_a_core_may_use_one() -> None:
+    look = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from llama import cores; "
+        "print(cores.usable_cores())"
+    )
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+def test_cores_are_counted_where_the_system_binds_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(cores, "own_groups", str)
+    assert usable_cores() == 3
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_more_threads_than_cores_are_told_once(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
+    torch.set_num_threads(2)
+    said: list[str] = []
+    say_if_crowded(said.append)
+    (line,) = said
+    assert line.startswith("2 threads on the 1 core that this process may use")
+    assert line.endswith("give --threads 1")
+
+
+def computing(*, device: str = "auto") -> int:
+    """Do nothing, where that may be chosen."""
+    return 0
+
+
+@pytest.mark.parametrize(("command", "told"), [(computing, True), (nothing, False), (own_count, False)])
+def test_a_command_tells_it_that_computes_and_has_no_processes_for_it(
+    command: Callable[..., int],
+    told: bool,
+    counts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
+    assert cli.run(command, ["--threads=2"]) == 0
+    assert ("give --threads 1" in capsys.readouterr().err) == told
+
+
+def test_ranks_share_the_cores(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    torch.set_num_threads(2)
+    said: list[str] = []
+    say_if_crowded(said.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    say_if_crowded(said.append)  # the first has told it
+    assert [line.partition(" ")[0] for line in said] == ["6"]
+
+
+def test_one_thread_is_never_too_many(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
+    assert threads() == 1
+    say_if_crowded(lambda line: pytest.fail(line))
+
+
+# ---- cores that other work occupies ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def free_counts(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torch compute with 4 threads on 4 cores, without a setting of the user."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    torch.set_num_threads(4)
+
+
+@pytest.mark.parametrize(
+    ("others", "chosen"), [(None, 4), (0.0, 4), (0.5, 4), (0.6, 3), (1.0, 3), (2.6, 1), (3.4, 1), (9.0, 1)]
+)
+def test_occupied_cores_are_left_to_the_other_work_and_that_is_said(
+    others: float | None, chosen: int, free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: others)
+    said: list[str] = []
+    FreeCores().choose_threads(said.append)
+    assert torch.get_num_threads() == chosen
+    assert os.environ.get("OMP_NUM_THREADS") == (None if chosen == 4 else str(chosen))  # for the processes it starts
+    words = f"other work occupies {others} of 4 cores: computing with {chosen} thread{'s' * (chosen > 1)} instead of 4;"
+    assert [line.startswith(words) for line in said] == [True] * (chosen < 4)
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE"])
+def test_a_count_that_is_asked_for_stays_and_so_do_ranks(
+    variable: str, free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "4")
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
+    for known in (None, 1):
+        FreeCores().choose_threads(pytest.fail, known=known)
+        assert torch.get_num_threads() == 4
+
+
+def test_a_run_that_goes_on_computes_with_the_threads_that_it_had(
+    free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
+    FreeCores().choose_threads(pytest.fail, known=2)
+    assert torch.get_num_threads() == 2
+
+
+@on_linux
+def test_a_busy_process_takes_a_thread_away(free_counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child occupies each core, so that at most one core counts as free, whatever runs beside this test."""
+    count = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(cores, "usable_cores", lambda: count)
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    torch.set_num_threads(count + 1)
+    spin = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    children = [subprocess.Popen(spin, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()
+        said: list[str] = []
+        FreeCores().choose_threads(said.append)
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert torch.get_num_threads() <= max(1, count - 1)
+    assert len(said) == 1
+
+
+# ---- who else is busy ------------------------------------------------------------------------------------------------
+
+
+@on_linux
+def test_other_load_sees_a_busy_child() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()  # it has begun
+        load = OtherLoad()
+        load.start()
+        time.sleep(0.6)
+        seen = load.stop()
+    finally:
+        child.kill()
+        child.communicate()
+    assert seen is not None
+    assert seen > 0.5  # a machine with less than half a core for the child gives the rest to others, who count as well
+
+
+def multiply_until(end: float) -> None:
+    a = torch.rand(512, 512)
+    while time.perf_counter() < end:
+        a @ a  # other threads run meanwhile
+
+
+@on_linux
+def test_other_load_leaves_our_own_work_out() -> None:
+    """All that is busy fits on the cores once; with our threads counted as others it would be more than there are."""
+    count = os.cpu_count() or 1
+    load = OtherLoad()
+    load.start()
+    began, own_before = time.perf_counter(), time.process_time()
+    with ThreadPoolExecutor(count) as pool:
+        for _ in range(count):
+            pool.submit(multiply_until, began + 0.6)
+    own = (time.process_time() - own_before) / (time.perf_counter() - began)
+    seen = load.stop()
+    assert seen is not None
+    assert seen + own < count + 0.3  # ticks of 10 ms on every core, over 0.6 s
+
+
+@pytest.mark.parametrize(("everyone", "expected"), [(108.0, 1.5), (102.0, 0.0), (101.0, 0.0)])
+def test_other_load_is_a_mean_of_cores_and_never_below_none(
+    monkeypatch: pytest.MonkeyPatch, everyone: float, expected: float
+) -> None:
+    """Over four seconds, two of them our own; what is counted in ticks may fall short of our own by some of them."""
+    clocks = iter([(10.0, 1.0, 100.0), (14.0, 3.0, everyone)])
+    monkeypatch.setattr(OtherLoad, "_clocks", lambda self: next(clocks))
+    load = OtherLoad()
+    load.start()
+    assert load.stop() == expected
+
+
+@pytest.mark.parametrize("stat", [None, ""], ids=["no file", "a masked file"])
+def test_other_load_is_not_told_where_the_kernel_does_not_count_it(
+    stat: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "text_of", lambda path: stat)
+    load = OtherLoad()
+    load.start()
+    assert load.stop() is None
+
+
+def test_busy_seconds_are_all_but_idle_and_waiting_and_count_guests_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # proc(5): user, nice, system, idle, iowait, irq, softirq, steal, and guests, which are in user and nice already
+    stat = "cpu  1 20 300 4000 50000 600000 7000000 80000000 900000000 1000000000\ncpu0 9 9 9 9 9 9 9 9 9 9\n"
+    monkeypatch.setattr(cores, "text_of", lambda path: stat)
+    assert cores._busy_seconds() == (1 + 20 + 300 + 600000 + 7000000 + 80000000) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,330 @@
+"""What a benchmark says of the machine and of memory is true: planted load, pages and tensors are found again."""
+
+import json
+import math
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import llama
+from llama.bench.run import memory
+from llama.bench.run.memory import Peak, peak_resident_bytes, reset_peak_resident, resident_bytes, tensor_peak
+from llama.host import machine
+from llama.host.machine import available_memory, ceilings, environment
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+MIB = 2**20
+FLOATS = MIB // 4  # float32 numbers in a MiB
+
+on_linux = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="the kernel does not tell")
+with_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+with_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+def test_facts_of_the_environment_are_json_and_name_what_a_number_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(machine, "_version", lambda _: None)  # as in a checkout that was never installed
+    facts = environment(CPU)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["threads"] == 3
+    assert facts["torch"] == torch.__version__
+    assert facts["llama_kv"] == llama.__version__
+    assert facts["cpu"]
+    assert facts["cores"] >= 1
+    assert facts["gpu"] is None
+
+
+def test_versions_are_those_of_the_packages_that_are_installed() -> None:
+    peers = environment(CPU)["peers"]
+    assert peers["transformers"] == metadata.version("transformers")
+    assert None not in peers.values()
+    assert machine._version("a-package-that-nobody-has-installed") is None
+
+
+@pytest.mark.slow
+def test_looking_up_the_environment_imports_no_peer() -> None:
+    code = "import sys, torch; from llama.host.machine import environment; environment(torch.device('cpu')); "
+    code += "assert {'transformers', 'llama_cpp'}.isdisjoint(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    named = ["-c", "user.name=A", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", str(folder), *named, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return the folder of a committed package inside a new repository that ignores `venv`."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (tmp_path / ".gitignore").write_text("venv\n")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    return package
+
+
+@with_git
+def test_commit_is_that_of_the_checkout_and_dirty_once_the_package_is_changed(checkout: Path) -> None:
+    head = git(checkout, "rev-parse", "HEAD")
+    (checkout.parent / "results").write_text("written beside the package")
+    assert machine._checkout(checkout) == {"commit": head, "dirty": False}
+    (checkout / "__init__.py").write_text("changed = True\n")
+    assert machine._checkout(checkout) == {"commit": head, "dirty": True}
+
+
+@with_git
+def test_a_package_installed_inside_the_checkout_of_another_project_has_no_commit(checkout: Path) -> None:
+    installed = checkout.parent / "venv" / "package"
+    shutil.copytree(checkout, installed)
+    assert machine._checkout(installed) == {"commit": None, "dirty": None}
+
+
+def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine._checkout(ROOT / "llama") == {"commit": None, "dirty": None}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
+def test_ceilings_are_positive_and_finite_whatever_the_dtype(dtype: torch.dtype, word: str) -> None:
+    random_state = torch.get_rng_state()
+    found = ceilings(CPU, dtype, seconds=0.05)
+    assert found["dtype"] == word
+    for rate in (found["read_bytes_per_second"], found["flops_per_second"]):
+        assert 0 < rate < math.inf
+    assert " x " in found["flops_by"]
+    assert "threads" in found["read_by"]
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_the_best_of_several_ways_is_named_and_tried_again_where_it_was_unlucky_at_first() -> None:
+    """The warm-up and the first try are slow, as beside other work; the last try of all shows the rate."""
+
+    def way(name: str, *seconds: float) -> machine._Way:
+        left = [*seconds]
+        return machine._Way(name, 1000, lambda: time.sleep(left.pop(0) if len(left) > 1 else left[0]))
+
+    steady, unlucky = way("steady", 0.02), way("unlucky", 0.03, 0.03, 0.005)
+    rate, name = machine._best_rate([steady, unlucky], CPU, 0.3)
+    assert name == "unlucky"
+    assert 100_000 < rate <= 200_000
+
+
+def test_measuring_the_ceilings_leaves_the_threads_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, asked = torch.get_num_threads(), list[int]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    ceilings(CPU, torch.float32, seconds=0.02)
+    assert asked[-1] == 4
+    monkeypatch.undo()
+    assert torch.get_num_threads() == before
+
+
+def test_available_memory_is_some_of_what_the_machine_has() -> None:
+    room = available_memory(CPU)
+    assert room is not None
+    assert 0 < room <= environment(CPU)["memory_bytes"]
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_room_in_a_cgroup_is_its_limit_less_what_the_kernel_cannot_give_back(tmp_path: Path) -> None:
+    stat = "anon 500\ninactive_file 200\n"
+    write(tmp_path / "pod" / "box", memory__max="1000\n", memory__current="700\n", memory__stat=stat)
+    assert machine._cgroup_room("0::/pod/box\n", tmp_path) == 500
+
+
+def test_room_in_a_cgroup_is_no_more_than_its_ancestors_leave(tmp_path: Path) -> None:
+    write(tmp_path / "pod" / "box", memory__max="max\n", memory__current="100\n")
+    write(tmp_path / "pod", memory__max="1000\n", memory__current="900\n")
+    assert machine._cgroup_room("0::/pod/box\n", tmp_path) == 100
+
+
+def test_room_in_a_first_generation_cgroup_is_read_from_the_memory_controller(tmp_path: Path) -> None:
+    files = {"memory__limit_in_bytes": "1000\n", "memory__usage_in_bytes": "600\n"}
+    write(tmp_path / "memory", **files)  # the path is the host's, as in a container: only the top is mounted
+    assert machine._cgroup_room("7:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n0::/\n", tmp_path) == 400
+
+
+def test_cgroups_without_a_limit_leave_any_room(tmp_path: Path) -> None:
+    write(tmp_path / "box", memory__max="max\n", memory__current="100\n")
+    assert machine._cgroup_room("0::/box\n", tmp_path) is None
+    assert machine._cgroup_room("", tmp_path) is None
+
+
+def touch(nbytes: int) -> None:
+    """Take memory that no earlier test has left in the allocator's hands, write to each page, and give it back."""
+    with mmap.mmap(-1, nbytes) as fresh:
+        for page in range(0, nbytes, mmap.PAGESIZE):
+            fresh[page] = 1
+
+
+@on_linux
+def test_reset_lets_the_resident_peak_fall_to_what_is_resident_now() -> None:
+    touch(200 * MIB)
+    high = peak_resident_bytes()
+    assert reset_peak_resident()
+    low, now = peak_resident_bytes(), resident_bytes()
+    assert high is not None
+    assert low is not None
+    assert now is not None
+    assert low < high - 150 * MIB
+    assert abs(low - now) < 8 * MIB  # pages that come and go between the two readings
+
+
+@on_linux
+def test_a_peak_sees_memory_that_was_touched_and_freed_and_none_from_before() -> None:
+    touch(300 * MIB)
+    peak = Peak(CPU)
+    peak.start()
+    touch(100 * MIB)
+    seen = peak.stop()
+    assert peak.reset_seen is not None
+    at_reset, began = peak.reset_seen
+    assert abs(at_reset - began) < 8 * MIB
+    assert seen["peak_resident_bytes"] is not None
+    assert 95 * MIB < seen["peak_resident_bytes"] - began < 150 * MIB
+    assert seen["peak_allocated_bytes"] is seen["peak_reserved_bytes"] is seen["device_bytes"] is None
+
+
+@on_linux
+def test_a_reset_that_does_not_work_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(200 * MIB)
+    monkeypatch.setattr(memory, "reset_peak_resident", lambda: True)
+    peak = Peak(CPU)
+    peak.start()
+    assert peak.reset_seen is not None
+    at_reset, began = peak.reset_seen
+    assert at_reset - began > 150 * MIB
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no getrusage")
+def test_where_proc_is_missing_the_peak_is_that_of_getrusage_in_bytes() -> None:
+    peak = memory._peak_of_usage()
+    assert peak is not None
+    assert 50 * MIB < peak < 2**40  # PyTorch alone takes more than the one, and no unit mistaken fits below the other
+
+
+@with_cuda
+def test_a_peak_on_a_gpu_counts_allocated_reserved_and_device_bytes() -> None:
+    device = torch.device("cuda")
+    peak = Peak(device, device_bytes_before=memory.device_bytes_used(device))
+    peak.start()
+    torch.ones(100 * FLOATS, device=device)
+    seen = peak.stop()
+    assert peak.reset_seen is not None
+    assert peak.reset_seen[0] == peak.reset_seen[1]
+    assert seen["peak_allocated_bytes"] == peak.reset_seen[1] + 100 * MIB
+    assert seen["peak_reserved_bytes"] is not None
+    assert seen["peak_reserved_bytes"] >= seen["peak_allocated_bytes"]
+    assert seen["device_bytes"] is not None
+
+
+def repeat_temporaries() -> None:
+    one = torch.ones(FLOATS)
+    for _ in range(3):
+        one = one + one  # the old and the new at a time
+
+
+def make_and_free_in_turn() -> None:
+    for _ in range(5):
+        torch.ones(4 * FLOATS)
+
+
+HELD = torch.ones(512, 512)  # a MiB that is there before
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        pytest.param(lambda: None, 0, id="nothing"),
+        pytest.param(lambda: torch.empty(FLOATS), MIB, id="one tensor, touched or not"),
+        pytest.param(lambda: HELD.t()[3:].view(-1, 1, 512), 0, id="views"),
+        pytest.param(lambda: HELD.mul_(HELD), 0, id="in place"),
+        pytest.param(lambda: HELD @ HELD, MIB, id="product"),
+        pytest.param(lambda: torch.cat([HELD, HELD, HELD]), 3 * MIB, id="cat"),
+        pytest.param(lambda: HELD.to(torch.bfloat16), MIB // 2, id="half the size"),
+        pytest.param(lambda: (HELD + HELD) + (HELD + HELD), 3 * MIB, id="two terms and their sum"),
+        pytest.param(repeat_temporaries, 2 * MIB, id="temporaries"),
+        pytest.param(make_and_free_in_turn, 4 * MIB, id="one after another"),
+    ],
+)
+def test_tensor_peak_is_exact_to_the_byte(work: Callable[[], object], expected: int) -> None:
+    assert tensor_peak(work) == expected
+
+
+def test_tensor_peak_sees_what_an_operator_takes_and_gives_back_inside() -> None:
+    targets = torch.zeros(512, dtype=torch.int64)
+    peak = tensor_peak(lambda: F.cross_entropy(HELD, targets))
+    assert MIB <= peak < MIB + 1024  # log_softmax(HELD), which nobody outside sees; beside it single numbers
+    values_and_indices = MIB + 2 * MIB
+    assert tensor_peak(lambda: torch.sort(HELD.view(-1))) > values_and_indices
+
+
+def test_tensor_peak_counts_what_its_work_freed_of_an_earlier_call() -> None:
+    held: list[torch.Tensor] = []
+    tensor_peak(lambda: held.append(torch.ones(2 * FLOATS)))
+
+    def swap() -> torch.Tensor:
+        held.clear()
+        return torch.ones(3 * FLOATS)
+
+    assert tensor_peak(swap) == MIB
+
+
+def test_tensor_peak_takes_what_was_made_outside_and_freed_inside_as_still_there() -> None:
+    """The limit that its docstring names: PyTorch does not tell the size of such a tensor."""
+    held = [torch.ones(4 * FLOATS)]
+
+    def swap() -> torch.Tensor:
+        held.clear()
+        return torch.ones(3 * FLOATS)
+
+    assert tensor_peak(swap) == 3 * MIB
+
+
+def test_tensor_peak_lets_an_error_of_its_work_through_and_works_again() -> None:
+    with pytest.raises(ZeroDivisionError):
+        tensor_peak(lambda: 1 // 0)
+    assert tensor_peak(lambda: torch.ones(FLOATS)) == MIB
+
+
+def test_tensor_peak_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    before = dict(os.environ)
+    tensor_peak(lambda: None)
+    assert dict(os.environ) == before
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "3")
+    seen: list[str] = []
+    tensor_peak(lambda: seen.append(os.environ["KINETO_LOG_LEVEL"]))
+    assert seen == ["3"]
+
+
+@pytest.mark.slow
+def test_tensor_peak_prints_nothing() -> None:
+    code = "from llama.bench.run.memory import tensor_peak; tensor_peak(lambda: None); tensor_peak(lambda: None)"
+    environ = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environ, check=True
+    )
+    assert done.stdout + done.stderr == ""

@@ -1,0 +1,324 @@
+"""Perplexity is transformers' on the same windows, a cache that is scored is really read, and kinds are told apart."""
+
+import json
+import math
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf, write_huggingface
+from fakes import NATIVE_SIZES, write_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import some_tokens, tiny_model, watched
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from llama import cli, load
+from llama.cli.perplexity import main
+from llama.kv_cache import StaticCache
+from llama.model import Transformer
+from llama.quality.perplexity import Comparison, Score, cached_perplexity, compare, expected, perplexity, windows
+from llama.rows import Rows
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the other dog looks on. " * 2
+
+
+class HalfRounded(StaticCache, kind="half_rounded"):
+    """Keeps values in steps of a half."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        return super().update(rows, xk, (xv * 2).round() / 2)
+
+
+def ids_of(length: int, *, vocab_size: int = 40, seed: int = 0) -> list[int]:
+    return some_tokens(1, length, vocab_size=vocab_size, seed=seed)[0].tolist()
+
+
+def score_of_transformers(model: LlamaForCausalLM, ids: list[int], context: int, stride: int) -> tuple[int, float]:
+    """Return the tokens scored and their mean negative log-likelihood, by the code that transformers documents.
+
+    https://huggingface.co/docs/transformers/perplexity: windows, targets of -100 and the model's own loss are its. The
+    loss is the mean over a window's targets, and is weighted by their number: the page subtracts one more than the
+    model leaves out where windows overlap.
+    """
+    tokens, total, scored, before = torch.tensor([ids]), 0.0, 0, 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + context, len(ids))
+        window = tokens[:, begin:end]
+        targets = window.clone()
+        targets[:, : -(end - before)] = -100
+        counted = int((targets[:, 1:] != -100).sum())
+        with torch.no_grad():
+            total += float(model(window, labels=targets).loss) * counted if counted else 0.0
+        scored, before = scored + counted, end
+        if end == len(ids):
+            break
+    return scored, total / scored
+
+
+@given(st.integers(2, 60), st.integers(2, 20), st.data())
+def test_every_token_is_scored_once_behind_enough_others(length: int, context: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(1, context))
+    scored = []
+    for number, (begin, first, end) in enumerate(windows(length, context=context, stride=stride)):
+        assert end - begin <= context
+        assert number == 0 or first - begin >= max(context - stride, 1)
+        scored += range(first, end)
+    unscored = range(0, length, context) if stride == context else [0]  # nothing stands before them
+    assert scored == [place for place in range(length) if place not in unscored]
+
+
+@pytest.mark.parametrize(("context", "stride"), [(80, 40), (80, 80), (30, 7), (150, 1), (500, 250)])
+def test_perplexity_is_that_of_transformers(tmp_path: Path, context: int, stride: int) -> None:
+    theirs = random_model(config_of())
+    model, _ = load(write_huggingface(tmp_path, theirs), device="cpu", dtype="fp32")
+    ids = ids_of(170, vocab_size=model.args.vocab_size)
+    score = perplexity(model, ids, context=context, stride=stride)
+    tokens, mean_nll = score_of_transformers(theirs, ids, context, stride)
+    assert (score.tokens, score.context, score.stride) == (tokens, context, stride)
+    assert score.mean_nll == pytest.approx(mean_nll, rel=0, abs=1e-4)
+    assert score.perplexity == pytest.approx(math.exp(mean_nll), rel=1e-4)
+
+
+def test_perplexity_touches_no_cache_and_leaves_the_switch_as_it_was() -> None:
+    model = tiny_model()
+    with watched(model) as watch:
+        perplexity(model, ids_of(40), context=20, stride=10)
+    assert watch.widths == [20, 20, 20]
+    assert set(watch.nbytes) == {0}
+    assert model.kv_caching
+
+
+@pytest.mark.parametrize("kind", ["static", "concat"])
+def test_a_score_through_a_full_cache_is_that_of_one_pass(kind: str) -> None:
+    """Of the same windows; the first tokens of the text, which one pass scores too, are taken off."""
+    model, ids = tiny_model(kv_cache=kind), ids_of(41)
+    score = cached_perplexity(model, ids, context=20, prompt_len=6)
+    whole = perplexity(model, ids, context=20, stride=14)
+    first = perplexity(model, ids[:6], context=20, stride=14)
+    assert (score.tokens, score.context, score.stride) == (41 - 6, 20, 14)
+    assert whole.tokens == score.tokens + first.tokens
+    nll = whole.mean_nll * whole.tokens - first.mean_nll * first.tokens
+    assert score.mean_nll == pytest.approx(nll / score.tokens, abs=1e-9)
+
+
+def test_a_cached_score_feeds_the_prompt_and_then_each_token_through_the_cache() -> None:
+    model = tiny_model()
+    with watched(model) as watch:
+        cached_perplexity(model, ids_of(16), context=10, prompt_len=4)
+    assert watch.widths == [4, 1, 1, 1, 1, 1] * 2
+    assert watch.starts == [0, 4, 5, 6, 7, 8] * 2
+    assert 0 not in watch.nbytes
+    assert model.cache is None, "the model's own cache is not used"
+
+
+def test_expectations_are_the_log_probabilities_of_one_pass() -> None:
+    model, ids = tiny_model(), ids_of(20)
+    steps = torch.stack(list(expected(model, ids, prompt_len=5)))  # (15, vocab)
+    with torch.inference_mode():
+        whole = model.with_kv_caching(False)(torch.tensor([ids]))[0, 4:-1].log_softmax(-1)
+    torch.testing.assert_close(steps, whole, rtol=0, atol=1e-9)
+
+
+def test_expectations_that_are_closed_early_leave_the_switch_and_give_the_memory_back() -> None:
+    model = tiny_model(kv_caching=False)
+    cache = model.new_cache(rows=1, length=19)
+    held = weakref.ref(cache)
+    steps = expected(model, ids_of(20), prompt_len=5, cache=cache)
+    next(steps)
+    assert cache.nbytes > 0
+    del cache
+    steps.close()
+    assert held() is None
+    assert (model.kv_caching, model.cache) == (False, None)
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_two_texts_are_scored_at_a_time() -> None:
+    model = tiny_model()
+    texts = [ids_of(20), ids_of(20, seed=1)]
+    alone = [list(expected(model, ids, prompt_len=5)) for ids in texts]
+    together = zip(*(expected(model, ids, prompt_len=5) for ids in texts), strict=True)
+    for beside, wanted in zip(together, zip(*alone, strict=True), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(beside, wanted, strict=True))
+
+
+def test_a_kind_to_compare_may_stand_in_a_file_and_must_be_known(tmp_path: Path) -> None:
+    model, ids = tiny_model(), ids_of(24)
+    file = tmp_path / "mine.py"
+    file.write_text("from llama.kv_cache import StaticCache\n\n\nclass Mine(StaticCache, kind='m'): ...\n")
+    assert compare(model, f"{file}:m", ids, prompt_len=4).mean_kl == 0
+    assert (model.kv_cache, model.args.kv_cache) == ("static", "static")
+    with pytest.raises(ValueError, match="kv_cache='none_such' is not a known kind"):
+        compare(model, "none_such", ids, prompt_len=4)
+
+
+def test_exact_mode_is_compared_with_kinds_that_keep_all_that_they_are_given() -> None:
+    model, ids = tiny_model(), ids_of(24)
+    model.exact = True
+    assert compare(model, "concat", ids, prompt_len=4).mean_kl == 0
+    with pytest.raises(ValueError, match="exact mode promises the bits"):
+        compare(model, "int8", ids, prompt_len=4)
+    assert model.exact
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_fast_model_says_the_same_through_another_kind(tmp_path: Path, quantize: str | None) -> None:
+    path = write_checkpoint(tmp_path, **NATIVE_SIZES)
+    model, _ = load(path, device="cpu", dtype="fp32", fast=True, quantize=quantize)
+    found = compare(model, "concat", ids_of(30), prompt_len=8)
+    assert found.top1_agreement == 1
+    assert abs(found.mean_kl) < 1e-3  # int8 rounds activations in native code, which concat does not have
+
+
+def test_equal_caches_compare_as_equal() -> None:
+    model = tiny_model()
+    found = compare(model, "concat", ids_of(24), prompt_len=4)
+    assert (found.tokens, found.prompt_len, found.top1_agreement) == (20, 4, 1)
+    assert found.mean_kl == pytest.approx(0, abs=1e-12)
+    assert found.reference_perplexity == pytest.approx(found.other_perplexity)
+    alone = cached_perplexity(model, ids_of(24), context=24, prompt_len=4)
+    assert found.reference_nll == pytest.approx(alone.mean_nll)
+
+
+def test_a_rounding_cache_is_told_by_divergence_agreement_and_perplexity() -> None:
+    """Against the definitions, over the log-probabilities of two runs after each other."""
+    model, ids = tiny_model(), ids_of(24)
+    found = compare(model, "half_rounded", ids, prompt_len=4)
+    p, q = (
+        torch.stack(list(expected(model, ids, prompt_len=4, cache=model.new_cache(kind))))
+        for kind in ("static", "half_rounded")
+    )
+    assert found.mean_kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()))
+    assert found.mean_kl > 0.01
+    assert found.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+    assert found.top1_agreement < 1
+    places, wanted = torch.arange(20), torch.tensor(ids[4:])
+    assert found.reference_perplexity == pytest.approx(float((-p[places, wanted].mean()).exp()))
+    assert found.other_perplexity == pytest.approx(float((-q[places, wanted].mean()).exp()))
+
+
+def test_what_cannot_be_scored_is_refused_in_words() -> None:
+    model, ids = tiny_model(), ids_of(20)  # max_seq_len is 24
+    with pytest.raises(ValueError, match="context=25 must be from 2 to the model's max_seq_len=24"):
+        perplexity(model, ids, context=25)
+    with pytest.raises(ValueError, match="stride=11 must be from 1 to context=10"):
+        perplexity(model, ids, context=10, stride=11)
+    with pytest.raises(ValueError, match="the text has 1 tokens"):
+        perplexity(model, ids[:1], context=10)
+    with pytest.raises(ValueError, match="prompt_len=0 must be at least 1"):
+        compare(model, "concat", ids, prompt_len=0)
+    with pytest.raises(ValueError, match="the text has 20 tokens, and those past prompt_len=20 are scored"):
+        next(expected(model, ids, prompt_len=20))
+    with pytest.raises(ValueError, match="a text of 25 positions goes past max_seq_len=24"):
+        next(expected(model, ids_of(26), prompt_len=4))
+    with pytest.raises(ValueError, match="context=4 must be above prompt_len=4"):
+        cached_perplexity(model, ids, context=4, prompt_len=4)
+
+
+def test_a_likelihood_of_next_to_nothing_is_an_infinite_perplexity() -> None:
+    assert Score(1, 800.0, 2, 1).perplexity == math.inf
+    assert Comparison(1, 1, 0.0, 1.0, 0.0, 800.0).other_perplexity == math.inf
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("perplexity") / "model", max_seq_len=64)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def run(checkpoint: Path, *words: str) -> int:
+    return cli.run(main, ["--ckpt_dir", str(checkpoint), "--device=cpu", *words])
+
+
+def scored_by_hand(checkpoint: Path, kind: str | None, tokens: int | None = None) -> tuple[Transformer, Score]:
+    model, tokenizer = load(checkpoint, device="cpu", kv_cache=kind or "static")
+    ids = tokenizer.encode(TEXT, bos=True, eos=False)[:tokens]
+    if kind is None:
+        return model, perplexity(model, ids, context=64, stride=32)
+    return model, cached_perplexity(model, ids, context=40, prompt_len=8)
+
+
+def test_the_command_prints_what_was_scored_and_how(
+    checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkpoint, f"--text={text}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    _, score = scored_by_hand(checkpoint, None)
+    assert lines[0].startswith(f"perplexity {score.perplexity:.4f}, mean negative log-likelihood {score.mean_nll:.5f}")
+    assert lines[1] == f"tokens     {score.tokens} scored of {score.tokens + 1}, BOS first"
+    assert lines[2:4] == ["windows    context 64, stride 32", "KV cache   off, one pass a window"]
+    assert lines[4:] == [f"text       {text}", f"model      {checkpoint}, fp32 on cpu, plain"]
+
+
+def test_the_command_scores_through_a_kind_of_cache_and_prints_json(
+    checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--kv_cache=half_rounded", "--prompt_len=8", "--context=40", "--tokens=100")
+    assert run(checkpoint, f"--text={text}", *words, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    _, score = scored_by_hand(checkpoint, "half_rounded", tokens=100)
+    assert facts["perplexity"] == score.perplexity
+    assert (facts["tokens"], facts["text_tokens"], facts["context"], facts["stride"]) == (92, 100, 40, 32)
+    assert (facts["kv_cache"], facts["prompt_len"], facts["bos"], facts["dtype"]) == ("half_rounded", 8, True, "fp32")
+    assert run(checkpoint, f"--text={text}", *words) == 0
+    printed = capsys.readouterr().out
+    assert "KV cache   half_rounded, read: token by token behind 8 in one pass" in printed
+    _, plain = scored_by_hand(checkpoint, "static", tokens=100)
+    assert facts["perplexity"] != pytest.approx(plain.perplexity, rel=1e-3)
+
+
+def test_the_command_scores_weights_that_stay_in_their_file(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=2)
+    file = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config, kind=Kind.Q4_0)
+    scores = {}
+    for words in ((), ("--repack=False",), ("--activations=8",)):
+        assert run(file, f"--text={text}", "--quantize=stored", "--json", *words) == 0
+        facts = json.loads(capsys.readouterr().out)
+        scores[facts["execution"]] = facts["perplexity"]
+    whole, mapped, rounded = scores.values()
+    assert [*scores] == ["plain, stored weights", "plain, mapped weights", "plain, stored weights, 8-bit activations"]
+    assert mapped == whole != rounded
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--text=FILE", "--repack=False"), "ask for quantize stored, too"),
+        ((), "there is no text to score; name a file by --text FILE"),
+        (("--text=no/such.txt",), "no/such.txt: No such file or directory"),
+        (("--text=FILE", "--prompt_len=8"), "prompt_len=8 goes with kv_cache"),
+        (("--text=FILE", "--kv_cache=static", "--stride=8"), "stride=8 follows from context - prompt_len"),
+        (("--text=FILE", "--kv_cache=static", "--prompt_len=0"), "prompt_len=0 must be at least 1"),
+        (("--text=FILE", "--kv_cache=nothing"), "kv_cache='nothing' is not a known kind of cache"),
+        (("--text=FILE", "--context=100"), "context=100 must be from 2 to the model's max_seq_len=64"),
+        (("--text=FILE", "--tokens=1"), "tokens=1 must be at least 2"),
+        (("--text=LATIN",), "is not UTF-8 at byte 3"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], error: str
+) -> None:
+    latin = text.with_name("latin.txt")
+    latin.write_bytes("café".encode("latin-1"))
+    files = {"--text=FILE": f"--text={text}", "--text=LATIN": f"--text={latin}"}
+    assert run(checkpoint, *(files.get(word, word) for word in words)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert error in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,504 @@
+"""Packed weights are near, or just, what they were made of, take the bytes that they should, and serve anywhere."""
+
+import copy
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf, write_huggingface
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native import needs_a_compiler, served
+from oracles import some_tokens, tiny_args
+from torch import Tensor
+
+from llama import load
+from llama.bench.run.memory import tensor_peak
+from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
+from llama.checkpoint.demo import demo_model_path
+from llama.fast.choose import make_fast
+from llama.host.files import cache_dir
+from llama.model import Transformer
+from llama.quant.gguf_types import KINDS
+from llama.quant.layers import PackedEmbedding, PackedLinear, in_8_bits, quantize_layers, quantized_weights
+from llama.quant.packed import GROUP, INT4, INT8, Format, MappedWeight, PackedWeight, Parts, pack_codes, unpack_codes
+from llama.untrusted.gguf_header import read_header
+
+HALF_STEP = 0.5 + 240 * 2.0**-11  # of a code: rounding it, and its scale to float16
+FORMATS = {8: INT8, 4: INT4}
+STEPS = {8: 240, 4: 15}  # from a group's smallest weight to its largest
+
+
+def packed(weight: Tensor, bits: int = 8) -> PackedWeight:
+    made = PackedWeight(*weight.shape, FORMATS[bits])
+    made.fill(0, weight)
+    return made
+
+
+@settings(max_examples=40)
+@given(
+    outputs=st.integers(1, 70),
+    groups=st.integers(1, 5),
+    size=st.sampled_from([1e-3, 0.1, 1.0, 50.0]),
+    seed=st.integers(0, 99),
+    bits=st.sampled_from([8, 4]),
+)
+def test_a_weight_is_off_by_half_a_step_of_its_group(
+    outputs: int, groups: int, size: float, seed: int, bits: int
+) -> None:
+    weight = size * torch.randn(outputs, groups * GROUP, generator=torch.Generator().manual_seed(seed))
+    off = (packed(weight, bits).rows(0, outputs) - weight).abs().view(outputs, groups, GROUP)
+    low, high = weight.view(outputs, groups, GROUP).aminmax(dim=-1, keepdim=True)
+    assert (off <= HALF_STEP * (high - low) / STEPS[bits] + low.abs() * 2.0**-11).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_on_a_grid_of_4_bits_come_back_as_they_were(bits: int) -> None:
+    # As in files that hold 4 bits a weight in groups of 32, with a step and a least weight in float16.
+    levels = torch.randint(16, (48, 4, GROUP)).float()
+    levels[..., 0], levels[..., 1] = 0, 15
+    step, least = torch.rand(2, 48, 4, 1).half().float()
+    weight = (levels * step - least).flatten(1)
+    torch.testing.assert_close(packed(weight, bits).rows(0, 48), weight, rtol=0, atol=1e-6)
+
+
+def test_weights_of_8_bits_come_back_as_they_were() -> None:
+    levels = torch.randint(-127, 128, (48, 4, GROUP)).float()
+    levels[..., 0] = 127
+    weight = (levels * torch.rand(48, 4, 1).half().float()).flatten(1)
+    torch.testing.assert_close(packed(weight).rows(0, 48), weight, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_group_of_one_number_and_a_group_of_zeros(bits: int) -> None:
+    weight = torch.cat([torch.full((3, GROUP), 0.25), torch.zeros(3, GROUP), torch.full((3, GROUP), -2.0)], dim=1)
+    assert torch.equal(packed(weight, bits).rows(0, 3), weight)
+
+
+@given(
+    cut=st.sampled_from([16, 32, 48, 64]),
+    start=st.integers(0, 69),
+    width=st.integers(1, 70),
+    bits=st.sampled_from([8, 4]),
+)
+def test_blocks_are_parts_of_the_whole(cut: int, start: int, width: int, bits: int) -> None:
+    weight = torch.randn(70, 2 * GROUP, generator=torch.Generator().manual_seed(0))
+    whole, parts = packed(weight, bits), PackedWeight(70, 2 * GROUP, FORMATS[bits])
+    parts.fill(cut, weight[cut:])
+    parts.fill(0, weight[:cut])
+    stop = min(70, start + width)
+    assert torch.equal(parts.rows(start, stop), whole.rows(0, 70)[start:stop])
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([4, 5, 6, 8]), st.integers(0, 99))
+def test_codes_of_any_width_are_kept_as_they_are_given(bits: int, seed: int) -> None:
+    codes = torch.randint(1 << bits, (20, 3, GROUP), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    words = pack_codes(codes, bits)
+    assert words.shape == (20, 3, bits, 4), "no byte more than the bits need"
+    assert torch.equal(unpack_codes(words, bits), codes)
+    ones, weight = torch.ones(20, 3, dtype=torch.float16), PackedWeight(20, 3 * GROUP, Format(bits))
+    weight.take(0, Parts(words, ones, 0 * ones))
+    assert torch.equal(weight.rows(0, 20).view(20, 3, GROUP).byte(), codes)
+    assert torch.equal(weight.at(torch.tensor([[3, 19]]), torch.float32)[0], codes[[3, 19]].flatten(1).float())
+
+
+def test_8_bits_of_activations_keep_each_32_to_1_part_in_254_of_the_largest() -> None:
+    x = torch.randn(3, 5, 4 * GROUP) * torch.tensor([1e-30, 1.0, 1e3])[:, None, None]
+    x[0, 0, :GROUP] = 0
+    rounded = in_8_bits(x)
+    most = x.unflatten(-1, (4, GROUP)).abs().amax(-1, keepdim=True)
+    assert ((rounded - x).unflatten(-1, (4, GROUP)).abs() <= most / 253).all()
+    assert 0 < (rounded != x).float().mean() < 1
+    x[0, 1, 5] = torch.nan
+    assert in_8_bits(x)[0, 1, :GROUP].isnan().all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_layers_multiply_and_look_up_what_the_weight_holds(bits: int) -> None:
+    weight = packed(torch.randn(5000, GROUP), bits)  # more outputs than are widened at a time
+    wide = weight.rows(0, 5000)
+    x, ids = torch.randn(2, 3, GROUP), torch.tensor([[0, 17, 4999], [16, 15, 4096]])
+    torch.testing.assert_close(PackedLinear(weight)(x), x @ wide.T, rtol=1e-5, atol=1e-5)
+    assert torch.equal(PackedEmbedding(weight, torch.float32)(ids), wide[ids])
+    assert PackedEmbedding(weight, torch.bfloat16)(ids).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_changes_activations_and_leaves_the_weights_as_they_are(dtype: torch.dtype) -> None:
+    model = Transformer(tiny_args(tied_head=True)).requires_grad_(False)
+    quantize_layers(model, torch.float32)
+    for name, weight in quantized_weights(model).items():
+        weight.fill(0, torch.randn(*weight.shape, generator=torch.Generator().manual_seed(len(name))))
+    before = {name: weight.rows(0, weight.shape[0]) for name, weight in quantized_weights(model).items()}
+    logits = model(some_tokens(1, 5))
+    model.free_cache()
+    model.to(dtype)
+    for name, weight in quantized_weights(model).items():
+        assert torch.equal(weight.rows(0, weight.shape[0]), before[name])
+    assert model.norm.weight.dtype == dtype
+    assert model.tok_embeddings(torch.tensor([[1]])).dtype == dtype
+    off = (model(some_tokens(1, 5)) - logits).abs().max()
+    assert off < 0.1 * logits.abs().max()
+
+
+def test_widening_never_makes_a_second_copy_of_a_large_matrix() -> None:
+    weight = packed(torch.randn(40_000, GROUP))
+    x = torch.randn(1, GROUP)
+    layer = PackedLinear(weight)
+    assert tensor_peak(lambda: layer(x)) < 40_000 * GROUP * 4 / 2
+
+
+@pytest.mark.parametrize(("start", "rows"), [(8, 16), (0, 10), (32, 7)])
+def test_a_part_of_a_panel_is_refused(start: int, rows: int) -> None:
+    with pytest.raises(ValueError, match="do not end with a panel"):
+        PackedWeight(64, GROUP).fill(start, torch.zeros(rows, GROUP))
+
+
+def test_inputs_that_fill_no_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"groups of 32.* 40 inputs; leave quantize out"):
+        PackedWeight(16, 40)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_stays_one_with_the_embedding(tied: bool) -> None:
+    model = Transformer(tiny_args(tied_head=tied))
+    quantize_layers(model, torch.float32)
+    assert (model.output.weight is model.tok_embeddings.weight) == tied
+    assert len(quantized_weights(model)) == 2 * 7 + (1 if tied else 2)
+    matrices = sum(weight.shape.numel() for weight in quantized_weights(model).values())
+    padding = sum(-weight.shape[0] % 16 * weight.shape[1] for weight in quantized_weights(model).values())
+    assert sum(weight.nbytes for weight in quantized_weights(model).values()) == (matrices + padding) * 9 // 8
+    floats = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32]
+    assert all("norm" in name for name in floats)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = random_model(config_of(hidden_size=64, intermediate_size=96, num_attention_heads=4))
+    write_huggingface(folder, model)
+    return folder
+
+
+def test_a_checkpoint_is_loaded_into_int8_matrix_by_matrix(checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    told: list[tuple[int, int]] = []
+    plain = load_weights(opened, opened.args, dtype=torch.float32, device="cpu")
+    quantized = load_weights(
+        opened, opened.args, dtype=torch.float32, device="cpu", quantize="int8", progress=lambda *at: told.append(at)
+    )
+    for name, weight in quantized_weights(quantized).items():
+        made = PackedWeight(*weight.shape)
+        made.fill(0, plain.get_parameter(name))
+        assert torch.equal(weight.codes, made.codes), name
+        assert torch.equal(weight.scales, made.scales), name
+    assert torch.equal(quantized.norm.weight, plain.norm.weight)
+    assert told[-1][0] == told[-1][1] == sum(parameter.nbytes for parameter in quantized.parameters())
+
+
+@pytest.mark.slow
+def test_quantising_takes_less_memory_at_its_peak_than_the_float_model(demo_checkpoint: Any) -> None:
+    args = demo_checkpoint.args
+    peak = tensor_peak(lambda: load_weights(demo_checkpoint, args, dtype=torch.float32, device="cpu", quantize="int8"))
+    float_model = 538_060_032  # bytes of the demo model's float32 weights
+    assert peak < 0.4 * float_model
+
+
+@pytest.fixture(scope="module")
+def demo_checkpoint() -> Any:
+    from llama.checkpoint.demo import demo_model_path
+
+    return open_checkpoint(demo_model_path())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fast", [False, True])
+def test_every_way_to_generate_goes_on_with_int8(fast: bool) -> None:
+    model, tokenizer = load("demo", quantize="int8", fast=fast)
+    prompts = ["Once upon a time", "The capital of France is"]
+    cached = model.generate(tokenizer, prompts, [2, 4], temperature=0.0)
+    uncached = model.generate(tokenizer, prompts, [2, 4], temperature=0.0, kv_caching=False)
+    assert cached == uncached
+    stream = model.stream(tokenizer, prompts, [2, 4], temperature=0.0)
+    pieces = list(stream)
+    assert ["".join(text for row, text in pieces if row == i) for i in (0, 1)] == [r["generation"] for r in cached]
+    assert "Paris" in cached[1]["generation"]
+    assert model.runner is None or model.runner.name == "native"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"activations": 8}, "activations=8 goes with packed weights; ask for quantize int8, int4 or stored"),
+        ({"quantize": "int8", "activations": 4}, "activations=4 must be 8 or 16, in bits"),
+        ({"repack": False}, "repack=False leaves weights as a .gguf file has them; ask for quantize stored, too"),
+        ({"repack": False, "quantize": "int8"}, "repack=False leaves weights as a .gguf file has them"),
+        ({"quantize": "int3"}, "quantize='int3' is not known; choose of int8, int4, stored"),
+        ({"quantize": "stored", "exact": True}, "exact mode computes with stored weights by native code alone"),
+        ({"quantize": "int4", "dtype": "fp16"}, "int4 weights go with activations in fp32 or bf16"),
+        (
+            {"quantize": "int8", "exact": True},
+            "exact mode computes with int8 weights by native code alone; ask for fast",
+        ),
+        ({"quantize": "int8", "dtype": "fp16"}, "fp32 or bf16"),
+        ({"quantize": "int8", "dtype": "fp64"}, "fp32 or bf16"),
+    ],
+)
+def test_what_cannot_be_had_together_is_refused_before_anything_is_read(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load("/there/is/no/such/checkpoint", **how)
+
+
+def test_int8_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llama.api import check_modes
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="without torchrun"):
+        check_modes(torch.device("cpu"), torch.float32, fast=False, quantize="int8", exact=False)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "stored"])
+def test_training_through_quantised_weights_is_refused_in_a_sentence(quantize: str, tmp_path: Path) -> None:
+    model, _ = load(gguf_of(tmp_path, Kind.Q4_1), device="cpu", quantize=quantize)
+    model.kv_caching = False
+    tokens = some_tokens(2, 5, vocab_size=20)
+    assert not model(tokens).requires_grad  # so whoever only looks needs no context
+    model.norm.weight.requires_grad_(True)  # behind all layers but the head
+    with pytest.raises(ValueError, match=f"a model with {quantize} weights cannot be trained: load it without"):
+        model(tokens)
+    with torch.inference_mode():
+        model(tokens)
+
+
+def test_exact_mode_cannot_be_switched_on_over_int8() -> None:
+    model = Transformer(replace(tiny_args(), tied_head=True)).requires_grad_(False)
+    quantize_layers(model, torch.float32)
+    with pytest.raises(ValueError, match="without quantize"):
+        model.exact = True
+
+
+def test_a_gguf_of_sizes_that_make_no_groups_is_refused_by_its_size(tmp_path: Path) -> None:
+    config = config_of(hidden_size=24, num_attention_heads=4)
+    write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config)
+    with pytest.raises(ValueError, match="24 inputs; leave quantize out"):
+        load(tmp_path / "model.gguf", quantize="int8")
+
+
+def test_int8_logits_are_near_the_float_ones(checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    plain, quantized = (
+        load_weights(opened, opened.args, dtype=torch.float32, device="cpu", quantize=kind).requires_grad_(False)
+        for kind in (None, "int8")
+    )
+    tokens = some_tokens(2, 11, vocab_size=20)
+    off = (quantized(tokens) - plain(tokens)).abs().max()
+    assert 0 < off < 0.1 * plain(tokens).abs().max()
+
+
+# ---- what a file has -------------------------------------------------------------------------------------------------
+
+
+def gguf_of(path: Path, kind: Any, **sizes: Any) -> Path:
+    config = config_of(**{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, **sizes})
+    return write_gguf(path / f"{kind.name}.gguf", meta_weights(random_model(config)), config, kind=kind)
+
+
+STORED = [Kind[kind.name] for kind in KINDS.values() if kind.format is not None]
+
+
+@pytest.mark.parametrize("kind", STORED, ids=lambda kind: kind.name)
+def test_stored_weights_are_those_of_the_file_to_the_bit(kind: Any, tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, kind, **({"hidden_size": 256, "intermediate_size": 512} if "_K" in kind.name else {}))
+    wide, _ = load(path, device="cpu", dtype="fp32")
+    kept, _ = load(path, device="cpu", dtype="fp32", quantize="stored")
+    matrices = quantized_weights(kept)
+    assert len(matrices) == 2 * 7 + 2
+    for name, weight in matrices.items():
+        assert torch.equal(weight.rows(0, weight.shape[0]), wide.get_parameter(name)), name
+        assert weight.format == KINDS[kind.name].format
+    assert str(kept.execution) == "plain, stored weights"
+    tokens = some_tokens(2, 11, vocab_size=20)
+    with torch.inference_mode():
+        torch.testing.assert_close(kept(tokens), wide(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("activations", [16, 8])
+@pytest.mark.parametrize("kind", STORED, ids=lambda kind: kind.name)
+def test_mapped_weights_give_the_bits_of_stored_ones(kind: Any, activations: int, fast: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512} if "_K" in kind.name else {"num_attention_heads": 2}
+    path = gguf_of(tmp_path, kind, **sizes)  # of 520 tokens: half of the last panel
+    how: Any = {"device": "cpu", "quantize": "stored", "activations": activations, "fast": fast}
+    stored, mapped = (load(path, repack=repack, **how)[0] for repack in (True, False))
+    assert mapped.execution.weights == "mapped"
+    for (name, one), other in zip(quantized_weights(stored).items(), quantized_weights(mapped).values(), strict=True):
+        assert isinstance(other, MappedWeight), name
+        assert torch.equal(other.rows(3, 520), one.rows(3, 520)), name
+    prompts, step = some_tokens(3, 70, vocab_size=20), some_tokens(3, 1, vocab_size=20, seed=1)
+    with torch.inference_mode():
+        for tokens, start in ((prompts, 0), (step, 70)):
+            assert torch.equal(mapped(tokens, start), stored(tokens, start))
+    if fast and shutil.which("c++") is not None:
+        assert served(stored) == served(mapped) == 2
+
+
+def test_mapping_reads_no_weights_and_takes_no_memory() -> None:
+    path = demo_model_path()
+    checkpoint = open_checkpoint(path)
+    peak = tensor_peak(
+        lambda: load_weights(
+            checkpoint, checkpoint.args, dtype=torch.float32, device="cpu", quantize="stored", repack=False
+        )
+    )
+    norms = 4 * 576 * (2 * 30 + 1)
+    assert peak < 2 * norms
+
+
+def test_a_mapped_model_shares_its_file_and_a_copy_has_its_own_bytes(tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q4_1)
+    before = path.read_bytes()
+    model, _ = load(path, device="cpu", quantize="stored", repack=False)
+    twin, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    weight = quantized_weights(model)["layers.0.attention.wq.weight"]
+    with torch.no_grad():
+        next(weight.parameters()).zero_()
+    assert not weight.rows(0, 16).any()
+    for other in (twin, again):
+        assert quantized_weights(other)["layers.0.attention.wq.weight"].rows(0, 16).any()
+    assert path.read_bytes() == before
+
+
+@needs_a_compiler
+def test_native_code_leaves_blocks_that_it_does_not_know_to_the_plain_path(tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q4_1, num_attention_heads=2)
+    model, _ = load(path, device="cpu", quantize="stored", repack=False, fast=True)
+    tokens = some_tokens(2, 11, vocab_size=20)
+    weight = quantized_weights(model)["layers.1.feed_forward.w2.weight"]
+    assert isinstance(weight, MappedWeight)
+    with torch.inference_mode():
+        expected = model(tokens)
+        weight.block = "Q4_2"
+        assert not torch.equal(model(tokens), expected)  # the plain path rounds otherwise
+        weight.block = "Q5_1"  # of which a block has other bytes
+        model(tokens)
+    assert served(model) == 1
+
+
+def test_int4_makes_the_codes_again_that_its_weights_came_from(tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q4_1)
+    stored, _ = load(path, device="cpu", quantize="stored")
+    made, _ = load(path, device="cpu", quantize="int4")
+    for (name, one), other in zip(quantized_weights(stored).items(), quantized_weights(made).values(), strict=True):
+        if name.startswith("layers."):
+            assert torch.equal(one.codes, other.codes), name
+            assert torch.equal(one.zeros, other.zeros), name
+            assert torch.equal(one.scales, other.scales), name
+        else:
+            assert (one.format, other.format) == (INT4, INT8)
+
+
+def test_matrices_that_a_file_has_in_floats_stay_floats(tmp_path: Path) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    weights = meta_weights(random_model(config))
+    path = write_gguf(tmp_path / "mixed.gguf", weights, config, kind=Kind.Q4_1, whole=["output.weight"])
+    model, _ = load(path, device="cpu", quantize="stored")
+    assert "output.weight" not in quantized_weights(model)
+    assert torch.equal(model.output.weight, weights["output.weight"])
+    assert len(quantized_weights(model)) == 2 * 7 + 1
+    tokens = some_tokens(2, 9, vocab_size=20)
+    with torch.inference_mode():
+        plain = model(tokens)
+        make_fast(model, cache_dir() / "native-tests")
+        torch.testing.assert_close(model(tokens), plain, rtol=1e-3, atol=1e-3)
+    assert model.runner is None or model.runner.forwards == 1
+
+
+def test_the_demo_is_kept_as_it_is_stored() -> None:
+    kept, tokenizer = load("demo", quantize="stored")
+    assert {weight.format.bits for weight in quantized_weights(kept).values()} == {4, 8}
+    nbytes = sum(weight.nbytes for weight in quantized_weights(kept).values())
+    file = 106_168_320 * 20 // 32 + 28_311_552 * 34 // 32  # in its layers Q4_1, in its embedding Q8_0
+    assert nbytes == file
+    [said] = kept.generate(tokenizer, ["The capital of France is"], 4, temperature=0.0)
+    assert "Paris" in said["generation"]
+
+
+def test_activations_of_8_bits_are_those_of_every_layer_and_lose_more(checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    fine, coarse = (
+        load_weights(opened, opened.args, dtype=torch.float32, device="cpu", **how).requires_grad_(False)
+        for how in ({"quantize": "int8"}, {"quantize": "int8", "activations": 8})
+    )
+    layers = [module for module in coarse.modules() if isinstance(module, PackedLinear)]
+    assert len(layers) == 2 * 7 + 1
+    assert all(layer.activations == 8 for layer in layers)
+    assert str(coarse.execution) == "plain, int8 weights, 8-bit activations"
+    tokens = some_tokens(2, 11, vocab_size=20)
+    wide = fine(tokens)
+    assert 0.001 < (coarse(tokens) - wide).abs().max() / wide.abs().max() < 0.1
+
+
+def test_native_code_takes_8_bits_too_and_says_so() -> None:
+    model, tokenizer = load("demo", quantize="stored", activations=8, fast=True)
+    assert model.execution.activations == 8
+    assert str(model.execution) in (
+        "native, stored weights, 8-bit activations",
+        "plain, stored weights, 8-bit activations",
+    )
+    [said] = model.generate(tokenizer, ["The capital of France is"], 4, temperature=0.0)
+    assert "Paris" in said["generation"]
+
+
+def test_layers_that_round_to_different_bits_are_left_to_the_plain_path() -> None:
+    model, tokenizer = load("demo", quantize="stored", fast=True)
+    if model.runner is None:
+        pytest.skip("there is no native code here")
+    model.blocks[3].feed_forward.w1.activations = 8
+    before = model.runner.forwards
+    model.generate(tokenizer, ["The capital of France is"], 1, temperature=0.0)
+    assert model.runner.forwards == before
+
+
+def test_stored_is_refused_where_nothing_is_quantised(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"keeps what a \.gguf file has quantised, and here no matrix is"):
+        load(checkpoint, device="cpu", quantize="stored")
+
+
+def overwrite(path: Path, tensor: str, at: int, number: float) -> None:
+    """Put a float16 into the bytes of a file's tensor."""
+    raw = bytearray(path.read_bytes())
+    begin = read_header(path).tensors[tensor].start + at
+    raw[begin : begin + 2] = torch.tensor([number], dtype=torch.float16).numpy().tobytes()
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("damage", [float("inf"), float("nan")])
+def test_scales_that_are_not_finite_are_refused_with_their_tensor(damage: float, tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q4_1)
+    overwrite(path, "blk.1.ffn_up.weight", 40, damage)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.feed_forward\.w3\.weight has scales that are no finite"):
+        load(path, device="cpu", quantize="stored")
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_numbers_that_no_scale_can_hold_are_refused_with_their_tensor(quantize: str, tmp_path: Path) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    weights = meta_weights(random_model(config))
+    weights["layers.1.feed_forward.w2.weight"][3, 5] = -7e6
+    path = write_gguf(tmp_path / "wide.gguf", weights, config)
+    assert load(path, device="cpu")[0].blocks[1].feed_forward.w2.weight[3, 5].item() == -7e6
+    with pytest.raises(CheckpointError, match=r"layers\.1\.feed_forward\.w2\.weight has scales .* leave quantize out"):
+        load(path, device="cpu", quantize=quantize)
+
+
+def test_a_scale_of_which_float16_holds_no_hundredfold_is_kept(tmp_path: Path) -> None:
+    path = gguf_of(tmp_path, Kind.Q8_0)
+    overwrite(path, "blk.0.attn_q.weight", 0, 60000.0)
+    wide, kept = (load(path, device="cpu", quantize=how)[0] for how in (None, "stored"))
+    weight = quantized_weights(kept)["layers.0.attention.wq.weight"]
+    assert torch.equal(weight.rows(0, weight.shape[0]), wide.blocks[0].attention.wq.weight)

@@ -1,0 +1,230 @@
+"""Several ranks are one model: the same logits, bits and texts; and a job that loses a rank ends."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import ranks_child
+from checkpoints import (
+    Kind,
+    config_of,
+    meta_params,
+    meta_weights,
+    random_model,
+    write_gguf,
+    write_huggingface,
+    write_meta,
+)
+from families import config_of as config_of_family
+from families import random_model as random_family
+from families import write_folder
+
+from llama.checkpoint import open_checkpoint
+from llama.costs import parameters
+
+ROOT = Path(__file__).parents[2]
+WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
+TIMEOUT_S = 5  # of a job that is to lose a rank
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **changes}
+
+
+def run(command: list[str], *, cwd: Path = ROOT, **changes: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd
+    )
+
+
+def torchrun(size: int, *words: object, cwd: Path = ROOT, forked: bool = False) -> subprocess.Popen[str]:
+    """Start a job. Forked ranks have PyTorch from torchrun's process, where others take two seconds each to import it.
+
+    Not for a job that loses a rank: torchrun takes some seconds longer to end those that it has forked.
+    """
+    job = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
+    if forked and sys.platform == "linux":
+        job += ["--run-path", "--start-method=fork"]
+    return run([sys.executable, *job, *map(str, words)], cwd=cwd)
+
+
+def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return a job's exit code, and what it printed. Raises TimeoutExpired where it does not end."""
+    printed, _ = job.communicate(timeout=150)
+    return job.returncode, printed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights in every format, for 4 heads that share 2 KV heads."""
+    folder = tmp_path_factory.mktemp("ranks")
+    config = config_of()
+    model = random_model(config)
+    weights, params = meta_weights(model), meta_params(config)
+    for shards in (1, 2):
+        write_meta(folder / f"meta-{shards}", weights, params, shards=shards)
+    write_meta(folder / "other", meta_weights(random_model(config, seed=1)), params)
+    write_huggingface(folder / "huggingface", model)
+    for family in ("qwen2", "qwen3"):
+        write_folder(folder / family, random_family(config_of_family(family)))
+    write_gguf(folder / "weights.gguf", weights, config)
+    write_gguf(folder / "weights-q8.gguf", weights, config, kind=Kind.Q8_0)
+    return folder
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def outcomes(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, str]]:
+    """What each of so many ranks said of each case. One launch for all cases: it takes seconds."""
+    code, printed = ended(torchrun(request.param, ROOT / "tests" / "support" / "ranks_child.py", folder, forked=True))
+    assert code == 0, printed
+    return [json.loads((folder / f"outcomes.{rank}.json").read_text("utf-8")) for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("name", ranks_child.CASES)
+def test_ranks(outcomes: list[dict[str, str]], name: str) -> None:
+    assert [rank[name] for rank in outcomes] == [""] * len(outcomes)
+
+
+LOST = "RankLost: another rank has ended or does not answer; if it was only slow, give a longer --timeout: "
+FAULTS = {
+    "killed": r"rank\s+: 1 \(local_rank: 1\)\s+exitcode  : -9",
+    "raising": "RuntimeError: rank 1 met something unforeseen",
+    "stopped": rf"{LOST}.*Timed out waiting {TIMEOUT_S}000ms",
+    "hanging": rf"{LOST}.*Timed out waiting {TIMEOUT_S}000ms",
+    "absent": rf"RankLost: a rank has not come so far.*: wait timeout after {TIMEOUT_S}000ms, keys: .*/rank 1",
+    "ending": rf"{LOST}.*Connection (closed|reset) by peer",
+}
+
+
+def lose(folder: Path, fault: str) -> tuple[int, str]:
+    """Return how a job ended in which rank 1 met a fault: exit code, and what it printed.
+
+    A stopped rank is killed as soon as rank 0 has noticed: torchrun would do so 30 s later.
+    """
+    job = torchrun(2, ROOT / "tests" / "support" / "ranks_child.py", folder, fault, TIMEOUT_S)
+    if fault == "stopped":
+        limit = time.time() + 60
+        while not (folder / "stopped.noticed").exists() and time.time() < limit:
+            time.sleep(0.05)
+        os.kill(int((folder / "stopped.at").read_text()), signal.SIGKILL)
+    return ended(job)
+
+
+@pytest.fixture(scope="module")
+def lost(folder: Path) -> dict[str, tuple[int, str]]:
+    """How each fault's job ended. Three at the same time: they do little but wait, yet to end them takes a core too."""
+    with ThreadPoolExecutor(3) as pool:
+        return dict(zip(FAULTS, pool.map(lambda fault: lose(folder, fault), FAULTS), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_job_that_loses_a_rank_ends_and_says_why(lost: dict[str, tuple[int, str]], fault: str) -> None:
+    code, printed = lost[fault]
+    assert code == 1, printed
+    assert re.search(FAULTS[fault], printed), printed
+
+
+# ---- the scripts -----------------------------------------------------------------------------------------------------
+
+ASKED = ("the hat", "an inn in", "--ckpt_dir", "meta-1", "--temperature", "0", "--max_gen_len", "12", "--dtype", "fp64")
+
+
+def texts_of(printed: str) -> str:
+    """Return what a script printed of the texts: all but the line with the time."""
+    return printed[printed.index("the hat\n>") : printed.rindex("tokens in")].rpartition("\n")[0]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, ROOT / "inference.py", *ASKED], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return texts_of(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_script_prints_once_what_one_process_prints(folder: Path, alone: str) -> None:
+    code, printed = ended(torchrun(2, ROOT / "inference.py", *ASKED, cwd=folder))
+    assert code == 0, printed
+    assert texts_of(printed) == alone
+    assert printed.count("2 ranks") == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_share_the_heads_are_told_who_can(folder: Path) -> None:
+    code, printed = ended(torchrun(3, ROOT / "inference.py", *ASKED, cwd=folder, forked=True))
+    assert code == 1
+    for rank in range(3):
+        assert f"error: rank {rank}: n_heads=4, n_kv_heads=2" in printed
+    assert "cannot be shared out to 3 ranks; 1 or 2 or 4 can share them" in printed
+
+
+@pytest.mark.slow
+def test_a_cell_is_measured_on_all_ranks_and_predicted_for_each(folder: Path) -> None:
+    # A wide MLP: the trace does not see that gloo's threads give a tensor back (of 300 sums it saw 175 to 190), and all
+    # of these together are to be less than the 5 % below.
+    config = config_of(intermediate_size=2048)
+    write_meta(folder / "wide", meta_weights(random_model(config)), meta_params(config))
+    words = ("--ckpt_dir", "wide", "--batch_size", "2", "--input_len", "10", "--output_len", "4", "--compare")
+    code, printed = ended(torchrun(2, ROOT / "benchmark_inference.py", *words, "--json", "cell.json", cwd=folder))
+    assert code == 0, printed
+    record = json.loads((folder / "cell.json").read_text("utf-8"))["cells"][0]
+    assert record["cell"]["ranks"] == 2
+    assert {point["status"] for point in record["points"] if point["name"] != "other work"} == {"ok"}
+    assert record["weights_bytes"] == parameters(open_checkpoint(folder / "wide").args.share(2)) * 4
+    assert abs(record["ledger"]["residual"]) < 0.05 * record["ledger"]["measured_peak"]
+    assert "made the same 8 tokens" in printed
+
+
+def sh(command: str) -> None:
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them: what two machines see of each other."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs the ip command, and to be root")
+    a, b = (f"llama-{os.getpid()}-{i}" for i in range(2))
+    try:
+        sh(f"ip netns add {a} && ip netns add {b} && ip -n {a} link add cable0 type veth peer name cable0 netns {b}")
+        for host, address in ((a, "10.77.0.1/24"), (b, "10.77.0.2/24")):
+            sh(f"ip -n {host} addr add {address} dev cable0 && ip -n {host} link set cable0 up")
+            sh(f"ip -n {host} link set lo up")
+        yield a, b
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr!r}")
+    finally:
+        for host in (a, b):
+            subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+def test_two_hosts_write_what_one_process_writes(folder: Path, alone: str, two_hosts: tuple[str, str]) -> None:
+    def start(node: int) -> subprocess.Popen[str]:
+        job = [
+            "--nnodes=2",
+            f"--node_rank={node}",
+            "--nproc_per_node=1",
+            "--master_addr=10.77.0.1",
+            "--master_port=29511",
+        ]
+        command = ["ip", "netns", "exec", two_hosts[node], sys.executable, "-m", "torch.distributed.run", *job]
+        return run([*command, str(ROOT / "inference.py"), *ASKED], cwd=folder, GLOO_SOCKET_IFNAME="cable0")
+
+    jobs = [start(node) for node in range(2)]
+    (code, printed), (other_code, other) = (ended(job) for job in jobs)
+    assert (code, other_code) == (0, 0), printed + other
+    assert texts_of(printed) == alone
+    assert "the hat" not in other

@@ -1,0 +1,814 @@
+"""A session goes on from its file as if it had never been there, and a file that does not fit is refused in words."""
+
+import hashlib
+import json
+import os
+import pickle
+import resource
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from fakes import Bytes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from native import cpu_flags
+from oracles import bits, tiny_args, tiny_model
+from torch import Tensor
+from writes import write
+
+from llama.exact.digest import Digest
+from llama.kv_cache import KVCache, PagedCache, cache_kind
+from llama.model import Transformer
+from llama.ops import HAS_ONEDNN
+from llama.quant.layers import quantize_layers, quantized_weights
+from llama.request import Options
+from llama.session import Session
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+LOSSLESS = ("static", "concat", "paged")
+OURS = (*LOSSLESS, "int8", "int4", "window:20+3")
+THEIRS = tuple(cache_kind(f"{EXAMPLES}/{name.partition(':')[0]}.py:{name}") for name in ("every_second:8", "h2o:12"))
+KINDS = (*OURS, *THEIRS)
+ARGS = tiny_args(vocab_size=258, head_dim=32, max_seq_len=160)
+TEXT = "a text that is long enough to fill a group, and to leave a window of twenty"
+GREEDY: Options = {"temperature": 0.0}
+SAMPLED: Options = {"temperature": 1.0, "seed": 3, "logprobs": True}
+
+
+def made_of(*, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
+    return tiny_model(replace(ARGS, **changes), dtype=dtype)
+
+
+def made(kv_cache: str = "static", **changes: Any) -> tuple[Transformer, Session]:
+    model = made_of(**changes)
+    return model, model.session(Bytes(), kv_cache=kv_cache)
+
+
+def text_of(session: Session) -> str:
+    return session.tokenizer.decode(session.tokens)
+
+
+def held(session: Session) -> list[KVCache]:
+    """Return what each layer holds, of the whole text."""
+    cache = session.held_copy(kv_caching=True)
+    assert cache is not None
+    return cache.layers
+
+
+def reloaded(session: Session, path: Path) -> Session:
+    session.save(path)
+    loaded = session.model.load_session(path, Bytes())
+    assert isinstance(loaded, Session)
+    return loaded
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+
+def fed(session: Session) -> None:
+    session.feed(TEXT)
+
+
+def generated(session: Session) -> None:
+    """The newest token is not fed yet."""
+    fed(session)
+    session.generate(9, **SAMPLED)
+
+
+def rewound(session: Session) -> None:
+    generated(session)
+    session.rewind(session.position - 5)
+
+
+def rewound_far(session: Session) -> None:
+    """Further than most kinds can go back without feeding all again."""
+    generated(session)
+    session.rewind(30)
+
+
+def forked(session: Session) -> None:
+    """What is held is shared with one that goes on."""
+    fed(session)
+    session.append(" and")
+    session.fork().append(" another end")
+
+
+def short(session: Session) -> None:
+    session.feed("ab")
+
+
+def left_in_a_stream(session: Session) -> None:
+    fed(session)
+    stream = session.stream(20, **SAMPLED)
+    for _ in range(3):
+        next(stream)
+
+
+HISTORIES: tuple[Callable[[Session], None], ...] = (
+    *(fed, generated, rewound, rewound_far, forked, short, left_in_a_stream),
+)
+
+
+def test_a_session_without_rope_goes_on_too(tmp_path: Path) -> None:
+    _, kept = made("window:20+3", rope_theta=None)
+    fed(kept)
+    loaded = reloaded(kept, tmp_path / "session")
+    assert loaded.generate(8, **SAMPLED) == kept.generate(8, **SAMPLED)
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_every_kind_goes_on_as_if_it_had_never_been_saved(
+    kv_cache: str, history: Callable[[Session], None], tmp_path: Path
+) -> None:
+    _, kept = made(kv_cache)
+    history(kept)
+    before = kept.fed
+    loaded = reloaded(kept, tmp_path / "session")
+    assert (loaded.tokens, loaded.kv_cache) == (kept.tokens, kv_cache)
+    assert (loaded.max_seq_len, loaded.fed) == (160, 0)
+    for goes_on in (
+        *(lambda session: session.generate(8, **SAMPLED), lambda session: session.append(" more")),
+        *(lambda session: session.generate(8, **GREEDY), lambda session: session.feed(session.tokens[:-4])),
+        lambda session: session.generate(30, **SAMPLED),
+    ):
+        assert goes_on(loaded) == goes_on(kept)
+    assert loaded.tokens == kept.tokens
+    assert loaded.fed == kept.fed - before, "as many tokens as are fed to one that was never saved"
+
+
+@pytest.mark.parametrize("history", [fed, generated, rewound])
+@pytest.mark.parametrize("kv_cache", LOSSLESS)
+def test_in_exact_mode_not_a_bit_is_another(kv_cache: str, history: Callable[[Session], None], tmp_path: Path) -> None:
+    model, kept = made(kv_cache, dtype=torch.float32)
+    model.exact = True
+    history(kept)
+    loaded = reloaded(kept, tmp_path / "session")
+    assert loaded.generate(20, **SAMPLED) == kept.generate(20, **SAMPLED)
+    plain = model.generate_tokens([kept.tokens], 10, kv_caching=False, logprobs=True, **GREEDY)
+    result = loaded.generate(10, logprobs=True, **GREEDY)
+    assert ([result["ids"]], [result["logprobs"]]) == plain
+    for ours, theirs in zip(held(loaded), held(kept), strict=True):
+        length = kept.position
+        wanted = theirs.state(1, length)
+        assert all(torch.equal(bits(ours.state(1, length)[name]), bits(wanted[name])) for name in ("keys", "values"))
+
+
+def test_the_logits_that_follow_a_text_need_not_be_computed_again(tmp_path: Path) -> None:
+    model, session = made()
+    session.feed(TEXT)
+    loaded = reloaded(session, tmp_path / "session")
+    assert loaded.logits is not None
+    assert session.logits is not None
+    assert torch.equal(loaded.logits, session.logits)
+    assert loaded.feed(TEXT) == loaded.fed == 0
+    loaded.fork().generate(1, **GREEDY)
+    assert model.generate_tokens([[1]], 3, prefix=loaded, **GREEDY) == model.generate_tokens(
+        [[1]], 3, prefix=session, **GREEDY
+    )
+
+
+def test_a_session_without_a_text_and_one_without_a_cache_are_kept_too(tmp_path: Path) -> None:
+    model, session = made()
+    assert reloaded(session, tmp_path / "session").tokens == []
+    session.feed("abc")
+    session.rewind(0)
+    assert reloaded(session, tmp_path / "session").nbytes == 0
+    model.kv_caching = False
+    session.feed(TEXT)
+    loaded, before = reloaded(session, tmp_path / "session"), session.fed
+    assert loaded.generate(5, **GREEDY) == session.generate(5, **GREEDY)
+    assert (loaded.nbytes, loaded.fed) == (0, session.fed - before)
+
+
+def test_what_was_held_in_another_mode_is_not_saved(tmp_path: Path) -> None:
+    model, session = made(dtype=torch.float32)
+    session.feed(TEXT)
+    model.exact = True
+    loaded = reloaded(session, tmp_path / "session")
+    assert (loaded.tokens, loaded.nbytes) == (session.tokens, 0)
+
+
+def test_the_caller_may_be_in_inference_mode_or_not(tmp_path: Path) -> None:
+    for kv_cache in KINDS:
+        model, session = made(kv_cache)
+        with torch.inference_mode():
+            session.feed(TEXT)
+            loaded = reloaded(session, tmp_path / "session")
+        loaded.append(" more")
+        with torch.no_grad():
+            for cache in model.new_cache().layers:
+                write(cache, 0, torch.randn(1, 1, 2, 32), torch.randn(1, 1, 2, 32))
+
+
+@pytest.mark.parametrize("kv_cache", ["poisoned", "poisoned_concat", "paged", "int8", "int4", "window:20+3"])
+def test_only_what_is_held_is_saved(kv_cache: str, tmp_path: Path) -> None:
+    """Room that was never written holds whatever was in memory before, which is nobody's business."""
+    path = tmp_path / "session"
+    _, session = made(kv_cache)
+    session.feed(TEXT)
+    for more in " and":
+        session.append(more)  # so that kinds that grow by doubling have room to spare
+    session.save(path)
+    held = safetensors.torch.load_file(path)
+    assert all(tensor.isfinite().all() for tensor in held.values())
+    largest = max(session.nbytes, 0)
+    assert path.stat().st_size < largest + 8 * session.position + 8 * 258 + 4000
+    length = session.position - 3
+    session.rewind(length)
+    session.save(path)
+    if KVCache.named(kv_cache).lossless:
+        assert safetensors.torch.load_file(path)["layers.1.keys"].shape == (1, length, 2, 32)
+
+
+def test_a_paged_cache_takes_the_blocks_that_it_needs(tmp_path: Path) -> None:
+    _, session = made("paged")
+    session.feed(TEXT)
+    for cache in held(reloaded(session, tmp_path / "session")):
+        assert isinstance(cache, PagedCache)
+        assert len(cache.tables[0]) == -(-session.position // 16) == len(cache.keys)
+
+
+def test_ids_alone_need_no_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    model, session = made()
+    session.feed(TEXT)
+    session.save(path)
+    loaded = model.load_session(path)
+    assert loaded.append([97, 98]) == 2
+    loaded.rewind(loaded.position - 1)
+    for asks in (
+        *(lambda: text_of(loaded), lambda: loaded.feed("text"), lambda: loaded.feed(""), lambda: loaded.append("x")),
+        *(lambda: loaded.generate(3), lambda: loaded.stream(3), lambda: loaded.fork().append("x")),
+    ):
+        with pytest.raises(ValueError, match=r"loaded without a tokenizer.*model.load_session\(path, tokenizer\)"):
+            asks()
+    assert model.generate_tokens([[1]], 3, prefix=loaded)[0]
+    loaded.save(path)
+    assert text_of(model.load_session(path, Bytes())) == TEXT_WITH_BOS + "a"
+    with pytest.raises(ValueError, match="another tokenizer"):
+        model.load_session(path, Bytes(adds_bos=False))
+
+
+TEXT_WITH_BOS = "<bos>" + TEXT
+
+
+def test_a_model_of_other_limits_takes_what_fits(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    _, session = made()
+    session.feed(TEXT)
+    session.save(path)
+    for limit in (100, 300):
+        assert made_of(max_seq_len=limit).load_session(path, Bytes()).max_seq_len == min(limit, 160)
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_safetensors_that_only_its_owner_may_read(tmp_path: Path) -> None:
+    path = tmp_path / "session.safetensors"
+    path.write_text("the old one")
+    path.chmod(0o644)
+    _, session = made()
+    session.feed("abc")
+    session.save(str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+    held = safetensors.torch.load_file(path)
+    assert held["ids"].tolist() == session.tokens
+    assert set(held) == {"ids", "logits", *(f"layers.{i}.{name}" for i in (0, 1) for name in ("keys", "values"))}
+    assert all(span["data_offsets"][0] % 8 == 0 for name, span in parts(path)[0].items() if name != "__metadata__")
+
+
+def test_a_save_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    model, session = made()
+    session.feed("abc")
+    session.save(path)
+    before = path.read_bytes()
+    session.append(TEXT)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=f"cannot be saved as {path}: File too large"):
+            session.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    assert text_of(model.load_session(path, Bytes())) == "<bos>abc"
+
+
+def test_a_note_that_no_session_could_be_loaded_with_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    model, session = made()
+    session.feed("abc")
+    session.note = "{" * (1 << 17) + "[,]" * (1 << 20)
+    session.save(path)
+    assert model.load_session(path, Bytes()).note == session.note
+    before = path.read_bytes()
+    session.note = "x" * (1 << 24)
+    with pytest.raises(ValueError, match=r"header .* 1677\d+ bytes, and the limit is 16777216; shorten session.note"):
+        session.save(path)
+    assert path.read_bytes() == before
+
+
+def test_where_a_file_cannot_be_is_said_in_one_sentence(tmp_path: Path) -> None:
+    _, session = made()
+    session.feed("abc")
+    os.mkfifo(tmp_path / "pipe")
+    for path, why in (
+        (tmp_path / "nowhere" / "session", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "pipe", "it is a named pipe, not a regular file; give another name"),
+        (Path("/proc/session"), "No such file or directory|Permission denied|Operation not permitted"),
+        (tmp_path / ("n" * 300), "File name too long"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot be saved as {path}: ({why})$"):
+            session.save(path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "pipe"]
+    assert (tmp_path / "pipe").is_fifo()
+    session.drop()
+    with pytest.raises(ValueError, match="dropped"):
+        session.save(tmp_path / "session")
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+Facts = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+def parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Return a file's header and what follows it."""
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8:end]), raw[end:]
+
+
+def put(path: Path, header: object, rest: bytes) -> None:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + rest)
+
+
+def digest_of(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def forge(path: Path, change: Callable[[Facts, Tensors], object]) -> None:
+    """Change the file, and its digests, so that they do not show it."""
+    metadata, tensors = parts(path)[0]["__metadata__"], safetensors.torch.load_file(path)
+    facts = json.loads(metadata["session"])
+    change(facts, tensors)
+    digest = Digest()
+    for name in sorted(tensors):
+        digest.take(name, tensors[name])
+    text = json.dumps({**facts, "tensors": digest.hex()})
+    safetensors.torch.save_file(tensors, path, {**metadata, "session": text, "digest": digest_of(text)})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Transformer, Path]:
+    """Return a model, and the file of a session of it."""
+    model, session = made()
+    session.feed(TEXT)
+    session.save(tmp_path / "session")
+    return model, tmp_path / "session"
+
+
+def refused(model: Transformer, path: Path, why: str, tokenizer: Bytes | None = None) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        model.load_session(path, tokenizer)
+    assert str(path) in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500 + len(str(path))
+    assert model.cache is None
+
+
+def test_a_file_that_was_written_by_the_library_of_the_format_is_read(saved: tuple[Transformer, Path]) -> None:
+    model, path = saved
+    forge(path, lambda facts, tensors: None)
+    assert text_of(model.load_session(path, Bytes())) == TEXT_WITH_BOS
+
+
+OTHER_MODELS: dict[str, tuple[Callable[[], Transformer], str]] = {
+    "weights": (lambda: changed_weight(made()[0]), "other weights"),
+    "swapped": (lambda: swapped_weights(made()[0]), "other weights"),
+    "layers": (lambda: made(n_layers=3)[0], "n_layers was 2, and is 3 here"),
+    "dtype": (
+        lambda: made(dtype=torch.float32)[0],
+        "dtype was 'torch.float64', and is 'torch.float32' here; load the model in that dtype",
+    ),
+    "theta": (lambda: made(rope_theta=5e5)[0], "rope_theta was 10000.0, and is 500000.0 here"),
+    "no RoPE": (lambda: made(rope_theta=None)[0], "rope_theta was 10000.0, and is None here"),
+    "vocabulary": (lambda: made(vocab_size=300)[0], "vocab_size was 258, and is 300 here"),
+    "exact": (lambda: exact(made()[0]), "exact was False, and is True here; set model.exact to that value"),
+    "activations": (lambda: rounding(made()[0]), "activations was 16, and is 8 here"),
+    "limit": (lambda: made(max_seq_len=40)[0], "76 tokens, more than max_seq_len=40"),
+}
+
+
+def changed_weight(model: Transformer) -> Transformer:
+    model.layers[1].attention.wo.weight.data[3, 5] += 1e-7  # type: ignore[union-attr]
+    return model
+
+
+def swapped_weights(model: Transformer) -> Transformer:
+    weight = model.layers[0].attention_norm.weight.data  # type: ignore[union-attr]
+    weight[:2] = weight[:2].flip(0)
+    return model
+
+
+def rounding(model: Transformer) -> Transformer:
+    for module in model.layers[1].modules():
+        module.activations = 8  # type: ignore[assignment]  # as of packed layers
+    return model
+
+
+def exact(model: Transformer) -> Transformer:
+    model.exact = True
+    return model
+
+
+@pytest.mark.parametrize("other", OTHER_MODELS)
+def test_another_model_refuses_it(other: str, saved: tuple[Transformer, Path]) -> None:
+    make, why = OTHER_MODELS[other]
+    refused(make(), saved[1], why)
+
+
+def test_a_mode_is_refused_both_ways_and_so_is_another_machine(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    model, session = made(dtype=torch.float32)
+    model.exact = True
+    session.feed("abc")
+    session.save(path)
+    forge(path, lambda facts, tensors: facts.update(place="another machine"))
+    refused(model, path, "place was 'another machine', and is 'torch .*' here; .* feed the text again")
+    session.save(path)
+    model.exact = False
+    refused(model, path, "exact was True, and is False here")
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of the flags' other switches
+@pytest.mark.skipif(not HAS_ONEDNN, reason="needs two libraries that multiply")
+def test_in_exact_mode_products_by_another_library_are_refused(tmp_path: Path) -> None:
+    model, session = made(dtype=torch.bfloat16)
+    model.exact = True
+    session.feed("abc")
+    session.save(tmp_path / "session")
+    model.load_session(tmp_path / "session", Bytes())
+    with torch.backends.mkldnn.flags(enabled=False):
+        refused(model, tmp_path / "session", "the bits may differ here; feed the text again")
+
+
+@pytest.mark.skipif("avx512bw" not in cpu_flags(), reason="needs two instruction sets between which oneDNN chooses")
+@pytest.mark.slow
+def test_in_exact_mode_other_kernels_of_the_same_machine_are_refused(tmp_path: Path) -> None:
+    """A session is saved where oneDNN may use all of the CPU, and loaded where it may use AVX2 alone."""
+    script = """
+import sys, torch
+from fakes import Bytes
+from test_session_file import made_of
+model = made_of(dtype=torch.bfloat16)
+model.exact = True
+if sys.argv[1] == "save":
+    session = model.session(Bytes())
+    session.feed("abc")
+    session.save("session")
+else:
+    model.load_session("session", Bytes())
+"""
+
+    def run(what: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        tests = Path(__file__).parents[1]
+        paths = os.pathsep.join(map(str, (tests / "support", tests.parent)))
+        environment = {**os.environ, "PYTHONPATH": paths, **environment}
+        words = [sys.executable, "-c", script, what]
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    assert run("save").returncode == 0
+    assert run("load").returncode == 0
+    refused = run("load", ONEDNN_MAX_CPU_ISA="AVX2")
+    assert refused.returncode == 1
+    assert "the bits may differ here; feed the text again" in refused.stderr
+
+
+def test_another_tokenizer_is_refused(saved: tuple[Transformer, Path]) -> None:
+    class Other(Bytes):
+        def decode(self, ids: Any) -> str:
+            return super().decode(ids).upper()
+
+    class Named(Bytes):
+        def fingerprint(self) -> str:
+            return "a name of its own"
+
+    for tokenizer in (Other(), Named(), Bytes(adds_bos=False)):
+        refused(*saved, "another tokenizer", tokenizer)
+    model, path = saved
+    session = model.session(Named())
+    session.feed("abc")
+    session.save(path)
+    assert text_of(model.load_session(path, Named())) == "<bos>abc"
+    refused(model, path, "another tokenizer", Bytes())
+
+
+def test_a_kind_that_is_not_known_is_named_and_no_code_is_run(saved: tuple[Transformer, Path], tmp_path: Path) -> None:
+    class Gone(KVCache.kinds["static"], kind="gone"):  # type: ignore[misc]
+        pass
+
+    model, path = saved
+    session = model.session(Bytes(), kv_cache="gone")
+    session.feed("abc")
+    session.save(path)
+    del KVCache.kinds["gone"]
+    refused(model, path, "kv_cache='gone', a kind that is not known here; register it first")
+    code = tmp_path / "evil.py"
+    code.write_text(f"open({str(tmp_path / 'was here')!r}, 'w')\n")
+    for kind in (f"{code}:static", f"static:{code}:x"):
+        forge(path, lambda facts, tensors, kind=kind: facts.update(kv_cache=kind))
+        refused(model, path, "names the code of its cache")
+    assert not (tmp_path / "was here").exists()
+
+
+def test_a_window_of_another_size_is_refused(tmp_path: Path) -> None:
+    _, session = made("window")  # as many positions as max_seq_len
+    session.feed(TEXT)
+    session.save(tmp_path / "session")
+    refused(made_of(max_seq_len=100), tmp_path / "session", "held 160 positions .* holds 100 here")
+    assert made_of(max_seq_len=200).load_session(tmp_path / "session").position == session.position
+
+
+def test_what_is_no_session_is_called_so(tmp_path: Path, saved: tuple[Transformer, Path]) -> None:
+    model, path = saved
+    refused(model, tmp_path / "nothing", "No such file")
+    refused(model, tmp_path, "it is a directory, not a regular file")
+    os.mkfifo(tmp_path / "pipe")
+    refused(model, tmp_path / "pipe", "it is a named pipe, not a regular file")
+    safetensors.torch.save_file({"ids": torch.zeros(3)}, path)
+    refused(model, path, "it is a safetensors file, but not a session")
+    safetensors.torch.save_file({"ids": torch.zeros(3)}, path, {"format": "pt"})
+    refused(model, path, "it is a safetensors file, but not a session")
+    nested, many, number = b"[" * 100_000, b'{"a": 1, "a": 2}', b'{"a": ' + b"9" * 5000 + b"}"
+    for content in (b"", b"\0" * 7, b"\0" * 4096, b"\xff" * 4096, pickle.dumps({"ids": [1, 2]}), os.urandom(999)):
+        path.write_bytes(content)
+        refused(model, path, "not a session")
+    for header in (nested, many, number, b"[]", b"7", b"null", b"{}", b"\xff\xfe", b'{"__metadata__": 3}'):
+        put(path, header, b"")
+        refused(model, path, "not a session")
+    path.write_bytes((2**40).to_bytes(8, "little") + b"{}")
+    refused(model, path, "not a session")
+
+
+def test_a_file_that_was_cut_or_grew_is_refused(saved: tuple[Transformer, Path]) -> None:
+    model, path = saved
+    raw = path.read_bytes()
+    for left in (len(raw) - 1, len(raw) // 2, 3000, 1000, 9, 8, 1):
+        path.write_bytes(raw[:left])
+        refused(model, path, "is truncated|is not a session")
+    path.write_bytes(raw[:-8])
+    size = len(parts(path)[1])
+    refused(model, path, rf"damaged: its tensors need {size + 8} bytes, and {size} follow the header: it is truncated")
+    path.write_bytes(raw + b"more")
+    refused(model, path, rf"damaged: its tensors need {size + 8} bytes, and {size + 12} follow the header")
+
+
+def test_another_version_is_refused(saved: tuple[Transformer, Path]) -> None:
+    header, rest = parts(saved[1])
+    header["__metadata__"]["version"] = "2"
+    put(saved[1], header, rest)
+    refused(*saved, "version '2', this library reads 1; feed the text again")
+
+
+def test_a_header_that_claims_more_than_there_is_takes_no_memory(
+    saved: tuple[Transformer, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = saved
+    header, rest = parts(path)
+    size = 2**50
+    for shape, end in (([size], 8 * size), ([0, 2**63], 0), ([0, 2**61, 2**61], 0), ([0] * 70, 0)):
+        offsets = [len(rest), len(rest) + end]
+        put(path, {**header, "layers.0.more": {"dtype": "F64", "shape": shape, "data_offsets": offsets}}, rest)
+        refused(model, path, "is damaged: ")
+    put(path, header, rest)
+    monkeypatch.setattr("llama.sessions.file.available_memory", lambda device: 1000)
+    refused(model, path, r"has \d+ bytes of tensors, more than the 1000 free on cpu")
+
+
+ENTRIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "overlap": lambda header: header["layers.0.keys"].update(data_offsets=header["layers.1.keys"]["data_offsets"]),
+    "dtype": lambda header: header["layers.0.keys"].update(dtype="I64"),
+    "no dtype": lambda header: header["layers.0.keys"].update(dtype="F63"),
+    "shape": lambda header: header["layers.0.keys"]["shape"].reverse(),
+    "shape of halves": lambda header: header["layers.0.keys"].update(shape=[1.0, 76, 2, 32]),
+    "shape below zero": lambda header: header["layers.0.keys"].update(shape=[-1, -76, 2, 32]),
+    "no shape": lambda header: header["layers.0.keys"].pop("shape"),
+    "more": lambda header: header["layers.0.keys"].update(more=1),
+    "name": lambda header: header.update({"layers.0.kez": header.pop("layers.0.keys")}),
+    "swapped names": lambda header: header.update(
+        {"layers.0.keys": header["layers.1.keys"], "layers.1.keys": header["layers.0.keys"]}
+    ),
+    "missing": lambda header: header.pop("layers.0.keys"),
+    "no entry": lambda header: header.update({"layers.0.keys": 3}),
+    "no digest": lambda header: header["__metadata__"].pop("digest"),
+    "other facts": lambda header: header["__metadata__"].update(session="{}", digest=digest_of("{}")),
+    "no facts": lambda header: header["__metadata__"].update(session="7", digest=digest_of("7")),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_header_that_was_changed_is_refused(entry: str, saved: tuple[Transformer, Path]) -> None:
+    header, rest = parts(saved[1])
+    ENTRIES[entry](header)
+    put(saved[1], header, rest)
+    refused(*saved, "is damaged")
+
+
+EVIL = "\033[2J" * 1200
+FORGERIES: dict[str, tuple[Callable[[Facts, Tensors], object], str]] = {
+    "id": (lambda facts, tensors: tensors["ids"].__setitem__(3, 258), "ids from .* to 258; the model knows 0 to 257"),
+    "id below": (lambda facts, tensors: tensors["ids"].__setitem__(3, -1), "ids from -1 to .*; the model knows"),
+    "ids": (lambda facts, tensors: tensors.update(ids=tensors["ids"].int()), "damaged: its ids"),
+    "few ids": (lambda facts, tensors: tensors.update(ids=tensors["ids"][:9]), "damaged: its ids"),
+    "no ids": (lambda facts, tensors: tensors.pop("ids"), "damaged: its ids"),
+    "logits": (lambda facts, tensors: tensors.update(logits=torch.zeros(2, 258)), "damaged: its logits"),
+    "less held": (lambda facts, tensors: facts.update(held=70), "keys of a cache should be"),
+    "missing": (lambda facts, tensors: tensors.pop("layers.1.keys"), "keys of a cache should be"),
+    "extra": (
+        lambda facts, tensors: tensors.update({"layers.1.more": torch.zeros(1)}),
+        "more of a cache should be absent",
+    ),
+    "layer": (lambda facts, tensors: tensors.update({"layers.2.keys": torch.zeros(1)}), "damaged: 'layers.2.keys'"),
+    "name": (lambda facts, tensors: tensors.update(more=torch.zeros(1)), "damaged: 'more'"),
+    "shape": (lambda facts, tensors: tensors.update({"layers.0.values": torch.zeros(1, 76, 1, 64).double()}), "values"),
+    "shorter": (lambda facts, tensors: tensors.update({"layers.0.keys": torch.zeros(1, 75, 2, 32).double()}), "keys"),
+    "two dtypes": (lambda facts, tensors: tensors.update({"layers.0.values": torch.zeros(1, 76, 2, 32)}), "values"),
+    "kind": (lambda facts, tensors: facts.update(kv_cache="window:20+3"), "ends|held None positions"),
+    "params": (lambda facts, tensors: facts.update(kv_cache="static:7"), "takes no parameters"),
+    "held": (lambda facts, tensors: facts.update(held=-1), "damaged: its description"),
+    "held of truth": (lambda facts, tensors: facts.update(held=True), "damaged: its description"),
+    "written": (lambda facts, tensors: facts.update(written=1), "damaged: its description"),
+    "limit": (lambda facts, tensors: facts.update(max_seq_len=0), "must be from 1"),
+    "no fact": (lambda facts, tensors: facts.pop("place"), "damaged: its description"),
+    "a fact more": (lambda facts, tensors: facts.update(more=1), "damaged: its description"),
+    "sizes": (lambda facts, tensors: facts.update(sizes=[1]), "damaged: its description"),
+    "unknown size": (lambda facts, tensors: facts["sizes"].update(experts=8), "experts was 8, and is None here"),
+    "a kind of number": (lambda facts, tensors: facts.update(kv_cache=7), "damaged: its description"),
+    "exact of text": (lambda facts, tensors: facts.update(exact=EVIL), "damaged: its description"),
+    "place of nothing": (lambda facts, tensors: facts.update(place=[]), "damaged: its description"),
+    "note of nothing": (lambda facts, tensors: facts.update(note=[]), "damaged: its description"),
+    "place of numbers": (lambda facts, tensors: facts.update(place=[1] * 5000), "damaged: its description"),
+    "a long dtype": (lambda facts, tensors: facts.update(dtype=EVIL), r"dtype was '\\x1b\[2J"),
+    "long params": (lambda facts, tensors: facts.update(kv_cache=f"window:{EVIL}"), "kv_cache='window:"),
+    "a long kind": (lambda facts, tensors: facts.update(kv_cache=EVIL), "a kind that is not known"),
+    "a long size": (lambda facts, tensors: facts["sizes"].update({EVIL: 8}), "was 8, and is None here"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_what_no_session_can_be_is_refused_where_digests_do_not_tell(
+    forgery: str, saved: tuple[Transformer, Path]
+) -> None:
+    change, why = FORGERIES[forgery]
+    forge(saved[1], change)
+    refused(*saved, why)
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", "int4", "window:20+3"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held: held.update({"layers.0.ends": torch.tensor([75])}),
+        lambda held: held.update({"layers.0.ends": torch.tensor([2**60])}),
+        lambda held: held.update({"layers.0.ends": torch.tensor([76, 76])}),
+        lambda held: held.update({"layers.0.ends": torch.tensor(76)[None, None].expand(1, 2).contiguous()}),
+        lambda held: held.update({"layers.0.ends": torch.tensor([76.0])}),
+        lambda held: held.pop("layers.0.ends"),
+        lambda held: held.pop("layers.1.keys"),
+        lambda held: held.update({"layers.1.values": held["layers.1.values"].float()}),
+        lambda held: held.update({"layers.1.values": held["layers.1.values"][:, 1:].contiguous()}),
+        lambda held: held.update({"layers.1.more": torch.zeros(1)}),
+    ],
+)
+def test_counts_that_do_not_fit_what_is_held_are_refused(
+    kv_cache: str, change: Callable[[Tensors], object], tmp_path: Path
+) -> None:
+    model, session = made(kv_cache)
+    session.feed(TEXT)
+    session.save(tmp_path / "session")
+    forge(tmp_path / "session", lambda facts, tensors: change(tensors))
+    with pytest.raises(ValueError, match=r"should be|must say|has dropped|is given"):
+        model.load_session(tmp_path / "session", Bytes()).append("x")
+
+
+@pytest.fixture(scope="module")
+def one_of_each(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, dict[str, tuple[bytes, Session]], Path]:
+    """Return a model, by kind the bytes of a session's file and the session, and a path to write such bytes to."""
+    path = tmp_path_factory.mktemp("sessions") / "session"
+    model, files = made()[0], {}
+    for kind in ("static", "int4", "window:20+3", THEIRS[0]):
+        session = model.session(Bytes(), kv_cache=kind)
+        session.feed(TEXT)
+        session.generate(5, **GREEDY)
+        session.save(path)
+        files[kind] = path.read_bytes(), session
+    return model, files, path
+
+
+def test_a_damaged_file_is_refused_or_is_the_very_same_session(
+    one_of_each: tuple[Transformer, dict[str, tuple[bytes, Session]], Path],
+) -> None:
+    model, files, path = one_of_each
+
+    @settings(max_examples=300, suppress_health_check=list(HealthCheck))
+    @given(kind=st.sampled_from(sorted(files)), damage=st.data())
+    def check(kind: str, damage: st.DataObject) -> None:
+        raw, session = files[kind]
+        changed = bytearray(raw)
+        header = 8 + int.from_bytes(raw[:8], "little")
+        where = damage.draw(st.sampled_from([(0, 8), (8, header), (8, header), (header, len(raw))]), "part")
+        for _ in range(damage.draw(st.integers(1, 3), "flips")):
+            changed[damage.draw(st.integers(where[0], where[1] - 1))] ^= 1 << damage.draw(st.integers(0, 7))
+        if damage.draw(st.booleans(), "cut"):
+            del changed[damage.draw(st.integers(0, len(changed))) :]
+        path.write_bytes(changed)
+        try:
+            loaded = model.load_session(path, Bytes())
+        except ValueError:
+            return
+        assert (loaded.tokens, loaded.kv_cache, loaded.max_seq_len) == (session.tokens, session.kv_cache, 160)
+        assert loaded.fork().generate(5, **SAMPLED) == session.fork().generate(5, **SAMPLED)
+
+    check()
+
+
+def test_every_flipped_bit_of_the_tensors_is_found(
+    one_of_each: tuple[Transformer, dict[str, tuple[bytes, Session]], Path],
+) -> None:
+    model, files, path = one_of_each
+    for raw, _ in files.values():
+        header = 8 + int.from_bytes(raw[:8], "little")
+        for place in range(header, len(raw), (len(raw) - header) // 40):
+            changed = bytearray(raw)
+            changed[place] ^= 1 << place % 8
+            path.write_bytes(changed)
+            refused(model, path, "damaged: its tensors")
+
+
+# ---- int8 weights ----------------------------------------------------------------------------------------------------
+
+
+def int8_model(dtype: torch.dtype = torch.float32) -> Transformer:
+    model = Transformer(tiny_args(vocab_size=258, tied_head=True, max_seq_len=160)).requires_grad_(False)
+    for norm in (part for name, part in model.named_parameters() if "norm" in name):
+        norm.fill_(1)
+    quantize_layers(model, dtype)
+    for name, weight in quantized_weights(model).items():
+        weight.fill(0, torch.randn(*weight.shape, generator=torch.Generator().manual_seed(len(name))))
+    return model.to(dtype)
+
+
+def test_int8_weights_and_the_dtype_of_their_activations_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    model = int8_model()
+    session = model.session(Bytes())
+    session.feed("abc")
+    session.save(path)
+    assert text_of(model.load_session(path, Bytes())) == "<bos>abc"
+    assert text_of(int8_model().load_session(path, Bytes())) == "<bos>abc"
+    refused(int8_model(torch.bfloat16), path, "dtype was 'torch.float32', and is 'torch.bfloat16' here")
+    weight = next(iter(quantized_weights(model).values()))
+    weight.codes.view(-1)[5] ^= 1
+    refused(model, path, "other weights")
+
+
+def test_a_model_with_int8_weights_that_is_cast_feeds_its_sessions_again() -> None:
+    model = int8_model()
+    session = model.session(Bytes())
+    session.feed("abc")
+    model.to(torch.bfloat16)
+    assert session.append("d") == 5
+
+
+def test_a_model_that_several_processes_share_is_refused(saved: tuple[Transformer, Path]) -> None:
+    model, path = saved
+
+    class Two(type(model.ranks)):  # type: ignore[misc]
+        size = 2
+
+    session = model.session(Bytes())
+    model.ranks = Two()
+    for call in (partial(session.save, path), partial(model.load_session, path)):
+        with pytest.raises(ValueError, match="2 processes share"):
+            call()

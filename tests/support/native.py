@@ -1,0 +1,114 @@
+"""Models with native code and their plain twins, and where the code is compiled: once on a machine, for all tests."""
+
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from oracles import bits, fp32_tolerance, some_tokens, tiny_args, tiny_model
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.fast import native_build
+from llama.fast.choose import make_fast
+from llama.fast.native_runner import NativeRunner
+from llama.host.files import cache_dir
+from llama.model import Transformer
+from llama.quant.layers import quantize_layers
+from llama.quant.packed import PackedWeight
+
+needs_a_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"
+)
+FOLDER = cache_dir() / "native-tests"
+VOCAB = 101  # no multiple of anything
+ARGS = tiny_args(
+    dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
+)
+FAMILIES = {"qwen2": replace(ARGS, attention_bias=True), "qwen3": replace(ARGS, qk_norm=True)}
+EVERYTHING = replace(ARGS, attention_bias=True, qk_norm=True)
+KINDS = ("fp32", "bf16", "int8", "int8 in bf16", "int4", "int4 in bf16")
+
+
+def cpu_flags() -> set[str]:
+    """Return what the CPU can do, in Linux's words."""
+    file = Path("/proc/cpuinfo")
+    return set(file.read_text().split()) if platform.machine() == "x86_64" and file.exists() else set()
+
+
+@contextmanager
+def compiled_with(*flags: str) -> Iterator[None]:
+    """Let native code be compiled, and found, with these flags behind the usual ones: the last one counts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_build, "FLAGS", (*native_build.FLAGS, *flags))
+        yield
+
+
+def model_of(kind: str, args: ModelArgs = ARGS) -> Transformer:
+    model = tiny_model(args, dtype=torch.float32)
+    if "int" in kind:
+        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        quantize_layers(model, torch.bfloat16 if "bf16" in kind else torch.float32, kind[:4])
+        for name, module in model.named_modules():
+            if isinstance(module, PackedWeight):
+                module.fill(0, weights[f"{name}"])
+    if "bf16" in kind:
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.bfloat16()
+    return model.requires_grad_(False)
+
+
+def twins(kind: str, args: ModelArgs = ARGS, *, folder: Path = FOLDER) -> tuple[Transformer, Transformer]:
+    """Return a plain model and its copy with native code."""
+    plain, fast = model_of(kind, args), model_of(kind, args)
+    make_fast(fast, folder)
+    assert isinstance(fast.runner, NativeRunner)
+    return plain, fast
+
+
+def served(model: Transformer) -> int:
+    assert isinstance(model.runner, NativeRunner)
+    return model.runner.forwards
+
+
+def tolerance(kind: str, logits: Tensor) -> float:
+    """Return how far rounding alone may take the native logits from the plain ones.
+
+    In 16 bits the plain path also rounds between products, where the native one does not; and int8's activations are
+    rounded to 16 bits, 2^-16 of the largest of a row.
+    """
+    dtype = torch.bfloat16 if "bf16" in kind else torch.float32
+    allowed = fp32_tolerance(logits, ARGS, dtype)
+    return allowed / 16 if "bf16" in kind else allowed * (16 if "int" in kind else 1)
+
+
+def check_bits(kind: str, args: ModelArgs = ARGS) -> None:
+    """Native logits have the same bits however a text is cut, whatever stands beside it, by any number of threads."""
+    _, fast = twins(kind, args)
+    tokens = some_tokens(5, 130, vocab_size=VOCAB)
+    fast.kv_caching = False
+    whole = fast(tokens)
+    fast.kv_caching = True
+    for cuts in ([130], [1, 129], [64, 1, 1, 64], [70, *[1] * 60]):
+        fast.free_cache()
+        done, parts = 0, []
+        for width in cuts:
+            parts.append(fast(tokens[:, done : done + width], done))
+            done += width
+        assert torch.equal(bits(torch.cat(parts, 1)), bits(whole))
+    fast.free_cache()
+    assert torch.equal(bits(fast(tokens[3:4])), bits(whole[3:4]))
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            fast.free_cache()
+            assert torch.equal(bits(fast(tokens)), bits(whole))
+            assert torch.equal(bits(fast(tokens[:, 5:6], 5)), bits(whole[:, 5:6]))
+        finally:
+            torch.set_num_threads(before)

@@ -1,0 +1,59 @@
+"""JSON from strangers means one thing to every reader, or is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from museum.exhibits import BROKEN_JSON
+
+from llama.untrusted.json_object import parse_object, read_json
+
+_texts = st.text(st.characters(exclude_categories=["Cs"]))
+_numbers = st.one_of(st.integers(-(10**60), 10**60), st.floats(allow_nan=False, allow_infinity=False))
+_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), _numbers, _texts),
+    lambda inner: st.lists(inner) | st.dictionaries(_texts, inner),
+)
+
+
+@settings(max_examples=25)
+@given(st.dictionaries(_texts, _values), st.booleans())
+def test_what_is_right_is_read_as_pythons_reader_reads_it(content: object, escaped: bool) -> None:
+    text = json.dumps(content, ensure_ascii=escaped).encode("utf-8")
+    assert parse_object(text) == content
+
+
+@pytest.mark.parametrize("what", [what for what, (_, content) in BROKEN_JSON.items() if content])
+def test_what_readers_would_disagree_on_is_refused(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(BROKEN_JSON[what][1])
+    with pytest.raises(ValueError, match=r"."):
+        read_json(path, limit=1 << 20)
+
+
+def test_reasons_are_named() -> None:
+    for text, reason in (
+        (b'{"a": {"b": 1, "c": 2, "b": 3}}', "repeats the key 'b'"),
+        (b'{"a": [NaN]}', "NaN is not a number"),
+        (b'{"a": -1e400}', "-1e400 is beyond the numbers of float64"),
+        (b'{"a": 1' + b"0" * 64 + b"}", "65 digits, and the limit is 64"),
+        (b'{"\\udc00": 1}', "is half of a surrogate pair"),
+        (b'{"a": ' + b"[" * 5000, "nested too deeply"),
+        (b"7", "an object in braces, not a int"),
+        (b'{"a": "\xc3"}', "byte 7 is not UTF-8"),
+        (b"[" * ((3 << 18) + 1), r"786,433 times '\['"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            parse_object(text)
+
+
+def test_long_numbers_in_texts_and_whole_characters_of_two_halves_are_let_pass() -> None:
+    content = {"a": "9" * 5000, "b": 10**63, "c": "😀"}
+    assert parse_object(json.dumps(content).encode()) == content
+
+
+def test_a_file_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "nothing.json", limit=10)
