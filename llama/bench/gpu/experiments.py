@@ -1,4 +1,4 @@
-"""Four experiments for the first day with a GPU, cheapest first, each a job for a process of its own.
+"""Three experiments for the first day with a GPU, cheapest first, each a job for a process of its own.
 
 An experiment returns whether it passed, a line of words, and its figures as a table. `scripts/gpu_report.py` runs them.
 """
@@ -14,7 +14,7 @@ import torch
 from llama import ops as plain_ops
 from llama.bench.cell import Cell
 from llama.bench.gpu.checks import run_checks
-from llama.bench.gpu.kernels import model_for, profile_step, step_row, ways_of
+from llama.bench.gpu.kernels import model_for, step_row, ways_of
 from llama.host.machine import wait_for
 from llama.kv_cache import Cache
 from llama.model import Transformer
@@ -46,21 +46,6 @@ def checks(cell: Cell) -> Found:
     words += f"; for {unknown} no time was left, run them again: what was compiled is kept" if unknown else ""
     rows = [[check["name"], OUTCOMES[check["passed"]], check["detail"]] for check in found]
     return _found(not failed, words, ["check", "outcome", "detail"], rows)
-
-
-def profiled(cell: Cell) -> Found:
-    """Time every kernel of a step, for each set of kernels."""
-    model = model_for(cell)
-    rows: list[list[str]] = []
-    figures: dict[str, float] = {}
-    for way, ops in ways_of(model).items():
-        kernels, gaps = profile_step(model, cell, ops)
-        figures[f"{way}, kernels"] = sum(row["count"] for row in kernels)
-        figures[f"{way}, us"] = sum(row["microseconds"] for row in kernels)
-        figures[f"{way}, us of gaps"] = 0.0 if gaps is None else gaps["median"] * gaps["n"]
-        rows += [[way, row["name"][:80], str(row["count"]), f"{row['microseconds']:.1f}"] for row in kernels]
-    words = "; ".join(f"{name} {figure:.0f}" for name, figure in figures.items())
-    return _found(True, words, ["way", "kernel", "calls", "us"], rows, figures)
 
 
 def ways(cell: Cell) -> Found:
@@ -101,7 +86,6 @@ def new_lengths(cell: Cell) -> Found:
 
 EXPERIMENTS: dict[str, Callable[[Cell], Found]] = {
     "gpu checks": checks,
-    "gpu kernels": profiled,
     "gpu ways": ways,
     "gpu lengths": new_lengths,
 }

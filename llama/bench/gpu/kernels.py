@@ -1,16 +1,13 @@
-"""Times the cached step alone on a GPU, with each set of kernels, and profiles one step kernel by kernel.
+"""Times the cached step alone on a GPU, with each set of kernels.
 
 Whole generations, their memory and other engines are cells of the ordinary benchmark.
 """
 
 import time
-from collections.abc import Sequence
 from functools import partial
-from itertools import groupby, pairwise
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
 from llama.args import ModelArgs
@@ -36,7 +33,6 @@ from llama.host.machine import wait_for
 from llama.model import Transformer
 
 SECONDS = 1.5  # for which one row of the table is repeated
-PROFILED = 3  # replays under the profiler, of which the last is read
 
 
 class StepRow(TypedDict):
@@ -45,22 +41,6 @@ class StepRow(TypedDict):
     seconds: Spread
     record_seconds: float
     bytes: int
-
-
-class KernelRow(TypedDict):
-    """All calls of a kernel in one step."""
-
-    name: str
-    count: int
-    microseconds: float
-
-
-class Span(NamedTuple):
-    """One call of a kernel; times are microseconds."""
-
-    name: str
-    start: float
-    end: float
 
 
 def model_for(cell: Cell) -> Transformer:
@@ -137,37 +117,3 @@ def step_row(model: Transformer, cell: Cell, ops: GraphOps) -> StepRow:
         "record_seconds": record_seconds,
         "bytes": step_bytes(model.args, rows=cell.batch_size, context=cell.input_len, itemsize=cell.itemsize),
     }
-
-
-@torch.inference_mode()
-def profile_step(model: Transformer, cell: Cell, ops: GraphOps) -> tuple[list[KernelRow], Spread | None]:
-    """Return the kernels of one replay of a step, and the gaps between them. Raises ValueError if there are none.
-
-    A gap is the microseconds from the end of a kernel to the start of the next one, 0 if they overlap.
-    """
-    buffers, replay = recorded(model, cell, ops)
-    buffers.positions.fill_(cell.input_len - 1)
-    cuda = model.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as prof:
-        for _ in range(PROFILED):
-            replay()
-            wait_for(model.device)
-    spans = [
-        Span(event.name, event.time_range.start, event.time_range.end)
-        for event in prof.events() or []
-        if (event.device_type.name == "CUDA" if cuda else not event.cpu_children) and "Synchronize" not in event.name
-    ]
-    if len(spans) < PROFILED:
-        raise ValueError("the profiler saw no kernels")
-    spans = sorted(spans, key=lambda span: span.start)[-(len(spans) // PROFILED) :]
-    gaps = [max(0.0, later.start - earlier.end) for earlier, later in pairwise(spans)]
-    return kernel_rows(spans), percentiles(gaps) if gaps else None
-
-
-def kernel_rows(spans: Sequence[Span]) -> list[KernelRow]:
-    """Return the kernels by name, the slowest first."""
-    rows: list[KernelRow] = []
-    for name, group in groupby(sorted(spans), key=lambda span: span.name):
-        times = [span.end - span.start for span in group]
-        rows.append({"name": name, "count": len(times), "microseconds": sum(times)})
-    return sorted(rows, key=lambda row: -row["microseconds"])
