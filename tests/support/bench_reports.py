@@ -59,7 +59,9 @@ def cell_rows(index: int, cell: Cell, *, n: int = 3, path: str = "plain") -> lis
         "step_read_bytes": WEIGHTS + cache,
         "tokens_per_second": rows * cell.output_len / statistics.median(seconds),
         "prefill_tokens_per_second": rows * cell.input_len / statistics.median(first),
-        "decode_tokens_per_second": rows * (cell.output_len - 1) / statistics.median(map(sum, later)) if ideal else None,
+        "decode_tokens_per_second": rows * (cell.output_len - 1) / statistics.median(map(sum, later))
+        if ideal
+        else None,
         "prefill_flops_share": 0.71,
         "step_flops_share": 0.02 * rows if on else 0.7,
         "step_bandwidth_share": 0.83 if on else 0.11,
@@ -150,15 +152,23 @@ def table_report(cells: Sequence[dict[str, Any]] = SQUARES, **changed: Any) -> R
 def sweep_report(**changed: Any) -> Report:
     """Return the report of `--preset sweep`."""
     cells = [Cell(output_len=200, kv_caching=on, threads=2) for on in (True, False)]
-    steps = [*step_rows(1, (16, 32, 64, 128, 256, 512, 1024, 2048)), *(row for size in (2, 4, 8, 16) for row in step_rows(size, (256,)))]
+    steps = [
+        *step_rows(1, (16, 32, 64, 128, 256, 512, 1024, 2048)),
+        *(row for size in (2, 4, 8, 16) for row in step_rows(size, (256,))),
+    ]
     for row in steps:
         if row["kv_caching"] and row["batch_size"] == 1:
-            row |= {"cache_bytes": row["context"] * CACHE_PER_TOKEN, "predicted_cache_bytes": row["context"] * CACHE_PER_TOKEN}
+            row |= {
+                "cache_bytes": row["context"] * CACHE_PER_TOKEN,
+                "predicted_cache_bytes": row["context"] * CACHE_PER_TOKEN,
+            }
     rows = [row for i, cell in enumerate(cells) for row in cell_rows(i, cell)]
     return report_of("sweep", cells, [*rows, *steps, comparison(0, 1, 200)], **changed)
 
 
-def caches_report(kinds: Sequence[str] = ("static", "int8", "int4", "paged", "window:1024+4"), **changed: Any) -> Report:
+def caches_report(
+    kinds: Sequence[str] = ("static", "int8", "int4", "paged", "window:1024+4"), **changed: Any
+) -> Report:
     """Return the report of `--preset caches`; a kind with "window" has dropped nothing, and is not judged."""
     shares = {"int8": 0.297, "int4": 0.172}
     rows: list[Row] = []
@@ -200,7 +210,15 @@ def chat_report(**changed: Any) -> Report:
     rows: list[Row] = []
     for i, cell in enumerate(cells):
         peer = cell.engine != "llama"
-        rows.append({"figures": "cell", "cell": i, "error": None, "notes": [], "path": "transformers 5.23.0" if peer else "plain"})
+        rows.append(
+            {
+                "figures": "cell",
+                "cell": i,
+                "error": None,
+                "notes": [],
+                "path": "transformers 5.23.0" if peer else "plain",
+            }
+        )
         rows.append(check(i, "what was fed is what the way asks for", "kept 1,683 tokens"))
         for way in (("kept", "rebuilt") if cell.kv_caching else ("off",)) if cell.batch_size == 1 else ():
             for turn in range(10):
@@ -212,7 +230,7 @@ def chat_report(**changed: Any) -> Report:
                              "cache_bytes": stored, "ids": [[7]], **known})  # fmt: skip
     for way, seconds, fed in (("shared", 2.87, 1480), ("not shared", 33.2, 16480)):
         rows.append({"figures": "prompts", "cell": 4, "way": way, "first_token_seconds": noisy(seconds, 2, way),
-                     "tokens_fed": fed, "tokens_expected": fed, "cache_bytes": 16 * 1031 * CACHE_PER_TOKEN})  # fmt: skip
+                     "tokens_fed": fed, "tokens_expected": fed, "cache_bytes": 1031 * CACHE_PER_TOKEN})  # fmt: skip
     rows.append({"figures": "disk", "cell": 0, "tokens": 1683, "file_bytes": 74 * MB, "save_seconds": [0.11, 0.12],
                  "load_seconds": [0.13, 0.15], "feed_seconds": [3.1, 3.2], "same_logits": True})  # fmt: skip
     plan = {"text": "conversation.json", "turns": [{"history": 165 * turn, "new": 30} for turn in range(10)],
@@ -241,7 +259,11 @@ def dead(report: Report, index: int) -> Report:
 def predicted(report: Report, index: int) -> Report:
     """Make a cell one that the budget left out: one value of each time, and a ledger without measurements."""
     row = row_of(report, index)
-    lines = [row for row in report["rows"] if row["figures"] == "memory" and row["cell"] == index and row["name"] != "resident"]
+    lines = [
+        row
+        for row in report["rows"]
+        if row["figures"] == "memory" and row["cell"] == index and row["name"] != "resident"
+    ]
     dropped = ("ids", "text", "bound_by", "resident_peak_bytes", "other_load_cores")
     only_cell(report, index, **{key: value for key, value in row.items() if key not in dropped})
     bare = row_of(report, index)

@@ -98,9 +98,9 @@ COLUMNS = {
     "exponent": Column("exponent", "p of time ~ context^p over the longer half of the contexts", form=".2f"),
     "of_full": Column("of full cache", "the bytes over those of the first kind, which stores everything", form=".2f"),
     "top1_agreement": Column(
-        "same top-1, %", "positions at which the most likely token is that of the full cache", 100, ".2f"
+        "same top-1, %", "positions at which the most likely token is that of the model without a cache", 100, ".2f"
     ),
-    "mean_kl": Column("mean KL, nats", "the divergence from the full cache's prediction", form=".2g"),
+    "mean_kl": Column("mean KL, nats", "the divergence from the prediction of the model without a cache", form=".2g"),
     "perplexity": Column("perplexity", "of the text, fed token by token so that each reads the cache", form=".3f"),
     "tokens_fed": Column("tokens fed", "as was seen going through the model"),
     "save_seconds": Column("saved, s", "a session's file is written", form=".3f"),

@@ -275,7 +275,8 @@ def _quality_notes(report: Report) -> Iterator[str]:
     if rows:
         yield (
             f"Quality: the last {rows[0]['tokens']:,} of the first {rows[0]['context']:,} tokens of "
-            f"{report['plan']['text']}, fed one by one. Bytes and time are those of the last steps."
+            f"{report['plan']['text']}, fed one by one, against the model without a cache. Bytes and time are those of "
+            "the last steps."
         )
     if not all(row["judged"] for row in rows):
         yield (

@@ -118,8 +118,10 @@ def small_words(figure: Figure) -> str:
 def mark_noisy(figure: Figure, look: Look, words: str) -> None:
     """Write a warning across every panel that shows times."""
     for ax in (ax for ax in figure.axes if ax.get_label() == "times"):
-        ax.text(0.5, 0.5, words.replace(", ", "\n"), transform=ax.transAxes, ha="center", va="center", rotation=20,
-                fontsize=14 if look.narrow or len(figure.axes) > 2 else 20, color=ALARM.light, alpha=0.35)  # fmt: skip
+        size = 14 if look.narrow or len(figure.axes) > 2 else 20
+        said = ax.text(0.5, 0.5, words.replace(", ", "\n"), transform=ax.transAxes, ha="center", va="center",
+                       rotation=20, fontsize=size, color=ALARM.light, alpha=0.35)  # fmt: skip
+        said.set_in_layout(False)
 
 
 def settled(figure: Figure) -> Figure:

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 from llama.bench.report.cells import CellView, group_name, groups
 from llama.bench.report.columns import NOT_JUDGED
 from llama.bench.report.derived import crossovers, fits, growth, saved, step_groups
-from llama.bench.report.findings import crossover_words, faster, listed, range_faster
+from llama.bench.report.findings import crossover_words, faster, range_faster
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
 from llama.bench.report.plots.canvas import (
     COLORS,
@@ -145,10 +145,10 @@ def draw_speedup(report: Report, look: Look) -> Figure | None:
         return None
     words = [f"{faster(row['times_faster'])} at {row['generated']}" for row in (rows[0], rows[-1])]
     heights = [2.9 if look.narrow else 3.6, row_height(len(rows))]
+    below = f"{_job(report)}; {counted(row['on_s'] for row in rows)}"
     figure, (left, right) = new_figure(
-        look, f"With the cache {listed(list(dict.fromkeys(words)))} generated tokens", _job(report) + "; " + counted(row["on_s"] for row in rows),
-        heights=heights, times=(0, 1),
-    )  # fmt: skip
+        look, f"With the cache {' and '.join(words)} generated tokens", below, heights=heights, times=(0, 1)
+    )
     lengths = [row["generated"] for row in rows]
     draw_modes(left, lengths, [{"on": row["on_s"], "off": row["off_s"]} for row in rows])
     log_y([left], "time of the whole job, s")
@@ -206,14 +206,14 @@ def draw_kinds(report: Report, look: Look) -> Figure | None:
     if least["judged"]:
         words += f" and differs at {1 - least['top1_agreement']:.2%} of the tokens"
     heights, names = [row_height(len(rows))] * 3, [row["kind"] for row in rows]
-    below = f"one row of {rows[0]['context']:,} tokens; MB is 2^20 bytes"
+    below = f"one row of {rows[0]['context']:,} tokens; MB is 2^20 bytes; top-1 against the model without a cache"
     figure, axes = new_figure(look, words, below, heights=heights, times=(1,), legend=0)
     stored = [row["cache_bytes"] / MB if row.get("cache_bytes") is not None else None for row in rows]
     seconds = [1e3 * statistics.median(row["step_seconds"]) if row.get("step_seconds") else None for row in rows]
     other = [100 * (1 - row["top1_agreement"]) if row["judged"] else None for row in rows]
     draw_bars(axes[0], names, stored, "KV cache, MB", ".3g", color=CACHE.light)
     draw_bars(axes[1], names, seconds, "time per token, ms", ".3g")
-    draw_bars(axes[2], names, other, f"other top-1 than {full}, %", ".2f", color=ANEW.light, missing=NOT_JUDGED)
+    draw_bars(axes[2], names, other, "other top-1 token, %", ".2f", color=ANEW.light, missing=NOT_JUDGED)
     return figure
 
 
