@@ -105,7 +105,8 @@ class Run:
         found = self._do(Job("how long it will take", "calibrate", first, 0, 0.0, options), limited=False)
         report["model"], self.calibration = found["model"], Calibration(**found["timed"])
         if self.watched is not None and steps_of(self.directory.folder) is None:
-            self._reserved = self._recording().seconds * 1.5
+            seconds = self._recording().seconds
+            self._reserved = 1.5 * seconds if seconds <= self.room() / 10 else 0.0  # a repetition may end late
         self.directory.save()
         groups = [group for group in self._groups() if self._due(group, 0)]
         once, room = sum(map(self.expected, groups)), self.room()
