@@ -68,7 +68,9 @@ class Run:
 
         self.progress.set_description_str(job.name)
         done = run_job(job.kind, job.cell, waiting=waiting, **job.options)
-        self.progress.update(self._took.get(job.name, job.seconds))
+        step = self._took.get(job.name, job.seconds)
+        self.progress.total = max(self.progress.total, self.progress.n + step)
+        self.progress.update(step)
         self._took[job.name] = time.monotonic() - started
         if job.seconds:
             self._pace[_alike(job)] = max(1.0, self._took[job.name] / job.seconds)

@@ -57,9 +57,16 @@ class CellView:
     @property
     def label(self) -> str:
         """What tells the cell from the others of its report."""
-        shown = self.is_fast or (self.cell.fast and bool(self.path))  # also if a fast cell fell back to the plain path
-        path = f", {self.executor} path" if shown else ""
-        return self.cell.name + path + (", logits of all positions" if self.cell.logits == "all" else "")
+        if self.path and (self.is_fast or self.cell.fast):  # also if a fast cell fell back to the plain path
+            name = f"{self.cell.but(fast=False).name}, {self.executor} path"
+        else:
+            name = self.cell.name
+        return f"{name}, logits of all positions" if self.cell.logits == "all" else name
+
+    @property
+    def pair_label(self) -> str:
+        """The label without the mode."""
+        return self.label.replace(", cache on", "").replace(", cache off", "")
 
     @property
     def runs_on(self) -> str:
@@ -118,14 +125,3 @@ def pairs_of(report: Report, *, measured: bool = True) -> list[tuple[CellView, C
     """Return each cell with the cache beside the same one without, in table order; `measured`: leave out predicted."""
     both = [(group[0], group[1]) for group in groups(report) if len(group) == 2]
     return [pair for pair in both if not measured or all(view.is_measured for view in pair)]
-
-
-def group_name(view: CellView, grouped: Sequence[Sequence[CellView]]) -> str:
-    """Return what tells a group of cells from the others; the engine only if there are several."""
-    cell = view.cell
-    known = [cell.engine] if len({group[0].cell.engine for group in grouped}) > 1 else []
-    known += [view.executor] if view.is_fast else []
-    known += [cell.quantize] if cell.quantize else []
-    known += [f"{cell.activations}-bit act."] if cell.activations != 16 else []
-    known += ["all logits"] if cell.logits == "all" else []
-    return ", ".join([f"batch {cell.batch_size}", *known])

@@ -85,7 +85,7 @@ COLUMNS = {
     "times_faster": Column("times faster", "the median time without the cache over that with it",
                            form=".1f", unit="x", estimated=True),
     "steps_faster": Column("times faster per output token", form=".1f", unit="x", estimated=True),
-    "more_bytes": Column("more memory at the peak, MB", "", 1 / MB, "+.1f", estimated=True),
+    "more_bytes": Column("more memory at the peak, MB", "", 1 / MB, "+.1f"),
     "bound_on": Column("bound by, cache on", "the limit that the middle step comes near", missing=NOT_OBSERVED),
     "bound_off": Column("bound by, cache off", missing=NOT_OBSERVED),
     "on": Column("cache on, ms", "", 1e3, ".1f"),

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from llama.bench.report.cells import CellView, cell_views
 from llama.bench.report.columns import COLUMNS, Table
-from llama.bench.report.peak import peak_sentence
 from llama.bench.report.tables import (
     MARKS,
     cache_tables,
@@ -65,7 +64,6 @@ def report_sections(report: Report) -> list[Section]:
         for view in cell_views(report)
         if has_details
     ]
-    peak = peak_sentence(report)
     notes = [f"{view.label}: {note}" for view in cell_views(report) for note in view.row.get("notes", [])]
     found = [
         Section("Kinds of cache", cache_tables(report), ("kinds",)),
@@ -73,7 +71,7 @@ def report_sections(report: Report) -> list[Section]:
         Section("Prompts that begin alike, and sessions on disk", prompt_tables(report)),
         Section("How it grows", sweep_tables(report), ("speedup", "steps") if report["preset"] == "sweep" else ()),
         Section("The table", cell_tables(report)),
-        Section("Time and memory", [[peak]] if peak else [], ("time", "memory")),
+        Section("Time and memory", [], ("time", "memory")),
         Section(
             "Where the cache begins to pay", crossover_tables(report), () if report["preset"] == "sweep" else ("steps",)
         ),

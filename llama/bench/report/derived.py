@@ -28,7 +28,7 @@ def saved(report: Report) -> list[Derived]:
     found = []
     for on, off in pairs_of(report, measured=False):
         row: Derived = {"figures": "saved", "on_view": on, "off_view": off, "predicted": on.is_predicted}
-        row |= {"cell": on.label.replace(", cache on", ""), "batch_size": on.cell.batch_size}
+        row |= {"cell": on.pair_label, "batch_size": on.cell.batch_size}
         for name, column in (("times_faster", "seconds"), ("steps_faster", "step_seconds")):
             fast, slow = on.median(column), off.median(column)
             row[name] = slow / fast if fast and slow else None
@@ -134,16 +134,15 @@ def fit(times: Sequence[tuple[int, float]]) -> Derived:
     return {"base": mean - slope * middle, "slope": slope, "exponent": exponent, "n": len(times)}
 
 
-def peers(report: Report) -> list[Derived]:
-    """Return for each cell of another engine how many times faster each of our paths is, with the path as column."""
+def peers(report: Report) -> list[tuple[str, dict[str, float | None]]]:
+    """Return for each cell of another engine how many times faster each of our paths is, if it was measured."""
     views = [view for view in in_table_order(cell_views(report)) if view.is_measured]
     ours = {(_job(view), view.path_words): view.row["tokens_per_second"] for view in reversed(views) if view.is_ours}
-    paths = dict.fromkeys(view.path_words for view in views if view.is_ours)
-    found = []
+    paths, found = dict.fromkeys(view.path_words for view in views if view.is_ours), []
     for view in (view for view in views if paths and not view.is_ours):
         rates = {path: ours.get((_job(view), path)) for path in paths}
-        faster = {path: None if rate is None else rate / view.row["tokens_per_second"] for path, rate in rates.items()}
-        found.append({"figures": "peer", "than": view.label, "faster": faster})
+        theirs = view.row["tokens_per_second"]
+        found.append((view.label, {path: None if rate is None else rate / theirs for path, rate in rates.items()}))
     return found
 
 

@@ -20,12 +20,13 @@ def findings(report: Report) -> list[str]:
         return [*_turns(report), *_prompts(report), *_disks(report)]
     pairs = [row for row in saved(report) if row["on_view"].is_ours and row["times_faster"]]
     measured = [row for row in pairs if not row["predicted"]]
-    found = [_pair(report, row) for row in (*measured[-1:], *measured[:-1])]  # the largest batch first
+    lead = max(measured, key=lambda row: row["batch_size"], default=None)  # of several paths the first, the plain one
+    found = [_pair(report, row) for row in sorted(measured, key=lambda row: row is not lead)]
     if left := [row for row in pairs if row["predicted"]]:
         batches = listed(list(dict.fromkeys(str(row["batch_size"]) for row in left)))
         factors = range_faster([row["times_faster"] for row in left])
         found.append(f"Batch {batches} with the KV cache: predicted {factors}; the budget was too small to measure it.")
-    found += [_work(row) for row in measured[-1:] if row["less_work"]]
+    found += [_work(lead)] if lead is not None and lead["less_work"] else []
     found += [f"{words}." for words in [crossover_words(report)] if words]
     if rows := growth(report):
         words = listed([f"{faster(row['times_faster'])} at {row['generated']}" for row in rows])
@@ -66,7 +67,7 @@ def _pair(report: Report, row: dict[str, Any]) -> str:
     """Return the sentence of one pair: 24 times faster, 188 MB more memory, the same 512 tokens."""
     on, off, more = row["on_view"], row["off_view"], row["more_bytes"]
     parts = [faster(row["times_faster"])]
-    if more is not None:
+    if more is not None and abs(more) > 0.05 * MB:
         parts.append(f"{_mb(abs(more))} {'more' if more >= 0 else 'less'} memory")
         logits = off.line("logits") if on.cell.logits == "all" else None
         if logits is not None:
@@ -128,18 +129,20 @@ def _kinds(report: Report) -> Iterator[str]:
 
 
 def _turns(report: Report) -> Iterator[str]:
-    ways = ways_of(report)
-    kept = [way for way in ways if way.name == "kept"]
-    for way in kept:
-        last, seconds, said = way.rows[-1], way.last_seconds, []
-        for one in ways:
-            if one.view.runs_on == way.view.runs_on and one is not way:
-                than = "with the cache rebuilt" if one.name == "rebuilt" else "without a cache"
-                said.append(f"{faster(one.last_seconds / seconds)} than {than} ({_seconds(one.last_seconds)})")
-            elif one in kept and one.view.is_ours and not way.view.is_ours:
-                said.append(f"{seconds / one.last_seconds:.2f} times the time of {one.view.runs_on}")
-        turn = f"Turn {len(way.rows)} ({way.view.runs_on}), {last['new']} tokens behind {last['history']:,}"
-        yield f"{turn}, with the cache kept: first token after {', '.join([_seconds(seconds), *said])}."
+    views = cell_views(report)
+    last = {way: (rows[-1], median_of(rows[-1], "first_token_seconds")) for way, rows in ways_of(report).items()}
+    kept = {who: seconds for (who, way), (_, seconds) in last.items() if way == "kept"}
+    ours = [who for (who, way), (row, _) in last.items() if way == "kept" and views[row["cell"]].is_ours]
+    for who, seconds in kept.items():
+        row, said = last[who, "kept"][0], [_seconds(seconds)]
+        if who not in ours:
+            said += [f"{seconds / kept[our]:.2f} times the time of {our}" for our in ours]
+        for way, words in (("rebuilt", "with the cache rebuilt"), ("off", "without a cache")):
+            if (who, way) in last:
+                other = last[who, way][1]
+                said.append(f"{faster(other / seconds)} than {words} ({_seconds(other)})")
+        turn = f"Turn {row['turn'] + 1} ({who}), {row['new']} tokens behind {row['history']:,}"
+        yield f"{turn}, with the cache kept: first token after {', '.join(said)}."
 
 
 def _prompts(report: Report) -> Iterator[str]:

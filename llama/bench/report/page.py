@@ -52,17 +52,14 @@ def _head(report: Report) -> str:
 
 
 def _section(section: Section, drawn: dict[str, str]) -> str:
-    """Return a section; tables beside pictures are folded, and a caption is not repeated."""
+    """Return a section; tables beside pictures are folded."""
     pictures = [drawn[name] for name in section.pictures if name in drawn]
-    tables = [_beside(part, pictures) for part in section.parts]
-    return _wrapped(section.name, [*pictures, *tables])
+    folded = [_folded(one) if pictures and isinstance(one, Table) else _part(one) for one in section.parts]
+    return _wrapped(section.name, [*pictures, *folded])
 
 
-def _beside(part: Table | Sequence[str], pictures: Sequence[str]) -> str:
-    if isinstance(part, Table):
-        return _details(Section(part.title, [replace(part, title="")])) if pictures else _part(part)
-    left = [line for line in part if not any(escape(line.rstrip(".")) in picture for picture in pictures)]
-    return _part(left) if left else ""
+def _folded(table: Table) -> str:
+    return _details(Section(table.title, [replace(table, title="")]))
 
 
 def _wrapped(name: str, parts: Sequence[str]) -> str:

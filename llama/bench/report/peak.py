@@ -3,9 +3,7 @@
 Read from the memory ledger alone. MB is 2^20 bytes.
 """
 
-from collections.abc import Iterable, Sequence
-
-from llama.bench.report.cells import CellView, group_name, groups
+from llama.bench.report.cells import CellView, groups
 from llama.bench.schema import Report
 from llama.costs import MB
 
@@ -45,41 +43,22 @@ def is_peak_predicted(view: CellView) -> bool:
     return peak is not None and peak.get("measured_bytes") is None
 
 
-def peak_sentence(report: Report) -> str:
-    """Return the largest part of the peak of all cells in one sentence, with the cells' names if the parts differ."""
-    grouped = groups(report)
-    found: dict[str, list[CellView]] = {}
-    for view in (view for group in grouped for view in group if view.line("peak") is not None):
-        found.setdefault(_largest(view), []).append(view)
-    said = []
-    for largest, views in found.items():
-        names = dict.fromkeys(group_name(view, grouped) for view in views)
-        said.append(_share(largest, views) + (f" ({', '.join(names)})" if len(found) > 1 else ""))
-    return f"{'; '.join(said)}." if said else ""
-
-
 def peak_words(view: CellView) -> str:
-    """Return the largest part of the peak of one cell: 513 of 532 MB at the peak are weights."""
-    return f"{_share(_largest(view), [view])}."
-
-
-def _largest(view: CellView) -> str:
+    """Return the largest part of the peak of a cell: 513 of 532 MB at the peak are weights."""
     parts = peak_parts(view)
-    return max(parts, key=parts.__getitem__)
-
-
-def _share(largest: str, views: Sequence[CellView]) -> str:
-    own, whole = [peak_parts(view)[largest] for view in views], [peak_bytes(view) for view in views]
-    predicted = [is_peak_predicted(view) for view in views]
-    kind = "predicted peak" if all(predicted) else "peak (partly predicted)" if any(predicted) else "peak"
-    is_most = all(2 * part > peak for part, peak in zip(own, whole, strict=True))
+    largest = max(parts, key=parts.__getitem__)
+    kind = "predicted peak" if is_peak_predicted(view) else "peak"
     name = f"the {largest}" if largest == "KV cache" else largest
-    return f"{_range(own)} of {_range(whole)} MB at the {kind} are {name}{'' if is_most else ', the largest part'}"
+    return f"{_megabytes(parts[largest])} of {_megabytes(peak_bytes(view))} MB at the {kind} are {name}"
 
 
-def _range(values: Iterable[int]) -> str:
-    low, high = (_megabytes(value) for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
+def peak_sentence(report: Report) -> str:
+    """Return the largest part of the highest peak of the cells with times; nothing without any."""
+    views = [view for group in groups(report) for view in group if view.line("peak") is not None]
+    if not views:
+        return ""
+    highest = max(views, key=peak_bytes)
+    return f"Highest peak, {highest.label}: {peak_words(highest)}"
 
 
 def _megabytes(nbytes: float) -> str:

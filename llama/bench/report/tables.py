@@ -5,7 +5,6 @@ Knows nothing of Markdown, HTML or of how anything was measured.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from llama.bench.cell import Cell, rounding_of
@@ -20,9 +19,8 @@ from llama.bench.report.columns import (
     written,
 )
 from llama.bench.report.derived import crossovers, fits, growth, peers, saved, steps
-from llama.bench.report.peak import peak_words
+from llama.bench.report.peak import peak_sentence, peak_words
 from llama.bench.schema import Report, Row, rows_of
-from llama.bench.statistics import median_of
 from llama.costs import size
 
 MARKS = {"violated": "VIOLATED", "noisy": "NOISY"}
@@ -54,7 +52,8 @@ def cell_tables(report: Report) -> list[Table]:
     for path in dict.fromkeys(v.path_words if v.is_fast else "" for v in sorted(views, key=lambda v: v.is_fast)):
         own = [one for one in views if (one.path_words if one.is_fast else "") == path]
         found.append(_cell_table(f"On the {path}, apart from the plain one" if path else "Every cell", report, own))
-    return [*found, view("What the cache saves", SAVED_COLUMNS, saved(report)), _engines_table(report)]
+    pairs = view("What the cache saves", SAVED_COLUMNS, saved(report), list(filter(None, [peak_sentence(report)])))
+    return [*found, pairs, _engines_table(report)]
 
 
 def _cell_table(title: str, report: Report, views: Sequence[CellView]) -> Table:
@@ -87,20 +86,10 @@ def _count(one: CellView) -> str:
 
 
 def _engines_table(report: Report) -> Table:
-    rows = [
-        [row["than"], *(NOT_MEASURED if one is None else f"{one:.2f}x" for one in row["faster"].values())]
-        for row in peers(report)
-    ]
-    notes = ["their time over ours, same batch size and mode: above 1 ours is faster; weights are as named"]
-    if known := rows_of(report, "agreement"):
-        shares = [f"{_whose(report, row)}{row['path']} {row['top1_agreement']:.2%}" for row in known]
-        notes.append(f"top-1 as fp32, over {known[0]['tokens']:,} positions: {'; '.join(shares)}")
-    paths = [*peers(report)[0]["faster"]] if rows else []
-    return Table("How many times faster ours is, by path", ["than", *paths], rows, notes)
-
-
-def _whose(report: Report, row: Row) -> str:
-    return "our " if report["cells"][row["cell"]]["engine"] == "llama" else ""
+    found = peers(report)
+    rows = [[name, *(NOT_MEASURED if one is None else f"{one:.2f}x" for one in own.values())] for name, own in found]
+    note = "their time over ours, same batch size and mode: above 1 ours is faster; weights are as named"
+    return Table("How many times faster ours is, by path", ["than", *(found[0][1] if found else ())], rows, [note])
 
 
 def ledger_table(one: CellView) -> Table | None:
@@ -204,62 +193,54 @@ def cache_tables(report: Report) -> list[Table]:
     """Return a row for each kind of cache at one length, one for each context, and the needles that were found."""
     if report["preset"] != "caches":
         return []
-    kinds = kind_rows(report)
-    views = cell_views(report)
-    by_context = [{**row, "kind": kind_of(report, row)} for row in rows_of(report, "step")]
-    needles = [{**row, "kind": kind_of(report, row), "found": _found(row)} for row in rows_of(report, "needle")]
+    rows: list[dict[str, Any]] = []
+    for row in (*rows_of(report, "step"), *rows_of(report, "needle")):
+        found = f"{row['found']} of {row['tries']}" if row.get("judged") else NOT_JUDGED
+        rows.append({**row, "kind": report["cells"][row["cell"]]["kv_cache"], "found": found})
+    kinds, steps = kind_rows(report), [row for row in rows if row["figures"] == "step"]
+    needles = [row for row in rows if row["figures"] == "needle"]
+    wrong = [row for row in steps if row.get("cache_bytes") != row.get("predicted_cache_bytes")]
+    notes = [
+        f"{row['kind']} does not store what its predicted_bytes says: {row['cache_bytes']:,} bytes at "
+        f"{row['context']:,}, predicted {row['predicted_cache_bytes']:,}"
+        for row in wrong
+    ]
     at = f" at {kinds[0]['context']:,} tokens" if kinds else ""
-    notes = [_off_prediction(report, row) for row in rows_of(report, "step") if _is_off(row)]
     names = ("kind", "context", "cache_bytes", "predicted_cache_bytes", "step_seconds", "path")
     return [
-        view(f"Bytes, time and quality{at}", KIND_COLUMNS, kinds, [*_quality_notes(report), *_path_notes(views)]),
-        view("Bytes and time by context", names, by_context, notes),
+        view(f"Bytes, time and quality{at}", KIND_COLUMNS, kinds, list(_kind_notes(report))),
+        view("Bytes and time by context", names, steps, notes),
         view("Secrets found in a long text", ("kind", "context", "cache_bytes", "found"), needles),
     ]
 
 
-def kind_of(report: Report, row: Row) -> str:
-    """Return the kind of cache of a row."""
-    return str(report["cells"][row["cell"]]["kv_cache"])
-
-
 def kind_rows(report: Report) -> list[dict[str, Any]]:
     """Return a row for each kind of cache with all figures of one length; figures that are not judged say so."""
-    full = {row["context"]: row.get("cache_bytes") for row in rows_of(report, "quality", 0)}
     found: list[dict[str, Any]] = []
     for row in rows_of(report, "quality"):
-        whole, own, token = full.get(row["context"]), row.get("cache_bytes"), row.get("divergence_token")
-        shown: dict[str, Any] = {**row, "kind": kind_of(report, row), "perplexity": perplexity(row["nll"])}
+        shown: dict[str, Any] = {**row, "kind": report["cells"][row["cell"]]["kv_cache"]}
+        whole, own = (found or [shown])[0].get("cache_bytes"), row.get("cache_bytes")
         shown["of_full"] = own / whole if own is not None and whole else None
+        shown["perplexity"] = math.exp(row["nll"]) if row["nll"] < 700 else math.inf
         shown["greedy_text"] = f"same {row['greedy_tokens']} tokens"
-        if token is not None:
+        if (token := row.get("divergence_token")) is not None:
             shown["greedy_text"] = f"differs at token {token}, margin {row['margin'] or 0:.2g}"
         found.append(shown if row["judged"] else shown | dict.fromkeys(QUALITY_COLUMNS, NOT_JUDGED))
     return found
 
 
-def perplexity(nll: float) -> float:
-    """Return exp(nll), infinity if that overflows."""
-    return math.exp(nll) if nll < 700 else math.inf
-
-
-def _found(needle: Row) -> str:
-    return f"{needle['found']} of {needle['tries']}" if needle["judged"] else NOT_JUDGED
-
-
-def _is_off(row: Row) -> bool:
-    predicted = row.get("predicted_cache_bytes")
-    return predicted is not None and row.get("cache_bytes") not in (None, predicted)
-
-
-def _off_prediction(report: Report, row: Row) -> str:
-    return (
-        f"{kind_of(report, row)} does not store what its predicted_bytes says: {row['cache_bytes']:,} bytes at "
-        f"{row['context']:,}, predicted {row['predicted_cache_bytes']:,}"
-    )
-
-
-def _path_notes(views: Sequence[CellView]) -> Iterator[str]:
+def _kind_notes(report: Report) -> Iterator[str]:
+    for row in rows_of(report, "quality")[:1]:
+        yield (
+            f"Quality: the last {row['tokens']:,} of the first {row['context']:,} tokens of {report['plan']['text']}, "
+            "fed one by one, against the model without a cache. Bytes and time are those of the last steps."
+        )
+    if not all(row["judged"] for row in rows_of(report, "quality")):
+        yield (
+            f"{NOT_JUDGED}: at that length the kind has dropped or compressed nothing, so the text does not show what "
+            "its savings cost; give a larger --budget, or a kind that stores less."
+        )
+    views = cell_views(report)
     widened = [one.cell.kv_cache for one in views if one.row.get("quantized") and one.path.startswith("plain")]
     if widened:
         yield (
@@ -270,65 +251,26 @@ def _path_notes(views: Sequence[CellView]) -> Iterator[str]:
         yield "Times on different paths compare the paths, not the kinds."
 
 
-def _quality_notes(report: Report) -> Iterator[str]:
-    rows = rows_of(report, "quality")
-    if rows:
-        yield (
-            f"Quality: the last {rows[0]['tokens']:,} of the first {rows[0]['context']:,} tokens of "
-            f"{report['plan']['text']}, fed one by one, against the model without a cache. Bytes and time are those of "
-            "the last steps."
-        )
-    if not all(row["judged"] for row in rows):
-        yield (
-            f"{NOT_JUDGED}: at that length the kind has dropped or compressed nothing, so the text does not show what "
-            "its savings cost; give a larger --budget, or a kind that stores less."
-        )
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way through a conversation: what computes, what becomes of the cache, and a row for each turn."""
-
-    view: CellView
-    name: str
-    rows: Sequence[Row]
-
-    @property
-    def label(self) -> str:
-        return f"{self.view.runs_on}, {self.name}"
-
-    @property
-    def last_seconds(self) -> float:
-        """The median time to the first token of the last turn."""
-        return median_of(self.rows[-1], "first_token_seconds")
-
-
-def ways_of(report: Report) -> list[Way]:
-    """Return the ways through the conversation that were measured, in the order of the cells."""
-    found: dict[tuple[int, str], list[Row]] = {}
-    for row in rows_of(report, "turn"):
-        found.setdefault((row["cell"], row["way"]), []).append(row)
+def ways_of(report: Report) -> dict[tuple[str, str], list[Row]]:
+    """Return the turns of each way through the conversation, by what computes and what becomes of the cache."""
+    found: dict[tuple[str, str], list[Row]] = {}
     views = cell_views(report)
-    return [
-        Way(views[cell], name, sorted(rows, key=lambda row: row["turn"]))
-        for (cell, name), rows in sorted(found.items(), key=lambda one: one[0][0])
-    ]
+    for row in sorted(rows_of(report, "turn"), key=lambda row: (row["cell"], row["turn"])):
+        found.setdefault((views[row["cell"]].runs_on, row["way"]), []).append(row)
+    return found
 
 
 def turn_tables(report: Report) -> list[Table]:
     """Return the times and bytes of a conversation: a row for each turn, a column for each way."""
-    ways, found = ways_of(report), []
-    for title, name in (
-        ("Time to first token, s", "first_token_seconds"),
-        ("Bytes of the KV cache, MB", "cache_bytes"),
-    ):
-        shown = [way for way in ways if way.rows[0].get(name) is not None]
-        rows = []
-        for turn, row in enumerate(ways[0].rows if ways else []):
-            figures = [written(way.rows[turn], name).partition(" (")[0] for way in shown]
-            rows.append([str(turn + 1), f"{row['history']:,}", str(row["new"]), *figures])
-        names = ["turn", "tokens before it", "new tokens", *(way.label for way in shown)]
-        found.append(Table(title, names, rows if shown else []))
+    found, titles = [], {"first_token_seconds": "Time to first token, s", "cache_bytes": "Bytes of the KV cache, MB"}
+    for name, title in titles.items():
+        shown = {f"{who}, {way}": rows for (who, way), rows in ways_of(report).items() if rows[-1].get(name)}
+        figures = [[written(row, name).partition(" (")[0] for row in rows] for rows in shown.values()]
+        turns = [
+            [str(row["turn"] + 1), f"{row['history']:,}", str(row["new"])] for row in next(iter(shown.values()), [])
+        ]
+        rows = [[*turn, *own] for turn, own in zip(turns, zip(*figures, strict=True), strict=True)]
+        found.append(Table(title, ["turn", "tokens before it", "new tokens", *shown], rows))
     return found
 
 
@@ -371,7 +313,7 @@ def comparison_words(row: Row) -> str:
 def comparison_lines(report: Report) -> list[str]:
     """Return what each comparison of the two modes found, with the cell's name."""
     views, rows = cell_views(report), rows_of(report, "comparison")
-    return [f"{views[row['cell']].label.replace(', cache on', '')}: {comparison_words(row)}" for row in rows]
+    return [f"{views[row['cell']].pair_label}: {comparison_words(row)}" for row in rows]
 
 
 def environment_table(report: Report) -> Table:

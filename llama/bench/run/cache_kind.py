@@ -106,7 +106,7 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     with closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as steps:
         ours, theirs = (map(log_probabilities, logits) for logits in (reference.cpu(), _timed(steps, seconds)))
         found = compared(ours, theirs, ids, prompt_len=prompt_len)
-    path = path_of(model, fast=forwards_by_runner(model) - before, all=scored + 1)
+    path = path_of(model, fast=forwards_by_runner(model) - before, all=scored)
     row: Row = {"figures": "quality", "context": length, "path": path, "step_seconds": seconds[1:][-STEPS:]}
     row |= {"tokens": found.tokens, "mean_kl": found.mean_kl, "top1_agreement": found.top1_agreement}
     row |= {"nll": found.other_nll, "reference_nll": found.reference_nll}

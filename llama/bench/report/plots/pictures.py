@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from llama.bench.report.cells import CellView, group_name, groups
+from llama.bench.report.cells import CellView, groups
 from llama.bench.report.columns import NOT_JUDGED
 from llama.bench.report.derived import crossovers, fits, growth, saved, step_groups
 from llama.bench.report.findings import crossover_words, faster, range_faster
@@ -34,7 +34,7 @@ from llama.bench.report.plots.canvas import (
     row_height,
     ticks,
 )
-from llama.bench.report.tables import Way, kind_rows, on_or_off, ways_of
+from llama.bench.report.tables import kind_rows, on_or_off, ways_of
 from llama.bench.schema import Report
 from llama.bench.statistics import Spread, percentiles, spread
 from llama.cli.palette import (
@@ -63,7 +63,7 @@ def draw_time(report: Report, look: Look) -> Figure | None:
     if not grouped:
         return None
     factors = {row["on_view"].index: row["times_faster"] for row in rows}
-    names = [group_name(group[0], grouped) for group in grouped]
+    names = [group[0].pair_label for group in grouped]
     measured = [row["times_faster"] for row in rows if not row["predicted"]]
     words = f"{range_faster(measured or [*factors.values()])} with the KV cache" if factors else "Time of the whole job"
     heights = [row_height(len(grouped))] * (2 if factors else 1)
@@ -115,10 +115,9 @@ def draw_memory(report: Report, look: Look) -> Figure | None:
         return None
     views = [view for group in grouped for view in group]
     places = [place + 0.3 * n for place, n in enumerate(n for n, group in enumerate(grouped) for _ in group)]
-    lines, words = 2 if look.narrow else 1, peak_sentence(report).rstrip(".")
+    lines, words = 2 if look.narrow else 1, peak_sentence(report)
     figure, (ax,) = new_figure(look, words, _job(report), heights=[row_height(places[-1] + 1)], times=(), legend=lines)
-    names = [f"{group_name(view, grouped)}, cache {on_or_off(view.cell.kv_caching)}" for view in views]
-    for name, view in zip(draw_rows(ax, names, places), views, strict=True):
+    for name, view in zip(draw_rows(ax, [view.label for view in views], places), views, strict=True):
         name.set(color=COLORS[on_or_off(view.cell.kv_caching)], weight="bold")
     ends = [0.0] * len(views)
     stacks = [peak_parts(view) for view in views]
@@ -218,39 +217,35 @@ def draw_kinds(report: Report, look: Look) -> Figure | None:
 
 
 def draw_turns(report: Report, look: Look) -> Figure | None:
-    """Draw the time to the first token of each turn of a conversation, a line for each way of each engine."""
-    ways = ways_of(report)
+    """Draw the time to the first token of each turn of a conversation, a line for each way of each engine.
+
+    The colour says what becomes of the cache, stroke and point what computes.
+    """
+    ways = {way: [percentiles(row["first_token_seconds"]) for row in rows] for way, rows in ways_of(report).items()}
     if not ways:
         return None
-    rebuilt = {way.view.runs_on: way.last_seconds for way in ways if way.name == "rebuilt"}
-    factors = [rebuilt[way.view.runs_on] / way.last_seconds for way in ways
-               if way.name == "kept" and way.view.runs_on in rebuilt]  # fmt: skip
-    words = "Time to first token, turn by turn"
-    if factors:
-        words = f"First token of the last turn: {range_faster(factors)} with the cache kept"
-    spreads = [[percentiles(row["first_token_seconds"]) for row in way.rows] for way in ways]
-    history, count = [row["history"] for row in ways[0].rows], counted(one for own in spreads for one in own)
+    last = {way: spreads[-1]["median"] for way, spreads in ways.items()}
+    factors = [
+        last[who, "rebuilt"] / last[who, "kept"] for who, way in last if way == "kept" and (who, "rebuilt") in last
+    ]
+    words = f"First token of the last turn: {range_faster(factors)} with the cache kept" if factors else "Turn by turn"
+    history = [turn["history"] for turn in report["plan"]["turns"]]
+    count = counted(one for spreads in ways.values() for one in spreads)
     below = f"{_job(report)}; {history[0]:,} to {history[-1]:,} tokens before a turn; {count}"
     lines = len(ways) if look.narrow else -(-len(ways) // 3)
     figure, (ax,) = new_figure(look, words, below, heights=[3.6], times=(0,), legend=lines)
+    strokes = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1)), "v"), ((0, (1, 3)), "P")]
+    marks = dict(zip(dict.fromkeys(who for who, _ in ways), strokes * len(ways), strict=False))
     turns = range(1, len(history) + 1)
-    for way, own, mark in zip(ways, spreads, _marks(ways), strict=True):
-        ax.errorbar(turns, [one["median"] for one in own], yerr=error_bars(own), label=way.label, **mark)
+    for (who, way), spreads in ways.items():
+        stroke, marker = marks[who]
+        ax.errorbar(turns, [one["median"] for one in spreads], yerr=error_bars(spreads), label=f"{who}, {way}",
+                    color=WAY_COLORS[way], ls=stroke, marker=marker, ms=4.5, lw=1.8)  # fmt: skip
     ax.set_xlabel("turn")
     ax.set_xticks(turns)
     log_y([ax], "time to first token, s")
     legend(figure, ncols=1 if look.narrow else 3)
     return figure
-
-
-def _marks(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return the look of each line: the colour says what becomes of the cache, stroke and point what computes."""
-    strokes = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1)), "v"), ((0, (1, 3)), "P")]
-    own = dict(zip(dict.fromkeys(way.view.runs_on for way in ways), strokes * len(ways), strict=False))
-    marks = [dict(zip(("ls", "marker"), own[way.view.runs_on], strict=True)) for way in ways]
-    return [
-        {"color": WAY_COLORS[way.name], "ms": 4.5, "lw": 1.8, **mark} for way, mark in zip(ways, marks, strict=True)
-    ]
 
 
 def _job(report: Report, grouped: Sequence[Sequence[CellView]] = ()) -> str:
