@@ -699,7 +699,7 @@ def test_pictures_are_drawn_at_their_size_and_alike_each_time(report: Report, dr
         assert png.startswith(b"\x89PNG\r\n\x1a\n")
         width, height = struct.unpack(">II", png[16:24])
         assert width == 1350
-        assert 400 < height < 1400
+        assert 300 < height < 1400
         assert svg.startswith("<svg viewBox=")
         assert (as_png(again[name]), as_svg(again[name])) == (png, svg)
     assert page(report) == page(report)
