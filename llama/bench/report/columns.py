@@ -112,15 +112,18 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts: the first column names the row, `notes` stand below. It is left out if it has no rows."""
+    """A table of texts: the first column names the row, `notes` stand below; without heads a list of notes.
+
+    It is left out if it has no rows, and as a list if it has no notes.
+    """
 
     title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    heads: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
     notes: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.rows)
+        return bool(self.rows if self.heads else self.notes)
 
 
 def column(name: str) -> Column:
@@ -148,3 +151,8 @@ def least_to_most(values: Sequence[float], form: str = "", unit: str = "") -> st
     """Return the range of values as text, or the single value if all are written alike."""
     low, high = (f"{value:{form}}" for value in (min(values), max(values)))
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def megabytes(nbytes: float) -> str:
+    """Return bytes in MB, without a fraction from 10 MB on."""
+    return f"{nbytes / MB:,.0f}" if nbytes >= 10 * MB else f"{nbytes / MB:.2g}"

@@ -1,10 +1,10 @@
 """What a report consists of, in reading order, whatever its preset: title, warnings, and sections."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llama.bench.report.cells import CellView, cell_views
-from llama.bench.report.columns import COLUMNS, Table
+from llama.bench.report.columns import COLUMNS, NOT_MEASURED, Table
 from llama.bench.report.tables import (
     MARKS,
     cache_tables,
@@ -48,54 +48,46 @@ CHAT_TERMS = [
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report: tables and lists of lines. `pictures` are names of plots; `parent` names a group of parts."""
+    """A part of a report: tables, the names of its pictures, and whether a page folds its tables."""
 
     name: str
-    parts: Sequence[Table | Sequence[str]]
+    tables: Sequence[Table]
     pictures: Sequence[str] = ()
-    parent: str = ""
+    folded: bool = True
 
 
 def report_sections(report: Report) -> list[Section]:
-    """Return the report after its head, in reading order, without empty parts."""
+    """Return the report after its head, in reading order, without empty tables."""
     has_details = report["preset"] not in ("caches", "chat")
-    details = [
-        Section(view.label, _details(view), parent="Memory, work and text of each cell")
-        for view in cell_views(report)
-        if has_details
-    ]
-    notes = [f"{view.label}: {note}" for view in cell_views(report) for note in view.row.get("notes", [])]
+    views = cell_views(report)
+    notes = [f"{view.label}: {note}" for view in views if not has_details for note in view.row.get("notes", [])]
+    steps = "How it grows" if report["preset"] == "sweep" else "Where the cache begins to pay"
     found = [
         Section("Kinds of cache", cache_tables(report), ("kinds",)),
-        Section("A conversation, turn by turn", turn_tables(report), ("turns",)),
-        Section("Prompts that begin alike, and sessions on disk", prompt_tables(report)),
-        Section("How it grows", sweep_tables(report), ("speedup", "steps") if report["preset"] == "sweep" else ()),
-        Section("The table", cell_tables(report)),
+        Section("A conversation, turn by turn", turn_tables(report), folded=False),
+        Section("Prompts that begin alike, and sessions on disk", prompt_tables(report), folded=False),
+        Section("The table", cell_tables(report), folded=False),
         Section("Time and memory", [], ("time", "memory")),
-        Section(
-            "Where the cache begins to pay", crossover_tables(report), () if report["preset"] == "sweep" else ("steps",)
-        ),
-        *details,
-        Section("Validity", [validity_table(report), [] if has_details else notes]),
-        Section("Are the texts the same?", [comparison_lines(report)]),
-        Section("Where and how", [environment_table(report)]),
+        Section(steps, [*sweep_tables(report), *crossover_tables(report)], ("speedup", "steps")),
+        Section("Memory, work and text of each cell", [_details(view) for view in views if has_details]),
+        Section("Validity", [validity_table(report), Table("", notes=notes)], folded=False),
+        Section("Are the texts the same?", [Table("", notes=comparison_lines(report))], folded=False),
+        Section("Where and how", [environment_table(report)], folded=False),
     ]
-    heads = {
-        head for section in found for part in section.parts if isinstance(part, Table) and part for head in part.heads
-    }
-    meanings = [f"{one.head}: {one.meaning}" for one in COLUMNS.values() if one.meaning and one.head in heads]
-    terms = CHAT_TERMS if report["preset"] == "chat" else []
-    found.append(Section("What the words mean", [[*terms, *meanings, *TERMS]]))
-    return [Section(one.name, [part for part in one.parts if part], one.pictures, one.parent) for one in found]
+    heads = {head for section in found for table in section.tables if table for head in table.heads}
+    words = CHAT_TERMS if report["preset"] == "chat" else []
+    words = [*words, *(f"{one.head}: {one.meaning}" for one in COLUMNS.values() if one.meaning and one.head in heads)]
+    found.append(Section("What the words mean", [Table("", notes=[*words, *TERMS])], folded=False))
+    return [replace(one, tables=[table for table in one.tables if table]) for one in found]
 
 
-def _details(view: CellView) -> list[Table | Sequence[str]]:
-    if not view.row.get("seconds"):
-        return [[view.fate]]
-    ledger = ledger_table(view) or ["Memory ledger: not measured"]
+def _details(view: CellView) -> Table:
+    """Return the ledger of a cell with all else that is known of it as notes."""
+    ledger = ledger_table(view) or Table("", notes=[f"Memory ledger: {NOT_MEASURED}"])
     checks = [f"{check_mark(check)}: {check_words(check)}" for check in view.checks]
     text = [f"text of the first row: {view.row['text']!a}"] if "text" in view.row else []
-    return [ledger, work_lines(view), checks, [*view.row.get("notes", []), *text]]
+    notes = [ledger.title, *ledger.notes, *work_lines(view), *checks, *view.row.get("notes", []), *text]
+    return replace(ledger, title=view.label, notes=notes if view.row.get("seconds") else [view.fate])
 
 
 def title(report: Report) -> str:
@@ -113,9 +105,7 @@ def byline(report: Report) -> list[str]:
     """Return the model, the machine and the date, as far as they are known."""
     model, facts = report["model"], report["environment"]
     names = [] if model is None else [f"{model['name']} ({model['weights']})"]
-    machine = [
-        one["name"] if isinstance(one, dict) else str(one) for one in (facts.get("gpu"), facts.get("cpu")) if one
-    ]
+    machine = [one["name"] if isinstance(one, dict) else one for one in (facts.get("gpu"), facts.get("cpu")) if one]
     threads = facts.get("threads")
     if machine and not facts.get("gpu") and threads:
         machine[-1] += f", {threads} thread{'s' * (threads > 1)}"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llama.bench.report.cells import cell_views
-from llama.bench.report.columns import NOT_JUDGED, least_to_most
+from llama.bench.report.columns import NOT_JUDGED, least_to_most, megabytes
 from llama.bench.report.derived import crossovers, growth, saved
 from llama.bench.report.tables import kind_rows, ways_of
 from llama.bench.schema import Report, Row, cell_row, rows_of
@@ -26,7 +26,6 @@ def findings(report: Report) -> list[str]:
         batches = listed(list(dict.fromkeys(str(row["batch_size"]) for row in left)))
         factors = range_faster([row["times_faster"] for row in left])
         found.append(f"Batch {batches} with the KV cache: predicted {factors}; the budget was too small to measure it.")
-    found += [_work(lead)] if lead is not None and lead["less_work"] else []
     found += [f"{words}." for words in [crossover_words(report)] if words]
     if rows := growth(report):
         words = listed([f"{faster(row['times_faster'])} at {row['generated']}" for row in rows])
@@ -68,10 +67,10 @@ def _pair(report: Report, row: dict[str, Any]) -> str:
     on, off, more = row["on_view"], row["off_view"], row["more_bytes"]
     parts = [faster(row["times_faster"])]
     if more is not None and abs(more) > 0.05 * MB:
-        parts.append(f"{_mb(abs(more))} {'more' if more >= 0 else 'less'} memory")
+        parts.append(f"{megabytes(abs(more))} MB {'more' if more >= 0 else 'less'} memory")
         logits = off.line("logits") if on.cell.logits == "all" else None
         if logits is not None:
-            parts[-1] += f" (without it {_mb(logits['predicted_bytes'])} are logits of all positions)"
+            parts[-1] += f" (without it {megabytes(logits['predicted_bytes'])} MB are logits of all positions)"
     parts += [_tokens(found) for found in rows_of(report, "comparison", on.index)]
     times = f"{_seconds(on.median('seconds'))} instead of {_seconds(off.median('seconds'))}"
     path = f" on the {on.path_words}" if on.is_fast else ""
@@ -90,25 +89,8 @@ def _tokens(found: Row) -> str:
     )
 
 
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / MB:.0f} MB" if nbytes >= 10 * MB else f"{nbytes / MB:.1f} MB"
-
-
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
-
-
-def _work(row: dict[str, Any]) -> str:
-    """Return the work that a pair saves, and what a step of each mode uses of the machine."""
-    words = f"At batch {row['batch_size']} the cache feeds {row['less_work']:.3g} times fewer tokens"
-    steps = [one.row for one in (row["on_view"], row["off_view"])]
-    if all(step.get("bound_by") for step in steps):
-        read, flops = ([f"{step[key]:.0%}" for step in steps] for key in ("step_bandwidth_share", "step_flops_share"))
-        words += (
-            f". A step with it uses {read[0]} of the read bandwidth and {flops[0]} of the arithmetic that this machine "
-            f"has shown, a step without it {read[1]} and {flops[1]}"
-        )
-    return f"{words}."
 
 
 def _kinds(report: Report) -> Iterator[str]:

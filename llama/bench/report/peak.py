@@ -4,8 +4,8 @@ Read from the memory ledger alone. MB is 2^20 bytes.
 """
 
 from llama.bench.report.cells import CellView, groups
+from llama.bench.report.columns import megabytes
 from llama.bench.schema import Report
-from llama.costs import MB
 
 UNNAMED = "beyond the ledger"
 PARTS = ("weights", "KV cache", "logits", "activations", "workspace", UNNAMED)  # in the order in which they are stacked
@@ -49,7 +49,7 @@ def peak_words(view: CellView) -> str:
     largest = max(parts, key=parts.__getitem__)
     kind = "predicted peak" if is_peak_predicted(view) else "peak"
     name = f"the {largest}" if largest == "KV cache" else largest
-    return f"{_megabytes(parts[largest])} of {_megabytes(peak_bytes(view))} MB at the {kind} are {name}"
+    return f"{megabytes(parts[largest])} of {megabytes(peak_bytes(view))} MB at the {kind} are {name}"
 
 
 def peak_sentence(report: Report) -> str:
@@ -59,7 +59,3 @@ def peak_sentence(report: Report) -> str:
         return ""
     highest = max(views, key=peak_bytes)
     return f"Highest peak, {highest.label}: {peak_words(highest)}"
-
-
-def _megabytes(nbytes: float) -> str:
-    return f"{nbytes / MB:,.0f}" if nbytes >= 10 * MB else f"{nbytes / MB:.2g}"

@@ -3,7 +3,6 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from llama.bench.report.cells import CellView, cell_views
@@ -112,11 +111,8 @@ def report_markdown(report: Report) -> str:
     """Return the whole report, what follows from the figures first."""
     lines = [f"**{mark}** {_safe(line)}" for mark, line in alarms(report)] + [f"**{_safe(x)}**" for x in deaths(report)]
     parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report))), *lines, *map(_safe, report["reading"])]
-    for parent, group in groupby([one for one in report_sections(report) if one.parts], key=lambda one: one.parent):
-        parts += [f"## {_safe(parent)}"] if parent else []
-        for section in group:
-            parts += [f"##{'#' * bool(parent)} {_safe(section.name)}"]
-            parts += [markdown(part) if isinstance(part, Table) else _listed(part) for part in section.parts]
+    for section in (one for one in report_sections(report) if one.tables):
+        parts += [f"## {_safe(section.name)}", *map(markdown, section.tables)]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
@@ -127,6 +123,8 @@ def alarms_text(report: Report) -> list[str]:
 
 def markdown(shown: Table) -> str:
     """Return one table, with its notes below."""
+    if not shown.heads:
+        return f"**{_safe(shown.title)}**\n\n{_listed(shown.notes)}" if shown.title else _listed(shown.notes)
     rows = [[_safe(text) for text in row] for row in shown.rows]
     drawn = table(f"**{_safe(shown.title)}**", [_safe(head) for head in shown.heads], rows)
     return f"{drawn}\n{_listed(shown.notes)}" if shown.notes else drawn

@@ -16,7 +16,6 @@ _PAINTERS = {
     "steps": pictures.draw_steps,
     "speedup": pictures.draw_speedup,
     "kinds": pictures.draw_kinds,
-    "turns": pictures.draw_turns,
 }
 
 

@@ -6,7 +6,7 @@ Knows no figure of any report. All colours are those of `llama.palette`.
 import io
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation
-from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, Locator, LogLocator, NullLocator
 
 from llama.bench.report.columns import least_to_most
 from llama.bench.statistics import Spread
@@ -235,11 +235,6 @@ def counted(spreads: Iterable[Spread]) -> str:
     return ("" if max(counts) == 1 else "medians, bars from p10 to p90, ") + f"n = {least_to_most(counts)}"
 
 
-def plain(value: float, _: object = None) -> str:
-    """Return a number as text, without decimals from 10 on."""
-    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:g}"
-
-
 def log_x(ax: Axes, name: str, values: Iterable[int], *, apart: float = 1.0) -> None:
     """Name a logarithmic axis and its values, leaving out those below `apart` times the one before."""
     kept: list[int] = []
@@ -248,23 +243,23 @@ def log_x(ax: Axes, name: str, values: Iterable[int], *, apart: float = 1.0) -> 
             kept.append(value)
     ax.set_xscale("log", base=2)
     ax.set_xlabel(f"{name} (log scale)")
-    ticks(ax.xaxis, FixedLocator(kept), lambda value, _: f"{value:.0f}")
+    ticks(ax.xaxis, FixedLocator(kept))
 
 
 def log_y(axes: Sequence[Axes], name: str) -> None:
     """Name the logarithmic axis of a panel, or of all that share it once in a row: 1, 2 and 5 of each decade."""
     axes[0].set_yscale("log")
-    ticks(axes[0].yaxis, LogLocator(subs=(1.0, 2.0, 5.0), numticks=20), plain)
+    ticks(axes[0].yaxis, LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
     for ax in axes:
         spec = ax.get_subplotspec()
         if spec is not None and spec.is_first_col():
             ax.set_ylabel(f"{name} (log scale)")
 
 
-def ticks(axis: Axis, places: Locator, words: Callable[[float, object], str]) -> None:
-    """Set the ticks of an axis and their words."""
+def ticks(axis: Axis, places: Locator) -> None:
+    """Set the ticks of an axis."""
     axis.set_major_locator(places)
-    axis.set_major_formatter(FuncFormatter(words))
+    axis.set_major_formatter("{x:,g}")
     axis.set_minor_locator(NullLocator())
 
 

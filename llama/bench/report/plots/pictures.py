@@ -6,10 +6,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import LogLocator
 
 from llama.bench.report.cells import CellView, groups
-from llama.bench.report.columns import NOT_JUDGED
+from llama.bench.report.columns import NOT_JUDGED, megabytes
 from llama.bench.report.derived import crossovers, fits, growth, saved, step_groups
 from llama.bench.report.findings import crossover_words, faster, range_faster
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
@@ -30,13 +30,12 @@ from llama.bench.report.plots.canvas import (
     log_y,
     mode_legend,
     new_figure,
-    plain,
     row_height,
     ticks,
 )
-from llama.bench.report.tables import kind_rows, on_or_off, ways_of
+from llama.bench.report.tables import kind_rows, on_or_off
 from llama.bench.schema import Report
-from llama.bench.statistics import Spread, percentiles, spread
+from llama.bench.statistics import Spread, spread
 from llama.cli.palette import (
     ACTIVATIONS,
     ANEW,
@@ -46,7 +45,6 @@ from llama.cli.palette import (
     INK,
     LOGITS,
     PAPER,
-    REFILLED,
     UNNAMED,
     WEIGHTS,
     WORKSPACE,
@@ -54,7 +52,6 @@ from llama.cli.palette import (
 from llama.costs import MB
 
 PART_COLORS = dict(zip(PARTS, (WEIGHTS, CACHE, LOGITS, ACTIVATIONS, WORKSPACE, UNNAMED), strict=True))
-WAY_COLORS = {"kept": CACHE.light, "rebuilt": REFILLED.light, "off": ANEW.light}
 
 
 def draw_time(report: Report, look: Look) -> Figure | None:
@@ -79,7 +76,7 @@ def draw_time(report: Report, look: Look) -> Figure | None:
     room = (highest / lowest) ** 0.24 * 1.5  # for the words at both ends
     axes[0].set(xscale="log", xlim=(lowest / room, highest * room), xlabel="time of the whole job, s (log scale)")
     is_wide = highest / lowest > (30 if look.narrow else 3000)
-    ticks(axes[0].xaxis, LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0), numticks=20), plain)
+    ticks(axes[0].xaxis, LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0), numticks=20))
     if factors:
         views = [group[0] for group in grouped]
         named = names if look.narrow else [""] * len(names)
@@ -128,10 +125,9 @@ def draw_memory(report: Report, look: Look) -> Figure | None:
     for place, view, end in zip(places, views, ends, strict=True):
         predicted = " predicted" if is_peak_predicted(view) else ""
         ax.annotate(
-            f"{plain(peak_bytes(view) / MB)}{predicted}", (end, place), (4, 0), textcoords="offset points", va="center"
+            f"{megabytes(peak_bytes(view))}{predicted}", (end, place), (4, 0), textcoords="offset points", va="center"
         )
     ax.set_xlim(0, (1.35 if look.narrow else 1.15) * max(ends))
-    ax.xaxis.set_major_formatter(FuncFormatter(plain))
     ax.set_xlabel("memory at the peak, MB (2^20 bytes)")
     legend(figure, ncols=-(-len(ax.containers) // lines))
     return figure
@@ -216,44 +212,11 @@ def draw_kinds(report: Report, look: Look) -> Figure | None:
     return figure
 
 
-def draw_turns(report: Report, look: Look) -> Figure | None:
-    """Draw the time to the first token of each turn of a conversation, a line for each way of each engine.
-
-    The colour says what becomes of the cache, stroke and point what computes.
-    """
-    ways = {way: [percentiles(row["first_token_seconds"]) for row in rows] for way, rows in ways_of(report).items()}
-    if not ways:
-        return None
-    last = {way: spreads[-1]["median"] for way, spreads in ways.items()}
-    factors = [
-        last[who, "rebuilt"] / last[who, "kept"] for who, way in last if way == "kept" and (who, "rebuilt") in last
-    ]
-    words = f"First token of the last turn: {range_faster(factors)} with the cache kept" if factors else "Turn by turn"
-    history = [turn["history"] for turn in report["plan"]["turns"]]
-    count = counted(one for spreads in ways.values() for one in spreads)
-    below = f"{_job(report)}; {history[0]:,} to {history[-1]:,} tokens before a turn; {count}"
-    lines = len(ways) if look.narrow else -(-len(ways) // 3)
-    figure, (ax,) = new_figure(look, words, below, heights=[3.6], times=(0,), legend=lines)
-    strokes = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1)), "v"), ((0, (1, 3)), "P")]
-    marks = dict(zip(dict.fromkeys(who for who, _ in ways), strokes * len(ways), strict=False))
-    turns = range(1, len(history) + 1)
-    for (who, way), spreads in ways.items():
-        stroke, marker = marks[who]
-        ax.errorbar(turns, [one["median"] for one in spreads], yerr=error_bars(spreads), label=f"{who}, {way}",
-                    color=WAY_COLORS[way], ls=stroke, marker=marker, ms=4.5, lw=1.8)  # fmt: skip
-    ax.set_xlabel("turn")
-    ax.set_xticks(turns)
-    log_y([ax], "time to first token, s")
-    legend(figure, ncols=1 if look.narrow else 3)
-    return figure
-
-
 def _job(report: Report, grouped: Sequence[Sequence[CellView]] = ()) -> str:
     """Return the small words of a picture: model, lengths, precision and device, and the counts of `grouped`."""
     cells = report["cells"]
     words = [report["model"]["name"]] if report["model"] is not None else []
-    if report["preset"] != "chat":
-        words += sorted({f"{cell['input_len']} tokens in, {cell['output_len']} out" for cell in cells})
+    words += sorted({f"{cell['input_len']} tokens in, {cell['output_len']} out" for cell in cells})
     words += sorted({f"{cell['dtype']} on {cell['device']}" for cell in cells})
     measured = [_seconds(view) for group in grouped for view in group if view.is_measured]
     hollow = "; hollow: predicted" if any(view.is_predicted for group in grouped for view in group) else ""
