@@ -69,7 +69,6 @@ class Row(TypedDict, total=False):
     weights_bytes: int | None
     cache_bytes: int | None
     predicted_cache_bytes: int | None
-    position_bytes: int
     file_bytes: int
     # work and the rates that follow from it
     token_forwards: int
@@ -114,7 +113,6 @@ class Row(TypedDict, total=False):
     mean_kl: float
     top1_agreement: float
     nll: float
-    reference_nll: float
     greedy_tokens: int
     tries: int
     found: int

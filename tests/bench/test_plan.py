@@ -302,7 +302,7 @@ def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here
 
     here.fail = lambda kind, cell: None  # type: ignore[method-assign]
     report = table(base, tmp_path, minutes=0, resume=True)
-    assert [path for path in tmp_path.glob("*/results.json")] == [kept]
+    assert list(tmp_path.glob("*/results.json")) == [kept]
     assert counts(report) == [1, 1, 1, 1]
     assert [row["seconds"] for row in rows_of(report, "cell")[:2]] == [
         row["seconds"] for row in rows_of(before, "cell")[:2]

@@ -4,7 +4,7 @@ Knows nothing of Markdown, HTML or of how anything was measured.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from llama.bench.cell import Cell, rounding_of
@@ -45,23 +45,16 @@ def result_tables(report: Report) -> list[Table]:
 
 
 def cell_tables(report: Report) -> list[Table]:
-    """Return the with/without table, one for each faster path of our own, and what compares their cells."""
+    """Return the with/without table, a row for each cell, and what compares the cells."""
     if report["preset"] in ("caches", "chat"):
         return []
-    views, found = in_table_order(cell_views(report)), []
-    for path in dict.fromkeys(v.path_words if v.is_fast else "" for v in sorted(views, key=lambda v: v.is_fast)):
-        own = [one for one in views if (one.path_words if one.is_fast else "") == path]
-        found.append(_cell_table(f"On the {path}, apart from the plain one" if path else "Every cell", report, own))
-    pairs = view("What the cache saves", SAVED_COLUMNS, saved(report), list(filter(None, [peak_sentence(report)])))
-    return [*found, pairs, _engines_table(report)]
-
-
-def _cell_table(title: str, report: Report, views: Sequence[CellView]) -> Table:
-    cells = [one.cell.as_json() for one in views]
+    views = in_table_order(cell_views(report))
+    cells, paths = [one.cell.as_json() for one in views], {one.path for one in views}
     always = {"batch_size", "kv_caching", "threads"}
     varying = [key for key in Cell.__dataclass_fields__ if key not in always and len({cell[key] for cell in cells}) > 1]
     agreed = {rounding_of(report["cells"][row["cell"]]): row["top1_agreement"] for row in rows_of(report, "agreement")}
-    names = ["batch_size", "kv_caching", "threads", *varying, *["top1_as_fp32"] * bool(agreed), *CELL_COLUMNS]
+    names = ["batch_size", "kv_caching", "threads", *varying, *["path"] * (len(paths) > 1)]
+    names += [*["top1_as_fp32"] * bool(agreed), *CELL_COLUMNS]
     rows: list[dict[str, Any]] = []
     for one, cell in zip(views, cells, strict=True):
         share = agreed.get(rounding_of(cell))
@@ -75,7 +68,9 @@ def _cell_table(title: str, report: Report, views: Sequence[CellView]) -> Table:
             "~ and predicted: the budget was too small to measure the cell. Its times follow from the measured speed "
             "of one row, its bytes from the model's sizes."
         )
-    return view(title, names, rows, notes)
+    highest = [words for words in [peak_sentence(report)] if words]
+    saves = view("What the cache saves", SAVED_COLUMNS, saved(report), highest)
+    return [view("Every cell", names, rows, notes), saves, _engines_table(report)]
 
 
 def _count(one: CellView) -> str:

@@ -109,7 +109,7 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     path = path_of(model, fast=forwards_by_runner(model) - before, all=scored)
     row: Row = {"figures": "quality", "context": length, "path": path, "step_seconds": seconds[1:][-STEPS:]}
     row |= {"tokens": found.tokens, "mean_kl": found.mean_kl, "top1_agreement": found.top1_agreement}
-    row |= {"nll": found.other_nll, "reference_nll": found.reference_nll}
+    row["nll"] = found.other_nll
     if not math.isfinite(row["mean_kl"] + row["nll"]):
         raise ValueError(f"kv_cache={cell.kv_cache}: the model gives tokens of the text a probability of 0, or NaN")
     row |= {**_size(model, cache, prompt_len, length - 1), **greedy_divergence(model, ids[: length - greedy], greedy)}

@@ -25,7 +25,7 @@ from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory import device_bytes_used
-from llama.bench.run.memory_ledger import check_memory, position_bytes
+from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model
 from llama.bench.run.opening import open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
@@ -103,10 +103,7 @@ def calibrate(cell: Cell, *, rows: int) -> dict[str, Any]:
 
 
 def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
-    """Time a step of the cell's batch at each context, with the cache and without.
-
-    A cached step reads `position_bytes` for each position: its keys and values.
-    """
+    """Time a step of the cell's batch at each context, with the cache and without."""
     source = find_model(cell)
     longest = cell.but(input_len=max(contexts), output_len=1)
     for kv_caching in (True, False):
@@ -115,8 +112,7 @@ def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     model, rows = source.build(), list[Row]()
     for kv_caching in (True, False):
         rows += step_times(model, cell.batch_size, contexts, kv_caching=kv_caching, logits=cell.logits)
-    own = cell.batch_size * position_bytes(source.args, cell)
-    return {"rows": [{**row, **({"position_bytes": own} if row["kv_caching"] else {})} for row in rows]}
+    return {"rows": rows}
 
 
 def size_caches(cell: Cell, *, lengths: list[int]) -> dict[str, Any]:
