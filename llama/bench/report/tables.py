@@ -49,7 +49,7 @@ def cell_tables(report: Report) -> list[Table]:
     if report["preset"] in ("caches", "chat"):
         return []
     views = in_table_order(cell_views(report))
-    cells, paths = [one.cell.as_json() for one in views], {one.path for one in views}
+    cells, paths = [one.cell.as_json() for one in views], {one.path for one in views if one.path}
     always = {"batch_size", "kv_caching", "threads"}
     varying = [key for key in Cell.__dataclass_fields__ if key not in always and len({cell[key] for cell in cells}) > 1]
     agreed = {rounding_of(report["cells"][row["cell"]]): row["top1_agreement"] for row in rows_of(report, "agreement")}
