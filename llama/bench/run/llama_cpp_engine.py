@@ -72,7 +72,8 @@ class LlamaCppEngine:
         api = check_engine("llama.cpp")
         if model.device.type != "cpu":
             raise ValueError(f"the model is on {model.device}, and llama.cpp is run on the CPU here; use --device cpu")
-        with ExitStack() as stack:
+        stack = ExitStack()
+        try:
             file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"
             save_gguf(model, file)
             _log_errors_only(api)
@@ -80,7 +81,10 @@ class LlamaCppEngine:
                 file = _quantized(api, file, quantize)
             kind = None if quantize is None else _GGML_QUANTIZED[quantize][0]
             dtype = torch.float16 if quantize else model.norm.weight.dtype
-            return cls(file, model.args, tokenizer, weights=kind, cache=dtype, resources=stack.pop_all())
+            return cls(file, model.args, tokenizer, weights=kind, cache=dtype, resources=stack)
+        except BaseException:
+            stack.close()
+            raise
 
     def close(self) -> None:
         """Free the model and delete its file; the engine cannot run any more."""
