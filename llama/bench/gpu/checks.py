@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
-from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
-from llama.bench.gpu.kernels import filled_buffers, layer_for, model_for, one_step, uneven_model, ways_of
-from llama.fast.graph_ops import FUNCTIONS, PYTORCH, GraphOps
+from llama.bench.gpu.kernels import layer_for, model_for, uneven_model, ways_of
+from llama.fast.graph_ops import GraphOps
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.graph_trial import try_prompts, try_steps
 from llama.model import Transformer
@@ -27,9 +26,6 @@ ODD = ModelArgs(
     tied_head=True,
 )  # fmt: skip
 ROWS = (1, 3, 17)  # one row, several, and many
-# Distance of a kernel from float64, in norm. float32 sums of 10,000 terms are off by some 1e-6; a bf16 result is
-# rounded by 2e-3, and its operands once or twice before.
-KERNEL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 # Distance of log-probabilities: of logits of up to 4, which 16 layers in bf16 move by some hundredths.
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 
@@ -81,8 +77,6 @@ def claims_of_model(cell: Cell, model: Transformer) -> Iterator[tuple[str, Claim
     ways, layer = ways_of(model), layer_for(model.device)
     claims: dict[str, Claim] = {}
     for name, ops in ways.items():
-        if ops != PYTORCH:
-            claims[f"each of the {name} kernels"] = partial(each_kernel, model, ops, cell.input_len)
         claims[f"steps of {name} kernels, recorded and repeated"] = partial(repeats, model, ops)
     claims["prompts by compiled layers"] = partial(prompts_agree, model)
     claims["log-probabilities by graphs"] = partial(logprobs_agree, model, GraphRunner(ways["compiled"], layer), cell)
@@ -115,57 +109,6 @@ def prompts_of(args: ModelArgs, lengths: Sequence[int]) -> list[list[int]]:
 
 def cache_words(kv_caching: bool) -> str:
     return "with the cache" if kv_caching else "without the cache"
-
-
-@torch.inference_mode()
-def each_kernel(model: Transformer, ops: GraphOps, length: int) -> Outcome:
-    """Compare the kernels of whole steps with their twins in float64, at ragged positions with nan behind them."""
-    worst: dict[str, float] = {}
-    for rows in (1, 8):
-        buffers = filled_buffers(model, rows, length)
-        buffers.positions.copy_((torch.arange(rows) + 1) * length // rows - 1)
-        past = torch.arange(buffers.slots, device=model.device) > buffers.positions[:, None]  # (rows, slots)
-        for kept in buffers.keys_values:
-            for buffer in kept:
-                buffer[:rows].masked_fill_(past[..., None, None], torch.nan)
-        one_step(model, buffers, beside_twins(ops, worst))
-    right = all(off <= KERNEL_TOLERANCE[model.norm.weight.dtype] for off in worst.values())
-    return right, "off from float64 by " + ", ".join(f"{name} {off:.1e}" for name, off in worst.items())
-
-
-def beside_twins(ops: GraphOps, worst: dict[str, float]) -> GraphOps:
-    """Return the kernels, each of which stores in `worst` the distance of its results from those of its twin."""
-
-    def noting(name: str) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            before, copies = [widened(each) for each in given], [widened(each) for each in given]
-            made, wanted = getattr(ops, name)(*given), getattr(PYTORCH, name)(*copies)
-            written = [each for each in zip(given, copies, before, strict=True) if isinstance(each[0], Tensor)]
-            off = [distance(ours, theirs, was) for ours, theirs, was in written]
-            if made is not None:  # the head's tiles are its own: what is made of them shows in the ids
-                first, first_wanted = (each[0] if isinstance(each, tuple) else each for each in (made, wanted))
-                off.append(distance(first, first_wanted, torch.zeros_like(first_wanted)))
-            worst[name] = max(worst.get(name, 0.0), *off)
-            return made
-
-        return call
-
-    return ops._replace(**{name: noting(name) for name in FUNCTIONS})  # type: ignore[arg-type]
-
-
-def widened(given: Any) -> Any:
-    """Return a copy of a tensor in 64 bits; anything else as it is."""
-    if not isinstance(given, Tensor):
-        return given
-    return given.to(torch.float64 if given.is_floating_point() else torch.int64, copy=True)
-
-
-def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
-    """Return the distance of two results in norm, relative to the change from `before`; infinity if nan differs."""
-    if not torch.equal(ours.isnan(), theirs.isnan()):
-        return float("inf")
-    ours, theirs, before = (each.double().nan_to_num() for each in (ours, theirs, before))
-    return float((ours - theirs).norm() / (theirs - before).norm().clamp(min=1e-30))
 
 
 def repeats(model: Transformer, ops: GraphOps) -> Outcome:
