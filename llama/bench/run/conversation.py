@@ -25,8 +25,7 @@ from llama.bench.run.engines import (
     forwards_by_runner,
     path_of,
 )
-from llama.bench.run.models import find_model
-from llama.bench.run.opening import open_engine
+from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.validity import check
 from llama.bench.schema import Row
 from llama.bench.texts import read_dialog, read_text

@@ -1,24 +1,29 @@
-"""The models that a benchmark can measure: a checkpoint, the demo model, or a released shape with random weights.
+"""The models that a benchmark can measure, a checkpoint, the demo or a released shape, and the engines that run them.
 
 Meta's weights are gated, and no time or size depends on their values. The tokenizer is Meta's.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from llama.api import check_modes, pick_device, pick_dtype
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
+from llama.bench.run.engines import Engine, LlamaEngine
+from llama.bench.run.llama_cpp_engine import LlamaCppEngine
+from llama.bench.run.memory import resident_bytes
 from llama.bench.run.memory_ledger import check_length, check_memory
 from llama.bench.run.peers import GPT2
+from llama.bench.run.transformers_engine import TransformersEngine
 from llama.checkpoint import Checkpoint, file_bytes_of, load_weights, materialise, open_checkpoint, stored_bytes
 from llama.checkpoint.base import Weight, needed_shapes
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
-from llama.costs import RELEASED
+from llama.costs import RELEASED, parameters
 from llama.fast.choose import make_fast
 from llama.host.files import cache_dir
 from llama.host.machine import DTYPES, dtype_name
@@ -134,6 +139,45 @@ def _stored_of(cell: Cell, checkpoint: Checkpoint | None, dtype: torch.dtype) ->
     if cell.engine != "llama":
         return file_bytes_of(checkpoint)
     return stored_bytes(checkpoint, dtype, repack=cell.layout != "mapped")
+
+
+class Opened(NamedTuple):
+    """The engine of a cell, the facts of its model, the resident bytes before, and the bytes of stored weights."""
+
+    engine: Engine
+    facts: dict[str, Any]
+    resident_before: int | None
+    stored: Mapping[str, int] | None = None
+
+
+def open_engine(cell: Cell) -> Opened:
+    """Return the engine of a cell. Raises ValueError if it does not fit into the model's limits or into memory."""
+    if cell.model in GPT2:
+        before = resident_bytes()
+        gpt2 = TransformersEngine.gpt2(cell.model, device=torch.device(cell.device), dtype=DTYPES[cell.dtype])
+        return Opened(gpt2, {"name": cell.model, "weights": "random", "parameters": None, "sizes": None}, before)
+    source = find_model(cell)
+    check_length(cell, source.args.max_seq_len)
+    check_memory(cell, source.args, source.device, held=0, stored=source.stored)
+    before = resident_bytes()
+    facts = {
+        "name": cell.model,
+        "weights": source.weights,
+        "parameters": parameters(source.args),
+        "sizes": json.loads(json.dumps(vars(source.args), default=vars)),
+    }
+    return Opened(_engine_of(cell, source), facts, before, source.stored)
+
+
+def _engine_of(cell: Cell, source: Source) -> Engine:
+    if cell.engine == "llama":
+        return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits)
+    if cell.engine == "transformers":
+        return TransformersEngine.of(source.build(), source.tokenizer)
+    if cell.quantize == "stored":
+        assert source.file is not None
+        return LlamaCppEngine(source.file, source.args, source.tokenizer, weights="stored")
+    return LlamaCppEngine.of(source.build(), source.tokenizer, quantize=cell.quantize)
 
 
 def random_model(

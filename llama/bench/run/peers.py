@@ -1,10 +1,8 @@
 """The other engines that are measured: their packages, and the models that only they run."""
 
-from importlib import import_module
-from types import ModuleType
+from typing import Any
 
-# The module and the package of each.
-PEERS = {"transformers": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
+PEERS = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # each with its package
 
 # The GPT-2 models of the teaching notebooks, as changes of GPT2Config, which is that of the smallest.
 GPT2: dict[str, dict[str, int]] = {
@@ -16,13 +14,17 @@ GPT2: dict[str, dict[str, int]] = {
 }
 
 
-def check_engine(engine: str) -> ModuleType:
+def check_engine(engine: str) -> Any:
     """Return an engine's module. Raises ValueError if its name is unknown or its package is not installed."""
     if engine not in PEERS:
         raise ValueError(f"engine={engine!r} is not known; the peers are {' and '.join(PEERS)}")
-    module, package = PEERS[engine]
     try:
-        return import_module(module)
+        if engine == "transformers":
+            import transformers
+
+            return transformers
+        import llama_cpp
     except ModuleNotFoundError as error:
         remedy = 'pip install -c constraints.txt -e ".[peers]"'
-        raise ValueError(f"--engine {engine} needs {package}, which is not installed: {remedy}") from error
+        raise ValueError(f"--engine {engine} needs {PEERS[engine]}, which is not installed: {remedy}") from error
+    return llama_cpp

@@ -26,8 +26,7 @@ from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory import device_bytes_used
 from llama.bench.run.memory_ledger import check_memory
-from llama.bench.run.models import find_model
-from llama.bench.run.opening import open_engine
+from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import Row
 from llama.bench.texts import read_text, text_path
