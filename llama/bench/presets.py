@@ -98,11 +98,6 @@ class Group:
     jobs: tuple[Job, ...]
     repeats: bool = False
 
-    @property
-    def name(self) -> str:
-        """The names of all jobs."""
-        return " and ".join(job.name for job in self.jobs)
-
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
@@ -273,57 +268,40 @@ def steps_group(cell: Cell, batch: int, contexts: Sequence[int], known: Calibrat
 def kind_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
     """Yield the bytes and times of every kind, then its quality on as much text as the budget allows.
 
-    The full cache and the first kind are a pair. What remains of the budget is known once the costs are measured.
+    The full cache and the first kind are a pair. The text is chosen when the costs are measured, and once: what is
+    compared must be alike.
     """
-    cells, plan = cells_of(report), report["plan"]
-    step = known.step_seconds
+    plan, kinds = report["plan"], [*enumerate(cells_of(report))]
 
     def costs() -> float:
-        tokens = sum(plan["contexts"])
-        return known.of_tokens(tokens) + len(plan["contexts"]) * 3 * STEPS * step
+        steps = len(plan["contexts"]) * 3 * STEPS * known.step_seconds
+        return steps + known.of_tokens(sum(plan["contexts"]))
 
-    if not rows_of(report, "step"):
-        while len(plan["contexts"]) > 1 and len(cells) * costs() > room() / 2:
-            plan["contexts"].pop()
-    jobs = [
-        Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, place, costs(), {"contexts": plan["contexts"]})
-        for place, cell in enumerate(cells)
-    ]
-    yield from (Group(tuple(jobs[:2])), *(Group((job,)) for job in jobs[2:]))
-    jobs = quality_jobs(report, known, room)
-    yield from (Group(tuple(jobs[:2])), *(Group((job,)) for job in jobs[2:]))
+    def grouped(jobs: list[Job]) -> Iterator[Group]:
+        yield Group(tuple(jobs[:2]))
+        yield from (Group((job,)) for job in jobs[2:])
 
-
-def quality_jobs(report: Report, known: Calibration, room: Callable[[], float]) -> list[Job]:
-    """Return a job for the quality of each kind. The amount of text is chosen once, for what is compared must be alike.
-
-    A kind's time is predicted from its own steps if they were measured.
-    """
-    cells, plan, limit = cells_of(report), report["plan"], known.max_seq_len
-    for tokens, greedy, lengths, seeds in AMOUNTS:
-        if rows_of(report, "quality"):
-            break
+    while len(plan["contexts"]) > 1 and not rows_of(report, "step") and len(kinds) * costs() > room() / 2:
+        plan["contexts"].pop()
+    each, options = costs(), {"contexts": plan["contexts"]}
+    yield from grouped(
+        [Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, n, each, options) for n, cell in kinds]
+    )
+    for tokens, greedy, lengths, seeds in () if rows_of(report, "quality") else AMOUNTS:
         plan["tokens"] = min(tokens, plan["length"] // 2)
         plan["greedy_tokens"] = min(greedy, plan["tokens"])
-        plan["needle_lengths"] = [length for length in LENGTHS[:lengths] if length + SECRET <= limit]
+        plan["needle_lengths"] = [length for length in LENGTHS[:lengths] if length + SECRET <= known.max_seq_len]
         plan["needle_seeds"] = seeds
-        if sum(quality_seconds(report, known, place) for place in range(len(cells))) <= room():
+        if sum(quality_seconds(report, known, n) for n, _ in kinds) <= room():
             break
-    return [
-        Job(
-            f"{cell.kv_cache}: quality",
-            "cache_quality",
-            cell,
-            place,
-            quality_seconds(report, known, place),
-            {"plan": plan},
-        )
-        for place, cell in enumerate(cells)
-    ]
+    seconds = [quality_seconds(report, known, n) for n, _ in kinds]
+    yield from grouped(
+        [Job(f"{cell.kv_cache}: quality", "cache_quality", cell, n, seconds[n], {"plan": plan}) for n, cell in kinds]
+    )
 
 
 def quality_seconds(report: Report, known: Calibration, place: int) -> float:
-    """Predict how long the quality of a kind takes."""
+    """Predict how long the quality of a kind takes, from its own steps if they were measured."""
     plan, timed = report["plan"], rows_of(report, "step", place)
     step = median_of(timed[0], "step_seconds") if timed else known.step_seconds
     needles = len(DEPTHS) * plan["needle_seeds"]
