@@ -135,7 +135,7 @@ class LlamaEngine:
 
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
         self.model, self.tokenizer, self.logits = model, tokenizer, logits
-        self.path = self._path(fast=0, all=0)
+        self.path = path_of(model, fast=0, all=0)
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
         self.weights_bytes: int | None = weights_bytes(model)
@@ -157,7 +157,7 @@ class LlamaEngine:
         run.fast_forwards = forwards_by_runner(self.model) - forwards_before
         left = 0 if self.model.runner is None or self.model.runner.takes_prompts else 1  # the prompt
         run.fast_wanted = len(run.fed or ()) - left
-        run.path = self._path(fast=run.fast_forwards, all=run.fast_wanted)
+        run.path = path_of(self.model, fast=run.fast_forwards, all=run.fast_wanted)
         return run
 
     @torch.inference_mode()
@@ -169,13 +169,10 @@ class LlamaEngine:
         for start in parts:
             fed = torch.tensor([ids[start : start + SCORED]], device=self.model.device)
             found += cached(fed, start, cache=cache)[0].argmax(-1).tolist()
-        return found, self._path(fast=forwards_by_runner(self.model) - before, all=len(parts))
+        return found, path_of(self.model, fast=forwards_by_runner(self.model) - before, all=len(parts))
 
     def conversation(self, length: int, *, kv_caching: bool) -> "SessionConversation":
         return SessionConversation(self.model, self.tokenizer, kv_caching=kv_caching)
-
-    def _path(self, *, fast: int, all: int) -> str:
-        return path_of(self.model, fast=fast, all=all)
 
     @contextmanager
     def _watched(self, run: Run, times: list[float], *, last: int, steps: int | None) -> Iterator[None]:

@@ -11,7 +11,7 @@ Source: Kamradt, https://github.com/gkamradt/LLMTest_NeedleInAHaystack; the shor
 import random
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
@@ -121,11 +121,3 @@ def needles(
             for seed in seeds:
                 hidden = haystack.hide(length=length, depth=depth, seed=seed)
                 yield Try(length, depth, seed, finds(model, hidden))
-
-
-def recall(tries: Iterable[Try]) -> dict[int, float]:
-    """Return the share of needles that were found, by length."""
-    found: dict[int, list[bool]] = {}
-    for one in tries:
-        found.setdefault(one.length, []).append(one.found)
-    return {length: sum(those) / len(those) for length, those in found.items()}
