@@ -1,11 +1,10 @@
-"""The first day with a GPU, in one call: are its fast paths right, and how fast are they? Six experiments, 8 minutes.
+"""Check and time the fast paths of a GPU in one call: three experiments, within 6 minutes.
 
-    python scripts/gpu_report.py [--model llama-3.2-1b] [--skip tiles]
-    python scripts/gpu_report.py --device cpu      # a rehearsal without a GPU; its figures say nothing of one
+    python scripts/gpu_report.py [--model llama-3.2-1b] [--skip ways]
+    python scripts/gpu_report.py --device cpu      # a rehearsal without a GPU; its figures say nothing about one
 
-The cheapest come first, each in a process of its own with a limit of time, so that one that crashes or hangs leaves the
-others. After each, the report in a new folder says what is known so far; at its top, what passed, what failed, and what
-to do next. The rule that decides about the fused kernels stands in docs/log.md.
+Each experiment runs in a process of its own with a time limit, so that one that crashes or hangs does not stop the
+others. After each, a report is written to a new folder: what passed, what failed, and what to do next.
 """
 
 import json
@@ -26,8 +25,9 @@ import torch
 
 from llama import cli
 from llama.bench.cell import Cell
-from llama.bench.gpu.experiments import OUTCOMES, RULE, Found
-from llama.bench.report.tables import Table, environment_table
+from llama.bench.gpu.experiments import OUTCOMES, Found
+from llama.bench.report.columns import Table
+from llama.bench.report.tables import environment_table
 from llama.bench.report.text import markdown
 from llama.bench.run.directory import make_folder
 from llama.bench.run.jobs import JobDied, run_job
@@ -35,23 +35,20 @@ from llama.bench.run.models import make_cell
 from llama.bench.schema import Report, new_report
 from llama.host.files import replace_file
 
-MACHINE_S = 40.0  # in which a GPU has to come up, and show how fast it reads and multiplies
+MACHINE_S = 40.0  # for a GPU to start, and to measure how fast it reads and multiplies
 
 
 class Experiment(NamedTuple):
-    """One of `llama.bench.gpu.experiments`: its name here, what it asks, and after how many seconds it is ended."""
+    """One of `llama.bench.gpu.experiments`: its name here, its question, and its limit in seconds."""
 
     name: str
-    asks: str
+    question: str
     limit: float
 
 
 EXPERIMENTS = (
     Experiment("checks", "Do all paths and kernels give what the plain path gives?", 130),
-    Experiment("early launch", "Do 2,000 steps have the same bits with early launch and without?", 50),
-    Experiment("kernels", "How long does each kernel of a step take?", 50),
-    Experiment("tiles", "Do other tiles, or more splits, serve better?", 50),
-    Experiment("ways", "How long is a step of plain, of compiled, and of fused kernels?", 120),
+    Experiment("ways", "How long does a step of plain and of compiled kernels take?", 120),
     Experiment("lengths", "Does the plain path stall at lengths that it has not met?", 40),
 )
 
@@ -67,17 +64,17 @@ def main(
     out: str = "results",
     skip: list[str] = [],  # noqa: B006  (read only)
 ) -> int:
-    """Try what a GPU makes of this library; exit code 1 where an experiment failed or did not end, 2 without a GPU.
+    """Check and time a GPU's fast paths. Exit code 1: an experiment failed or did not end; 2: no GPU.
 
     Args:
         model: As in benchmark_inference.py: llama-3.2-1b by default, with random weights; the demo on a CPU.
         ckpt_dir: A checkpoint, instead of a model by name.
-        tokenizer_path: The tokenizer, where it does not stand beside the weights.
+        tokenizer_path: The tokenizer, if it is not beside the weights.
         device: Where it runs: cuda, or cpu for a rehearsal.
         input_len: Tokens of each prompt.
-        output_len: Tokens made for each row.
+        output_len: Tokens to generate for each row.
         out: The folder in which the folder of results is made.
-        skip: An experiment that is left out: checks, early launch, kernels, tiles, ways or lengths; may be repeated.
+        skip: An experiment to leave out: checks, ways or lengths; may be repeated.
     """
     known = [experiment.name for experiment in EXPERIMENTS]
     if unknown := [name for name in skip if name not in known]:
@@ -103,7 +100,7 @@ def main(
 
 
 def tried(experiment: Experiment, cell: Cell) -> Found:
-    """Return what an experiment found, or how it ended without."""
+    """Return what an experiment found, or why it ended without a result."""
     try:
         return cast(Found, run_job(f"gpu {experiment.name}", cell, waiting=until(experiment.limit)))
     except (ValueError, JobDied, TimeoutError) as why:
@@ -111,7 +108,7 @@ def tried(experiment: Experiment, cell: Cell) -> Found:
 
 
 def until(limit: float) -> Callable[[], None]:
-    """Return what raises TimeoutError where it is called after so many seconds."""
+    """Return a function that raises TimeoutError if it is called after so many seconds."""
     end = time.monotonic() + limit
 
     def waiting() -> None:
@@ -121,25 +118,22 @@ def until(limit: float) -> Callable[[], None]:
     return waiting
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
-
-
 def write(facts: Report, found: dict[str, Found], folder: Path) -> None:
+    """Write report.json and report.md with everything that is known so far."""
     known = {key: facts[key] for key in ("command", "started", "environment", "ceilings")}  # type: ignore[literal-required]
-    content = {**known, "cell": facts["cells"][0]["cell"], "experiments": found}
+    content = {**known, "cell": facts["cells"][0], "experiments": found}
     replace_file(folder / "report.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
-    on_gpu = content["cell"]["device"].startswith("cuda")
-    title = "GPU report" if on_gpu else "GPU report, rehearsed on a CPU: no figure here says anything of a GPU"
+    on_gpu = facts["cells"][0]["device"].startswith("cuda")
+    title = "GPU report" if on_gpu else "GPU report, rehearsed on a CPU: no figure here says anything about a GPU"
     parts = [f"# {title}\n", *(f"{line}\n" for line in next_steps(found)), *map(markdown, tables(facts, found))]
     replace_file(folder / "report.md", "\n".join(parts).encode())
 
 
 def next_steps(found: dict[str, Found]) -> Iterator[str]:
-    """Say what is to be done now, by what is known so far."""
+    """Yield what to do now, by what is known so far."""
     for name, one in found.items():
         if one["passed"] is False:
-            yield f"**Next: mend what {name} found:** {one['words']}"
-    yield f"**Fused kernels:** {verdict(found)}"
+            yield f"**Next: fix what {name} found:** {one['words']}"
     if len(found) == len(EXPERIMENTS) and all(one["passed"] is not False for one in found.values()):
         yield (
             "**Next: whole generations, memory and peers:** `python benchmark_inference.py --preset table "
@@ -147,27 +141,14 @@ def next_steps(found: dict[str, Found]) -> Iterator[str]:
         )
 
 
-def verdict(found: dict[str, Found]) -> str:
-    """Apply the rule of docs/log.md."""
-    early, ways = found.get("early launch"), found.get("ways")
-    figures = {} if ways is None else ways["figures"]
-    fused, compiled = figures.get("fused at batch 1"), figures.get("compiled at batch 1")
-    if early is None or early["passed"] is None or fused is None or compiled is None:
-        return "not decided: the rule of docs/log.md asks for early launch and ways, on an H100 or H200"
-    ratio = f"{compiled / fused:.2f} times as fast as the compiled step at batch 1, of {RULE} that the rule asks for"
-    if early["passed"] and compiled >= RULE * fused:
-        return f"keep them, for one row only: {ratio}, and the same bits with early launch and without"
-    return f"delete them: {ratio}; early launch: {early['words']}"
-
-
 def tables(facts: Report, found: dict[str, Found]) -> Iterator[Table]:
-    """Return the tables of the report, that of all experiments first."""
+    """Yield the tables of the report, the one of all experiments first."""
     rows = []
     for experiment in EXPERIMENTS:
         one = found.get(experiment.name)
         outcome = ["not run", ""] if one is None else [OUTCOMES[one["passed"]], one["words"]]
-        rows.append([experiment.name, experiment.asks, *outcome])
-    yield Table("What was asked, and what came of it", ["experiment", "question", "outcome", "seen"], rows)
+        rows.append([experiment.name, experiment.question, *outcome])
+    yield Table("Experiments", ["experiment", "question", "outcome", "seen"], rows)
     for name, one in found.items():
         if one["rows"]:
             yield Table(f"Experiment: {name}", one["heads"], one["rows"])
