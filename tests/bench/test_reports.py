@@ -304,7 +304,6 @@ def test_modes_are_paired_on_one_path_and_each_path_has_its_sentence() -> None:
     )
     assert re.search(r"cache on the native path: [\d.]+ times faster, 13 MB more memory, other tokens \(", sentences)
     assert "Batch 1 with the KV cache on the native path with int8 weights: " in sentences
-    assert "batch 1, native path: cache on and off did not make the same 32 tokens" in report_markdown(report)
     row_of(report, 1)["path"] = "native"  # it ran on another path than its partner
     assert len(rows_of(table_markdown(report), "What the cache saves")) == 2
     assert "**Where the cache begins to pay, on the native path**" in report_markdown(
@@ -360,7 +359,7 @@ def test_texts_that_diverge_are_described_with_place_and_margin() -> None:
         comparison(0, 1, margin=2.1e-4, **place)
     ]
     words = "diverge at token 17 of row 3 (28 with it, 198 without), where the two largest logits are 0.00021 apart"
-    assert f"- batch 1: cache on and off {words}" in report_markdown(report)
+    assert comparison_words(report["rows"][-1]) == f"cache on and off {words}"
     assert (
         "other tokens from token 17 of row 3 on, where the two largest logits are 0.00021 apart" in findings(report)[0]
     )
@@ -581,10 +580,6 @@ def test_a_conversation_is_shown_turn_by_turn_for_each_way() -> None:
     assert re.match(
         r"Turn 10 \(transformers\), .* first token after [\d.]+ s, [\d.]+ times the time of plain, ", said[1]
     )
-    assert re.match(
-        r"16 prompts behind 1,000 shared tokens \(plain\): first tokens 11 times faster if .* 11\.1 times", said[2]
-    )
-    assert re.match(r"A session of 1,683 tokens \(plain\): loaded from disk in 0\.14 s, 2\d times faster than", said[3])
 
 
 def test_an_unfinished_preset_has_no_empty_tables_or_pictures(report: Report) -> None:

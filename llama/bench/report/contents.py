@@ -11,7 +11,6 @@ from llama.bench.report.tables import (
     cell_tables,
     check_mark,
     check_words,
-    comparison_lines,
     crossover_tables,
     environment_table,
     ledger_table,
@@ -71,7 +70,6 @@ def report_sections(report: Report) -> list[Section]:
         Section(steps, [*sweep_tables(report), *crossover_tables(report)], ("speedup", "steps")),
         Section("Memory, work and text of each cell", [_details(view) for view in views if has_details]),
         Section("Validity", [validity_table(report), Table("", notes=notes)], folded=False),
-        Section("Are the texts the same?", [Table("", notes=comparison_lines(report))], folded=False),
         Section("Where and how", [environment_table(report)], folded=False),
     ]
     heads = {head for section in found for table in section.tables if table for head in table.heads}

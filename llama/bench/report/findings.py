@@ -17,7 +17,7 @@ def findings(report: Report) -> list[str]:
     if report["preset"] == "caches":
         return list(_kinds(report))
     if report["preset"] == "chat":
-        return [*_turns(report), *_prompts(report), *_disks(report)]
+        return list(_turns(report))
     pairs = [row for row in saved(report) if row["on_view"].is_ours and row["times_faster"]]
     measured = [row for row in pairs if not row["predicted"]]
     lead = max(measured, key=lambda row: row["batch_size"], default=None)  # of several paths the first, the plain one
@@ -125,28 +125,3 @@ def _turns(report: Report) -> Iterator[str]:
                 said.append(f"{faster(other / seconds)} than {words} ({_seconds(other)})")
         turn = f"Turn {row['turn'] + 1} ({who}), {row['new']} tokens behind {row['history']:,}"
         yield f"{turn}, with the cache kept: first token after {', '.join(said)}."
-
-
-def _prompts(report: Report) -> Iterator[str]:
-    plan, views = report["plan"], cell_views(report)
-    found: dict[int, dict[str, Row]] = {}
-    for row in rows_of(report, "prompts"):
-        found.setdefault(row["cell"], {})[row["way"]] = row
-    for cell, ways in found.items():
-        once, each = ways["shared"], ways["not shared"]
-        factor = median_of(each, "first_token_seconds") / median_of(once, "first_token_seconds")
-        yield (
-            f"{plan['rows']} prompts behind {plan['shared']:,} shared tokens ({views[cell].runs_on}): first tokens "
-            f"{faster(factor)} if the shared beginning is fed once, which feeds "
-            f"{each['tokens_fed'] / once['tokens_fed']:.1f} times fewer tokens."
-        )
-
-
-def _disks(report: Report) -> Iterator[str]:
-    views = cell_views(report)
-    for row in rows_of(report, "disk"):
-        load, feed = median_of(row, "load_seconds"), median_of(row, "feed_seconds")
-        yield (
-            f"A session of {row['tokens']:,} tokens ({views[row['cell']].runs_on}): loaded from disk in "
-            f"{_seconds(load)}, {faster(feed / load)} than its text is fed again ({_seconds(feed)})."
-        )

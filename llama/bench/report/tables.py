@@ -305,12 +305,6 @@ def comparison_words(row: Row) -> str:
     return words if margin is None else f"{words}, where the two largest logits are {margin:.2g} apart"
 
 
-def comparison_lines(report: Report) -> list[str]:
-    """Return what each comparison of the two modes found, with the cell's name."""
-    views, rows = cell_views(report), rows_of(report, "comparison")
-    return [f"{views[row['cell']].pair_label}: {comparison_words(row)}" for row in rows]
-
-
 def environment_table(report: Report) -> Table:
     """Return where the figures come from: command, machine, versions, model and measured ceilings, a row each."""
     rows = [["command", report["command"]], ["started", report["started"]]]
