@@ -120,7 +120,7 @@ def until(limit: float) -> Callable[[], None]:
 
 def write(facts: Report, found: dict[str, Found], folder: Path) -> None:
     """Write report.json and report.md with everything that is known so far."""
-    known = {key: facts[key] for key in ("command", "started", "environment", "ceilings")}  # type: ignore[literal-required]
+    known = {key: facts[key] for key in ("command", "started", "environment", "ceilings")}
     content = {**known, "cell": facts["cells"][0], "experiments": found}
     replace_file(folder / "report.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     on_gpu = facts["cells"][0]["device"].startswith("cuda")

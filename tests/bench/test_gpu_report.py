@@ -31,7 +31,7 @@ from llama.bench.gpu.kernels import step_row
 from llama.bench.run import worker
 from llama.bench.run.jobs import JobDied
 from llama.fast import graph_ops
-from llama.fast.graph_ops import PYTORCH, GraphOps
+from llama.fast.graph_ops import PYTORCH
 from llama.fast.graph_runner import Recorder
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
@@ -112,47 +112,27 @@ def broken_gate(*given: object) -> Any:
     raise RuntimeError("an illegal memory access | was encountered")
 
 
-WithOps = Callable[[GraphOps], None]
-
-
-@pytest.fixture
-def with_ops(monkeypatch: pytest.MonkeyPatch) -> WithOps:
-    """Return a function that adds these kernels to the sets that are checked."""
-
-    def use(ops: GraphOps) -> None:
-        known = checks.ways_of
-        monkeypatch.setattr(checks, "ways_of", lambda model: {**known(model), "other": ops._replace(name="other")})
-
-    return use
-
-
 def outcomes(found: list[Check], start: str) -> list[bool | None]:
     return [check["passed"] for check in found if check["name"].startswith(start)]
 
 
-def test_kernels_that_are_right_pass_every_check(tiny: Cell, with_ops: WithOps) -> None:
-    with_ops(PYTORCH)
-    assert {check["passed"] for check in run_checks(tiny)} == {True}
-
-
-def test_a_kernel_that_computes_wrongly_is_a_failed_check(tiny: Cell, with_ops: WithOps) -> None:
-    with_ops(PYTORCH._replace(project=wrong_project))
+def test_wrong_and_broken_kernels_fail_their_checks_and_the_others_pass(
+    tiny: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"right": {}, "wrong": {"project": wrong_project}, "broken": {"gate": broken_gate}}
+    sets = {name: PYTORCH._replace(name=name, **kernels) for name, kernels in made.items()}  # type: ignore[arg-type]
+    known = checks.ways_of
+    monkeypatch.setattr(checks, "ways_of", lambda model: {**known(model), **sets})
     found = run_checks(tiny)
-    assert outcomes(found, "steps of other kernels") == [False, False]
+    for name, passed in (("right", True), ("wrong", False), ("broken", False)):
+        assert outcomes(found, f"steps of {name} kernels") == [passed] * 2
+        assert (False in outcomes(found, f"greedy ids in fp32, batch 3, ragged: {name} kernels")) != passed
     assert outcomes(found, "greedy ids in fp32, batch 3, ragged: plain path") == [True]
-    assert False in outcomes(found, "greedy ids in fp32, batch 3, ragged: other kernels")
-
-
-def test_a_kernel_that_raises_is_a_failed_check_and_the_others_are_run(tiny: Cell, with_ops: WithOps) -> None:
-    with_ops(PYTORCH._replace(gate=broken_gate))
-    found = run_checks(tiny)
-    assert outcomes(found, "steps of other kernels") == [False, False]
     assert outcomes(found, "exact mode") == [True, True]
     assert any("RuntimeError: an illegal memory access" in check["detail"] for check in found)
 
 
-def test_checks_without_time_left_are_not_run(tiny: Cell, with_ops: WithOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_ops(PYTORCH)
+def test_checks_without_time_left_are_not_run(tiny: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=count().__next__))  # a second at each look
     monkeypatch.setattr(experiments, "CHECKING", 5.0)
     found = experiments.checks(tiny)
