@@ -32,7 +32,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 # Columns with a value for each repetition: `merge` appends to them.
 TIMES = {"seconds", "first_token_seconds", "step_seconds", "save_seconds", "load_seconds", "feed_seconds"}
-PEAKS = {"tensor_peak_bytes", "resident_peak_bytes", "reserved_peak_bytes", "device_bytes"}
+PEAKS = {"tensor_peak_bytes", "resident_peak_bytes"}
 REPEATED = TIMES | PEAKS | {"other_load_cores"}
 
 
@@ -59,8 +59,6 @@ class Row(TypedDict, total=False):
     step_seconds: list[Any]  # of a cell a list for each repetition, else the seconds of a step
     tensor_peak_bytes: list[int]
     resident_peak_bytes: list[int]
-    reserved_peak_bytes: list[int]
-    device_bytes: list[int]
     other_load_cores: list[float | None]
     save_seconds: list[float]
     load_seconds: list[float]

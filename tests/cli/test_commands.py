@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from llama.commands import benchmark_inference
 
 from llama import __main__ as commands
 from llama import cli
+from llama.cli import benchmark_inference
 from llama.cli.inference import main as inference
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from bench_reports import table_report
-from llama.commands import benchmark_inference
 
 from llama import cli
 from llama.bench.report.files import keep_json
+from llama.cli import benchmark_inference
 from llama.host import files
 from llama.host.files import check_writable, keep_file, replace_file, replace_private
 from llama.untrusted.files import read_text
@@ -163,13 +163,14 @@ def test_json_into_no_regular_file_is_refused_before_anything_is_measured(
 
 MEASURED = """
 import os, shutil, sys
-from llama.commands import benchmark_inference
+from llama.cli import benchmark_inference
 from bench_reports import table_report
 from llama import cli
 
 def main(*, json: str = "", lost: bool = False) -> int:
     from llama.bench.cell import Cell
     from pathlib import Path
+    from types import SimpleNamespace
     def measured(*_, **__):
         if lost:
             shutil.rmtree(Path(json).parent)
@@ -177,10 +178,8 @@ def main(*, json: str = "", lost: bool = False) -> int:
         return report
     report = table_report()
     benchmark_inference.measure_cell = measured
-    cell = Cell(**report["cells"][0]["cell"])
-    return benchmark_inference.run_cell(
-        cell, repeats=1, compare=False, command="", json_path=Path(json), strict=False
-    )
+    flags = SimpleNamespace(repeats=1, compare=False, strict=False)
+    return benchmark_inference.run_cell(Cell(**report["cells"][0]), flags, Path(json))
 
 cli.main(main)
 """

@@ -39,7 +39,6 @@ def measure(
     device: torch.device,
     weights: str = "checkpoint",
     resident_before_model: int | None = None,
-    device_bytes_before: int | None = None,
     trace: bool = True,
     stored: Mapping[str, int] | None = None,
 ) -> list[Row]:
@@ -56,7 +55,7 @@ def measure(
     prompts = make_prompts(cell, engine)
     warm_up = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=min(2, cell.output_len))
     gc.collect()
-    peak, load = Peak(device, device_bytes_before=device_bytes_before), OtherLoad()
+    peak, load = Peak(device), OtherLoad()
     peak.start()
     load.start()
     run = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching)

@@ -23,10 +23,8 @@ class Peak:
     resident bytes. If they lie far apart, the reset did not work, and the peak is that of earlier work.
     """
 
-    def __init__(self, device: torch.device, *, device_bytes_before: int | None = None) -> None:
-        """`device_bytes_before`: what `device_bytes_used` returned before the model was loaded."""
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.device_bytes_before = device_bytes_before
         self.reset_seen: tuple[int, int] | None = None
 
     def start(self) -> None:
@@ -40,33 +38,12 @@ class Peak:
         self.reset_seen = None if peak is None or now is None or not was_reset else (peak, now)
 
     def stop(self) -> dict[str, int | None]:
-        """Return the peaks since `start()` by the names of their columns.
-
-        Reserved bytes include what earlier work left in CUDA's caching allocator. `device_bytes` is all memory of the
-        device that was allocated since `device_bytes_before`: the allocator's segments, graphs, kernels, and the memory
-        of other processes.
-        """
+        """Return the peaks since `start()` by the names of their columns."""
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)
-        used, before = device_bytes_used(self.device), self.device_bytes_before
-        return {
-            "resident_peak_bytes": peak_resident_bytes(),
-            "tensor_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
-            "reserved_peak_bytes": torch.cuda.max_memory_reserved(self.device) if cuda else None,
-            "device_bytes": None if used is None or before is None else used - before,
-        }
-
-
-def device_bytes_used(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's memory that all processes have allocated; None on a CPU.
-
-    The first call creates the CUDA context of this process, so a difference of two calls does not include the context.
-    """
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+        tensors = torch.cuda.max_memory_allocated(self.device) if cuda else None
+        return {"resident_peak_bytes": peak_resident_bytes(), "tensor_peak_bytes": tensors}
 
 
 def resident_bytes() -> int | None:

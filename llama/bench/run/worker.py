@@ -24,7 +24,6 @@ from llama.bench.run.conversation import measure_conversation, measure_prompts
 from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.measure import make_prompts, measure
-from llama.bench.run.memory import device_bytes_used
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
@@ -40,7 +39,6 @@ from llama.watch.record import record
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
     """Measure a cell once; `trace` as in `measure`."""
     device = torch.device(cell.device)
-    device_before = device_bytes_used(device)
     with _warnings() as warnings:
         engine, facts, before, stored = open_engine(cell)
         row, *others = measure(
@@ -49,7 +47,6 @@ def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
             device=device,
             weights=facts["weights"],
             resident_before_model=before,
-            device_bytes_before=device_before,
             trace=trace,
             stored=stored,
         )
