@@ -139,14 +139,6 @@ def test_a_cell_shows_mode_spread_count_ledger_and_validity() -> None:
     assert "  not observed  statistics reset: " in text
 
 
-def test_a_peak_on_cuda_stands_beside_what_is_reserved_and_in_use() -> None:
-    report = table_report([{"device": "cuda"}])
-    row_of(report, 0).update(reserved_peak_bytes=[600 * 2**20, 602 * 2**20])
-    text = cell_text(report, 0)
-    assert "Peak memory reserved by the allocator: 602.00 MB" in text
-    assert "Taken from the device since before the model: not measured" in text
-
-
 def test_a_share_of_a_ceiling_is_named_if_it_is_the_cells_own_best() -> None:
     report = table_report([{}])
     for share, own in ((0.999, False), (1.0, True)):

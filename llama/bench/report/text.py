@@ -10,7 +10,7 @@ from llama.bench.report.columns import NOT_MEASURED, NOT_OBSERVED, Table, column
 from llama.bench.report.contents import NOISY, alarms, byline, deaths, is_noisy, report_sections, title
 from llama.bench.report.derived import fits, growth
 from llama.bench.report.tables import check_mark, check_words, ledger_table, on_or_off, result_tables, work_lines
-from llama.bench.schema import KEYS, REPEATED, Report, Row
+from llama.bench.schema import KEYS, REPEATED, Report
 from llama.bench.statistics import Spread, spread
 from llama.costs import MB, table
 
@@ -58,7 +58,6 @@ def _more_figures(view: CellView, threads: int | None) -> list[str]:
     return [
         "Peak memory: the bytes in tensors",
         f"Peak resident memory of the process: {_megabytes(view.median('resident_peak_bytes'))}",
-        *(_cuda_lines(row) if cell.device.startswith("cuda") else []),
         f"KV cache: {kind}, {_megabytes(row.get('cache_bytes'), 'bytes ' + NOT_OBSERVED)}",
         f"Engine: {cell.engine} ({view.path}), {cell.model} in {cell.dtype} on {cell.device}"
         + (f", threads: {threads}" if threads and cell.device == "cpu" else ""),
@@ -70,13 +69,6 @@ def _more_figures(view: CellView, threads: int | None) -> list[str]:
         "(batch size x input length / median time to first token)",
         f"Decode: {column('decode_tokens_per_second').write(row.get('decode_tokens_per_second'))} tokens/s "
         "(batch size x (output length - 1) / median time after the first token)",
-    ]
-
-
-def _cuda_lines(row: Row) -> list[str]:
-    return [
-        f"Peak memory reserved by the allocator: {_megabytes(max(row.get('reserved_peak_bytes', []), default=None))}",
-        f"Taken from the device since before the model: {_megabytes(max(row.get('device_bytes', []), default=None))}",
     ]
 
 

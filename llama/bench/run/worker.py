@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from llama.bench.cell import Cell
-from llama.bench.gpu.experiments import EXPERIMENTS
+from llama.bench.gpu.checks import check_gpu
 from llama.bench.run.cache_kind import cache_costs, cache_quality
 from llama.bench.run.conversation import measure_conversation, measure_prompts
 from llama.bench.run.engines import LlamaEngine
@@ -167,7 +167,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "margin": margin,
     "agreement": agreement,
     "watch": watch,
-    **EXPERIMENTS,  # type: ignore[dict-item]
+    "gpu": check_gpu,
 }
 
 
