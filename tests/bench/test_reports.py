@@ -287,18 +287,18 @@ def test_modes_are_paired_on_one_path_and_each_path_has_its_sentence() -> None:
     saved = rows_of(table_markdown(report), "What the cache saves")
     assert [row[0] for row in saved] == [
         "batch 1",
-        "batch 1, native path",
-        "batch 1, int8 weights, native path",
+        "batch 1, native",
+        "batch 1, native, int8 weights",
     ]
     sentences = "\n".join(findings(report))
     assert re.search(
         r"Batch 1 with the KV cache: [\d.]+ times faster, 13 MB more memory, the same 32 tokens \(", sentences
     )
-    assert re.search(r"cache on the native path: [\d.]+ times faster, 13 MB more memory, other tokens \(", sentences)
-    assert "Batch 1 with the KV cache on the native path with int8 weights: " in sentences
+    assert re.search(r"cache \(native\): [\d.]+ times faster, 13 MB more memory, other tokens \(", sentences)
+    assert "Batch 1 with the KV cache (native, int8 weights): " in sentences
     row_of(report, 1)["path"] = "native"  # it ran on another path than its partner
     assert len(rows_of(table_markdown(report), "What the cache saves")) == 2
-    assert "**Where the cache begins to pay, on the native path**" in report_markdown(
+    assert "**Where the cache begins to pay, native**" in report_markdown(
         table_report([{"path": "native", **cell} for cell in PAIR])
     )
 

@@ -42,25 +42,11 @@ class CellView:
         return self.is_ours and self.path not in ("plain", "")
 
     @property
-    def executor(self) -> str:
-        """What executed the forwards of a cell of ours: its path without the kind of weights, which the cell names."""
-        name, _, rest = self.path.partition(f", {self.cell.quantize} weights")
-        return f"{name}, exact" if rest.endswith(", exact") else name
-
-    @property
-    def path_words(self) -> str:
-        """The path of a cell of ours as words: native path, plain path with int8 weights."""
-        kind, bits = self.cell.quantize, self.cell.activations
-        rounded = f" and {bits}-bit activations" if bits != 16 else ""
-        return f"{self.executor} path" + (f" with {kind} weights{rounded}" if kind else "")
-
-    @property
     def label(self) -> str:
         """What tells the cell from the others of its report."""
-        if self.path and (self.is_fast or self.cell.fast):  # also if a fast cell fell back to the plain path
-            name = f"{self.cell.but(fast=False).name}, {self.executor} path"
-        else:
-            name = self.cell.name
+        name = self.cell.name
+        if self.is_fast:  # its path names the modes
+            name = f"{self.cell.but(fast=False, quantize=None, activations=16).name}, {self.path}"
         return f"{name}, logits of all positions" if self.cell.logits == "all" else name
 
     @property

@@ -137,8 +137,8 @@ def fit(times: Sequence[tuple[int, float]]) -> Derived:
 def peers(report: Report) -> list[tuple[str, dict[str, float | None]]]:
     """Return for each cell of another engine how many times faster each of our paths is, if it was measured."""
     views = [view for view in in_table_order(cell_views(report)) if view.is_measured]
-    ours = {(_job(view), view.path_words): view.row["tokens_per_second"] for view in reversed(views) if view.is_ours}
-    paths, found = dict.fromkeys(view.path_words for view in views if view.is_ours), []
+    ours = {(_job(view), view.path): view.row["tokens_per_second"] for view in reversed(views) if view.is_ours}
+    paths, found = dict.fromkeys(view.path for view in views if view.is_ours), []
     for view in (view for view in views if paths and not view.is_ours):
         rates = {path: ours.get((_job(view), path)) for path in paths}
         theirs = view.row["tokens_per_second"]

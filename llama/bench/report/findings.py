@@ -73,7 +73,7 @@ def _pair(report: Report, row: dict[str, Any]) -> str:
             parts[-1] += f" (without it {megabytes(logits['predicted_bytes'])} MB are logits of all positions)"
     parts += [_tokens(found) for found in rows_of(report, "comparison", on.index)]
     times = f"{_seconds(on.median('seconds'))} instead of {_seconds(off.median('seconds'))}"
-    path = f" on the {on.path_words}" if on.is_fast else ""
+    path = f" ({on.path})" if on.is_fast else ""
     return f"Batch {row['batch_size']} with the KV cache{path}: {', '.join(parts)} ({times})."
 
 

@@ -164,7 +164,7 @@ def crossover_tables(report: Report) -> list[Table]:
     """Return from which context the cache pays, and the step times that say so."""
     found = crossovers(report)
     own = [one for one in cell_views(report) if one.is_ours][:1]  # the steps are those of the first cell of ours
-    path = "".join(f", on the {one.path_words}" for one in own if one.is_fast)
+    path = "".join(f", {one.path}" for one in own if one.is_fast)
     timed = steps(report) if found else []
     return [
         view(f"Where the cache begins to pay{path}", ("batch_size", "pays_from"), found),
@@ -281,11 +281,6 @@ def prompt_tables(report: Report) -> list[Table]:
     prompts, disks = ([row for row in rows if row["figures"] == figures] for figures in ("prompts", "disk"))
     title = f"{plan['rows']} prompts of {plan['own']} tokens behind {plan['shared']:,} that they share"
     return [view(title, PROMPT_COLUMNS, prompts), view("A session on disk", DISK_COLUMNS, disks)]
-
-
-def path_words(report: Report, index: int) -> str:
-    """Return the path of a cell of ours as words: native path, plain path with int8 weights."""
-    return cell_views(report)[index].path_words
 
 
 def on_or_off(kv_caching: bool) -> str:
