@@ -744,7 +744,7 @@ def rows_with_parts(**parts: float) -> Report:
 )
 def test_the_largest_part_of_the_peak_is_named(parts: dict[str, float], words: str) -> None:
     report = rows_with_parts(**parts)
-    assert f"  {words}" in cell_text(report, 0).splitlines()
+    assert f"  {words}." in cell_text(report, 0).splitlines()
     assert f"- Highest peak, batch 1, cache on: {words}" in table_markdown(report).splitlines()
 
 

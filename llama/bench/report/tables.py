@@ -21,7 +21,7 @@ from llama.bench.report.columns import (
 from llama.bench.report.derived import crossovers, fits, growth, peers, saved, steps
 from llama.bench.report.peak import peak_sentence, peak_words
 from llama.bench.schema import Report, Row, rows_of
-from llama.costs import size
+from llama.costs import MB, size
 
 MARKS = {"violated": "VIOLATED", "noisy": "NOISY"}
 
@@ -98,14 +98,15 @@ def ledger_table(one: CellView) -> Table | None:
         residual = None if measured is None else measured - line["predicted_bytes"]
         rows.append({**line, "residual_bytes": residual})
     noted = [line for line in one.memory if line.get("note") and line is not peak]
-    notes = [peak_words(one), *(f"{line['name']}: {line['note']}" for line in noted)]
+    notes = [f"{peak_words(one)}.", *(f"{line['name']}: {line['note']}" for line in noted)]
     if peak.get("measured_bytes") is not None:
         notes.append(f"Measured peak: {peak.get('note', '')}")
     if resident is not None and (most := resident.get("measured_bytes")) is not None:
         before = resident["before_bytes"]
+        shown = [f"{nbytes / MB:.2f} MB" for nbytes in (most, before, most - before - peak["predicted_bytes"])]
         notes.append(
-            f"Resident memory of the process: {size(most)} at most, {size(before)} before the model was there; "
-            f"beyond that and the prediction: {size(most - before - peak['predicted_bytes'])}"
+            f"Resident memory of the process: {shown[0]} at most, {shown[1]} before the model was there; beyond that "
+            f"and the prediction: {shown[2]}"
         )
     names = ("name", "predicted_bytes", "measured_bytes", "residual_bytes", "counts")
     return view(f"Memory ledger, peak at: {peak['moment']}", names, rows, notes)
