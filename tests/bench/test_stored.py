@@ -43,11 +43,9 @@ def violated(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("status") == "violated"]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("kind", "whole"),
-    [(Kind.Q4_0, ()), (Kind.Q8_0, ()), (Kind.Q4_1, FLOATS)],
+    ("kind", "whole", "dtype", "tied"),
+    [(Kind.Q4_0, (), "fp32", True), (Kind.Q8_0, (), "bf16", False), (Kind.Q4_1, FLOATS, "fp32", False)],
     ids=["Q4_0", "Q8_0", "some in floats"],
 )
 def test_the_weights_of_a_stored_cell_take_the_bytes_that_were_predicted(
