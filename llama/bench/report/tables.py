@@ -164,9 +164,8 @@ def validity_table(report: Report) -> Table:
 def crossover_tables(report: Report) -> list[Table]:
     """Return from which context the cache pays, and the step times that say so."""
     found = crossovers(report)
-    own = [one for one in cell_views(report) if one.is_ours][:1]  # the steps are those of the first cell of ours
-    path = "".join(f", {one.path}" for one in own if one.is_fast)
     timed = steps(report) if found else []
+    path = "".join(f", {path}" for path in {row.get("path", "plain") for row in timed} - {"plain"})
     return [
         view(f"Where the cache begins to pay{path}", ("batch_size", "pays_from"), found),
         view("Time of a step", STEP_COLUMNS, timed),

@@ -62,7 +62,7 @@ def draw_time(report: Report, look: Look) -> Figure | None:
     factors = {row["on_view"].index: row["times_faster"] for row in rows}
     names = [group[0].pair_label for group in grouped]
     measured = [row["times_faster"] for row in rows if not row["predicted"]]
-    words = f"{range_faster(measured or [*factors.values()])} with the KV cache" if factors else "Time of the whole job"
+    words = f"{range_faster(measured)} with the KV cache" if measured else "Time of the whole job"
     heights = [row_height(len(grouped))] * (2 if factors else 1)
     ratios = None if look.narrow or not factors else [3, 2]
     figure, axes = new_figure(
