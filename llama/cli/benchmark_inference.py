@@ -70,25 +70,25 @@ def main(
         kv_caching: Cache keys and values of past tokens; --kv_caching=False computes them again at each step.
         preset: Cells that belong together: table (batch 1, 8, 16 x cache on, off), sweep (by output length, context and
             batch), caches (kinds of cache: bytes, time, quality) or chat (a cache that is kept between calls).
-        model: demo, or a released shape with random weights: llama-3.2-1b, llama-3.1-8b, ...; gpt2 with --engine
+        model: The demo, or a released shape with random weights: llama-3.2-1b, llama-3.1-8b, ...; gpt2 with --engine
             transformers. By default demo on a CPU, and llama-3.2-1b on a GPU.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, or a .gguf file, instead of a model by name.
         tokenizer_path: The tokenizer, if it is not beside the weights.
         text: A real prompt, the same in all rows, instead of random ids.
         repeats: Repetitions of a single cell, each in a process of its own.
         compare: Run a single cell in the other mode, too, and compare the tokens.
-        engine: transformers or llama.cpp on the same weights and prompts. Modes may follow the name: llama.cpp:int8,
-            llama:fast:stored. The presets table and chat take several.
+        engine: Another engine on the same weights and prompts: transformers or llama.cpp. Modes may follow the name:
+            llama.cpp:int8, llama:fast:stored. The presets table and chat take several.
         kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static. --preset caches takes
             several, by default all.
-        logits: last, or all: those of every position at each step, as published code computes them.
+        logits: Which are computed: last, or all, those of every position at each step, as published code computes them.
         exact: Measure exact mode, in which no bit of the logits depends on the cache or the batch.
         fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU.
-        quantize: int8 or int4 weights, or stored: those of a .gguf file as they are.
+        quantize: Weights in int8 or int4, or stored: those of a .gguf file as they are.
         activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does; by default 16.
         repack: --repack=False leaves stored weights in their file, mapped; as an engine it is llama:mapped.
-        device: auto, cpu, cuda or mps.
-        dtype: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
+        device: Where it computes: auto, cpu, cuda or mps.
+        dtype: Numbers of the model: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         threads: CPU threads of every engine; by default PyTorch's choice, or fewer if other work occupies cores.
         seed: Which random ids.
         json: Write the report into this file.
