@@ -81,12 +81,6 @@ def csv_rows(report: Report, figures: str = "cell") -> list[dict[str, str]]:
     return [row for row in csv.DictReader(io.StringIO(report_csv(report))) if row["figures"] == figures]
 
 
-def with_violation() -> Report:
-    report = table_report([{"batch_size": 8}])
-    report["rows"].append(check(0, "same tokens", VIOLATION, "violated"))
-    return report
-
-
 def noisy(report: Report) -> Report:
     report["rows"].append(check(0, "other work", "occupied 1.02 of 2 cores", "noisy"))
     return report
@@ -100,10 +94,6 @@ def hiding() -> Report:
         for key in ("path", "seconds", "first_token_seconds", "tokens_per_second", "prefill_tokens_per_second")
     }  # type: ignore[literal-required]
     return only_cell(report, 0, **kept)
-
-
-def quick(report: Report, index: int, tokens_per_second: float) -> None:
-    row_of(report, index)["tokens_per_second"] = tokens_per_second
 
 
 # One cell
@@ -161,17 +151,13 @@ def test_the_table_has_a_row_for_each_cell_with_its_count() -> None:
     assert {row[2] for row in rows_of(table_markdown(report), "Every cell")} == {"1"}
     assert ", 1 thread ·" in report_markdown(report).splitlines()[2]
     assert [row[-1] for row in rows] == ["3 (93 steps)", "2 (62 steps)"] * 3
+    (single,) = rows_of(table_markdown(table_report([{"n": 1}])), "Every cell")
+    assert ("(" in single[3], single[-1]) == (False, "1 (31 steps)")
     saved = rows_of(table_markdown(report), "What the cache saves")
     assert [row[0] for row in saved] == ["batch 1", "batch 8", "batch 16"]
     assert {row[1] for row in saved} == {"30.3x"}  # the sum of 256 to 287, over 287
     assert [row[4] for row in saved] == ["+12.7", "+101.2", "+202.5"]
     assert {row[-1] for row in saved} == {"3 on, 2 off"}
-
-
-def test_a_single_repetition_shows_no_spread() -> None:
-    (row,) = rows_of(table_markdown(table_report([{"n": 1}])), "Every cell")
-    assert "(" not in row[3]
-    assert row[-1] == "1 (31 steps)"
 
 
 def test_predicted_cells_are_marked_in_table_sentences_csv_and_pictures() -> None:
@@ -203,7 +189,8 @@ def test_predicted_cells_are_marked_in_table_sentences_csv_and_pictures() -> Non
 
 
 def test_a_violated_check_shows_everywhere() -> None:
-    report = with_violation()
+    report = table_report([{"batch_size": 8}])
+    report["rows"].append(check(0, "same tokens", VIOLATION, "violated"))
     assert f"  VIOLATED      same tokens: {VIOLATION}" in cell_text(report, 0)
     assert f"**VIOLATED** batch 8, cache on: same tokens: {VIOLATION}" in report_markdown(report)
     shown = page(report)
@@ -261,7 +248,7 @@ def test_each_path_of_ours_is_named_and_stands_against_every_peer() -> None:
         ]
     )
     for index, rate in enumerate((10, 30, 60, 20, 40)):
-        quick(report, index, rate)
+        row_of(report, index)["tokens_per_second"] = rate
     shown = table_markdown(report)
     every = rows_of(shown, "Every cell")
     assert [row[6] for row in every[:3]] == ["plain", "native", "native, int8 weights"]

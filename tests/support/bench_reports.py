@@ -1,12 +1,12 @@
 """Synthetic reports of every preset: rows as a run on the demo model would return them, with seeded noise."""
 
 import random
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from llama.bench.cell import Cell
 from llama.bench.schema import Report, Row, Status, new_report
+from llama.bench.statistics import rates
 from llama.costs import MB, token_forwards
 
 WEIGHTS = 538_060_032  # SmolLM2-135M in float32, the head tied
@@ -57,17 +57,12 @@ def cell_rows(index: int, cell: Cell, *, n: int = 3, path: str = "plain") -> lis
         "prefill_flops": rows * cell.input_len * 270_000_000,
         "step_flops": rows * (1 if on else cell.input_len + 16) * 270_000_000,
         "step_read_bytes": WEIGHTS + cache,
-        "tokens_per_second": rows * cell.output_len / statistics.median(seconds),
-        "prefill_tokens_per_second": rows * cell.input_len / statistics.median(first),
-        "decode_tokens_per_second": rows * (cell.output_len - 1) / statistics.median(map(sum, later))
-        if ideal
-        else None,
         "prefill_flops_share": 0.71,
         "step_flops_share": 0.02 * rows if on else 0.7,
         "step_bandwidth_share": 0.83 if on else 0.11,
         "bound_by": "memory bandwidth" if on else "arithmetic",
     }
-    return [figures, *checks(index, cell), *memory]
+    return [{**figures, **rates(cell, figures)}, *checks(index, cell), *memory]
 
 
 def check(index: int, name: str, detail: str, status: Status = "ok") -> Row:
