@@ -280,7 +280,7 @@ def test_the_command_measures_in_processes_of_their_own(tmp_path: Path, capsys: 
     folder = write_checkpoint(tmp_path / "model", max_seq_len=2048)
     words = [f"--ckpt_dir={folder}", f"--out={tmp_path / 'out'}", "--budget=0.01", "--kv_cache=paged", "--threads=1"]
     assert cli.run(script.main, ["--preset=chat", *words]) == 0
-    assert "batch 16, cache on, paged cache: no room in the budget" in capsys.readouterr().out
+    assert "no room in the budget for batch 16, cache on, paged cache" in capsys.readouterr().out
 
 
 def test_the_conversation_of_the_project_has_ten_turns() -> None:

@@ -176,6 +176,10 @@ def test_predicted_cells_are_marked_in_table_sentences_csv_and_pictures() -> Non
     saved = rows_of(table_markdown(report), "What the cache saves")[2]
     assert saved[2].startswith("~")
     assert saved[-1] == "predicted"
+    report["failures"] = [f"{what}: no room in the budget" for what in ("batch 16, cache on", "steps at batch 8")]
+    report["failures"].append("steps at batch 1: died: gone")
+    left_out = "no room in the budget for batch 16, cache on; steps at batch 8"
+    assert alarms_text(report) == ["not measured: steps at batch 1: died: gone", left_out]
     said = findings(report)
     assert said[0].startswith("Batch 8 with the KV cache: 21 times faster")
     assert "Batch 16 with the KV cache: predicted 23 times faster; the budget was too small to measure it." in said

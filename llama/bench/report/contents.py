@@ -22,7 +22,7 @@ from llama.bench.report.tables import (
 )
 from llama.bench.schema import Report, rows_of
 
-NOISY = "NOISY, measured under load"
+NOISY, NO_ROOM = "NOISY, measured under load", "no room in the budget"
 
 TITLES = {
     "table": "With and without KV cache",
@@ -125,4 +125,6 @@ def alarms(report: Report) -> list[tuple[str, str]]:
 def deaths(report: Report) -> list[str]:
     """Return the cells that died or were refused, and what else was not measured."""
     cells = [f"{view.label} {view.fate}" for view in cell_views(report) if view.row.get("error")]
-    return cells + [f"not measured: {failure}" for failure in report["failures"]]
+    left_out = [name for name, _, why in (one.rpartition(": ") for one in report["failures"]) if why == NO_ROOM]
+    others = [f"not measured: {one}" for one in report["failures"] if not one.endswith(f": {NO_ROOM}")]
+    return [*cells, *others, *([f"{NO_ROOM} for {'; '.join(left_out)}"] if left_out else [])]

@@ -72,7 +72,7 @@ def _pair(report: Report, row: dict[str, Any]) -> str:
         if logits is not None:
             parts[-1] += f" (without it {megabytes(logits['predicted_bytes'])} MB are logits of all positions)"
     parts += [_tokens(found) for found in rows_of(report, "comparison", on.index)]
-    times = f"{_seconds(on.median('seconds'))} instead of {_seconds(off.median('seconds'))}"
+    times = f"{in_seconds(on.median('seconds'))} instead of {in_seconds(off.median('seconds'))}"
     path = f" ({on.path})" if on.is_fast else ""
     return f"Batch {row['batch_size']} with the KV cache{path}: {', '.join(parts)} ({times})."
 
@@ -89,8 +89,9 @@ def _tokens(found: Row) -> str:
     )
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
+def in_seconds(seconds: float) -> str:
+    """Return seconds as text, with three digits or in whole seconds."""
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def _kinds(report: Report) -> Iterator[str]:
@@ -116,12 +117,12 @@ def _turns(report: Report) -> Iterator[str]:
     kept = {who: seconds for (who, way), (_, seconds) in last.items() if way == "kept"}
     ours = [who for (who, way), (row, _) in last.items() if way == "kept" and views[row["cell"]].is_ours]
     for who, seconds in kept.items():
-        row, said = last[who, "kept"][0], [_seconds(seconds)]
+        row, said = last[who, "kept"][0], [in_seconds(seconds)]
         if who not in ours:
             said += [f"{seconds / kept[our]:.2f} times the time of {our}" for our in ours]
         for way, words in (("rebuilt", "with the cache rebuilt"), ("off", "without a cache")):
             if (who, way) in last:
                 other = last[who, way][1]
-                said.append(f"{faster(other / seconds)} than {words} ({_seconds(other)})")
+                said.append(f"{faster(other / seconds)} than {words} ({in_seconds(other)})")
         turn = f"Turn {row['turn'] + 1} ({who}), {row['new']} tokens behind {row['history']:,}"
         yield f"{turn}, with the cache kept: first token after {', '.join(said)}."

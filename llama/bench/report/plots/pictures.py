@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator
 from llama.bench.report.cells import CellView, groups
 from llama.bench.report.columns import NOT_JUDGED, megabytes
 from llama.bench.report.derived import crossovers, fits, growth, saved, step_groups
-from llama.bench.report.findings import crossover_words, faster, range_faster
+from llama.bench.report.findings import crossover_words, faster, in_seconds, range_faster
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
 from llama.bench.report.plots.canvas import (
     COLORS,
@@ -75,7 +75,7 @@ def draw_time(report: Report, look: Look) -> Figure | None:
     lowest, highest = min(one["p10"] for one in spreads), max(one["p90"] for one in spreads)
     room = (highest / lowest) ** 0.24 * 1.5  # for the words at both ends
     axes[0].set(xscale="log", xlim=(lowest / room, highest * room), xlabel="time of the whole job, s (log scale)")
-    is_wide = highest / lowest > (30 if look.narrow else 3000)
+    is_wide = highest / lowest > (30 if look.narrow else 120)
     ticks(axes[0].xaxis, LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0), numticks=20))
     if factors:
         views = [group[0] for group in grouped]
@@ -100,7 +100,7 @@ def _draw_times(ax: Axes, place: int, views: Sequence[CellView]) -> None:
         face = PAPER.light if view.is_predicted else COLORS[mode]
         ax.errorbar(one["median"], place, xerr=error_bars([one]), color=COLORS[mode], mfc=face, marker=MARKERS[mode],
                     ms=6, capsize=3)  # fmt: skip
-        left, words = i == 0 and len(views) > 1, f"{'~' * view.is_predicted}{one['median']:.3g} s"
+        left, words = i == 0 and len(views) > 1, f"{'~' * view.is_predicted}{in_seconds(one['median'])}"
         ax.annotate(words, (one["p10"] if left else one["p90"], place), (-7 if left else 7, 0),
                     textcoords="offset points", va="center", ha="right" if left else "left")  # fmt: skip
 
