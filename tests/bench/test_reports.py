@@ -182,7 +182,7 @@ def test_predicted_cells_are_marked_in_table_sentences_csv_and_pictures() -> Non
     assert alarms_text(report) == ["not measured: steps at batch 1: died: gone", left_out]
     said = findings(report)
     assert said[0].startswith("Batch 8 with the KV cache: 21 times faster")
-    assert "Batch 16 with the KV cache: predicted 23 times faster; the budget was too small to measure it." in said
+    assert "Batch 16 with the KV cache: predicted 23 times faster; the budget was too small for a measurement." in said
     assert [row["predicted"] for row in csv_rows(report)].count("True") == 2
     time, memory = (figures(report)[name] for name in ("time", "memory"))
     written = [text.get_text() for text in time.findobj(Text)]

@@ -25,7 +25,9 @@ def findings(report: Report) -> list[str]:
     if left := [row for row in pairs if row["predicted"]]:
         batches = listed(list(dict.fromkeys(str(row["batch_size"]) for row in left)))
         factors = range_faster([row["times_faster"] for row in left])
-        found.append(f"Batch {batches} with the KV cache: predicted {factors}; the budget was too small to measure it.")
+        found.append(
+            f"Batch {batches} with the KV cache: predicted {factors}; the budget was too small for a measurement."
+        )
     found += [f"{words}." for words in [crossover_words(report)] if words]
     if rows := growth(report):
         words = listed([f"{faster(row['times_faster'])} at {row['generated']}" for row in rows])
