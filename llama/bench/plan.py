@@ -117,13 +117,12 @@ class Run:
         words = f"{sum(len(group.jobs) for group in groups)} jobs, each in a process of its own: all of them once take"
         words += f" about {duration(once)}"
         if room < math.inf:
-            words += f", {duration(room)} of the budget are left; cells are repeated up to {REPETITIONS} times"
+            words += f", {duration(room)} of the budget are left"
+            words += f"; cells are repeated up to {REPETITIONS} times" if again else ""
         if once > room:
             enough = math.ceil((self.budget - room + once) / 60)
-            words += (
-                f".\nThe budget is too small: what does not fit is left out, and cells are predicted. Everything fits "
-                f"once with --budget {enough}; --budget 0 measures everything once, however long it takes"
-            )
+            words += ".\nThe budget is too small: what does not fit is left out. Everything fits once with "
+            words += f"--budget {enough}; --budget 0 measures everything once, however long it takes"
         self.progress.write(f"{words}.")
 
     def _groups(self) -> Iterator[Group]:

@@ -105,7 +105,7 @@ def test_a_budget_of_a_moment_measures_the_first_pair_and_predicts_the_others(
         assert guess["path"] == truth["path"] == "plain"
         for column in ("weights_bytes", "cache_bytes", "token_forwards", "flops", "step_read_bytes"):
             assert guess[column] == truth[column], column  # type: ignore[literal-required]
-        assert guess["seconds"] == [sum(guess["first_token_seconds"]) + sum(guess["step_seconds"][0])]
+        assert guess["seconds"] == [pytest.approx(sum(guess["first_token_seconds"]) + sum(guess["step_seconds"][0]))]
         assert len(guess["step_seconds"][0]) == 3
         lines = {row["name"]: row for row in rows_of(report, "memory", cell)}
         for row in rows_of(whole, "memory", cell):
