@@ -68,7 +68,7 @@ def test_a_cell_counts_its_tokens_steps_and_bytes_exactly(kv_caching: bool) -> N
     assert {row["status"] for row in rows if row["figures"] == "check"} == {"ok"}
 
 
-def test_a_cell_in_exact_mode_says_so_and_stands_apart(tmp_path: Path) -> None:
+def test_a_cell_in_exact_mode_says_so(tmp_path: Path) -> None:
     cell = Cell(model=str(write_checkpoint(tmp_path / "tiny")), input_len=5, output_len=3, exact=True)
     engine = LlamaEngine(find_model(cell).build(), Bytes())
     rows = measure(cell, engine, device=CPU)
@@ -108,9 +108,7 @@ def built(cell: Cell) -> LlamaEngine:
 @needs_a_compiler
 @MODES
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_fast_cell_tells_that_native_code_ran_and_stands_apart(
-    native_sized: str, kv_caching: bool, quantize: str | None
-) -> None:
+def test_a_fast_cell_reports_that_native_code_ran(native_sized: str, kv_caching: bool, quantize: str | None) -> None:
     cell = CELL.but(model=native_sized, kv_caching=kv_caching, fast=True, quantize=quantize)
     rows = measure(cell, built(cell), device=CPU)
     assert rows[0]["path"] == ("native, int8 weights" if quantize else "native")
@@ -157,7 +155,7 @@ def test_a_fast_cell_without_a_compiler_is_plain_and_says_that_fast_was_asked_fo
 
 
 @needs_a_compiler
-def test_a_cache_that_the_native_code_does_not_know_is_told_in_the_path(native_sized: str) -> None:
+def test_a_cache_without_native_code_runs_on_the_plain_path(native_sized: str) -> None:
     cell = CELL.but(model=native_sized, fast=True, kv_cache="concat", quantize="int8")
     rows = worker.run_cell(cell, trace=False)["rows"]
     assert rows[0]["path"] == "plain, int8 weights"
@@ -212,7 +210,7 @@ def test_a_devices_own_times_count_from_where_host_and_device_agree(monkeypatch:
 
 
 @needs_a_compiler
-def test_a_run_that_was_native_in_part_names_both_paths(native_sized: str) -> None:
+def test_a_partly_native_run_names_both_paths(native_sized: str) -> None:
     cell = CELL.but(model=native_sized, fast=True)
     engine = built(cell)
     step = engine.model.runner
@@ -274,7 +272,7 @@ def test_random_int8_weights_never_stand_in_a_wider_dtype_as_a_whole() -> None:
 
 @MODES
 @pytest.mark.parametrize("logits", ["last", "all"])
-def test_the_ledger_is_that_worked_out_by_hand_and_that_of_the_tensors(kv_caching: bool, logits: str) -> None:
+def test_the_ledger_equals_the_manual_sum_and_the_tensors(kv_caching: bool, logits: str) -> None:
     """Two layers of 12,352 numbers, 4 query and 2 KV heads of 8, 40 tokens, a head of its own; 3 rows of 7 + 5."""
     rows = measured(CELL.but(kv_caching=kv_caching, logits=logits))
     assert line(rows, "weights") == (104_064, 104_064)  # (2 x 12,352 + 32 + 40 x 32) x 4
@@ -404,7 +402,7 @@ def test_an_engine_that_does_something_else_is_detected(change: Callable[..., An
     assert faults_of(Faulty(change)) == checks
 
 
-def test_a_row_that_ends_at_an_end_of_text_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_ends_at_an_end_of_text_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(CELL)
     whole = engine.model.generate_tokens
     first, _ = whole([[1] * 7] * 3, 5, temperature=0)
@@ -418,7 +416,7 @@ def test_a_row_that_ends_at_an_end_of_text_is_found_out(monkeypatch: pytest.Monk
     assert {"no early end", "tokens"} <= faults_of(engine)
 
 
-def test_a_cache_that_overflows_in_silence_is_found_out() -> None:
+def test_a_cache_that_overflows_silently_is_detected() -> None:
     class Dropping(StaticCache, kind="dropping"):
         """Room for too few positions; what does not fit is written nowhere, as a broadcast into an empty slice does."""
 
@@ -434,7 +432,7 @@ def test_a_cache_that_overflows_in_silence_is_found_out() -> None:
     assert faults_of(engine_for(cell), cell) == {"no overflow"}
 
 
-def test_a_peak_of_earlier_work_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peak_of_earlier_work_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     if memory.resident_bytes() is None:
         pytest.skip("this system does not tell its resident memory")
     with mmap.mmap(-1, 2**28) as pages:  # the kernel's own: the heap may hold as much that was freed before
@@ -443,12 +441,12 @@ def test_a_peak_of_earlier_work_is_found_out(monkeypatch: pytest.MonkeyPatch) ->
     assert faults_of(engine_for(CELL)) == {"statistics reset"}
 
 
-def test_another_sampler_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_sampler_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.GREEDY, "temperature", 50.0)
     assert "same sampler" in faults_of(engine_for(CELL))
 
 
-def test_no_warm_up_at_all_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_warm_up_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(CELL)
     whole = engine.run
     monkeypatch.setattr(
@@ -457,7 +455,7 @@ def test_no_warm_up_at_all_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert faults_of(engine) == {"warm-up"}
 
 
-def test_a_cell_past_the_models_limit_or_the_memory_is_refused_in_words() -> None:
+def test_a_cell_above_the_models_limit_or_the_memory_is_rejected() -> None:
     with pytest.raises(ValueError, match="passes the model's max_seq_len=24"):
         measured(CELL.but(input_len=20))
     with pytest.raises(ValueError, match=r"does not fit: weights .*KV cache .* at the peak, and .* are free on cpu"):
@@ -483,7 +481,7 @@ def test_a_cell_past_the_models_limit_or_the_memory_is_refused_in_words() -> Non
     ],
     ids=str,
 )
-def test_a_cell_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_invalid_cell_is_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(wrong)))):
         Cell(**wrong)
 
@@ -494,7 +492,7 @@ def test_another_engine_is_measured_in_one_process() -> None:
         Cell(ranks=2, engine="transformers")
 
 
-def test_ways_that_cannot_be_had_together_are_refused_before_anything_runs() -> None:
+def test_modes_that_exclude_each_other_are_rejected_before_anything_runs() -> None:
     for asked, words in [
         ({"quantize": "int8", "exact": True}, "exact mode computes with int8 weights by native code alone"),
         ({"quantize": "int8", "dtype": "fp16"}, "int8 weights go with activations in fp32 or bf16"),
@@ -520,7 +518,7 @@ def test_an_engine_is_named_with_its_modes() -> None:
         read_engine("llama.cpp:int8:int4")
 
 
-def test_a_text_stands_in_every_row_and_its_length_is_counted() -> None:
+def test_a_text_is_the_prompt_of_every_row_and_its_length_is_counted() -> None:
     cell = CELL.but(text="abc")
     engine = engine_for(cell, vocab_size=258)
     rows = measure(cell, engine, device=CPU)
@@ -539,7 +537,7 @@ def test_random_weights_are_the_same_in_every_process_and_share_a_tied_head() ->
 
 
 @pytest.mark.parametrize("kind", ["static", "concat", "paged", "paged:9", "int8", "int4", "window", "window:5+1"])
-def test_what_a_kind_of_cache_holds_is_predicted_to_the_byte(kind: str) -> None:
+def test_the_bytes_of_a_kind_of_cache_are_predicted_exactly(kind: str) -> None:
     cell = CELL.but(kv_cache=kind)
     rows = measured(cell)
     assert rows[0]["cache_bytes"] == cache_bytes(tiny_args(kv_cache=kind), cell, cell.total_len - 1)
@@ -561,7 +559,7 @@ def test_step_times_leave_the_model_as_it_was() -> None:
     assert model.cache is None
 
 
-def test_a_step_is_timed_a_few_times_at_least_and_a_quick_one_until_it_took_long_enough_or_often_enough() -> None:
+def test_a_step_is_repeated_until_it_has_run_long_or_often_enough() -> None:
     slow, quick = ENOUGH, ENOUGH / 1e6
     model = tiny_model()
     assert [_more([slow] * n, model) for n in range(LEAST + 2)] == [True] * LEAST + [False] * 2

@@ -44,7 +44,7 @@ def ledger_of(args: ModelArgs, cell: Cell = CELL, *, device_workspace: int = 0, 
         (HEAD, False, "at the head of the step", 2 * (8 + 1) * 32 * 4),
     ],
 )
-def test_the_peak_stands_in_the_layer_or_at_the_head_whichever_takes_more(
+def test_the_peak_is_in_the_layer_or_at_the_head_whichever_is_larger(
     args: ModelArgs, kv_caching: bool, moment: str, activations: int
 ) -> None:
     lines = ledger_of(args, CELL.but(kv_caching=kv_caching))
@@ -80,7 +80,7 @@ def test_lines_of_the_head_are_those_of_the_dtype() -> None:
     assert "logits of the step before" not in first
 
 
-def test_a_tied_head_is_told_and_takes_nothing() -> None:
+def test_a_tied_head_is_named_and_takes_no_memory() -> None:
     tied, untied = (tiny_args(dim=32, vocab_size=40, tied_head=tied) for tied in (True, False))
     embedding = 40 * 32 * 4
     own = ledger_of(untied, weights=1000 + embedding, head=embedding)
@@ -99,7 +99,7 @@ def test_a_tied_head_is_told_and_takes_nothing() -> None:
     assert "head" not in shared
 
 
-def test_what_the_lines_leave_of_the_measured_peak_are_the_activations() -> None:
+def test_the_rest_of_the_measured_peak_is_the_activations() -> None:
     predicted = ledger_of(LAYER, device_workspace=500)["peak"]["predicted_bytes"]
     known = {"weights": 90_000, "head": 5_000, "cache": 8_000, "logits": 320}
     lines = ledger_of(LAYER, **known, peak=200_000, measured_by="a trace", device_workspace=500)
@@ -119,7 +119,7 @@ def test_what_was_not_measured_is_none_and_has_no_note() -> None:
     assert {line["note"] for line in lines.values()} == {""}
 
 
-def test_resident_memory_stands_beside_the_tensors() -> None:
+def test_resident_memory_is_a_line_beside_the_tensors() -> None:
     line = ledger_of(LAYER, resident=(1_000_000, 5_000_000))["resident"]
     assert (line["before_bytes"], line["measured_bytes"]) == (1_000_000, 5_000_000)
     assert "counts" not in line
@@ -175,13 +175,13 @@ def test_a_position_of_a_cache_is_the_kinds_own_and_a_peers_is_keys_and_values()
     assert position_bytes(tiny_args(kv_cache="int8"), Cell()) < 4 * one
 
 
-def test_a_length_up_to_the_models_limit_is_allowed_and_one_more_is_refused() -> None:
+def test_a_length_up_to_the_models_limit_is_allowed_and_one_more_is_rejected() -> None:
     check_length(CELL, 9)
     with pytest.raises(ValueError, match=r"input_len=6 \+ output_len=3 = 9 passes the model's max_seq_len=8; shorten"):
         check_length(CELL, 8)
 
 
-def test_memory_is_refused_beyond_the_last_free_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_needs_one_byte_too_many_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = predict(LAYER, CELL).total
     for free, held, ranks, fits in [
         (needed, 0, 1, True),
@@ -201,7 +201,7 @@ def test_memory_is_refused_beyond_the_last_free_byte(monkeypatch: pytest.MonkeyP
                 check_memory(CELL, LAYER, CPU, held=held)
 
 
-def test_a_refusal_names_the_lines_of_the_peak_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_only_the_lines_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_ledger, "available_memory", lambda _: 0)
     for args, named in ((LAYER, False), (HEAD, True)):
         with pytest.raises(ValueError, match="make batch_size, input_len or output_len smaller") as refused:
@@ -209,14 +209,14 @@ def test_a_refusal_names_the_lines_of_the_peak_alone(monkeypatch: pytest.MonkeyP
         assert ("logits 0" in str(refused.value).replace("before 0", "")) == named
 
 
-def test_cublas_takes_its_workspace_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_needs_a_workspace_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workspace(CPU) == 0
     for capability, expected in (((8, 9), 8_519_680), ((9, 0), 32 * MB), ((10, 0), 32 * MB)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         assert workspace(torch.device("cuda")) == expected
 
 
-def test_the_gpus_memory_is_not_shared_out_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_host_do_not_share_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_ledger, "available_memory", lambda _: predict(LAYER, CELL).total)
     monkeypatch.setattr(memory_ledger, "workspace", lambda _: 0)
     monkeypatch.setattr(memory_ledger, "local_size", lambda: 2)

@@ -64,7 +64,7 @@ def test_the_same_seed_hides_the_same_and_others_other_secrets() -> None:
     assert len({tuple(each.haystack[:40]) for each in hidden}) == len(hidden) - 1
 
 
-def test_what_cannot_be_hidden_is_refused() -> None:
+def test_needles_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"depth=1.5 must be from 0"):
         HAY.hide(length=400, depth=1.5, seed=0)
     with pytest.raises(ValueError, match="tokens are left for the text around a needle"):

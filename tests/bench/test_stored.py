@@ -115,14 +115,14 @@ def test_stored_is_a_mode_of_both_engines() -> None:
     assert Cell(**read_engine("llama.cpp:stored")).name == "llama.cpp, batch 1, cache on, stored weights"
 
 
-def test_weights_that_stay_mapped_are_a_mode_of_ours_alone() -> None:
+def test_only_our_engine_has_mapped_weights() -> None:
     assert Cell(**read_engine("llama:fast:mapped")).name == "batch 1, cache on, fast, mapped weights"
     with pytest.raises(ValueError, match=r"the engine llama\.cpp has weights in int8, int4, stored; leave it out"):
         Cell(**read_engine("llama.cpp:mapped"))
 
 
 @pytest.mark.parametrize("engine", ["llama", "llama.cpp"])
-def test_what_is_no_file_with_blocks_is_refused_before_anything_runs(engine: str, tmp_path: Path) -> None:
+def test_a_model_without_a_gguf_file_is_rejected_before_anything_runs(engine: str, tmp_path: Path) -> None:
     config = config_of(**SIZES)
     folder = write_meta(tmp_path / "meta", meta_weights(random_model(config)), meta_params(config))
     for model in ({"ckpt_dir": str(folder)}, {"model": "llama-3.2-1b"}):
@@ -130,14 +130,12 @@ def test_what_is_no_file_with_blocks_is_refused_before_anything_runs(engine: str
             make_cell(device="cpu", engine=engine, quantize="stored", **model)  # type: ignore[arg-type]
 
 
-def test_a_file_of_floats_has_nothing_stored_for_us(tmp_path: Path) -> None:
+def test_a_gguf_file_of_floats_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"keeps what a \.gguf file has quantised, and here no matrix is"):
         make_cell(device="cpu", ckpt_dir=file_of(tmp_path, Kind.F32), quantize="stored")
 
 
-def test_a_peer_is_not_refused_for_memory_that_its_file_does_not_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_maps_its_file_needs_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = file_of(tmp_path, Kind.Q4_1)
     source = find_model(Cell(**JOB, model=file, engine="llama.cpp"))
     assert source.stored is not None

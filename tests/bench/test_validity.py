@@ -33,7 +33,7 @@ def status(run: Run, warm_up: Run | None, name: str, cell: Cell = CELL, **change
     return checks(run, warm_up, cell, **changes)[name]["status"]
 
 
-def test_a_run_as_asked_for_is_fine_in_every_check() -> None:
+def test_a_correct_run_passes_every_check() -> None:
     found = checks(good_run(), good_warm_up())
     assert list(found) == [
         "cache",
@@ -100,7 +100,7 @@ def test_each_check_says_what_was_seen() -> None:
     }
 
 
-def test_what_was_fed_and_held_is_told_in_the_mode_that_was_asked_for() -> None:
+def test_details_name_what_was_fed_and_cached_in_both_modes() -> None:
     off = CELL.but(kv_caching=False)
     told = details(good_run(fed=WHOLE, cache_bytes=0, ids=[[1, 2], [1], [1]]), good_warm_up(fed=WHOLE[:2]), off)
     assert told["cache"] == "asked for off; 8 to 9 fed per row and step, 0.0 MB held"
@@ -127,7 +127,7 @@ def test_a_warm_up_of_one_token_is_a_prefill_alone() -> None:
         assert status(good_run(), good_warm_up(fed=fed), "warm-up", one) == expected
 
 
-def test_a_small_process_may_stand_four_megabytes_above_its_start_and_no_more() -> None:
+def test_the_peak_of_a_small_process_may_be_four_megabytes_above_its_start() -> None:
     for peak, expected in ((102 * MB + 4 * MB, "ok"), (102 * MB + 4 * MB + 1, "violated")):
         assert status(good_run(), good_warm_up(), "statistics reset", reset_seen=(peak, 100 * MB)) == expected
 
@@ -164,9 +164,7 @@ def test_a_fast_check_needs_all_three_counts() -> None:
     ],
     ids=str,
 )
-def test_each_note_stands_where_it_is_true_and_nowhere_else(
-    changes: dict[str, Any], weights: str, expected: list[str]
-) -> None:
+def test_each_note_is_given_only_if_it_is_true(changes: dict[str, Any], weights: str, expected: list[str]) -> None:
     found = notes(Cell(**changes), weights=weights)
     assert len(found) == len(expected)
     assert all(note.startswith(start) for note, start in zip(found, expected, strict=True))
@@ -187,7 +185,7 @@ def test_a_warm_up_of_other_shapes_is_violated(fed: list[tuple[int, int]]) -> No
     assert status(good_run(), good_warm_up(fed=fed), "warm-up") == "violated"
 
 
-def test_an_engine_that_does_not_tell_what_it_was_fed_has_warmed_up_once_a_token_came() -> None:
+def test_an_engine_that_hides_its_input_has_warmed_up_after_one_token() -> None:
     assert status(good_run(), good_warm_up(fed=None), "warm-up") == "ok"
     assert status(good_run(), good_warm_up(fed=None, token_times=[]), "warm-up") == "violated"
 
@@ -225,7 +223,7 @@ def test_a_row_that_is_short_is_counted() -> None:
     assert (check["status"], check["detail"]) == ("violated", "2 rows ended before 3 tokens")
 
 
-def test_a_peak_may_stand_a_little_above_what_is_there_at_the_start() -> None:
+def test_the_peak_may_be_slightly_above_the_memory_at_the_start() -> None:
     present = 1000 * MB
     seen = {
         peak: status(good_run(), good_warm_up(), "statistics reset", reset_seen=(peak, present))
@@ -236,7 +234,7 @@ def test_a_peak_may_stand_a_little_above_what_is_there_at_the_start() -> None:
 
 
 @pytest.mark.parametrize(("greedy", "expected"), [(True, "ok"), (False, "violated"), (None, "not observed")])
-def test_the_sampler_is_judged_by_what_the_warm_up_fed_back(greedy: bool | None, expected: str) -> None:
+def test_the_sampler_is_judged_by_the_tokens_of_the_warm_up(greedy: bool | None, expected: str) -> None:
     assert status(good_run(), good_warm_up(greedy=greedy), "same sampler") == expected
 
 
@@ -252,7 +250,7 @@ def test_the_sampler_is_judged_by_what_the_warm_up_fed_back(greedy: bool | None,
         (3, None, "not observed", "asked for; the engine does not tell"),
     ],
 )
-def test_a_fast_step_must_have_served_every_forward_that_was_its(
+def test_the_fast_step_must_run_every_forward_that_it_supports(
     served: int | None, wanted: int | None, expected: str, words: str
 ) -> None:
     run = good_run(fast_forwards=served, fast_wanted=wanted)
