@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
-from llama.untrusted.gguf_header import read_header
+from llama.untrusted.gguf_header import read_gguf_header
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
@@ -22,7 +22,7 @@ LONG = (
     *("test_native.py", "test_fast_triton_kernels.py", "test_reports.py", "test_kinds.py", "test_quantize.py"),
     *("test_terminal.py", "test_changed_models.py", "test_native_caches.py", "test_checkpoint_memory.py"),
     *("test_session_file.py", "test_tokenizer.py", "test_certificate_of_the_demo.py", "test_gpu_report.py"),
-    *("test_verify.py", "test_museum.py", "test_measure.py", "test_exact_triton_kernels.py", "test_chat.py"),
+    *("test_verify.py", "test_malformed.py", "test_measure.py", "test_exact_triton_kernels.py", "test_chat.py"),
     *("test_native_builds.py", "test_tutorial.py", "test_texts_at_once.py", "test_certificate.py"),
 )
 
@@ -80,4 +80,4 @@ def meta() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def demo() -> Tokenizer:
-    return Tokenizer.from_gguf(read_header(demo_model_path()).metadata)
+    return Tokenizer.from_gguf(read_gguf_header(demo_model_path()).metadata)

@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "llama/costs/__main__.py": ("cli", ""),
     "llama/costs/": ("args untrusted.gguf_sizes", ""),
     "llama/quant/": ("ops quant untrusted.gguf_sizes", "torch"),
-    "llama/tokenizer/tiktoken_file.py": ("tokenizer", "tiktoken"),
+    "llama/tokenizer/tiktoken_file.py": ("tokenizer untrusted", "tiktoken"),
     "llama/tokenizer/bpe.py": ("tokenizer", "tokenizers"),
     "llama/tokenizer/sentencepiece_file.py": ("tokenizer untrusted", "sentencepiece"),
     "llama/tokenizer/conversation.py": ("request tokenizer", ""),
@@ -127,6 +127,7 @@ MAY_IMPORT = {
     "course/": ("", "course"),
     "scripts/record_llama_cpp_ids.py": ("checkpoint.demo cli", "llama_cpp"),
     "scripts/make_animation.py": ("cli host.files", "selenium PIL"),
+    "scripts/mutate.py": ("", "historic_bugs"),
     "scripts/": (f"{CORE} api bench cli costs host tokenizer untrusted", "torch"),
 }
 

@@ -1,6 +1,6 @@
-"""Checkpoints of three formats, opened as one thing: sizes, a tokenizer, and weights in Meta's names and layout.
+"""Open a checkpoint of any of three formats as sizes, a tokenizer, and weights in Meta's names and layout.
 
-Foreign names and layouts end here. Knows nothing of running a model, and prints nothing.
+No other folder sees the names and layouts of the formats. Does not run a model and prints nothing.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.checkpoint.base import Checkpoint, Stored, Weight, check_shapes, listing, needed_shapes
+from llama.checkpoint.base import Checkpoint, Weight, check_shapes, listing, needed_shapes
 from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta
@@ -31,15 +31,15 @@ _KINDS = (
     "(config.json, tokenizer.json, model.safetensors), or a .gguf file"
 )
 
-_AT_ONCE = 1 << 20  # stored weights that are read at a time: so many that a call's own time does not show
-_OF_SCORES = re.compile(r"\.attention\.(wq|wk|q_norm|k_norm)\.")  # weights that attention's scores are made of
+_STORED_BLOCK = 1 << 20  # stored weights per read: enough that the overhead of a call is not measurable
+_SCORE_WEIGHTS = re.compile(r"\.attention\.(wq|wk|q_norm|k_norm)\.")  # weights from which attention scores are computed
 
 
 def open_checkpoint(path: str | PathLike[str], *, tokenizer_path: str | PathLike[str] | None = None) -> Checkpoint:
-    """Recognise the format, check everything that can be checked without reading weights, and map the files.
+    """Return the checkpoint at `path`: its format is recognised, its headers are checked, its weights are mapped.
 
-    `tokenizer_path` names a tokenizer.model or tokenizer.json to take instead of the checkpoint's own. Raises
-    CheckpointError, and nothing else, for whatever is wrong with the files.
+    `tokenizer_path` names a tokenizer.model or tokenizer.json that replaces the checkpoint's own. Raises only
+    CheckpointError, whatever is wrong with the files.
     """
     path = Path(path)
     tokenizer_path = None if tokenizer_path is None else Path(tokenizer_path)
@@ -49,7 +49,7 @@ def open_checkpoint(path: str | PathLike[str], *, tokenizer_path: str | PathLike
         if path.is_file():
             return _open_file(path, tokenizer_path)
         if os.path.lexists(path):
-            raise CheckpointError(path, f"is no regular file, or a link that leads to none; {_KINDS}")
+            raise CheckpointError(path, f"is not a regular file, or is a broken link; {_KINDS}")
         raise CheckpointError(path, f"there is no such file or directory; {_KINDS}")
 
 
@@ -57,24 +57,24 @@ def _open_file(path: Path, tokenizer_path: Path | None) -> Checkpoint:
     if path.suffix == ".gguf":
         return open_gguf(path, tokenizer_path=tokenizer_path)
     if path.suffix in (".pth", ".safetensors", ".json", ".model"):
-        raise CheckpointError(path, f"is one file of a checkpoint; pass the directory that holds it: {path.parent}")
-    raise CheckpointError(path, f"is no checkpoint; {_KINDS}")
+        raise CheckpointError(path, f"is one file of a checkpoint; pass its directory: {path.parent}")
+    raise CheckpointError(path, f"is not a checkpoint; {_KINDS}")
 
 
 def _open_directory(path: Path, tokenizer_path: Path | None) -> Checkpoint:
     names = sorted(entry.name for entry in path.iterdir())
     ggufs = [name for name in names if name.endswith(".gguf")]
-    holds = {
+    present = {
         "Meta's .pth": any(name.startswith("consolidated") and name.endswith(".pth") for name in names),
         "Hugging Face's .safetensors": any(".safetensors" in name for name in names),
         ".gguf": bool(ggufs),
     }
-    formats = [name for name, held in holds.items() if held]
+    formats = [name for name, found in present.items() if found]
     if not formats:
-        raise CheckpointError(path, f"holds no weights, found {listing(path)}; {_KINDS}")
+        raise CheckpointError(path, f"contains no weights, found {listing(path)}; {_KINDS}")
     if len(formats) > 1 or len(ggufs) > 1:
-        found = some_of(ggufs) if len(ggufs) > 1 else f"weights of {' and '.join(formats)}"
-        raise CheckpointError(path, f"holds more than one checkpoint ({found}); pass a file or directory of one")
+        several = some_of(ggufs) if len(ggufs) > 1 else f"weights of {' and '.join(formats)}"
+        raise CheckpointError(path, f"contains more than one checkpoint ({several}); pass one file or directory")
     if ggufs:
         return open_gguf(path / ggufs[0], tokenizer_path=tokenizer_path)
     open_format = open_meta if formats == ["Meta's .pth"] else open_huggingface
@@ -95,14 +95,12 @@ def load_weights(
 ) -> Transformer:
     """Return a Transformer(args) whose parameters are copies of the checkpoint's weights, in `dtype` on `device`.
 
-    Of several `ranks` each reads its own slices only. With `quantize` "int8" or "int4" the matrices are brought into
-    that one by one as they are read, so that none is ever there in a wider dtype as a whole but the one being read;
-    with "stored" they keep the codes and scales of the file, and without `repack` they stay in it, mapped: nothing of
-    them is read, nor checked. `activations`: see `llama.quant.layers.PackedLinear`.
+    `args` are the checkpoint's, with the caller's limits and switches. Each of several `ranks` reads only its own
+    slices. `quantize` "int8" or "int4" packs each matrix block by block while it is read. "stored" keeps the codes and
+    scales of the file; without `repack` the matrices stay in the mapped file and are neither read nor checked.
+    `activations`: see `llama.quant.layers.PackedLinear`. `progress(done, total)` gets bytes after each parameter.
 
-    `args` are the checkpoint's own, with limits and switches as the caller wants them. Nothing is allocated before
-    all names and shapes are known to fit, and beyond the model only one small block at a time is.
-    `progress(done, total)` is told the bytes of the model after each parameter.
+    Memory is allocated only after all names and shapes were checked; beyond the model, one small block at a time.
     """
     ranks.agree(
         lambda: {
@@ -118,7 +116,7 @@ def load_weights(
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
     model = _blank(checkpoint, args, dtype, quantize, ranks, activations, repack)
     materialise(model, dtype=dtype, device=device)
-    parts = weights_of(model)  # a tied head is here as the embedding
+    parts = weights_of(model)  # lists a tied head once, as the embedding
     total, done = sum(part.nbytes for part in parts.values()), 0
     for name, part in parts.items():
         own = checkpoint.tensors[name].part(tuple(part.shape), ranks.rank, ranks.size)
@@ -132,8 +130,7 @@ def load_weights(
         done += part.nbytes
         if progress is not None:
             progress(done, total)
-    # What all ranks hold whole tells whether their files are the same.
-    ranks.agree(lambda: {"weights": model.norm.weight.tolist()})
+    ranks.agree(lambda: {"weights": model.norm.weight.tolist()})  # every rank has all of it: are the files the same?
     return model if quantize is None else model.requires_grad_(False)
 
 
@@ -146,31 +143,30 @@ def _blank(
     activations: int = 16,
     repack: bool = True,
 ) -> Transformer:
-    """Return the model with its layers as they will be, and no memory taken yet."""
+    """Return the model on the meta device, with its final layers and no allocated memory."""
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
         if quantize == "stored":
-            kept = stored_formats(checkpoint) if repack else mapped_weights(checkpoint)
-            quantize_layers(model, dtype, quantize, kept.get, activations)
+            quantize_layers(model, dtype, quantize, _stored_matrices(checkpoint, repack).get, activations)
         elif quantize is not None:
             quantize_layers(model, dtype, quantize, activations=activations)
     return model
 
 
 def stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype, *, repack: bool = True) -> dict[str, int]:
-    """Return the bytes that each matrix takes with quantize="stored", by its name; a tied head's once.
+    """Return the bytes of each matrix with quantize="stored", by name; a tied head is counted once.
 
-    Raises CheckpointError where `stored_formats` does.
+    Raises CheckpointError if the file has no quantised matrix.
     """
     model = _blank(checkpoint, checkpoint.args, dtype, "stored", ALONE, repack=repack)
-    held = {name: part.nbytes for name, part in weights_of(model).items() if len(part.shape) == 2}
-    itemsize = dtype.itemsize  # of matrices that stay floats, which are blank in another dtype
+    found = {name: part.nbytes for name, part in weights_of(model).items() if len(part.shape) == 2}
+    # Matrices that stay floats have another dtype on the meta device.
     floats = {name: torch.Size(part.shape).numel() for name, part in model.named_parameters() if part.requires_grad}
-    return held | {name: count * itemsize for name, count in floats.items() if name in held}
+    return found | {name: count * dtype.itemsize for name, count in floats.items() if name in found}
 
 
 def file_bytes_of(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the bytes that each matrix takes in the file, by its name; a tied head's once."""
+    """Return the bytes of each matrix in the file, by name; a tied head is counted once."""
     found = {}
     for name, weight in checkpoint.tensors.items():
         if len(weight.shape) == 2 and not (name == "output.weight" and checkpoint.args.tied_head):
@@ -181,53 +177,46 @@ def file_bytes_of(checkpoint: Checkpoint) -> dict[str, int]:
     return found
 
 
-def stored_formats(checkpoint: Checkpoint) -> dict[str, Format | None]:
-    """Return the format in which the file has each matrix, None where that is floats.
-
-    Raises CheckpointError where no matrix is quantised.
-    """
-    return {name: None if kept is None else kept.format for name, kept in _stored(checkpoint).items()}
-
-
-def mapped_weights(checkpoint: Checkpoint) -> dict[str, MappedWeight | None]:
-    """Return each matrix as it lies in the file, else as `stored_formats`."""
-    shapes = {name: weight.shape for name, weight in checkpoint.tensors.items()}
-    return {name: None if kept is None else kept.mapped(shapes[name][1]) for name, kept in _stored(checkpoint).items()}
-
-
-def _stored(checkpoint: Checkpoint) -> dict[str, Stored | None]:
-    stored = {name: weight.stored for name, weight in checkpoint.tensors.items() if len(weight.shape) == 2}
-    if not any(stored.values()):
+def _stored_matrices(checkpoint: Checkpoint, repack: bool) -> dict[str, Format | MappedWeight | None]:
+    """Return the stored format of each matrix, or without `repack` the mapped matrix; None if the file has floats."""
+    matrices = {name: weight for name, weight in checkpoint.tensors.items() if len(weight.shape) == 2}
+    if not any(weight.stored for weight in matrices.values()):
         raise CheckpointError(
             checkpoint.path,
-            "quantize='stored' keeps what a .gguf file has quantised, and here no matrix is; leave it out",
+            "quantize='stored' needs a .gguf file with quantised matrices, and no matrix is quantised; leave it out",
         )
-    return stored
+
+    def stored_as(weight: Weight) -> Format | MappedWeight | None:
+        if weight.stored is None:
+            return None
+        return weight.stored.format if repack else weight.stored.mapped(weight.shape[1])
+
+    return {name: stored_as(weight) for name, weight in matrices.items()}
 
 
 def _fill(weight: PackedWeight, own: Weight) -> None:
-    """Bring a matrix of a file into its packed form; what the file has in that form is kept to the bit."""
+    """Pack a matrix of a file. Codes and scales that the file stores in this form are copied to the bit."""
     stored = own.stored if weight.stored_as == "stored" else None
     if stored is None:
         for start, stop in weight.blocks():
             weight.fill(start, own.rows(start, stop))
         return
-    for start, stop in weight.blocks(_AT_ONCE // weight.shape[1]):
+    for start, stop in weight.blocks(_STORED_BLOCK // weight.shape[1]):
         weight.take(start, stored.parts(start, stop))
 
 
 def _check_finite(path: Path, name: str, part: torch.Tensor | QuantizedWeight) -> None:
-    """Refuse scales that are no finite float16; and where queries and keys come from, any number that is not finite.
+    """Reject scales that are not finite, and numbers that are not finite in the weights of queries and keys.
 
-    Elsewhere such numbers reach the logits, and are reported. But scores that are all nan PyTorch's attention on a CPU
-    takes for a query that sees nothing: another text, without a word. What lies in a file, mapped, is not looked at.
+    In other weights such numbers reach the logits, and sampling reports them. Attention scores that are all NaN do
+    not: PyTorch on a CPU treats the query as fully masked, and the text is silently another. Mapped weights pass.
     """
     if isinstance(part, PackedWeight):
         scales = [scale for scale in part.parameters() if scale.is_floating_point()]
         if not all(map(_finite, scales)):
             cause = "the file is damaged" + ("" if part.stored_as == "stored" else ", or leave quantize out")
-            raise CheckpointError(path, f"{name} has scales that are no finite float16; {cause}")
-    elif isinstance(part, torch.Tensor) and _OF_SCORES.search(name) and not _finite(part):
+            raise CheckpointError(path, f"{name} has scales that are not finite in float16; {cause}")
+    elif isinstance(part, torch.Tensor) and _SCORE_WEIGHTS.search(name) and not _finite(part):
         cause = "the file is damaged, or needs a wider dtype"
         raise CheckpointError(path, f"{name} has numbers that are not finite in {part.dtype}; {cause}")
 
@@ -237,16 +226,16 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give every parameter memory, still unwritten. Those that are one stay one: the two ends of a tied head.
+    """Allocate every parameter, uninitialised. A parameter that has two names, as a tied head has, stays one.
 
-    All at once and before the first read, so that what reading needs for a moment leaves no holes between them.
+    All are allocated before the first read, so that temporary buffers leave no gaps between them.
     """
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, blank in list(model.named_parameters(remove_duplicate=False)):
         if not blank.is_meta:
-            continue  # it lies in a file
+            continue  # mapped from the file
         if blank not in made:
-            kind = dtype if blank.requires_grad else blank.dtype  # int8 weights are of the dtypes that they are of
+            kind = dtype if blank.requires_grad else blank.dtype  # packed weights keep their dtypes
             made[blank] = torch.nn.Parameter(
                 torch.empty(blank.shape, dtype=kind, device=device), requires_grad=blank.requires_grad
             )

@@ -1,6 +1,6 @@
-"""What all checkpoint formats share: the error, a tensor still in its file, and what a model needs of a file.
+"""What all checkpoint formats share: the error, a weight that is still in its file, and the checks of names and shapes.
 
-Knows Meta's names and shapes, and no file format but JSON.
+Knows Meta's names and shapes. Of file formats it reads only JSON.
 """
 
 import json
@@ -25,10 +25,9 @@ from llama.untrusted.words import some_of
 
 logger = logging.getLogger(__name__)
 
-# Of one read, in numbers: small beside any model, so that a transient copy in another dtype or order costs nothing.
-BLOCK = 1 << 18
+BLOCK_NUMBERS = 1 << 18  # numbers per read: a temporary copy in another dtype or order is small beside any model
 
-# Far above every released model. A file that claims more is refused before anything is made of the claim.
+# Far above every released model. A config above a limit is rejected before anything is allocated.
 _LIMITS = {
     "dim": 1 << 16,
     "n_layers": 512,
@@ -45,9 +44,9 @@ _LIMITS = {
 class Weight:
     """A tensor that is still in its file, read by rows of its first dimension.
 
-    `rows(start, stop)` returns them in the file's dtype, or in float32 where the file is quantised. They may be a
-    view of the mapped file: copy, do not keep. `stored`: how the file itself holds a matrix, None where it has floats.
-    `drop()`: nothing more will be read for now, and what was read need stay in memory no longer.
+    `rows(start, stop)` returns rows in the file's dtype, or in float32 if the file is quantised. They may be a view of
+    the mapped file: copy them. `stored`: the quantised blocks of a matrix, or None for floats. `drop()` releases the
+    pages of the mapped file that were read.
     """
 
     shape: tuple[int, ...]
@@ -61,9 +60,9 @@ class Weight:
 
     @classmethod
     def mapped(cls, file: MappedFile, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> "Weight":
-        """Return the weight whose numbers lie in the file from byte `start` on, row by row; copies, where not aligned.
+        """Return the weight whose numbers begin at byte `start`; its rows are copies if they are not aligned.
 
-        A single number, without dimensions, is read as one row.
+        A single number, without dimensions, is one row.
         """
         length, *inner = shape or (1,)
         row = torch.Size(inner).numel() * dtype.itemsize
@@ -76,20 +75,20 @@ class Weight:
         return cls(shape, rows, drop=lambda: file.drop(start, length * row))
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) from the first row to the last, BLOCK numbers at a time."""
+        """Return an iterator over (start, stop) of blocks of rows, BLOCK_NUMBERS numbers each."""
         length = self.shape[0]
-        step = max(1, BLOCK * length // torch.Size(self.shape).numel())
+        step = max(1, BLOCK_NUMBERS * length // torch.Size(self.shape).numel())
         return ((start, min(start + step, length)) for start in range(0, length, step))
 
     def copy_to(self, target: Tensor) -> None:
-        """Fill `target`, which has this shape, in its own dtype and on its own device: one rounding per number."""
+        """Fill `target`, a tensor of this shape, in its own dtype and on its own device: one rounding per number."""
         for start, stop in self.blocks():
             target[start:stop].copy_(self.rows(start, stop))
 
     def part(self, shape: tuple[int, ...], rank: int, size: int) -> "Weight":
-        """Return the slice of this shape that `rank` of `size` holds: all of it, its rows, or its columns.
+        """Return the slice of this shape that belongs to `rank` of `size`: all of the weight, some rows, or columns.
 
-        Slices follow the ranks; where there are more ranks than slices, neighbours have the same one.
+        With more ranks than slices, neighbouring ranks get the same slice.
         """
         if shape == self.shape:
             return self
@@ -105,10 +104,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Stored:
-    """The codes and scales of a matrix as a file has them, which `llama.quant.packed` keeps to the bit.
+    """The quantised blocks of a matrix in a file. `llama.quant.packed` stores their codes and scales unchanged.
 
-    kind: the file's name for them. blocks: (rows, blocks, bytes), a view of the mapped file. `split` returns the parts
-    of some rows' blocks. order: where the rows start..stop-1 of ours are in the file, None where they are in our order.
+    kind: the file's name of the type. blocks: (rows, blocks, bytes), a view of the mapped file. `split` returns the
+    codes and scales of some rows' blocks. `order(start, stop)`: the file's indices of our rows; None: the same order.
     """
 
     kind: str
@@ -121,23 +120,23 @@ class Stored:
         return self.split(self.blocks[start:stop] if self.order is None else self.blocks[self.order(start, stop)])
 
     def mapped(self, columns: int) -> MappedWeight:
-        """Return the matrix as it lies in the file, or, in another order, a copy; so many weights make a row."""
+        """Return the matrix as a view of the file, or as a copy if its rows are in another order; `columns` per row."""
         blocks = self.blocks if self.order is None else self.blocks[self.order(0, len(self.blocks))]
         return MappedWeight(columns, self.format, blocks, self.kind, self.split)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare bytes: a NaN is equal to itself, and -0.0 is not 0.0."""
+    """Return whether dtypes and bytes are equal: NaN equals itself, and -0.0 is not 0.0."""
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is known of a checkpoint before its weights are read: sizes, tokenizer, and where each tensor is.
+    """What is known of a checkpoint before its weights are read.
 
-    `tensors` holds every name of the model's state dict, in Meta's names and layout, with its checked shape. window: so
-    many positions a query sees in the original (sliding-window attention), None: all. Here every query sees all, so a
-    model is the original's up to that length alone. family: the name of its architecture in the file.
+    `tensors` has every name of the model's state dict, in Meta's names and layout, with checked shapes. window: the
+    number of positions that a query of the original model sees (sliding-window attention); None: all. In this library
+    every query sees all positions, so both models agree only up to that length. family: the file's architecture.
     """
 
     path: Path
@@ -148,17 +147,17 @@ class Checkpoint:
     family: str = "llama"
 
     def whole_texts(self) -> ModelArgs:
-        """Return the sizes with max_seq_len at most so long that every query sees all positions in the original."""
+        """Return the sizes with max_seq_len cut to the sliding window: up to there it changes nothing."""
         longest = min(self.args.max_seq_len, self.window or self.args.max_seq_len)
         return replace(self.args, max_seq_len=longest)
 
     def check_length(self, max_seq_len: int) -> None:
-        """Refuse texts in which the original would not see all positions."""
+        """Reject a length at which the sliding window of the original model would hide positions."""
         if self.window is not None and max_seq_len > self.window:
             raise CheckpointError(
                 self.path,
-                f"its attention sees the last {self.window} positions alone (sliding_window), which is not supported "
-                f"beyond that length; use --max_seq_len {self.window}",
+                f"its attention sees only the last {self.window} positions (sliding_window); longer texts are not "
+                f"supported; use --max_seq_len {self.window}",
             )
 
 
@@ -173,16 +172,15 @@ def assemble(
     window: int | None = None,
     family: str = "llama",
 ) -> Checkpoint:
-    """Check what a file holds against what its config needs, settle the head, and go over to Meta's names.
+    """Return the checkpoint in Meta's names, after comparing the tensors of a file with what its config needs.
 
-    `tensors` has the file's names, and `names` leads from ours to those. `says_tied` is what the config says of the
-    head: that it is the embedding, that it is not, or (None) nothing.
+    `tensors` has the file's names; `names` maps ours to the file's. `says_tied`: whether the config says that the head
+    is the embedding; None: it does not say.
     """
     if tokenizer.n_words > args.vocab_size:
         raise CheckpointError(
             path,
-            f"the tokenizer has {tokenizer.n_words} tokens but the model only {args.vocab_size}: "
-            "they do not belong together",
+            f"the tokenizer has {tokenizer.n_words} tokens and the model only {args.vocab_size}; use the model's own",
         )
     tokenizer.widen(args.vocab_size)
     head, embedding = names["output.weight"], names["tok_embeddings.weight"]
@@ -193,26 +191,23 @@ def assemble(
     needed = {names[name]: shape for name, shape in needed_shapes(args).items()}
     check_shapes(path, needed=needed, found={name: weight.shape for name, weight in tensors.items()})
     if says_tied and not tensors[head].same_bits(tensors[embedding]):
-        raise CheckpointError(path, f"the config says that the head is tied, but {head} is not {embedding}")
+        raise CheckpointError(path, f"the config says that the head is tied, but {head} is not equal to {embedding}")
     args = replace(args, tied_head=shared or bool(says_tied))
     return Checkpoint(path, args, tokenizer, {ours: tensors[theirs] for ours, theirs in names.items()}, window, family)
 
 
 def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor that a model of these sizes needs, a tied head included."""
-    with torch.device("meta"):  # shapes alone: this costs milliseconds and no memory, whatever the sizes
-        shapes = shapes_of(Transformer(replace(args, n_layers=1, kv_cache="static")))  # all layers are alike
+    """Return the name and shape of every tensor that a model of these sizes needs, including a tied head."""
+    with torch.device("meta"):  # no memory, and milliseconds whatever the sizes: all layers are alike
+        model = Transformer(replace(args, n_layers=1, kv_cache="static"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     layers = {name.removeprefix("layers.0."): shape for name, shape in shapes.items() if name.startswith("layers.0.")}
     whole = {name: shape for name, shape in shapes.items() if not name.startswith("layers.0.")}
     return whole | {f"layers.{i}.{name}": shape for i in range(args.n_layers) for name, shape in layers.items()}
 
 
-def shapes_of(model: Transformer) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
 def check_shapes(path: Path, *, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse any difference between the tensors that are needed and those found, naming the first ones of each kind."""
+    """Raise CheckpointError with the first missing, unexpected and misshapen tensors, if there are any."""
     missing = needed.keys() - found.keys()
     unexpected = found.keys() - needed.keys()
     misshapen = [
@@ -227,35 +222,35 @@ def check_shapes(path: Path, *, needed: Mapping[str, tuple[int, ...]], found: Ma
         raise CheckpointError(path, "the tensors do not fit the config; " + "; ".join(complaints))
 
 
-def refuse_strangers(path: Path, *, known: Collection[str], found: Collection[str]) -> None:
-    """Refuse a file of which more tensors are unknown than the model has, before anything is made of any.
+def reject_unknown_tensors(path: Path, *, known: Collection[str], found: Collection[str]) -> None:
+    """Reject a file with more unknown tensors than the model has tensors, before their entries are read.
 
-    Fewer are named by `check_shapes`, beside what is missing and misshapen.
+    `check_shapes` reports fewer, together with missing and misshapen ones.
     """
-    strangers = set(found).difference(known)
-    if len(strangers) > len(known):
-        raise CheckpointError(path, f"the tensors do not fit the config; unexpected: {some_of(strangers)}")
+    unknown = set(found).difference(known)
+    if len(unknown) > len(known):
+        raise CheckpointError(path, f"the tensors do not fit the config; unexpected: {some_of(unknown)}")
 
 
-def refuse_others(path: Path, content: Mapping[str, Any], must_be: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse, by name, every key whose value is not among those under which the model is the one that we build."""
+def require_values(path: Path, content: Mapping[str, Any], allowed: Mapping[str, tuple[object, ...]]) -> None:
+    """Reject, by name, every key whose value would change what the model computes: only `allowed` values pass."""
     complaints = []
-    for key, allowed in must_be.items():
+    for key, values in allowed.items():
         value = content.get(key)
-        # Types are exact: Python takes true for 1, but a file that says so means something else. 1 and 1.0 are one.
-        if not any(value == each and (type(value) is bool) == (type(each) is bool) for each in allowed):
-            would_do = ", ".join("none at all" if each is None else json.dumps(each) for each in allowed)
-            complaints.append(f"{key}={value!r:.80} is not supported; what is: {would_do}")
+        # In Python true equals 1; in a file they differ. 1 and 1.0 are equal.
+        if not any(value == each and (type(value) is bool) == (type(each) is bool) for each in values):
+            supported = ", ".join("no such key" if each is None else json.dumps(each) for each in values)
+            complaints.append(f"{key}={value!r:.80} is not supported; supported: {supported}")
     if complaints:
         raise CheckpointError(path, "; ".join(complaints))
 
 
 def need_file(directory: Path, name: str, what: str) -> Path:
-    """Return the path of a regular file, or say what is there instead."""
+    """Return the path of a regular file in the directory; raise CheckpointError if there is none."""
     path = directory / name
     try:
         mode = path.stat().st_mode
-    except OSError:  # nothing, or a link that leads nowhere
+    except OSError:  # missing, or a broken link
         raise CheckpointError(directory, f"lacks {name} ({what}); found {listing(directory)}") from None
     with refusing(path, "cannot be used"):
         check_regular(mode)
@@ -263,28 +258,28 @@ def need_file(directory: Path, name: str, what: str) -> Path:
 
 
 def listing(directory: Path) -> str:
-    """Return the first names in a directory, as words for a message."""
+    """Return the first names in a directory, for a message."""
     return some_of([entry.name for entry in directory.iterdir()]) or "nothing"
 
 
-def read_json(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
-    """Return the object in a file of at most `limit` bytes. What could be understood in two ways is refused."""
+def read_config(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
+    """Return the JSON object in a file of at most `limit` bytes; ambiguous JSON is rejected."""
     with refusing(path, "is not readable as JSON"):
         return json_object.read_json(path, limit=limit)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read Hugging Face's tokenizer.json or, under any other name, Meta's tokenizer.model."""
+    """Return the tokenizer of Hugging Face's tokenizer.json or, under any other name, of Meta's tokenizer.model."""
     with refusing(path, "is not a tokenizer that can be used"):
         return Tokenizer.from_huggingface(path) if path.suffix == ".json" else Tokenizer(path)
 
 
 def make_args(path: Path, **sizes: Any) -> ModelArgs:
-    """Return ModelArgs(**sizes), held to limits that keep a hostile file from costing time or memory."""
+    """Return ModelArgs(**sizes) if no size is above its limit, so that an untrusted file cannot cost time or memory."""
     with refusing(path, "describes a model that cannot be built"):
         args = ModelArgs(**sizes)
     if args.rope_theta is None:
-        raise CheckpointError(path, "rope_theta=None must be a finite number above 0: no format describes NoPE")
+        raise CheckpointError(path, "rope_theta=None must be a finite number above 0: no format has models without it")
     for name, limit in _LIMITS.items():
         if getattr(args, name) > limit:
             raise CheckpointError(path, f"{name}={getattr(args, name)} is above the limit of {limit}")

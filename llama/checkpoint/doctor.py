@@ -1,6 +1,6 @@
-"""What a checkpoint is, said without loading it: format, sizes, tokenizer, memory, and all that does not fit.
+"""Describe a checkpoint without loading it: format, sizes, tokenizer, memory, and why it would not load.
 
-Knows what the readers of this folder know, and chat formats. Prints nothing.
+Prints nothing.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ import torch
 
 from llama.args import ModelArgs
 from llama.checkpoint import open_checkpoint, stored_bytes
-from llama.checkpoint.base import Checkpoint, read_tokenizer
+from llama.checkpoint.base import Checkpoint, Weight, read_tokenizer
 from llama.checkpoint.families import FAMILIES
 from llama.costs import MB, Layout, cache_bytes, parameters, weights_bytes
 from llama.quant.packed import GROUP
@@ -21,14 +21,14 @@ from llama.tokenizer.chat import ChatFormat
 from llama.untrusted.errors import CheckpointError
 
 _WEIGHTS = ("*.gguf", "*.safetensors", "consolidated*.pth")
-_POSITIONS = 2048  # of the cache in the table of memory, or fewer where the model takes fewer
+_POSITIONS = 2048  # length of the cache in the memory table; less if the model's limit is lower
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found: facts by name, the memory of each way to load it, remarks, and why it would not load.
+    """What was found: facts by name, memory of each mode of loading, remarks, and the reasons why it would not load.
 
-    memory: (dtype, quantize, bytes of the weights, bytes of a cache of one text of `positions`).
+    memory: (dtype, quantize, bytes of the weights, bytes of the cache of one text of `positions` tokens).
     """
 
     facts: dict[str, str] = field(default_factory=dict)
@@ -39,14 +39,14 @@ class Findings:
 
 
 def examine(path: Path, *, tokenizer_path: Path | None = None) -> Findings:
-    """Return what a checkpoint is; what is wrong with it is among the findings and raises nothing."""
+    """Return what a checkpoint is. Its errors are in `obstacles` and are not raised."""
     try:
         checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_path)
     except CheckpointError as error:
         others = [other for other in _wrong_tokenizers(path) if other != str(error)]
         return Findings(obstacles=[str(error), *others])
     return Findings(
-        facts=dict(_facts(checkpoint)),
+        facts=_facts(checkpoint),
         memory=list(_memory(checkpoint)),
         positions=_positions(checkpoint),
         remarks=list(_remarks(checkpoint)),
@@ -54,7 +54,7 @@ def examine(path: Path, *, tokenizer_path: Path | None = None) -> Findings:
 
 
 def _wrong_tokenizers(path: Path) -> Iterator[str]:
-    """Yield what is wrong with the tokenizers of a folder, which an earlier error may have hidden."""
+    """Yield the errors of the folder's tokenizers, which an earlier error may have hidden."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (path / name).is_file():
             try:
@@ -63,31 +63,27 @@ def _wrong_tokenizers(path: Path) -> Iterator[str]:
                 yield str(error)
 
 
-def _facts(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     args, path = checkpoint.args, checkpoint.path
     files = [path] if path.is_file() else sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
-    yield "format", _format(path)
-    yield (
-        "weights",
-        f"{len(files)} file{'s' * (len(files) > 1)}, {sum(file.stat().st_size for file in files) / MB:,.1f} MB",
-    )
-    yield "family", checkpoint.family
-    yield "parameters", f"{parameters(args):,}"
-    yield "layers", f"{args.n_layers} of width {args.dim}, MLP {args.ffn_dim}"
-    yield "heads", f"{args.n_heads} of {args.head_dim} numbers, {args.n_kv_heads} for keys and values"
-    yield "attention", _attention(args)
-    yield "head", "is the embedding (tied)" if args.tied_head else "its own matrix"
-    yield "RoPE", _rope(args)
-    yield (
-        "rows of q and k",
-        "half-split, brought into our order" if _half_split(checkpoint) else "pair by pair, as ours",
-    )
-    yield "longest text", f"{args.max_seq_len:,} positions"
-    kinds = Counter(
-        _kind(checkpoint, name) for name in checkpoint.tensors if name != "output.weight" or not args.tied_head
-    )
-    yield "tensors", ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    yield from _tokenizer_facts(checkpoint.tokenizer, args)
+    megabytes = sum(file.stat().st_size for file in files) / MB
+    own = {name: weight for name, weight in checkpoint.tensors.items() if name != "output.weight" or not args.tied_head}
+    types = Counter(map(_type, own.values()))
+    return {
+        "format": _format(path),
+        "weights": f"{len(files)} file{'s' * (len(files) > 1)}, {megabytes:,.1f} MB",
+        "family": checkpoint.family,
+        "parameters": f"{parameters(args):,}",
+        "layers": f"{args.n_layers} of width {args.dim}, MLP {args.ffn_dim}",
+        "heads": f"{args.n_heads} of {args.head_dim} numbers, {args.n_kv_heads} for keys and values",
+        "attention": _attention(args),
+        "head": "is the embedding (tied)" if args.tied_head else "its own matrix",
+        "RoPE": _rope(args),
+        "rows of q and k": "half-split, converted to our order" if _half_split(checkpoint) else "pair by pair, as ours",
+        "longest text": f"{args.max_seq_len:,} positions",
+        "tensors": ", ".join(f"{count} {kind}" for kind, count in sorted(types.items())),
+        **_tokenizer_facts(checkpoint.tokenizer, args),
+    }
 
 
 def _format(path: Path) -> str:
@@ -117,30 +113,32 @@ def _half_split(checkpoint: Checkpoint) -> bool:
     return not (checkpoint.path / "params.json").is_file()
 
 
-def _kind(checkpoint: Checkpoint, name: str) -> str:
-    weight = checkpoint.tensors[name]
+def _type(weight: Weight) -> str:
     return str(weight.rows(0, 1).dtype).removeprefix("torch.") if weight.stored is None else weight.stored.kind
 
 
-def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> Iterator[tuple[str, str]]:
+def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> dict[str, str]:
     unused = args.vocab_size - tokenizer.n_words
-    filled = f", and {unused} rows of the embedding beyond it" if unused else ""
-    yield "tokenizer", f"{tokenizer.n_words:,} tokens, {len(tokenizer.special_tokens)} of them special{filled}"
+    padding = f", and {unused} rows of the embedding beyond it" if unused else ""
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
 
     def named(id: int | None) -> str:
         return "none" if id is None else f"{texts.get(id, '?')} ({id})"
 
-    yield "beginning of a text", named(tokenizer.bos_id) + (", put before each" if tokenizer.adds_bos else "")
-    yield "ends of a text", ", ".join(map(named, tokenizer.stop_tokens)) or "none"
     try:
-        yield "chat format", ChatFormat(tokenizer).name
+        chat = ChatFormat(tokenizer).name
     except ValueError as error:
-        yield "chat format", f"none: {error}"
+        chat = f"none: {error}"
+    return {
+        "tokenizer": f"{tokenizer.n_words:,} tokens, {len(tokenizer.special_tokens)} of them special{padding}",
+        "beginning of a text": named(tokenizer.bos_id) + (", added to each text" if tokenizer.adds_bos else ""),
+        "ends of a text": ", ".join(map(named, tokenizer.stop_tokens)) or "none",
+        "chat format": chat,
+    }
 
 
 def _memory(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, int]]:
-    """Yield what each way to load it takes; of several ranks each takes its share."""
+    """Yield (dtype, quantize, bytes of the weights, bytes of the cache) of each mode of loading, for one process."""
     args, positions = checkpoint.args, _positions(checkpoint)
     for dtype, quantize, layout in ways_to_load(checkpoint):
         weights = weights_bytes(args, itemsize=dtype.itemsize, quantize=layout)
@@ -149,7 +147,7 @@ def _memory(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, int]]:
 
 
 def ways_to_load(checkpoint: Checkpoint) -> list[tuple[torch.dtype, str, Layout]]:
-    """Return the dtype, the word for `quantize` and the layout of the weights of each way to load it."""
+    """Return the dtype, the value of `quantize` and the layout of the weights of each mode of loading."""
     args = checkpoint.args
     ways: list[tuple[torch.dtype, str, Layout]] = [(dtype, "", None) for dtype in (torch.float32, torch.bfloat16)]
     if not (args.dim % GROUP or args.ffn_dim % GROUP or args.n_heads * args.head_dim % GROUP):
@@ -167,6 +165,6 @@ def _remarks(checkpoint: Checkpoint) -> Iterator[str]:
     longest = checkpoint.whole_texts().max_seq_len
     if longest < checkpoint.args.max_seq_len:
         yield (
-            f"in longer texts its attention sees the last {longest:,} positions alone (sliding_window), which is not "
-            f"supported: it loads with --max_seq_len {longest}"
+            f"its attention sees only the last {longest:,} positions (sliding_window); longer texts are not supported: "
+            f"it loads with --max_seq_len {longest}"
         )

@@ -1,7 +1,4 @@
-"""A model of ours in the formats of others: Hugging Face's directory, and llama.cpp's file.
-
-Knows the foreign names and layouts, by the tables of the two readers. Writes no tokenizer.
-"""
+"""Write a model as Hugging Face's directory or as a .gguf file. The tokenizer is not written."""
 
 import json
 from dataclasses import asdict
@@ -25,17 +22,17 @@ _GGUF_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16
 
 
 def save_huggingface(model: Transformer, directory: str | PathLike[str]) -> None:
-    """Write config.json and model.safetensors, in the model's dtype, into a directory that is made where there is none.
+    """Write config.json and model.safetensors, in the model's dtype, into a directory, which is created if needed.
 
-    Raises ValueError for a dtype other than fp32, fp16 and bf16, and for RoPE scaling that config.json cannot say.
+    Raises ValueError for a dtype other than fp32, fp16 and bf16, and for RoPE scaling that config.json cannot express.
     """
-    _refuse_a_slice(model)
+    _reject_slice(model)
     from safetensors.torch import save_file
 
     config = huggingface_config(model.args) | {"dtype": _DTYPES[_dtype(model)]}
     tensors = huggingface_tensors(model)
     if model.args.tied_head:
-        del tensors[HUGGINGFACE_NAMES["output.weight"]]  # the file may not hold one tensor under two names
+        del tensors[HUGGINGFACE_NAMES["output.weight"]]  # safetensors rejects one tensor under two names
     directory = Path(directory)
     replace_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     with replacing(directory / "model.safetensors") as new:
@@ -43,9 +40,9 @@ def save_huggingface(model: Transformer, directory: str | PathLike[str]) -> None
 
 
 def huggingface_config(args: ModelArgs) -> dict[str, Any]:
-    """Return what config.json says of such a model, in the words of transformers 5.
+    """Return the config.json of such a model, with the keys of transformers 5.
 
-    Raises ValueError for RoPE scaling that is a divisor per frequency, for which it has no word.
+    Raises ValueError for RoPE scaling by a divisor per frequency: config.json has no key for it.
     """
     family = family_of(args)
     return {
@@ -65,21 +62,21 @@ def huggingface_config(args: ModelArgs) -> dict[str, Any]:
         "max_position_embeddings": args.max_seq_len,
         "rope_parameters": {"rope_theta": args.rope_theta, **_rope_scaling(args)},
         "tie_word_embeddings": args.tied_head,
-        # Those of Llama 2 unless others are stated; ours are with the tokenizer.
+        # Without these keys transformers takes Llama 2's ids; ours come from the tokenizer.
         "bos_token_id": None,
         "eos_token_id": None,
     }
 
 
-def _refuse_a_slice(model: Transformer) -> None:
+def _reject_slice(model: Transformer) -> None:
     if model.ranks.size > 1:
-        raise ValueError(f"this process holds 1 of {model.ranks.size} slices of the model; load it in one to write it")
+        raise ValueError(f"this process has 1 of {model.ranks.size} slices of the model; load it in one to write it")
 
 
 def huggingface_tensors(model: Transformer) -> dict[str, Tensor]:
-    """Return the weights in Hugging Face's names and layout, a tied head under both of its names.
+    """Return the weights in Hugging Face's names and layout, with a tied head under both of its names.
 
-    What makes queries and keys is a copy, because its rows stand in another order there; the rest is the model's own.
+    The weights of queries and keys are copies, because their rows have another order there; the others are shared.
     """
     names = huggingface_names(model.args)
     weights = {ours: weight.detach() for ours, weight in model.state_dict().items()}
@@ -90,12 +87,11 @@ def huggingface_tensors(model: Transformer) -> dict[str, Tensor]:
 
 
 def save_gguf(model: Transformer, path: str | PathLike[str]) -> None:
-    """Write a .gguf file in the model's dtype, with vectors in float32, which is how llama.cpp wants them.
+    """Write a .gguf file in the model's dtype, with vectors in float32 as llama.cpp needs them, and no tokenizer.
 
-    In place of a tokenizer it names how many tokens there are. Raises ValueError for a dtype other than fp32, fp16 and
-    bf16.
+    Raises ValueError for a dtype other than fp32, fp16 and bf16.
     """
-    _refuse_a_slice(model)
+    _reject_slice(model)
     tensors = {name: Weight.of(weight) for name, weight in model.state_dict().items()}
     parts = planned(model.args, tensors, _GGUF_KINDS[_dtype(model)])
     with replacing(Path(path)) as new:
@@ -115,13 +111,13 @@ def _rope_scaling(args: ModelArgs) -> dict[str, Any]:
         return {"rope_type": "default"}
     if isinstance(rule, tuple):
         raise ValueError(
-            f"rope_scaling has {len(rule)} divisors, and Hugging Face's config can only name a rule "
+            f"rope_scaling has {len(rule)} divisors, and Hugging Face's config only has rules "
             "(llama.args.RopeScaling); write a .gguf file instead"
         )
     values = asdict(rule)
     if isinstance(rule, LinearScaling):
         if values.pop("attention_factor") != 1:
-            raise ValueError("linear RoPE scaling with an attention_factor has no word in Hugging Face's config")
+            raise ValueError("Hugging Face's config has no key for the attention_factor of linear RoPE scaling")
         return {"rope_type": "linear", **values}
     kind = "yarn" if isinstance(rule, YarnScaling) else "llama3"
     return {"rope_type": kind, "original_max_position_embeddings": values.pop("original_max_seq_len"), **values}

@@ -1,7 +1,6 @@
-"""The families of models that are built like Llama, and what the files of each say in words of their own.
+"""The families of models that are built like Llama: how they differ, and the names of their tensors in files.
 
-A family is a row of a table. Knows the keys of Hugging Face's config.json and the names of tensors there and in .gguf
-files; reads no file.
+Reads no file.
 """
 
 from collections.abc import Mapping
@@ -13,11 +12,11 @@ from llama.args import ModelArgs
 
 @dataclass(frozen=True)
 class Family:
-    """What tells a family's models from Llama's.
+    """How the models of a family differ from Llama's.
 
-    name: its `model_type` in config.json, and its architecture in a .gguf file. in_gguf: whether it is one there; else
-    its models are called Llama's. half_split: whether rows in a .gguf file stand in Hugging Face's order, see
-    half_split.py. defaults: of config.json, where they are not those of Llama's.
+    name: its `model_type` in config.json, and its architecture in a .gguf file. in_gguf: False if .gguf files call its
+    models llama. half_split: whether a .gguf file has Hugging Face's order of rows, see half_split.py. defaults: of
+    config.json, if they differ from Llama's.
     """
 
     name: str
@@ -48,7 +47,7 @@ LLAMA, MISTRAL, QWEN2, QWEN3 = (
 FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 GGUF_FAMILIES = {family.name: family for family in FAMILIES.values() if family.in_gguf}
 
-# Of Hugging Face's names, and of a .gguf file's, by ours.
+# Our name -> the name in Hugging Face's files, and in a .gguf file.
 HUGGINGFACE_NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.{}.attention.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
@@ -92,23 +91,18 @@ def gguf_names(args: ModelArgs) -> dict[str, str]:
     return _names(args, GGUF_NAMES, bias="blk.{}.attn_%s.bias", norm="blk.{}.attn_%s_norm.weight")
 
 
-def _names(args: ModelArgs, names: Mapping[str, str], *, bias: str, norm: str) -> dict[str, str]:
+def _names(args: ModelArgs, names: dict[str, str], *, bias: str, norm: str) -> dict[str, str]:
     added = {ours: bias % part for ours, part in _BIASES.items() if args.attention_bias}
     added |= {ours: norm % part for ours, part in _NORMS.items() if args.qk_norm}
-    return numbered({**names, **added}, args.n_layers)
-
-
-def numbered(names: Mapping[str, str], n_layers: int) -> dict[str, str]:
-    """Write out a table of names whose layer number is `{}`."""
-    return {ours.format(i): theirs.format(i) for i in range(n_layers) for ours, theirs in names.items()}
+    return {ours.format(i): theirs.format(i) for i in range(args.n_layers) for ours, theirs in (names | added).items()}
 
 
 def family_of(args: ModelArgs) -> Family:
-    """Return the family in whose words a model of ours is written. Raises ValueError where none has them."""
+    """Return the family that can express the model in other formats. Raises ValueError if there is none."""
     if args.rope_theta is None:
-        raise ValueError("rope_theta=None: a model without RoPE has no name in other formats; save its state_dict()")
+        raise ValueError("rope_theta=None: other formats have no model without RoPE; save its state_dict()")
     switches = (args.attention_bias, args.qk_norm)
     for family in GGUF_FAMILIES.values():
         if (family.attention_bias, family.qk_norm) == switches:
             return family
-    raise ValueError("a model with both attention_bias and qk_norm has no name in other formats; keep it in Meta's")
+    raise ValueError("other formats have no model with both attention_bias and qk_norm; keep it in Meta's format")

@@ -1,10 +1,10 @@
-"""A .gguf file written piece by piece: which type each tensor gets, and what its bytes are.
+"""Write a .gguf file piece by piece: the type of each tensor and its bytes.
 
-The gguf package writes the header and does the rounding of quantised types; what a file holds in the wanted type
-already is copied as it is. No tensor is ever in memory as a whole. Knows no model and no text: it takes sizes, weights
-in our names and layout, and metadata as plain values.
+The gguf package writes the header and rounds to quantised types. Tensors that already have the wanted type are copied.
+No tensor is in memory as a whole.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,24 +23,24 @@ from llama.checkpoint.half_split import in_half_split_order
 from llama.costs import file_bytes
 from llama.rope import rope_frequencies, scaled_frequencies
 from llama.untrusted.errors import CheckpointError
-from llama.untrusted.gguf_header import Header, TensorInfo, read_header
+from llama.untrusted.gguf_header import GgufHeader, TensorInfo, read_gguf_header
 from llama.untrusted.gguf_sizes import FILE_BLOCKS
 
-# What a file can be written in: the name of the type, and its number of llama.cpp's enum llama_ftype.
+# The types that can be written, with their numbers in llama.cpp's enum llama_ftype.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ENDS = ("tok_embeddings.weight", "output.weight")  # in a file of 4 bits they have 8, as with quantize="int4"
+_ENDS = ("tok_embeddings.weight", "output.weight")  # 8 bits in a file of 4 bits, as with quantize="int4"
 _QUANTIZATION_VERSION = 2  # of ggml's blocks
-_COPIED_AT_A_TIME = 1 << 20
-# Of the file that a checkpoint comes from, what does not describe the one that is written.
-_NOT_CARRIED = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
+_COPY_BYTES = 1 << 20  # per read
+# Keys of the source file that do not describe the new one.
+_NOT_COPIED = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the file: its name and type there, its shape, and its bytes, a piece at a time.
+    """A tensor of the new file: its name and type there, its shape, and an iterator over pieces of its bytes.
 
-    copied: whether they are those of the file that the checkpoint comes from.
+    copied: whether the bytes are copied from the source file.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Part:
 
 
 def planned_of(checkpoint: Checkpoint, kind: str) -> tuple[list[Part], dict[str, Any]]:
-    """Return what a checkpoint's weights become in a file of this type, see `planned`, and what is said of it there.
+    """Return the tensors of a file of this type, see `planned`, and the metadata that comes from the checkpoint.
 
-    Of a .gguf file that is what it says of its tokenizer and of itself; of another format its name alone.
+    A .gguf file gives its tokenizer and its description; another format gives only its name.
     """
     path = checkpoint.path
-    header = read_header(path) if path.is_file() else None
+    header = read_gguf_header(path) if path.is_file() else None
     parts = planned(checkpoint.args, checkpoint.tensors, kind, path=path, header=header)
     if header is None:
         return parts, {"general.name": path.resolve().name}
-    return parts, {key: value for key, value in header.metadata.items() if _is_carried(key, value)}
+    return parts, {key: value for key, value in header.metadata.items() if _is_copied(key, value)}
 
 
 def planned(
@@ -73,13 +73,13 @@ def planned(
     kind: str,
     *,
     path: Path | None = None,
-    header: Header | None = None,
+    header: GgufHeader | None = None,
 ) -> list[Part]:
-    """Return the tensors of a file in which matrices are of this type, F32 vectors beside them.
+    """Return the tensors of a file with matrices of this type and vectors in F32.
 
-    Of a file with 4 bits the embedding and the head have 8 (Q8_0); a matrix whose rows are no whole blocks is F16. A
-    tied head is left out. `path` and `header` are those of the file that `tensors` come from, where that is a .gguf
-    file: what it holds in the type that is wanted is copied.
+    In a file of 4 bits the embedding and the head have 8 (Q8_0); a matrix whose rows are not whole blocks is F16. A
+    tied head is left out. `path` and `header`: the .gguf file of `tensors`, if they come from one: tensors that
+    already have the wanted type are copied.
     """
     parts = []
     divisors = _rope_divisors(args)
@@ -107,10 +107,10 @@ def write_gguf(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the file; `metadata` says what its sizes leave open, the tokenizer for one.
+    """Write the file, with `metadata` such as the tokenizer beside the sizes.
 
-    `progress(done, total)` is told the bytes of the tensors after each piece. Raises CheckpointError for numbers that
-    the type cannot hold. What is there of the file then, the caller has to delete.
+    `progress(done, total)` is called after each piece with the bytes of the tensors. Raises CheckpointError for numbers
+    outside the range of the type; the caller deletes the incomplete file.
     """
     _write_header(path, args, parts, metadata)
     total, done = sum(part.nbytes for part in parts), 0
@@ -125,14 +125,14 @@ def write_gguf(
         file.write(bytes(-file.tell() % 32))
 
 
-def _is_carried(key: str, value: Any) -> bool:
-    of_itself = key.startswith("general.") and key not in _NOT_CARRIED and isinstance(value, str)
-    return of_itself or key.startswith("tokenizer.")
+def _is_copied(key: str, value: Any) -> bool:
+    describes = key.startswith("general.") and key not in _NOT_COPIED and isinstance(value, str)
+    return describes or key.startswith("tokenizer.")
 
 
 def _kind_of(name: str, shape: tuple[int, ...], wanted: str) -> str:
     if len(shape) == 1:
-        return "F32"  # norms: few numbers, and llama.cpp wants them so
+        return "F32"  # llama.cpp needs norms in F32
     kind = "Q8_0" if wanted.startswith("Q4") and name in _ENDS else wanted
     return "F16" if shape[-1] % FILE_BLOCKS[kind][0] else kind
 
@@ -141,10 +141,9 @@ def _copied(name: str, info: TensorInfo, path: Path) -> Part:
     def pieces() -> Iterator[Tensor]:
         with path.open("rb") as file:
             file.seek(info.start)
-            for begin in range(0, info.nbytes, _COPIED_AT_A_TIME):
-                yield torch.frombuffer(
-                    bytearray(file.read(min(_COPIED_AT_A_TIME, info.nbytes - begin))), dtype=torch.uint8
-                )
+            for begin in range(0, info.nbytes, _COPY_BYTES):
+                piece = file.read(min(_COPY_BYTES, info.nbytes - begin))
+                yield torch.frombuffer(bytearray(piece), dtype=torch.uint8)
 
     return Part(name, info.kind, info.shape, pieces, copied=True)
 
@@ -165,19 +164,18 @@ def _bytes(rows: Tensor, kind: str) -> Tensor:
     from gguf.constants import GGMLQuantizationType  # here, because the package is slow to import
     from gguf.quants import quantize
 
-    with np.errstate(all="ignore"):  # blocks of numbers too small for a scale become zeros
+    with np.errstate(all="ignore"):  # a block of numbers too small for a scale becomes zeros
         return torch.from_numpy(quantize(rows.float().numpy(), GGMLQuantizationType[kind])).flatten()
 
 
 def _check_numbers(rows: Tensor, name: str, kind: str, path: Path | None) -> None:
-    """Refuse what a type would not hold: NaN and infinity in blocks, and what is beyond float16, as scales are."""
+    """Reject numbers outside the type: NaN, infinity, and anything beyond float16, the dtype of the scales."""
     if kind in ("F32", "BF16"):
         return
     most, limit = float(rows.abs().max()), torch.finfo(torch.float16).max
-    if not most <= limit:  # NaN is not
+    if not most <= limit:  # also true for NaN
         raise CheckpointError(
-            path or Path(name),
-            f"{name} holds {most:g}, and {kind} has numbers up to {limit:g}; choose bf16 or f32",
+            path or Path(name), f"{name} contains {most:g}, and {kind} has numbers up to {limit:g}; choose bf16 or f32"
         )
 
 
@@ -185,7 +183,7 @@ def _rope_divisors(args: ModelArgs) -> Tensor | None:
     if isinstance(args.rope_scaling, tuple):
         return torch.tensor(args.rope_scaling, dtype=torch.float32)
     if not isinstance(args.rope_scaling, RopeScaling):
-        return None  # what has keys of its own
+        return None  # no scaling, or a rule that has its own keys
     return rope_frequencies(args.head_dim, args.rope_theta) / scaled_frequencies(args)
 
 
@@ -235,7 +233,7 @@ def _add_scaling(writer: Any, rule: Scaling | tuple[float, ...] | None) -> None:
     elif isinstance(rule, YarnScaling):
         if (rule.beta_fast, rule.beta_slow, rule.truncate) != (32, 1, True):
             raise ValueError(
-                f"llama.cpp knows YaRN with beta_fast=32, beta_slow=1 and truncate=True alone, not {rule}; write a "
+                f"llama.cpp only has YaRN with beta_fast=32, beta_slow=1 and truncate=True, not {rule}; write a "
                 "Hugging Face folder instead"
             )
         writer.add_rope_scaling_type(RopeScalingType.YARN)
@@ -245,18 +243,18 @@ def _add_scaling(writer: Any, rule: Scaling | tuple[float, ...] | None) -> None:
 
 
 def _add_type(writer: Any, parts: Sequence[Part]) -> None:
-    """Say of which type most numbers of the file are, which is what llama.cpp shows of it."""
-    counts: dict[str, int] = {}
+    """Add the type of most numbers of the file: llama.cpp displays it."""
+    counts: Counter[str] = Counter()
     for part in parts:
-        counts[part.kind] = counts.get(part.kind, 0) + prod(part.shape)
-    most = max(counts, key=lambda kind: counts[kind])
+        counts[part.kind] += prod(part.shape)
+    ((most, _),) = counts.most_common(1)
     writer.add_file_type(FILE_TYPES[most])
     if most not in _FLOATS:
         writer.add_quantization_version(_QUANTIZATION_VERSION)
 
 
 def _add_value(writer: Any, key: str, value: Any) -> None:
-    """Add a value in the type that llama.cpp reads it as: whole numbers as uint32."""
+    """Add a value with the type that llama.cpp expects: whole numbers as uint32."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -1,7 +1,7 @@
-"""The order of rows in wq and wk that Hugging Face's files have, and how a tensor in it is read in ours.
+"""Convert between the half-split order of rows in wq and wk (Hugging Face, llama.cpp's NEOX) and Meta's order.
 
-RoPE turns pairs of numbers in a head. We keep the two rows of a pair side by side, as Meta's files do; others keep all
-first ones of a head and then all second ones. What is computed is the same. Knows tensors in their files.
+RoPE rotates pairs of numbers in a head. In Meta's files the two rows of a pair are neighbours; a half-split file has
+all first rows of a head and then all second rows. Both compute the same.
 """
 
 from collections.abc import Callable
@@ -12,36 +12,36 @@ from torch import Tensor
 
 from llama.checkpoint.base import Weight
 
-# Of our names, what is in that order: whatever makes queries and keys, and what is multiplied with a head's numbers.
+# Our names of the tensors with that order: they produce queries and keys, or are multiplied with a head's numbers.
 HALF_SPLIT = tuple(f".attention.{name}" for name in ("wq.weight", "wk.weight", "wq.bias", "wk.bias")) + tuple(
     f".attention.{name}.weight" for name in ("q_norm", "k_norm")
 )
 
 
 def in_our_order(name: str, weight: Weight, head_dim: int) -> Weight:
-    """Return a tensor of a file with half-split rows, called `name` by us, with its rows in our order."""
+    """Return a tensor of a half-split file, with our name `name`, with its rows in our order."""
     if not name.endswith(HALF_SPLIT):
         return weight
     return _reordered(weight, lambda start, stop: half_split_rows(start, stop, head_dim))
 
 
 def in_half_split_order(name: str, weight: Weight, head_dim: int) -> Weight:
-    """Return a tensor of ours with its rows as a file with half-split rows has them."""
+    """Return a tensor in our order, with our name `name`, with its rows in half-split order."""
     if not name.endswith(HALF_SPLIT):
         return weight
     return _reordered(weight, lambda start, stop: our_rows(start, stop, head_dim))
 
 
 def half_split_rows(start: int, stop: int, head_dim: int) -> Tensor:
-    """Return where the rows start..stop-1 of ours are in a half-split file."""
-    row = torch.arange(start, stop, device="cpu")  # also where a model is built on the meta device
+    """Return the indices in a half-split file of our rows start..stop-1."""
+    row = torch.arange(start, stop, device="cpu")  # also under a meta device context
     place = row % head_dim
     return row - place + place % 2 * (head_dim // 2) + place // 2
 
 
 def our_rows(start: int, stop: int, head_dim: int) -> Tensor:
-    """Return where the rows start..stop-1 of a half-split file are in ours."""
-    row = torch.arange(start, stop, device="cpu")  # also where a model is built on the meta device
+    """Return our indices of the rows start..stop-1 of a half-split file."""
+    row = torch.arange(start, stop, device="cpu")
     place = row % head_dim
     return row - place + place % (head_dim // 2) * 2 + place // (head_dim // 2)
 

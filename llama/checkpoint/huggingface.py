@@ -1,6 +1,6 @@
 """Hugging Face's format: config.json, tokenizer.json, and weights in one or several .safetensors files.
 
-Knows config.json in the words of transformers 4 and 5.
+Reads the config.json of transformers 4 and 5.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -15,10 +15,10 @@ from llama.checkpoint.base import (
     assemble,
     make_args,
     need_file,
-    read_json,
+    read_config,
     read_tokenizer,
-    refuse_others,
-    refuse_strangers,
+    reject_unknown_tensors,
+    require_values,
 )
 from llama.checkpoint.families import FAMILIES, Family, huggingface_names
 from llama.checkpoint.half_split import in_our_order
@@ -26,12 +26,12 @@ from llama.checkpoint.safetensors_file import read_safetensors
 from llama.untrusted.errors import CheckpointError, refusing
 from llama.untrusted.words import some_of
 
-_DROPPED = ".rotary_emb.inv_freq"  # a table that old files carry; ours is made from rope_theta
+_IGNORED = ".rotary_emb.inv_freq"  # a table in old files; ours is computed from rope_theta
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_LONGEST_INDEX = 4 << 20  # of 512 layers with long names: 1 MB
+_MAX_INDEX = 4 << 20  # bytes; an index of 512 layers with long names has 1 MB
 
-# Keys that change what a model computes, with the values under which it is the model that we build. Others pass.
-_MUST_BE: dict[str, tuple[object, ...]] = {
+# Keys that change what a model computes, with the supported values. Other keys are ignored.
+_SUPPORTED: dict[str, tuple[object, ...]] = {
     "model_type": tuple(FAMILIES),
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
@@ -52,9 +52,9 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
 
 
 def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
-    """Open a directory as `save_pretrained` writes it. `tokenizer_path`: where its tokenizer is, if not beside."""
+    """Return the checkpoint in a directory of `save_pretrained`. `tokenizer_path` replaces its tokenizer."""
     config_path = need_file(directory, "config.json", "the sizes of the model")
-    config = read_json(config_path)
+    config = read_config(config_path)
     family = _family(config_path, config)
     config = {**family.defaults, **config}
     args = _args(config_path, config, family)
@@ -65,7 +65,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
         tensors |= {
             name: in_our_order(ours.get(name, name), weight, args.head_dim)
             for name, weight in _read_shard(path, indexed, names.values()).items()
-            if not name.endswith(_DROPPED)
+            if not name.endswith(_IGNORED)
         }
     tokenizer = read_tokenizer(tokenizer_path or _tokenizer_file(directory))
     return assemble(
@@ -81,7 +81,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
 
 
 def _tokenizer_file(directory: Path) -> Path:
-    """Return tokenizer.json, or SentencePiece's tokenizer.model, which old folders have alone."""
+    """Return tokenizer.json, or SentencePiece's tokenizer.model: old directories have no other."""
     old = directory / "tokenizer.model"
     if old.is_file() and not (directory / "tokenizer.json").exists():
         return old
@@ -89,19 +89,19 @@ def _tokenizer_file(directory: Path) -> Path:
 
 
 def _family(path: Path, config: Mapping[str, Any]) -> Family:
-    refuse_others(path, config, _MUST_BE)
+    require_values(path, config, _SUPPORTED)
     return FAMILIES[config["model_type"]]
 
 
 def _window(path: Path, config: Mapping[str, Any]) -> int | None:
-    """Return how many positions a query of some layer sees, where that is not all of them."""
+    """Return the number of positions that a query sees in the layers with a sliding window; None: all see all."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and set(map(str, kinds)) <= {_FULL, _SLIDING}):
-        raise CheckpointError(path, f"layer_types={kinds!r:.80} is not supported; {_FULL} and {_SLIDING} are")
+        raise CheckpointError(path, f"layer_types={kinds!r:.80} is not supported; supported: {_FULL}, {_SLIDING}")
     slides = window is not None and config.get("use_sliding_window", True) is not False
     if kinds is not None:
         slides = slides and _SLIDING in kinds
-    elif "max_window_layers" in config:  # the first of Qwen's layers see all
+    elif "max_window_layers" in config:  # Qwen: the first layers see all positions
         slides = slides and _whole(path, config, "max_window_layers") < config["num_hidden_layers"]
     return _whole(path, config, "sliding_window") if slides else None
 
@@ -116,12 +116,12 @@ def _whole(path: Path, config: Mapping[str, Any], key: str) -> int:
 def _args(path: Path, config: Mapping[str, Any], family: Family) -> ModelArgs:
     if type(config.get("tie_word_embeddings")) not in (bool, NoneType):
         raise CheckpointError(path, f"tie_word_embeddings={config['tie_word_embeddings']!r} must be true or false")
-    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    lacking = [key for key in needed if config.get(key) is None]
-    if lacking:
-        raise CheckpointError(path, f"lacks {', '.join(lacking)}")
+    required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [key for key in required if config.get(key) is None]
+    if missing:
+        raise CheckpointError(path, f"lacks {', '.join(missing)}")
     rope = _rope_parameters(path, config)
-    # What is left out has the default of transformers' LlamaConfig, or of its family's own.
+    # A missing key has the default of transformers' LlamaConfig, or of the family.
     return make_args(
         path,
         dim=config["hidden_size"],
@@ -141,15 +141,16 @@ def _args(path: Path, config: Mapping[str, Any], family: Family) -> ModelArgs:
 
 
 def _rope_parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what transformers 5 keeps in rope_parameters, and 4 in rope_theta and rope_scaling."""
+    """Return RoPE's keys: rope_parameters of transformers 5, rope_theta and rope_scaling of transformers 4."""
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if not isinstance(old, dict) or not isinstance(new, dict) or (old and new):
         raise CheckpointError(path, "needs one of rope_parameters and rope_scaling, in braces")
     theta = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
     for key, value in (old | new).items():
-        if isinstance(value, dict) or key.endswith("_attention"):  # one set for each kind of layer
-            said = f"gives RoPE's {key}={value!r:.80}, and this library has one RoPE for all layers; load another model"
-            raise CheckpointError(path, said)
+        if isinstance(value, dict) or key.endswith("_attention"):  # one set of keys per kind of layer
+            raise CheckpointError(
+                path, f"RoPE has {key}={value!r:.80}, and this library has one RoPE for all layers; load another model"
+            )
     return theta | old | new
 
 
@@ -161,8 +162,8 @@ def _rope_scaling(path: Path, rope: Mapping[str, Any], config: Mapping[str, Any]
         return None
     if not isinstance(kind, str) or kind not in _SCALINGS:
         known = ", ".join(["default", *_SCALINGS])
-        raise CheckpointError(path, f"RoPE scaling of type {kind!r} is not supported; {known} are")
-    with refusing(path, f"holds RoPE scaling of type {kind} that makes no sense"):
+        raise CheckpointError(path, f"RoPE scaling of type {kind!r} is not supported; supported: {known}")
+    with refusing(path, f"has invalid RoPE scaling of type {kind}"):
         return _SCALINGS[kind](rope, config)
 
 
@@ -176,7 +177,7 @@ def _linear(rope: Mapping[str, Any], config: Mapping[str, Any]) -> LinearScaling
 
 
 def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> YarnScaling:
-    """Return YaRN's numbers, with the defaults of transformers, by which DeepSeek's two "mscale" are a quotient."""
+    """Return YaRN's numbers with the defaults of transformers. DeepSeek's attention factor is a quotient."""
     trained = _number({**config, **rope}, "original_max_position_embeddings", config.get("max_position_embeddings"))
     factor = _number(rope, "factor")
     attention: Any = rope.get("attention_factor")
@@ -208,38 +209,37 @@ def _number(values: Mapping[str, Any], key: str, default: object = None) -> floa
 
 
 def _shards(directory: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files, each with the names that the index gives it (None: there is no index)."""
+    """Return the weight files, each with its tensor names in the index (None: there is no index)."""
     single, index_path = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists() or not index_path.exists():
         return {need_file(directory, single.name, "the weights, or its .index.json with several files"): None}
-    places = places_of(index_path, read_json(index_path, limit=_LONGEST_INDEX))
-    return {need_file(directory, file, f"named by {index_path.name}"): names for file, names in places.items()}
+    shards = shards_of(index_path, read_config(index_path, limit=_MAX_INDEX))
+    return {need_file(directory, file, f"named by {index_path.name}"): names for file, names in shards.items()}
 
 
-def places_of(path: Path, index: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return the names of tensors that an index, read from `path`, places in each file; files have plain names."""
+def shards_of(path: Path, index: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the tensor names of each file in an index that was read from `path`; all file names are plain."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(path, "lacks weight_map")
-    places: dict[str, set[str]] = {}
-    for name, where in weight_map.items():
-        # A plain name cannot lead out of the directory. (Where the entry is a link, as in the hub's cache, the
-        # owner of the directory put it there.)
-        if type(where) is not str or set(where) & set("/\\:\0"):
-            raise CheckpointError(path, f"names {where!r:.80}, which is not the plain name of a file")
-        if not where.endswith(".safetensors"):
-            raise CheckpointError(path, f"names {where!r:.80}, which is not a .safetensors file")
-        places.setdefault(where, set()).add(name)
-    return places
+    shards: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        # A plain name cannot leave the directory. It may be a link, as in the hub's cache: the owner made it.
+        if type(file) is not str or set(file) & set("/\\:\0"):
+            raise CheckpointError(path, f"names {file!r:.80}, which is not the plain name of a file")
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(path, f"names {file!r:.80}, which is not a .safetensors file")
+        shards.setdefault(file, set()).add(name)
+    return shards
 
 
 def _read_shard(path: Path, indexed: set[str] | None, known: Collection[str]) -> dict[str, Weight]:
-    """Return the file's tensors, still in it."""
+    """Return the weights of a file."""
 
     def check(names: Collection[str]) -> None:
         if indexed is not None and indexed != names:
             odd = indexed.symmetric_difference(names)
-            raise CheckpointError(path, f"it and the index do not both place here: {some_of(odd)}")
-        refuse_strangers(path, known=known, found=names)
+            raise CheckpointError(path, f"the file and the index disagree about {some_of(odd)}")
+        reject_unknown_tensors(path, known=known, found=names)
 
     return read_safetensors(path, check)

@@ -1,7 +1,6 @@
-"""Meta's own format: params.json, tokenizer.model, and weights in consolidated.00.pth, .01.pth and so on.
+"""Meta's format: params.json, tokenizer.model, and weights in consolidated.00.pth, .01.pth and so on.
 
-Knows how Meta cuts a model into shards; `pth` knows the bytes of one. The names and the layout are those of our model,
-so nothing is translated.
+Merges the shards of a model; `pth` reads one. Names and layout are those of our model.
 """
 
 import logging
@@ -22,40 +21,40 @@ from llama.checkpoint.base import (
     make_args,
     need_file,
     needed_shapes,
-    read_json,
+    read_config,
     read_tokenizer,
-    refuse_strangers,
+    reject_unknown_tensors,
     same_bits,
 )
 from llama.tokenizer import Tokenizer
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.mapped import MappedFile
-from llama.untrusted.pth import TensorPlace, read_header
+from llama.untrusted.pth import TensorPlace, read_pth_header
 from llama.untrusted.words import some_of
 
 logger = logging.getLogger(__name__)
 
 _SPLIT_BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 _REPLICATED = ("norm.weight",)
-_DROPPED = {"rope.freqs"}  # a table that old files carry; ours is made from rope_theta
+_IGNORED = {"rope.freqs"}  # a table in old files; ours is computed from rope_theta
 
 
 def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
-    """Open a directory as Meta distributes it. `tokenizer_path`: where its tokenizer.model is, if not beside."""
+    """Return the checkpoint in a directory of Meta's. `tokenizer_path` replaces its tokenizer.model."""
     params_path = need_file(directory, "params.json", "the sizes of the model")
-    params = read_json(params_path)
+    params = read_config(params_path)
     tokenizer = read_tokenizer(tokenizer_path or need_file(directory, "tokenizer.model", "the vocabulary"))
     args = _args(params_path, params, tokenizer)
     mapped = {path.name: MappedFile(path) for path in _shard_paths(directory)}
-    shards = {name: read_header(file) for name, file in mapped.items()}
+    shards = {name: read_pth_header(file) for name, file in mapped.items()}
     _check_shards(directory, args, shards)
     names = {name: name for name in needed_shapes(args)}
     first = next(iter(shards.values()))
-    refuse_strangers(directory, known=names, found=first)
+    reject_unknown_tensors(directory, known=names, found=first)
     tensors = {
         name: _merge(directory, name, [_weight(mapped[file], shard[name]) for file, shard in shards.items()], args)
         for name in first
-        if name not in _DROPPED
+        if name not in _IGNORED
     }
     return assemble(
         directory,
@@ -70,17 +69,17 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpo
 def _args(path: Path, params: dict[str, Any], tokenizer: Tokenizer) -> ModelArgs:
     unknown = params.keys() - {field.name for field in fields(ModelArgs)}
     if unknown:
-        raise CheckpointError(path, f"holds keys that this library does not know: {some_of(unknown)}")
+        raise CheckpointError(path, f"has unknown keys: {some_of(unknown)}")
     for name in ("use_scaled_rope", "tied_head"):
         if not isinstance(params.get(name, False), bool):
             raise CheckpointError(path, f"{name}={params[name]!r} must be true or false")
     if params.get("vocab_size", -1) == -1:
         params = params | {"vocab_size": tokenizer.n_words}
     scaled = params.get("use_scaled_rope", False)
-    # Meta's files do not say how long a text may be: 8192 for Llama 3, 131072 from 3.1 on.
+    # Meta's files have no key for the longest text: 8192 tokens for Llama 3, 131072 from 3.1 on.
     args = make_args(path, **({"max_seq_len": 131072 if scaled else 8192} | params))
     if scaled and isinstance(args.rope_scaling, RopeScaling):
-        logger.info("%s: use_scaled_rope does not say by how much; factor %g taken", path, args.rope_scaling.factor)
+        logger.info("%s: use_scaled_rope has no factor; using %g, as Meta does", path, args.rope_scaling.factor)
     return args
 
 
@@ -97,12 +96,12 @@ def _shard_paths(directory: Path) -> list[Path]:
 
 
 def _check_shards(directory: Path, args: ModelArgs, shards: dict[str, dict[str, TensorPlace]]) -> None:
-    """Refuse shards that do not belong together, or are fewer or more than their shapes say."""
+    """Reject shards with different names, dtypes or shapes, and a number of shards that does not fit the shapes."""
     (first_name, first), *others = shards.items()
     for name, shard in others:
         odd = shard.keys() ^ first.keys()
         if odd:
-            raise CheckpointError(directory, f"{first_name} and {name} do not both hold {some_of(odd)}")
+            raise CheckpointError(directory, f"only one of {first_name} and {name} has {some_of(odd)}")
     wq = first.get("layers.0.attention.wq.weight")
     rows = args.n_heads * args.head_dim
     if wq is not None and rows % wq.shape[0] == 0 and rows // wq.shape[0] != len(shards):
@@ -112,7 +111,7 @@ def _check_shards(directory: Path, args: ModelArgs, shards: dict[str, dict[str, 
         )
     for name, place in first.items():
         if any((shard[name].dtype, shard[name].shape) != (place.dtype, place.shape) for _, shard in others):
-            raise CheckpointError(directory, f"the shards hold {name} in different dtypes or shapes")
+            raise CheckpointError(directory, f"{name} has different dtypes or shapes in the shards")
 
 
 def _weight(mapped: MappedFile, place: TensorPlace) -> Weight:
@@ -120,7 +119,7 @@ def _weight(mapped: MappedFile, place: TensorPlace) -> Weight:
 
 
 def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weight:
-    """Return the whole of a tensor of which every shard holds a part."""
+    """Return a whole tensor from the parts in all shards."""
     part, shards = parts[0], len(parts)
     if shards == 1:
         return part
@@ -131,9 +130,9 @@ def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weigh
 
     if name.endswith(_REPLICATED):
         return Weight(part.shape, lambda start, stop: _agreed(path, name, parts, start, stop), drop=drop)
-    # Llama 3 cuts the embedding by words, Llama 2 by columns.
+    # Llama 3 splits the embedding by rows, Llama 2 by columns.
     by_columns = name.endswith(_SPLIT_BY_COLUMNS) or (name == "tok_embeddings.weight" and part.shape[-1] != args.dim)
-    if by_columns and len(part.shape) == 2:  # of another shape it is refused with its name, as all are
+    if by_columns and len(part.shape) == 2:  # check_shapes rejects other shapes
         return Weight(
             (part.shape[0], part.shape[-1] * shards),
             lambda start, stop: torch.cat([part.rows(start, stop) for part in parts], dim=1),
@@ -142,7 +141,7 @@ def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weigh
     copies = 1
     length = part.shape[0]
     if name.endswith(("wk.weight", "wv.weight")) and shards > args.n_kv_heads and length == args.head_dim:
-        copies = shards // args.n_kv_heads  # more shards than heads: neighbours hold the same head
+        copies = shards // args.n_kv_heads  # more shards than heads: neighbours have the same head
     groups = [parts[i : i + copies] for i in range(0, shards, copies)]
 
     def rows(start: int, stop: int) -> Tensor:
@@ -158,5 +157,5 @@ def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weigh
 def _agreed(path: Path, name: str, copies: Sequence[Weight], start: int, stop: int) -> Tensor:
     first, *others = (copy.rows(start, stop) for copy in copies)
     if not all(same_bits(first, other) for other in others):
-        raise CheckpointError(path, f"{name} must be the same in several shards, and is not")
+        raise CheckpointError(path, f"{name} must be equal in several shards, and differs")
     return first

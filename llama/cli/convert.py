@@ -16,15 +16,14 @@ def main(*paths: str, type: str | None = None, tokenizer_path: str | None = None
 
     Args:
         paths: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo"; and the file to write.
-        type: Of the matrices: f32, f16, bf16, q8_0, q4_0 or q4_1. Of 4 bits are the layers; the embedding and the head
-            then have 8.
-        tokenizer_path: The tokenizer, where it does not stand beside the weights.
-        overwrite: Replace a file that is there.
+        type: Of the matrices: f32, f16, bf16, q8_0, q4_0 or q4_1. With 4 bits, the embedding and the head have 8.
+        tokenizer_path: The tokenizer, if it is not beside the weights.
+        overwrite: Replace an existing file.
     """
     if len(paths) != 2:
         raise ValueError(f"{len(paths)} paths are given; the command takes two: IN OUT.gguf --type q8_0")
     if type is None:
-        raise ValueError(f"--type is missing; choose of {', '.join(map(str.lower, FILE_TYPES))}")
+        raise ValueError(f"--type is missing; choose one of {', '.join(map(str.lower, FILE_TYPES))}")
     if world_size() > 1:
         raise ValueError("this command writes a file in one process; start it without torchrun")
     with progress_bar("converting", unit="B") as bar:
@@ -40,9 +39,9 @@ def main(*paths: str, type: str | None = None, tokenizer_path: str | None = None
 
 
 def summary(path: Path, parts: Sequence[Part]) -> str:
-    """Return in a line or two what a file has become."""
+    """Return the size of a file and the types of its tensors, in a line."""
     kinds = Counter(part.kind for part in parts)
     counts = ", ".join(f"{count} tensors {kind}" for kind, count in sorted(kinds.items()))
     copied = sum(part.copied for part in parts)
-    same = f"; {copied} of them copied, because they were so already" if copied else ""
+    same = f"; {copied} of them copied, because they already had that type" if copied else ""
     return f"{path}: {path.stat().st_size / 1e6:,.1f} MB, {counts}{same}"

@@ -1,4 +1,4 @@
-"""What is this file? python -m llama.checkpoint PATH says it, and what keeps a checkpoint from being loaded."""
+"""The command that describes a checkpoint and reports why it would not load: python -m llama.checkpoint PATH."""
 
 import hashlib
 import re
@@ -13,19 +13,19 @@ from llama.costs import MB, table
 from llama.untrusted.files import read_text
 
 _LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>[^/\\\0]+)")
-_LONGEST_MANIFEST = 1 << 20
-_AT_A_TIME = 1 << 22
+_MAX_MANIFEST = 1 << 20  # bytes
+_PIECE = 1 << 22  # bytes per read
 
 
 def main(*paths: str, tokenizer_path: str | None = None, sha256: str | None = None) -> int:
-    """Say what a checkpoint is and whether it would load, without loading it.
+    """Describe a checkpoint and report whether it would load, without loading it.
 
-    The exit code is 1 where it would not load, or a file is not what the manifest says.
+    The exit code is 1 if it would not load, or if a file differs from the manifest.
 
     Args:
         paths: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
-        tokenizer_path: The tokenizer, where it does not stand beside the weights.
-        sha256: A manifest, lines of "SHA-256 NAME" as sha256sum writes them; the files it names are checked, too.
+        tokenizer_path: The tokenizer, if it is not beside the weights.
+        sha256: A manifest, lines of "SHA-256 NAME" as sha256sum writes them; its files are checked, too.
     """
     if len(paths) != 1:
         raise ValueError(f"{len(paths)} paths are given; the command takes one: a directory, a .gguf file, or demo")
@@ -58,11 +58,11 @@ def lines(findings: Findings) -> Iterator[str]:
 
 
 def check_manifest(manifest: Path, folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield a line for each file that the manifest names, and whether it has the digest there.
+    """Yield a line for each file of the manifest, and whether the file has the manifest's digest.
 
-    Raises ValueError for a manifest that is none, before any file is read.
+    Raises ValueError for a malformed manifest, before any file is read.
     """
-    text = read_text(manifest, limit=_LONGEST_MANIFEST)
+    text = read_text(manifest, limit=_MAX_MANIFEST)
     found = [_LINE.fullmatch(line) for line in text.splitlines() if line.strip()]
     if not found or not all(found):
         number = found.index(None) + 1 if None in found else 1
@@ -70,20 +70,17 @@ def check_manifest(manifest: Path, folder: Path) -> Iterator[tuple[str, bool]]:
     for match in filter(None, found):
         path = folder / match["name"]
         if not path.is_file():
-            yield f"{match['name']}: is not there", False
+            yield f"{match['name']}: is missing", False
         else:
-            fits = digest_of(path) == match["digest"].lower()
-            yield f"{match['name']}: {'OK' if fits else 'is another file than the manifest says'}", fits
+            fits = file_sha256(path) == match["digest"].lower()
+            yield f"{match['name']}: {'OK' if fits else 'differs from the manifest'}", fits
 
 
-def digest_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Return a file's SHA-256, in hexadecimal."""
     digest = hashlib.sha256()
-    with (
-        path.open("rb") as file,
-        progress_bar("reading", total=path.stat().st_size, unit="B") as bar,
-    ):
-        while piece := file.read(_AT_A_TIME):
+    with path.open("rb") as file, progress_bar("reading", total=path.stat().st_size, unit="B") as bar:
+        while piece := file.read(_PIECE):
             digest.update(piece)
             bar.update(len(piece))
     return digest.hexdigest()

@@ -1,7 +1,4 @@
-"""Replace files as a whole, check beforehand that they can be written, and find the user's cache directory.
-
-Knows nothing of what a file says.
-"""
+"""Replace files as a whole, check beforehand that they can be written, and find the user's cache directory."""
 
 import errno
 import os
@@ -16,7 +13,7 @@ from llama.untrusted.files import check_regular
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError now, not after minutes of measuring, where the file could not be written."""
+    """Raise OSError now, and not after minutes of measuring, if the file cannot be written."""
     target = _target(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     new = _beside(target)
@@ -25,7 +22,7 @@ def check_writable(path: Path) -> None:
 
 
 def _target(path: Path) -> Path:
-    """Return the file that is meant, behind links, which stay; raise OSError for what is there and no regular file."""
+    """Return the path behind links. Raises OSError if something else than a regular file is there."""
     target = Path(os.path.realpath(path))
     try:
         mode = target.stat().st_mode
@@ -41,9 +38,9 @@ def _target(path: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> Path:
-    """Write the file, or replace it, as a whole, and return its path.
+    """Write or replace the file as a whole, and return its path: no reader sees an incomplete file.
 
-    A reader, or an interruption, never meets half of one. Raises OSError where it cannot be written.
+    Raises OSError if it cannot be written.
     """
     with replacing(path) as new:
         new.write_bytes(content)
@@ -52,9 +49,9 @@ def replace_file(path: Path, content: bytes) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the name of a new file beside this one, which takes its place once the block has ended well, or is gone.
+    """Yield the path of a new file, which replaces this one at the end of the block, or is deleted after an exception.
 
-    Of a link, the file that it leads to is replaced.
+    If the path is a link, the file that it leads to is replaced.
     """
     target = _target(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,9 +65,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def keep_file(path: Path, content: bytes) -> Path:
-    """Write the file like `replace_file`; where that fails, put the content where it is not lost.
+    """Write the file like `replace_file`; if that fails, save the content in a temporary file or on standard output.
 
-    That is a file in the folder for temporary ones, or else standard output. Raises OSError that says where.
+    Raises OSError with the place.
     """
     try:
         return replace_file(path, content)
@@ -82,15 +79,15 @@ def keep_file(path: Path, content: bytes) -> Path:
             file.write(content)
     except OSError as error:
         print(content.decode(), flush=True)
-        raise OSError(f"{why}; nor any other file: {error.strerror}; what was made is on standard output") from None
-    raise OSError(f"{why}; what was made is kept in {name}")
+        raise OSError(f"{why}; nor any other file: {error.strerror}; its content is on standard output") from None
+    raise OSError(f"{why}; its content is in {name}")
 
 
 def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write the parts as a file that only its owner may read, or replace it, as a whole.
+    """Write or replace a file, which only its owner may read, as a whole; the folder must exist.
 
-    The folder must exist. If the path is a link, the file that it leads to is replaced. Raises OSError if the file
-    cannot be written, or is a device, a pipe or a directory; what is there then stays as it is.
+    If the path is a link, the file that it leads to is replaced. Raises OSError if the file cannot be written, or is a
+    device, a pipe or a directory; it then stays unchanged.
     """
     target = _target(path)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.", suffix=".new")  # of mode 0600
@@ -100,14 +97,14 @@ def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             for part in parts:
                 file.write(part)
             file.flush()
-            os.fsync(file.fileno())  # or a machine that goes down now might keep the name and lose the content
+            os.fsync(file.fileno())  # else a crash of the machine may leave the name without the content
         os.replace(new, target)
     finally:
         new.unlink(missing_ok=True)
 
 
 def cache_dir() -> Path:
-    """Return the folder of what is fetched or compiled: $LLAMA_CACHE_DIR, else llama-kv in the user's cache."""
+    """Return the folder of downloads and compiled code: $LLAMA_CACHE_DIR, else llama-kv in the user's cache."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":
@@ -116,7 +113,7 @@ def cache_dir() -> Path:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(os.environ.get("LLAMA_CACHE_DIR") or f"{base}/llama-kv").expanduser()
-    except RuntimeError as error:  # a user without a home, as containers have them
+    except RuntimeError as error:  # a user without a home, as in containers
         raise RuntimeError(f"{error} Set LLAMA_CACHE_DIR to a folder that can be written") from error
 
 

@@ -1,8 +1,6 @@
-"""The types of numbers in a .gguf file: how large their blocks are, and which codes and scales stand in one.
+"""The types of numbers in a .gguf file: their blocks, with codes and scales as in `llama.quant.packed`.
 
-Knows bytes only, not the file around them. `gguf` dequantises them; here they come out as `llama.quant.packed` stores
-them.
-Source: the structs of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+The gguf package dequantises. Source: the structs of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from collections.abc import Callable
@@ -19,8 +17,8 @@ from llama.untrusted.gguf_sizes import FILE_BLOCKS
 class Kind:
     """How numbers of one type are stored.
 
-    dtype: None where they are quantised. format, parts: how `llama.quant.packed` stores them, and what returns them so
-    for blocks (rows, blocks, size), in bytes.
+    dtype: None for quantised types. These have a `format` of `llama.quant.packed`, and `parts`, which returns the codes
+    and scales of blocks (rows, blocks, size in bytes).
     """
 
     name: str
@@ -45,7 +43,7 @@ def _halves(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(blocks: Tensor, at: int) -> Tensor:
-    """Return 16 bytes of every block as words of codes: the lower halves are the first 16, as `pack_codes` has them."""
+    """Return 16 bytes of every block as words of codes: the low nibbles are the first 16, as in `pack_codes`."""
     return torch.unflatten(blocks[..., at : at + 16], -1, (4, 4))
 
 
@@ -58,12 +56,10 @@ def _q4_1(blocks: Tensor) -> Parts:
 
 
 def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
-    """Return the words of codes of 5 bits: from byte `at` on the fifth of every code, then 16 bytes of the others."""
-    low, bits = (
-        blocks[..., at + 4 : at + 20],
-        blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1,
-    )
-    return pack_codes(torch.cat((low & 15, low >> 4), dim=-1) | bits.flatten(-2) << 4, 5)
+    """Return the words of 5-bit codes: 4 bytes from `at` on have the fifth bits, the next 16 the others."""
+    low = blocks[..., at + 4 : at + 20]
+    fifth = blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
+    return pack_codes(torch.cat((low & 15, low >> 4), dim=-1) | fifth.flatten(-2) << 4, 5)
 
 
 def _q5_0(blocks: Tensor) -> Parts:
@@ -75,13 +71,12 @@ def _q5_1(blocks: Tensor) -> Parts:
 
 
 def _q8_0(blocks: Tensor) -> Parts:
-    return Parts(
-        torch.unflatten((blocks[..., 2:] ^ 128), -1, (8, 4)), _halves(blocks, 0)
-    )  # signed bytes: 128 more than each
+    codes = blocks[..., 2:] ^ 128  # from signed bytes to codes with an offset of 128
+    return Parts(torch.unflatten(codes, -1, (8, 4)), _halves(blocks, 0))
 
 
 def _nested(blocks: Tensor, codes: Tensor) -> Parts:
-    """Return the parts of blocks that begin with two float16 and then eight scales and least weights of 6 bits."""
+    """Return the parts of blocks that begin with two float16, and then 8 scales and 8 minimums of 6 bits."""
     packed = torch.unflatten(blocks[..., 4:16], -1, (3, 4))
     first, second, third = packed.unbind(-2)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
@@ -91,27 +86,22 @@ def _nested(blocks: Tensor, codes: Tensor) -> Parts:
 
 
 def _q4_k(blocks: Tensor) -> Parts:
-    low = torch.unflatten(blocks[..., 16:], -1, (4, 32))  # (rows, blocks, 4, 32): every byte has codes of two spans
+    low = torch.unflatten(blocks[..., 16:], -1, (4, 32))  # (rows, blocks, 4, 32): a byte has codes of two spans
     return _nested(blocks, pack_codes(torch.stack((low & 15, low >> 4), dim=-2).flatten(-3, -2), 4))
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     low, high = torch.unflatten(blocks[..., 48:], -1, (4, 32)), blocks[..., 16:48]
-    fifth = (
-        high[..., None, :] >> torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None] & 1
-    )  # (rows, blocks, spans, 32)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    fifth = high[..., None, :] >> shifts[:, None] & 1  # (rows, blocks, spans, 32)
     return _nested(blocks, pack_codes(torch.stack((low & 15, low >> 4), dim=-2).flatten(-3, -2) | fifth << 4, 5))
 
 
 def _q6_k(blocks: Tensor) -> Parts:
-    low = torch.unflatten(
-        blocks[..., :128], -1, (2, 64)
-    )  # of each half of a block's weights: 64 bytes, and 32 of high bits
-    high = (
-        torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32))
-        >> torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
-        & 3
-    )
+    # Each half of a block's weights has 64 bytes of low bits and 32 bytes of high bits.
+    low = torch.unflatten(blocks[..., :128], -1, (2, 64))
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
+    high = torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32)) >> shifts[:, None] & 3
     codes = torch.unflatten(torch.cat((low & 15, low >> 4), dim=-1), -1, (4, 32)) | high << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
     return Parts(pack_codes(codes.flatten(2, 3), 6).flatten(1, 2), scales, scale_units=_halves(blocks, 208))

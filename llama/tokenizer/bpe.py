@@ -1,8 +1,7 @@
-"""Vocabularies that are tokens and merges, of byte-level letters or of SentencePiece's pieces, on `tokenizers`.
+"""BPE by Hugging Face's `tokenizers`, for vocabularies of byte-level letters or of SentencePiece's pieces.
 
-Hugging Face's library is given what was checked, piece by piece, and never a file. Of special tokens it is told which
-ones a text may have this time: what it may not find is not in its vocabulary, so nothing that people write becomes it.
-Knows the library. Does not know files.
+The library gets checked tokens and merges, never a file. Each call gives it only the special tokens that the text may
+contain; it cannot find another one, so user text never becomes a special token.
 """
 
 import logging
@@ -10,18 +9,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from llama.tokenizer.byte_letters import byte_letters
-from llama.tokenizer.patterns import CUTTINGS
+from llama.tokenizer.patterns import PRE_TOKENIZERS
 from llama.tokenizer.vocabulary import (
     MAX_MERGES,
-    UNSPELLED,
-    Spelling,
-    calling,
+    SPACE_MARK,
+    GgufTokens,
     check_text,
     check_tokens,
-    refuse_unrepresentable,
+    library_errors,
+    reject_unrepresentable,
 )
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _BYTE_KIND = 6  # tokenizer.ggml.token_type
 _MAX_VARIANTS = 8
-_MAX_ADDED_LENGTH = 1 << 19  # of all added tokens; the library takes a second for twice as many, 15 for 40 times
-_UNKNOWN = -1  # no id
+_MAX_ADDED_LENGTH = 1 << 19  # characters of all added tokens; twice as many take the library 1 s, 40 times 15 s
+_UNKNOWN = -1  # not an id
 
 
 @dataclass(frozen=True)
 class Added:
-    """A token that was added to a vocabulary, with the flags by which the library finds it in a text."""
+    """A token that was added to a vocabulary, with the library's flags for finding it in a text."""
 
     text: str
     id: int
@@ -52,7 +52,7 @@ class Added:
 
 @dataclass(frozen=True)
 class ByteLevel:
-    """Text as GPT-2's letters for its bytes, cut in a way of `patterns.CUTTINGS`. nfc: composed before."""
+    """Bytes as GPT-2's letters, split by `PRE_TOKENIZERS[pre]`. nfc: the text is normalised to NFC before."""
 
     pre: str
     nfc: bool = False
@@ -60,10 +60,10 @@ class ByteLevel:
 
 @dataclass(frozen=True)
 class Spaces:
-    """Text as SentencePiece has it, with U+2581 for a space, and one put before it.
+    """SentencePiece's form: U+2581 for a space, and a space before the text.
 
-    metaspace: the library's Metaspace, with its scheme and whether it splits words; else by normalisation, in which
-    case the scheme is "always" or "never". strips: decoding takes one space away from the front of a text.
+    metaspace: by the library's Metaspace, with its scheme and `split`; else by normalisation, with the scheme "always"
+    or "never". strips: decoding removes one space at the front of a text.
     """
 
     metaspace: bool
@@ -73,9 +73,9 @@ class Spaces:
 
 
 class BpeCodec:
-    """Encodes by `tokenizers`. Raises ValueError for tokens and merges that do not belong together.
+    """Encodes by `tokenizers`. Raises ValueError for merges that do not fit the tokens.
 
-    masks: a special token that is not looked for still hides the added tokens inside it, as in transformers.
+    masks: a special token that is not allowed still hides the added tokens inside it, as in transformers.
     """
 
     def __init__(
@@ -94,17 +94,15 @@ class BpeCodec:
         check_tokens(vocab)
         _check_merges(vocab, merges)
         if (length := sum(len(token.text) for token in added)) > _MAX_ADDED_LENGTH:
-            raise ValueError(
-                f"the added tokens have {length} characters together; at most {_MAX_ADDED_LENGTH} are taken"
-            )
+            raise ValueError(f"the added tokens have {length} characters; the limit is {_MAX_ADDED_LENGTH}")
         if not vocab:
-            raise ValueError("the vocabulary has no tokens that text could become")
+            raise ValueError("the vocabulary has no ordinary tokens")
         self._letters = {letter: byte for byte, letter in enumerate(byte_letters())}
         if isinstance(form, ByteLevel) and not set("".join(vocab)) <= self._letters.keys():
             odd = next(text for text in vocab if not set(text) <= self._letters.keys())
             raise ValueError(f"token {odd!r:.80} with id {vocab[odd]} is not a byte-level token")
         self._variants: dict[tuple[frozenset[str], bool], tuple[Library, list[int]]] = {}
-        self._model  # noqa: B018  the library has a say in whether the file is sound
+        self._model  # noqa: B018  builds the library's model now, so that its errors appear on opening
 
     # ---- text -> ids -------------------------------------------------------------------------------------------------
 
@@ -113,27 +111,27 @@ class BpeCodec:
         key = (special, begins or isinstance(self.form, ByteLevel))
         variant = self._variants.get(key)
         if variant is None:
-            with calling("tokenizers", "take this vocabulary"):
+            with library_errors("tokenizers", "take this vocabulary"):
                 variant = self._variant(*key)
             if len(self._variants) >= _MAX_VARIANTS:
                 self._variants.clear()
             self._variants[key] = variant
         library, ids = variant
-        with calling("tokenizers", f"encode the text that begins {text[:40]!r}"):
+        with library_errors("tokenizers", f"encode the text that begins {text[:40]!r}"):
             found = [ids[number] for number in library.encode(text, add_special_tokens=False).ids]
         if _UNKNOWN in found:
-            self._refuse_unknown(text if library.normalizer is None else library.normalizer.normalize_str(text))
+            self._reject_unknown(text if library.normalizer is None else library.normalizer.normalize_str(text))
         return found
 
     def _variant(self, special: frozenset[str], begins: bool) -> "tuple[Library, list[int]]":
-        """Return the library with these special tokens to be found, and the id of each of its numbers.
+        """Return the library that finds these special tokens, and the id for each of its numbers 0, 1, 2, ...
 
-        It numbers added tokens in its own way, whatever their ids; here all of its numbers are 0, 1, 2, ...
+        The library numbers added tokens itself, whatever their ids are.
         """
         from tokenizers import AddedToken, Tokenizer
 
         library = Tokenizer(self._model)
-        library.encode_special_tokens = True  # what is special is looked for and left as text
+        library.encode_special_tokens = True  # tokens that are marked special are found and left as text
         self._set_form(library, begins)
         ids = [*self.vocab.values(), _UNKNOWN]
         added = [token for token in self.added if self._masks or not token.special or token.text in special]
@@ -164,35 +162,35 @@ class BpeCodec:
         if isinstance(form, ByteLevel):
             if form.nfc:
                 library.normalizer = normalizers.NFC()
-            cutting = CUTTINGS[form.pre]
+            pre = PRE_TOKENIZERS[form.pre]
             chain: list[Any] = []
-            if cutting.pattern is not None:
-                chain.append(pre_tokenizers.Split(Regex(cutting.pattern), "isolated"))
-            if cutting.digits:
+            if pre.pattern is not None:
+                chain.append(pre_tokenizers.Split(Regex(pre.pattern), "isolated"))
+            if pre.digits:
                 chain.append(pre_tokenizers.Digits(individual_digits=True))
-            chain.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None))
+            chain.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
             library.pre_tokenizer = pre_tokenizers.Sequence(chain)
             return
         scheme = form.scheme if begins else "never"
         if form.metaspace:
-            library.pre_tokenizer = pre_tokenizers.Metaspace(UNSPELLED, prepend_scheme=scheme, split=form.split)
+            library.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme, split=form.split)
             return
-        prefix = [] if scheme == "never" else [normalizers.Prepend(UNSPELLED)]
-        library.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", UNSPELLED)])
+        prefix = [] if scheme == "never" else [normalizers.Prepend(SPACE_MARK)]
+        library.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE_MARK)])
 
     @cached_property
     def _model(self) -> "BPE":
-        """The library's own, shared by all variants. Of what it does not know it makes a token of ours.
+        """The library's model, shared by all variants, with a token for unknown characters, which it would drop.
 
-        Without one it would drop it. No text becomes that token, for no letter and no merge is it, and words, of which
-        none has U+0000 where they are taken whole, are not it either.
+        No text becomes that token: it is not a letter and no merge gives it. With ignore_merges whole words are looked
+        up, and byte-level words never contain U+0000.
         """
         from tokenizers.models import BPE
 
         numbers = {text: number for number, text in enumerate(self.vocab)}
         unknown = next(text for i in range(len(numbers) + 1) if (text := f"\0unknown {i}") not in numbers)
         numbers[unknown] = len(numbers)
-        with calling("tokenizers", "take this vocabulary"):
+        with library_errors("tokenizers", "take this vocabulary"):
             return BPE(
                 vocab=numbers,
                 merges=list(self.merges),
@@ -201,22 +199,22 @@ class BpeCodec:
                 ignore_merges=self.whole_words,
             )
 
-    # ---- what cannot be represented ----------------------------------------------------------------------------------
+    # ---- errors ------------------------------------------------------------------------------------------------------
 
-    def _refuse_unknown(self, normal: str) -> None:
+    def _reject_unknown(self, normal: str) -> None:
         if isinstance(self.form, ByteLevel):
             lacking = {byte for letter, byte in self._letters.items() if letter not in self.vocab}
             culprits = [char for char in set(normal) if lacking.intersection(char.encode())]
-            refuse_unrepresentable(culprits, "it lacks bytes that they are made of")
-        chars = set(normal.replace(" ", UNSPELLED)) - self.vocab.keys()
+            reject_unrepresentable(culprits, "it lacks some of their bytes")
+        chars = set(normal.replace(" ", SPACE_MARK)) - self.vocab.keys()
         bytes_ = {char: {f"<0x{byte:02X}>" for byte in char.encode()} for char in chars}
         culprits = [char for char in chars if not (self.byte_fallback and bytes_[char] <= self.vocab.keys())]
-        refuse_unrepresentable(culprits, "it has no tokens for them")
+        reject_unrepresentable(culprits, "it has no tokens for them")
 
-    # ---- ids -> bytes ------------------------------------------------------------------------------------------------
+    # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def pieces(self) -> dict[int, bytes]:
-        """Return the bytes of every ordinary token and of every added one."""
+        """Return the bytes of every ordinary and every added token."""
         if isinstance(self.form, ByteLevel):
             table = {ord(letter): byte for letter, byte in self._letters.items()}
             pieces = {token_id: text.translate(table).encode("latin-1") for text, token_id in self.vocab.items()}
@@ -225,44 +223,43 @@ class BpeCodec:
         added = {t.id: t.text.encode() if t.special else _bytes_of(t.text) for t in self.added}
         return pieces | added
 
-    def spelling(self) -> Spelling:
+    def to_gguf(self) -> GgufTokens:
         tokens = {token_id: text for text, token_id in self.vocab.items()}
         if isinstance(self.form, ByteLevel):
-            if self.whole_words != CUTTINGS[self.form.pre].whole_words:
+            if self.whole_words != PRE_TOKENIZERS[self.form.pre].whole_words:
                 raise ValueError(
-                    f"a .gguf file cannot say ignore_merges={self.whole_words} with tokenizer.ggml.pre={self.form.pre}"
+                    f"a .gguf file with tokenizer.ggml.pre={self.form.pre} cannot have ignore_merges={self.whole_words}"
                 )
             if self.form.nfc:
-                logger.warning("a .gguf file cannot say that texts are composed first (NFC); llama.cpp does not do it")
+                logger.warning("a .gguf file has no key for NFC normalisation, and llama.cpp does not normalise")
             merges = [" ".join(pair) for pair in self.merges]
-            return Spelling({"model": "gpt2", "pre": self.form.pre, "merges": merges}, tokens, {})
-        kinds = {token_id: _BYTE_KIND for text, token_id in self.vocab.items() if BYTE.fullmatch(text)}
+            return GgufTokens({"model": "gpt2", "pre": self.form.pre, "merges": merges}, tokens, {})
+        kinds = {token_id: _BYTE_KIND for text, token_id in self.vocab.items() if BYTE_TOKEN.fullmatch(text)}
         facts = {"model": "llama", "add_space_prefix": self.form.scheme != "never"}
-        return Spelling(facts, tokens, kinds, self._scores())
+        return GgufTokens(facts, tokens, kinds, self._scores())
 
     def _scores(self) -> dict[int, float]:
-        """Return scores by which SentencePiece merges in the order of these merges.
+        """Return scores with which SentencePiece merges in the order of these merges.
 
-        It merges any pair that makes a token, by the token's score: so all pairs must be listed, those of one token
-        beside each other. Raises ValueError where they are not.
+        SentencePiece merges every pair that gives a token, ordered by the token's score. So every pair must be in the
+        list, and the pairs of one token must be neighbours. Raises ValueError otherwise.
         """
-        order = list(dict.fromkeys(left + right for left, right in self.merges))
+        order = [text for text, _ in groupby(left + right for left, right in self.merges)]
         listed = set(self.merges)
-        runs = sum(1 for i, pair in enumerate(self.merges) if i == 0 or "".join(pair) != "".join(self.merges[i - 1]))
-        apart = runs != len(order)
+        scattered = len(set(order)) < len(order)
         for text in self.vocab:
-            if BYTE.fullmatch(text):
+            if BYTE_TOKEN.fullmatch(text):
                 continue
             splits = ((text[:i], text[i:]) for i in range(1, len(text)))
-            if apart or any(a in self.vocab and b in self.vocab and (a, b) not in listed for a, b in splits):
-                raise ValueError(f"a .gguf file cannot say these merges: scores would merge {text!r:.80} otherwise")
+            if scattered or any(a in self.vocab and b in self.vocab and (a, b) not in listed for a, b in splits):
+                raise ValueError(f"a .gguf file cannot have these merges: scores would merge {text!r:.80} differently")
         scores = {self.vocab[text]: -float(place) for place, text in enumerate(order)}
         return {token_id: scores.get(token_id, 0.0) for token_id in self.vocab.values()}
 
 
 def _bytes_of(text: str) -> bytes:
-    """Return what a piece adds to a text, as the library's decoders say: a byte, or its characters with spaces."""
-    return bytes([int(text[3:5], 16)]) if BYTE.fullmatch(text) else text.replace(UNSPELLED, " ").encode()
+    """Return the bytes of a piece, as the library's decoders give them: a byte, or its characters with spaces."""
+    return bytes([int(text[3:5], 16)]) if BYTE_TOKEN.fullmatch(text) else text.replace(SPACE_MARK, " ").encode()
 
 
 def _check_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
@@ -270,6 +267,6 @@ def _check_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -
         raise ValueError(f"{len(merges)} merges are more than the limit of {MAX_MERGES}")
     for pair in merges:
         if len(pair) != 2 or pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
-            raise ValueError(f"merge {list(pair)!r:.200}: not two ordinary tokens of the vocabulary that make a third")
+            raise ValueError(f"merge {list(pair)!r:.200}: not two ordinary tokens of the vocabulary that give a third")
     if len(set(merges)) != len(merges):
-        raise ValueError("a merge stands in the list twice")
+        raise ValueError("a merge is in the list twice")

@@ -1,26 +1,22 @@
-"""Dialog -> text -> ids: by the chat template that came with the tokenizer, else in one of two well-known formats.
+"""Dialog -> text -> ids: by the tokenizer's chat template, else in Llama 3's format.
 
-Knows roles, special tokens, and what a template is rendered with. Does not know models, how an answer is generated, or
-how a template is rendered.
+The content of a message never becomes a special token. In Llama 3's format a dialog is a list of parts, of which every
+second one is a special token, so no content is searched. A template gives one text, and its special tokens must be
+found in it; but a content may contain the text of a special token, or a part that the template's text completes. So
+every character of a content that occurs in any special token is replaced by a private character that occurs nowhere
+else. In the rendered text a special token then has no character of a content. Afterwards the replacement is undone.
+Three notes:
 
-What people write never becomes a special token. A family's format is a list of parts, of which every second one is a
-special token, so nothing is looked for in a content. A template gives one text, in which its special tokens have to be
-found, while contents may hold their spelling: whole, or a part that the next text completes, or that a template's own
-operations join. So every character of the contents that stands in some special token is replaced by a stand-in, a
-private character that stands nowhere else, and the template is rendered with these. No special token of the result has
-a character of a content in it, whatever the template did; behind it the stand-ins are replaced back. Three things
-remain:
+- A template may search a content, as Qwen 3's does for `</think>`, and would not find it. So the unchanged contents are
+  rendered, too. If both texts are equal after undoing, the replacement did not matter. If not, a third rendering
+  replaces only whole special tokens; it is used if it has the special tokens of the first one in the same order, and
+  else the first one is used.
+- White space is not replaced, because templates trim it; a special token of white space is never recognised.
+- Markers that are plain text, such as Zephyr's `<|user|>` in a vocabulary without that token, are not special tokens:
+  a content can contain them. Added tokens that are not special become their ids, as in any text.
 
-- A template may look into contents, as Qwen 3's does for `</think>`, and would not find it. So contents as they are get
-  rendered as well. Where both give one text, the template has seen what mattered. Where they do not, contents in which
-  only whole spellings of special tokens were replaced are rendered, and that result is taken if its special tokens are
-  those of the first one, in their order; else the first one is.
-- White space is not replaced, so that templates can trim it; a special token of white space alone is never looked for.
-- Marks that are plain text, as Zephyr's `<|user|>` in a vocabulary without them, are no special tokens: anybody can
-  write them. Added tokens that are not special become their ids wherever they stand, as in any text.
-
-Two special tokens have one piece of plain text between them, which is encoded in one go, as the libraries do that
-templates are written for; so merges cross from a template's text into a content as they do there.
+The plain text between two special tokens is encoded in one call, as in the libraries for which templates are written;
+so merges cross from a template's text into a content.
 """
 
 import re
@@ -29,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple, TypedDict, get_args
+from typing import Literal, TypedDict, get_args
 
 from llama.tokenizer import Tokenizer
 from llama.untrusted.template import DialogRefused, Renderer, TemplateFailed
@@ -38,7 +34,7 @@ Role = Literal["system", "user", "assistant"]
 
 
 class Message(TypedDict):
-    """What one side said."""
+    """A message of a dialog."""
 
     role: Role
     content: str
@@ -59,108 +55,64 @@ class Rendering:
 
     @cached_property
     def _starts(self) -> dict[int, int]:
-        """Where in the text each special token begins, and which of the parts it is."""
+        """The index of the part, by the position in the text, of each special token."""
         places = [0, *accumulate(map(len, self.parts))]
         return {places[index]: index for index in range(1, len(self.parts), 2)}
 
     def after(self, place: int) -> "Rendering | None":
-        """Return what stands behind so many characters; None where no special token begins there."""
+        """Return the rest from character `place` on; None if no special token begins there."""
         index = self._starts.get(place)
         return None if index is None else Rendering(["", *self.parts[index:]])
 
 
-class Family(NamedTuple):
-    """A format that needs no template. What opens a message has {role} in it; both begin with a special token."""
-
-    name: str
-    opens: tuple[str, ...]
-    ends: tuple[str, ...]
-    begins_with_bos: bool
-    strips: bool  # white space around a content
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The special tokens that it takes."""
-        return (*self.opens[::2], *self.ends[::2])
-
-    def header(self, role: Role) -> list[str]:
-        return [part.format(role=role) for part in self.opens]
-
-    def message(self, message: Message) -> list[str]:
-        *header, last = self.header(message["role"])
-        content = message["content"].strip() if self.strips else message["content"]
-        return [*header, last + content, *self.ends]
-
-
-_FAMILIES = (
-    # https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py, class ChatFormat
-    Family(
-        "Llama 3",
-        opens=("<|start_header_id|>", "{role}", "<|end_header_id|>", "\n\n"),
-        ends=("<|eot_id|>", ""),
-        begins_with_bos=True,
-        strips=True,
-    ),
-    # https://github.com/openai/openai-python/blob/release-v0.28.0/chatml.md
-    Family(
-        "ChatML",
-        opens=("<|im_start|>", "{role}\n"),
-        ends=("<|im_end|>", "\n"),
-        begins_with_bos=False,
-        strips=False,
-    ),
-)
+_LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
 class ChatFormat:
-    """Turns dialogs into ids as the tokenizer's chat template says, or, without one, as its special tokens do.
+    """Converts dialogs to ids by the tokenizer's chat template, or without one in Llama 3's format.
 
-    A template is rendered with what transformers gives it: `messages`, `add_generation_prompt`, the texts of the BOS,
-    EOS and padding tokens, `tools` and `documents` as None, and `strftime_now`, whose time is when this was made. All
-    else is undefined. Raises ValueError where there is neither a template that can be rendered nor a known format.
+    A template gets the variables of transformers: `messages`, `add_generation_prompt`, the texts of the BOS, EOS and
+    padding tokens, `tools` and `documents` as None, and `strftime_now`, whose time is that of the constructor. Raises
+    ValueError if there is neither a template that can be rendered nor Llama 3's special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         has = tokenizer.special_tokens
-        self._family = next((family for family in _FAMILIES if has.keys() >= set(family.marks)), None)
+        self._is_llama_3 = has.keys() >= set(_LLAMA_3)
         self._renderer: Renderer | None = None
-        self._spellings = sorted((text for text in has if text.strip()), key=len, reverse=True)
+        self._special_texts = sorted((text for text in has if text.strip()), key=len, reverse=True)
         self._chars = {char for text in has for char in text if not char.isspace()}
         if tokenizer.chat_template:
             self._try(tokenizer.chat_template)
-        elif self._family is None:
-            known = " or ".join(" ".join(family.marks) for family in _FAMILIES)
+        elif not self._is_llama_3:
             raise ValueError(
-                f"this tokenizer has no known chat format: that takes a chat template, or {known} as special tokens; "
-                "complete plain text instead"
+                "this tokenizer has no known chat format: it has no chat template and no special tokens "
+                f"{' '.join(_LLAMA_3)}; complete plain text instead"
             )
 
     @property
     def name(self) -> str:
-        """What writes dialogs, in words."""
-        if self._renderer is not None:
-            return "the checkpoint's own template"
-        assert self._family is not None
-        return f"{self._family.name}'s, by its special tokens"
+        """The name of the format, for people."""
+        return "Llama 3's, by its special tokens" if self._renderer is None else "the checkpoint's own template"
 
     def encode_dialog_prompt(self, dialog: Dialog) -> list[int]:
-        """Return the ids of a dialog and of what opens the answer, after a BOS where the format has one.
+        """Return the ids of a dialog and of the opening of the answer, after a BOS if the format has one.
 
-        Raises ValueError for what is no dialog, or one that the template refuses.
+        Raises ValueError for a malformed dialog, and for one that the template rejects.
         """
         return self.encode(self.render(dialog))
 
     def render(self, dialog: Dialog) -> Rendering:
-        """Return the text of a dialog, and of what opens the answer. Raises ValueError as `encode_dialog_prompt`."""
+        """Return the text of a dialog and of the opening of the answer. Raises ValueError as `encode_dialog_prompt`."""
         check_dialog(dialog)
         if self._renderer is None:
-            return Rendering(self._from_family(dialog))
-        with self._saying_what_would_work():
+            return Rendering(self._llama_3(dialog))
+        with self._with_remedy():
             return Rendering(self._from_template(self._renderer, dialog))
 
     def encode(self, rendering: Rendering) -> list[int]:
-        """Return the ids of a rendering: its special tokens by their ids, all else as plain text."""
+        """Return the ids of a rendering: special tokens as their ids, the other parts as plain text."""
         ids: list[int] = []
         before: str | None = None
         for index, part in enumerate(rendering.parts):
@@ -174,8 +126,8 @@ class ChatFormat:
     def _between(self, before: str | None, text: str) -> list[int]:
         """Return the ids of plain text behind a special token.
 
-        Some vocabularies put a space before a text, but not before one that goes on behind a special token; so it is
-        encoded behind one: that one, or where the text spells it, some other.
+        Some vocabularies add a space before a text, but not behind a special token. So the text is encoded behind that
+        token, or behind another one if the text contains it.
         """
         marks = [before, *self.tokenizer.special_tokens] if before is not None else []
         mark = next((mark for mark in marks if mark is not None and mark not in text), None)
@@ -186,38 +138,42 @@ class ChatFormat:
     # ---- within ------------------------------------------------------------------------------------------------------
 
     def _try(self, template: str) -> None:
-        """Refuse now what cannot be rendered at all; a dialog of its own choice a template may refuse."""
-        with self._saying_what_would_work():
+        """Raise TemplateFailed if the template cannot be rendered; it may reject the sample dialog."""
+        with self._with_remedy():
             self._renderer = Renderer(template)
         with suppress(DialogRefused):
             self.render([{"role": "user", "content": "Hi"}])
 
-    def _from_family(self, dialog: Dialog) -> list[str]:
-        assert self._family is not None
+    def _llama_3(self, dialog: Dialog) -> list[str]:
+        """Return the parts of a dialog in Meta's format.
+
+        Source: https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py, class ChatFormat.
+        """
+        start, end, turn = _LLAMA_3
         bos = self._text_of(self.tokenizer.bos_id)
-        opening = [bos, ""] if self._family.begins_with_bos and bos is not None else []
-        said = [part for message in dialog for part in self._family.message(message)]
-        return ["", *opening, *said, *self._family.header("assistant")]
+        parts = [""] if bos is None else ["", bos, ""]
+        for message in dialog:
+            parts += [start, message["role"], end, "\n\n" + message["content"].strip(), turn, ""]
+        return [*parts, start, "assistant", end, "\n\n"]
 
     def _from_template(self, renderer: Renderer, dialog: Dialog) -> list[str]:
-        """Return the parts of what the template makes of a dialog. The file's docstring has the reasoning."""
+        """Return the parts of the template's text of a dialog. The docstring of this file explains the renderings."""
         hide = self._stand_ins(renderer.template, dialog)
         hidden, back = str.maketrans(hide), str.maketrans({stand_in: char for char, stand_in in hide.items()})
-        ways: list[Callable[[str], str]] = [
+        replacements: list[Callable[[str], str]] = [
             lambda content: content.translate(hidden),
             lambda content: content,
-            lambda content: self._hide_spellings(content, hidden),
+            lambda content: self._hide_special_tokens(content, hidden),
         ]
-        names = {
-            "bos_token": self.tokenizer.bos_id,
-            "eos_token": self.tokenizer.eos_id,
-            "pad_token": self.tokenizer.pad_id,
-        }
-        texts = {name: text for name, id in names.items() if (text := self._text_of(id)) is not None}
+        ids = {name: getattr(self.tokenizer, f"{name}_id") for name in ("bos", "eos", "pad")}
+        texts = {f"{name}_token": text for name, id in ids.items() if (text := self._text_of(id)) is not None}
         given = {**texts, "add_generation_prompt": True, "tools": None, "documents": None}
         safe, plain, readable = renderer.render(
-            [{**given, "messages": [{**said, "content": way(said["content"])} for said in dialog]} for way in ways],
-            cut_at=self._spellings,
+            [
+                {**given, "messages": [{**message, "content": replace(message["content"])} for message in dialog]}
+                for replace in replacements
+            ],
+            cut_at=self._special_texts,
         )
         if not any(plain):
             raise TemplateFailed("the chat template gives no text")
@@ -225,14 +181,14 @@ class ChatFormat:
             safe = readable
         return [part if index % 2 else part.translate(back) for index, part in enumerate(safe)]
 
-    def _hide_spellings(self, content: str, hidden: dict[int, str]) -> str:
-        """Return a content in which the special tokens that it spells, and nothing else, have stand-ins."""
-        for text in self._spellings:
+    def _hide_special_tokens(self, content: str, hidden: dict[int, str]) -> str:
+        """Return a content with the characters of whole special tokens replaced."""
+        for text in self._special_texts:
             content = content.replace(text, text.translate(hidden))
         return content
 
     def _stand_ins(self, template: str, dialog: Dialog) -> dict[str, str]:
-        """Return a private character, which stands nowhere in all this, for each character of special tokens."""
+        """Return, for each character of special tokens, a private character that occurs in no message or template."""
         seen = self._chars.union(template, *(message["content"] for message in dialog))
         private = (chr(code) for code in range(0xF0000, 0x110000))  # planes 15 and 16 of Unicode
         return dict(zip(sorted(self._chars), (char for char in private if char not in seen), strict=False))
@@ -241,21 +197,19 @@ class ChatFormat:
         return next((text for text, known in self.tokenizer.special_tokens.items() if known == id), None)
 
     @contextmanager
-    def _saying_what_would_work(self) -> Iterator[None]:
+    def _with_remedy(self) -> Iterator[None]:
+        """Add a remedy to the message of a TemplateFailed."""
         try:
             yield
         except TemplateFailed as error:
-            way = "complete plain text instead"
-            if self._family is not None:
-                name = self._family.name
-                way = (
-                    f"with tokenizer.chat_template = None, dialogs take {name}'s format, whose special tokens are there"
-                )
-            raise type(error)(f"{error}; {way}") from error
+            remedy = "complete plain text instead"
+            if self._is_llama_3:
+                remedy = "tokenizer.chat_template = None selects Llama 3's format by the special tokens"
+            raise type(error)(f"{error}; {remedy}") from error
 
 
 def check_dialog(dialog: object) -> None:
-    """Raise ValueError for what is no dialog: a list of at least one message."""
+    """Raise ValueError unless the dialog is a list of at least one well-formed message."""
     if not isinstance(dialog, list) or not dialog:
         raise ValueError(f"a dialog is a list of at least one message, not {dialog!r:.80}")
     for message in dialog:
@@ -265,14 +219,12 @@ def check_dialog(dialog: object) -> None:
 def _check_message(message: object) -> None:
     keys = Message.__annotations__.keys()
     if not isinstance(message, Mapping) or message.keys() != keys:
-        raise ValueError(
-            f"a message has the keys {' and '.join(map(repr, keys))} and no others, unlike {message!r:.80}"
-        )
+        raise ValueError(f"a message has the keys {' and '.join(map(repr, keys))}, not as in {message!r:.80}")
     if message["role"] not in get_args(Role):
         raise ValueError(f"unknown role {message['role']!r}; known are {', '.join(get_args(Role))}")
     if not isinstance(message["content"], str):
         raise ValueError(f"the content of a message is a str, not {type(message['content']).__name__}")
-    if half := re.search("[\ud800-\udfff]", message["content"]):  # on its way to a template, two of them become one
+    if half := re.search("[\ud800-\udfff]", message["content"]):  # JSON would join two of them to one character
         raise ValueError(
             f"character {half.start()} of the text, {half[0]!r}, is half of a surrogate pair; "
             "decode the text properly first"

@@ -1,7 +1,4 @@
-"""A conversation: what is said turn by turn, on a session, so that each turn feeds the model only what is new.
-
-Knows sessions and chat formats. Does not know terminals, or what a model is made of.
-"""
+"""A conversation on a session: each turn feeds the model only the new tokens. Does not know terminals."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -18,17 +15,17 @@ if TYPE_CHECKING:
     from llama.session import Session
     from llama.tokenizer import Tokenizer
 
-LEAST = 8  # tokens that an answer must have room for; with fewer it would hardly begin
+MIN_ANSWER = 8  # tokens that must remain for an answer
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What an answer took.
+    """The counts and times of an answer.
 
-    fed: the tokens that were fed for its first token. context: how many tokens stood before it. first: seconds to the
-    first token. made: its tokens. per_second: how many of them a second after the first, None where there is one only.
-    finish_reason: as a Completion's, None while it goes on or where it was broken off. Times are the model's: what the
-    caller does between two pieces does not count.
+    fed: the tokens that were fed before its first token. context: the tokens before it. first: seconds to the first
+    token. made: its tokens. per_second: tokens per second after the first; None if there is only one. finish_reason: as
+    in a Completion; None while the answer is generated, and after an interruption. Times do not include the caller's
+    work between two pieces.
     """
 
     fed: int
@@ -40,32 +37,31 @@ class Turn:
 
 
 class ContextFull(ValueError):
-    """A message does not fit any more. Nothing was said: the conversation is as it was before."""
+    """A message does not fit into max_seq_len. The conversation is unchanged."""
 
     def __init__(self, tokens: int, new: int, limit: int) -> None:
         super().__init__(
-            f"the conversation has {tokens} tokens, and with {new} more for this message and {LEAST} for an answer it "
-            f"would pass max_seq_len={limit}; undo an exchange, or begin with a larger max_seq_len or "
+            f"the conversation has {tokens} tokens, and with {new} for this message and {MIN_ANSWER} for an answer it "
+            f"would exceed max_seq_len={limit}; undo an exchange, or start with a larger max_seq_len or "
             f"kv_cache={endless(limit)!r}, which has no such limit"
         )
         self.tokens, self.new, self.limit = tokens, new, limit
 
 
 def endless(max_seq_len: int) -> str:
-    """Return a kind of cache under which a text of a model of this length may go on for ever."""
+    """Return a kind of cache with which a text of a model of this length has no limit."""
     return f"window:{max(1, min(1024, max_seq_len // 2))}+4"
 
 
 class Chat:
     """A conversation between a user and a model.
 
-    Each turn renders the whole dialog as the chat format has it, and feeds what its session does not hold. An answer's
-    ids stay as they were generated, unless the format tells it otherwise later: some templates leave out what a model
-    thought before. An answer that was cut is kept as far as it came, and ended as the format ends one when the
-    conversation goes on.
+    Each turn renders the whole dialog in the chat format and feeds what the session has not cached. The ids of an
+    answer stay as they were generated unless the format changes its text later: some templates drop a model's earlier
+    thoughts. An interrupted answer stays, and gets the format's end when the conversation continues.
 
-    `system` is the system message; None: the chat template's own, where it has one. `max_seq_len` and `kv_cache` are
-    those of its session. Raises ValueError where the tokenizer has no known chat format.
+    `system` is the system message; None: the chat template's own, if it has one. `max_seq_len` and `kv_cache` are those
+    of the session. Raises ValueError if the tokenizer has no known chat format.
     """
 
     def __init__(
@@ -84,17 +80,17 @@ class Chat:
             check_dialog(opening)
         self._transcript = Transcript(tuple(opening))
         self.session: Session = model.session(tokenizer, max_seq_len=max_seq_len, kv_cache=kv_cache)
-        self.last: Turn | None = None  # what the last answer took
-        self._answer: Generator[str, None, None] | None = None  # the last one, which may still go on
+        self.last: Turn | None = None  # of the last answer
+        self._answer: Generator[str, None, None] | None = None  # the last one, which may be unfinished
 
     @property
     def messages(self) -> Dialog:
-        """What was said, the system message first where `system` gave one; an answer that goes on as far as it is."""
+        """All messages, with the system message of `system`, and with an unfinished answer as far as it exists."""
         return self._transcript.dialog(self.tokenizer, self.session.tokens)
 
     @property
     def left(self) -> int | None:
-        """How many more tokens the conversation has room for; None: there is no limit."""
+        """The number of tokens that the conversation can still add; None: there is no limit."""
         if self.session.bound is not None and self.model.kv_caching:
             return None
         return self.session.max_seq_len - len(self.session.tokens)
@@ -108,43 +104,42 @@ class Chat:
         stop: str | Sequence[str] = (),
         **options: Unpack[Options],
     ) -> Generator[str, None, None]:
-        """Return an iterator over the pieces of the answer to a user's message; it computes while it is iterated.
+        """Return an iterator over the pieces of the answer to a user's message; they are computed during iteration.
 
-        `max_gen_len` is cut to what there is room for; `stop` and the options are those of `Session.stream`, and tokens
-        that a stop string stands in stay in the conversation. Left early, by `close` or an exception, the answer ends
-        there; where it has no token yet, the message is taken back, too. Raises ValueError for an empty message, or one
-        that the chat template refuses, and ContextFull, before anything is said.
+        `max_gen_len` is cut to the remaining length; `stop` and the options are those of `Session.stream`. The tokens
+        of a stop string stay in the conversation. `close` or an exception ends the answer; if it has no token yet, the
+        message is removed, too. Raises ValueError for an empty message or one that the chat template rejects, and
+        ContextFull; the conversation is then unchanged.
         """
         self.finish()
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"a message is some text, not {text!r:.40}; say something")
+            raise ValueError(f"a message must be a text that is not empty, not {text!r:.40}")
         if options.get("kv_caching") is not None:
-            raise ValueError("kv_caching is no option of one answer; set model.kv_caching, for all that follow")
+            raise ValueError("kv_caching is not an option of one answer; set model.kv_caching, for all that follow")
         if options.get("echo"):
-            raise ValueError("echo is no option of an answer; chat.messages has what was said")
+            raise ValueError("echo is not an option of an answer; chat.messages has all messages")
         asked, prompt = self._transcript.ask(self._format, self.session.tokens, text)
         if self.left is not None:
-            room = self.session.max_seq_len - len(prompt)
-            if room < LEAST:
-                held = asked.kept[-1]
-                raise ContextFull(held, len(prompt) - held, self.session.max_seq_len)
-            max_gen_len = min(max_gen_len, room) if isinstance(max_gen_len, int) else max_gen_len
+            remaining = self.session.max_seq_len - len(prompt)
+            if remaining < MIN_ANSWER:
+                unchanged = asked.kept[-1]
+                raise ContextFull(unchanged, len(prompt) - unchanged, self.session.max_seq_len)
+            max_gen_len = min(max_gen_len, remaining) if isinstance(max_gen_len, int) else max_gen_len
         caching, bound = self.model.kv_caching, self.session.bound
-        make_request(
-            self.session.limits, caching, [prompt], max_gen_len, (), options, bound=bound
-        )  # refuses bad options
+        # Rejects invalid options now; the iterator would do so at its first step.
+        make_request(self.session.limits, caching, [prompt], max_gen_len, (), options, bound=bound)
         self._answer = self._stream(asked, prompt, max_gen_len, stop, options)
         return self._answer
 
     def undo(self) -> Dialog:
-        """Take back the last exchange, and return its messages."""
+        """Remove the last exchange, and return its messages."""
         self.finish()
-        said = self.messages
-        self._take_back()
-        return said[len(self.messages) :]
+        messages = self.messages
+        self._undo()
+        return messages[len(self.messages) :]
 
     def finish(self) -> None:
-        """End the last answer where it is, if it still goes on."""
+        """End the last answer if it is unfinished."""
         if self._answer is not None:
             self._answer.close()
             self._answer = None
@@ -153,17 +148,17 @@ class Chat:
         """Write the conversation and its cache to a file."""
         self.finish()
         if not self._transcript.kept:
-            raise ValueError("nothing has been said yet, so there is nothing to save")
+            raise ValueError("the conversation has no message, so there is nothing to save")
         self.session.note = self._transcript.to_json()
         self.session.save(path)
 
     @classmethod
     def load(cls, model: "Transformer", tokenizer: "Tokenizer", path: str | PathLike[str]) -> "Chat":
-        """Return the conversation of a file that `save` wrote, ready to go on. Raises ValueError where it has none."""
+        """Return the conversation in a file that `save` wrote. Raises ValueError if the file has none."""
         chat = cls(model, tokenizer)
         session = model.load_session(path, tokenizer)
         if session.note is None:
-            raise ValueError(f"{fspath(path)} holds a session, but no conversation; model.load_session goes on with it")
+            raise ValueError(f"{fspath(path)} has a session without a conversation; model.load_session loads it")
         try:
             chat._transcript = Transcript.from_json(session.note, session.tokens)
         except ValueError as error:
@@ -171,10 +166,8 @@ class Chat:
         chat.session = session
         return chat
 
-    # ---- within ------------------------------------------------------------------------------------------------------
-
-    def _take_back(self) -> None:
-        """Be as before the last message of the user."""
+    def _undo(self) -> None:
+        """Restore the state before the last user message."""
         self._transcript, left = self._transcript.undo(self.tokenizer, self.session.tokens)
         self.session.rewind(left)
 
@@ -200,12 +193,12 @@ class Chat:
                     yield piece
         except BaseException:
             if len(session.tokens) <= len(prompt):
-                self._take_back()  # no answer: the message was not said
+                self._undo()  # without an answer the message is removed, too
             raise
 
 
 class _Clock:
-    """Adds up the seconds that are spent under `with`, and notes when tokens were there."""
+    """Sums the seconds under `with`, and stores the times of the first and the last tokens."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -213,16 +206,16 @@ class _Clock:
 
     @property
     def first(self) -> float:
-        """Seconds to the first token, or to the end of an answer without one."""
+        """Seconds to the first token, or to the end of an answer without tokens."""
         return self._notes[0][0] if self._notes else self.seconds
 
     @property
     def per_second(self) -> float | None:
-        """Tokens a second, from the first to the last."""
+        """Tokens per second, from the first to the last."""
         if not self._notes:
             return None
-        (began, one), (ended, all) = self._notes[0], self._notes[-1]
-        return (all - one) / (ended - began) if all > one else None
+        (began, first), (ended, last) = self._notes[0], self._notes[-1]
+        return (last - first) / (ended - began) if last > first else None
 
     def note(self, tokens: int) -> None:
         self._notes[1:] = [(self.seconds, tokens)] if self._notes else []

@@ -1,7 +1,6 @@
-"""The vocabulary in a GGUF file's metadata: read, checked, and written.
+"""Read, check and write the vocabulary in the metadata of a GGUF file, with llama.cpp's meaning of the keys.
 
-Knows the keys (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and what llama.cpp makes of them. Does not
-know how a file is read, nor how text is encoded.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import math
@@ -10,20 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama.tokenizer.bpe import Added, BpeCodec, ByteLevel
-from llama.tokenizer.patterns import ALIASES, CUTTINGS
+from llama.tokenizer.patterns import ALIASES, PRE_TOKENIZERS
 from llama.tokenizer.sentencepiece_file import SentencePieceCodec, pieces_of
-from llama.tokenizer.vocabulary import Codec, Vocabulary, apart, check_template, check_text
+from llama.tokenizer.vocabulary import Codec, Vocabulary, check_template, check_text, split_ends
 from llama.untrusted.model_proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, ModelProto, Piece
 
 _PREFIX = "tokenizer.ggml."
-_CALLED = {str: "text", int: "a whole number from 0 on", float: "a float", bool: "true or false"}
+_TYPE_NAMES = {str: "text", int: "a whole number from 0 on", float: "a float", bool: "true or false"}
 _END_OF_MESSAGE = "<|eom_id|>"
 _ENDS = ("eos", "eot", "eom")
 
 
 @dataclass(frozen=True)
 class _Words:
-    """The tokens of a file, sorted by type; `texts` are all of them by id."""
+    """The tokens of a file: texts and types by id, and the ids of special tokens and user tokens."""
 
     texts: list[str]
     kinds: list[int]
@@ -32,25 +31,25 @@ class _Words:
 
 
 def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
-    """Return the vocabulary of `tokenizer.*` keys, given as plain values. Raises ValueError."""
+    """Return the vocabulary in the values of `tokenizer.*` keys. Raises ValueError."""
     stated = {key: value for key, value in metadata.items() if value is not None}
     facts = {key.removeprefix(_PREFIX): value for key, value in stated.items() if key.startswith(_PREFIX)}
     model = facts.get("model")
     if model not in ("gpt2", "llama"):
         raise ValueError(
-            f"tokenizer.ggml.model={model!r:.80} is not supported; what works is 'gpt2', byte-level BPE, and 'llama', "
+            f"tokenizer.ggml.model={model!r:.80} is not supported; supported: 'gpt2', byte-level BPE, and 'llama', "
             "SentencePiece"
         )
     is_pieces = model == "llama"
     if _flag(facts, "add_eos_token", False):
         raise ValueError(
-            "tokenizer.ggml.add_eos_token=true is not supported: nothing goes on behind the end of a text, and "
-            "llama.cpp's completion stops at it, too; if the model is one that writes, set it to false in the file"
+            "tokenizer.ggml.add_eos_token=true is not supported: a prompt that ends with EOS is not continued, by "
+            "llama.cpp neither; for a model that generates text, set it to false in the file"
         )
     for key in ("remove_extra_whitespaces", *(() if is_pieces else ("add_space_prefix",))):
         if _flag(facts, key, False):
             raise ValueError(f"tokenizer.ggml.{key}=true is not supported: it changes the text")
-    # llama.cpp has ids of its own for SentencePiece's ends where a file does not say.
+    # For SentencePiece llama.cpp has default ids.
     bos_id = _id(facts, "bos", 1 if is_pieces else None)
     ends = [_id(facts, name, 2 if is_pieces and name == "eos" else None) for name in _ENDS]
     eos_ids = list(dict.fromkeys(end for end in ends if end is not None))
@@ -66,14 +65,14 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         bos_id=bos_id,
         eos_ids=eos_ids,
         pad_id=_id(facts, "padding", None),
-        adds_bos=_flag(facts, "add_bos_token", is_pieces or CUTTINGS[_pre(facts)].adds_bos),
+        adds_bos=_flag(facts, "add_bos_token", is_pieces or PRE_TOKENIZERS[_pre(facts)].adds_bos),
         chat_template=check_template(metadata.get("tokenizer.chat_template")),
         strips_space=is_pieces and _flag(facts, "add_space_prefix", True),
     )
 
 
 def _words(facts: Mapping[str, Any], ends: set[int | None]) -> _Words:
-    """Sort tokens: what a text becomes, what only its id means, and a user's, which is taken whole."""
+    """Return the tokens, split into ordinary, special, and user tokens. Raises ValueError."""
     texts, kinds = _array(facts, "tokens", str), _array(facts, "token_type", int)
     if len(texts) != len(kinds):
         raise ValueError(f"{len(texts)} tokens but {len(kinds)} token types")
@@ -82,11 +81,11 @@ def _words(facts: Mapping[str, Any], ends: set[int | None]) -> _Words:
     if len(set(texts)) != len(texts):
         last = {text: i for i, text in enumerate(texts)}
         twice = next(last[text] for i, text in enumerate(texts) if last[text] != i)
-        raise ValueError(f"token {twice}, {texts[twice]!r:.80}, stands in the vocabulary twice")
+        raise ValueError(f"token {twice}, {texts[twice]!r:.80}, is in the vocabulary twice")
     check_text("".join(texts), "a token")
     named = list(enumerate(kinds))
     special = {texts[i]: i for i, kind in named if kind in (UNKNOWN, CONTROL)}
-    forbidden, users = apart({texts[i]: i for i, kind in named if kind == USER_DEFINED}, ends)
+    forbidden, users = split_ends({texts[i]: i for i, kind in named if kind == USER_DEFINED}, ends)
     special |= forbidden
     if "" in special or "" in users:
         raise ValueError("an added token is empty")
@@ -98,13 +97,13 @@ def _byte_level(facts: Mapping[str, Any], words: _Words) -> tuple[Codec, dict[in
         at = words.kinds.index(BYTE)
         raise ValueError(f"token {at}, {words.texts[at]!r:.80}, has type {BYTE}, which is not supported with 'gpt2'")
     merges = [_pair(merge) for merge in _array(facts, "merges", str)]
-    # A user's token, too, may be one that merges make, where letters for bytes spell it as it is.
+    # Merges may give a user token, too, if its byte-level letters are its text.
     vocab = {text: i for text, i in words.users.items() if text.isascii() and text.isprintable() and " " not in text}
     vocab |= {text: i for i, (text, kind) in enumerate(zip(words.texts, words.kinds, strict=True)) if kind == NORMAL}
     added = [Added(text, i, special=True) for text, i in words.special.items()]
     added += [Added(text, i, special=False) for text, i in words.users.items()]
     pre = _pre(facts)
-    codec = BpeCodec(vocab, merges, added, ByteLevel(pre), whole_words=CUTTINGS[pre].whole_words, masks=False)
+    codec = BpeCodec(vocab, merges, added, ByteLevel(pre), whole_words=PRE_TOKENIZERS[pre].whole_words, masks=False)
     return codec, codec.pieces()
 
 
@@ -122,7 +121,7 @@ def _pieces(facts: Mapping[str, Any], words: _Words) -> tuple[Codec, dict[int, b
     if facts.get("precompiled_charsmap"):
         raise ValueError("tokenizer.ggml.precompiled_charsmap is not supported: it changes the text")
     special = set(words.special.values())
-    # A user's tokens are cut out before the library sees the text; merges may make them, too, as in llama.cpp.
+    # User tokens are split off before the library gets the text; merges may give them, too, as in llama.cpp.
     kinds = [NORMAL if kind == USER_DEFINED else CONTROL if kind == UNUSED else kind for kind in words.kinds]
     kinds = [CONTROL if i in special else kind for i, kind in enumerate(kinds)]
     proto = ModelProto(
@@ -133,15 +132,15 @@ def _pieces(facts: Mapping[str, Any], words: _Words) -> tuple[Codec, dict[int, b
     return SentencePieceCodec(proto, words.special, words.users), pieces_of(proto)
 
 
-# ---- values of exact types -------------------------------------------------------------------------------------------
+# ---- typed values ----------------------------------------------------------------------------------------------------
 
 
 def _pre(facts: Mapping[str, Any]) -> str:
     pre = facts.get("pre")
     name = ALIASES.get(pre, pre) if isinstance(pre, str) else None
-    if name not in CUTTINGS:
-        known = ", ".join(sorted([*CUTTINGS, *ALIASES]))
-        raise ValueError(f"tokenizer.ggml.pre={pre!r:.80} is not supported, only {known}")
+    if name not in PRE_TOKENIZERS:
+        known = ", ".join(sorted([*PRE_TOKENIZERS, *ALIASES]))
+        raise ValueError(f"tokenizer.ggml.pre={pre!r:.80} is not supported; supported: {known}")
     return name
 
 
@@ -149,7 +148,7 @@ def _array(facts: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     values = facts.get(key)
     if type(values) is not list or set(map(type, values)) - {kind}:
         missing = ", and is missing" if values is None else ""
-        raise ValueError(f"tokenizer.ggml.{key} must be an array, of which each value is {_CALLED[kind]}{missing}")
+        raise ValueError(f"tokenizer.ggml.{key} must be an array, of which each value is {_TYPE_NAMES[kind]}{missing}")
     if kind is float and not all(map(math.isfinite, values)):
         raise ValueError(f"tokenizer.ggml.{key} has a number that is not finite")
     return values
@@ -158,14 +157,14 @@ def _array(facts: Mapping[str, Any], key: str, kind: type) -> list[Any]:
 def _flag(facts: Mapping[str, Any], key: str, default: bool) -> bool:
     value = facts.get(key, default)
     if type(value) is not bool:
-        raise ValueError(f"tokenizer.ggml.{key}={value!r:.80} must be {_CALLED[bool]}")
+        raise ValueError(f"tokenizer.ggml.{key}={value!r:.80} must be {_TYPE_NAMES[bool]}")
     return value
 
 
 def _id(facts: Mapping[str, Any], name: str, default: int | None) -> int | None:
     value = facts.get(f"{name}_token_id", default)
     if value is not None and (type(value) is not int or value < 0):
-        raise ValueError(f"tokenizer.ggml.{name}_token_id={value!r:.80} must be {_CALLED[int]}")
+        raise ValueError(f"tokenizer.ggml.{name}_token_id={value!r:.80} must be {_TYPE_NAMES[int]}")
     return value
 
 
@@ -173,21 +172,21 @@ def _id(facts: Mapping[str, Any], name: str, default: int | None) -> int | None:
 
 
 def write_gguf_vocabulary(vocabulary: Vocabulary, size: int) -> dict[str, Any]:
-    """Return the keys that `read_gguf_vocabulary` reads as this vocabulary, filled up to `size` with unused tokens.
+    """Return the keys from which `read_gguf_vocabulary` reads this vocabulary, padded to `size` with unused tokens.
 
-    Raises ValueError where there are none.
+    Raises ValueError if GGUF cannot express the vocabulary.
     """
     size = max(size, vocabulary.size)
-    spelling = vocabulary.codec.spelling()
+    ordinary = vocabulary.codec.to_gguf()
     tokens, kinds = [f"[PAD{token_id}]" for token_id in range(size)], [UNUSED] * size
-    for token_id, text in spelling.tokens.items():
-        tokens[token_id], kinds[token_id] = text, spelling.kinds.get(token_id, NORMAL)
+    for token_id, text in ordinary.tokens.items():
+        tokens[token_id], kinds[token_id] = text, ordinary.kinds.get(token_id, NORMAL)
     for kind, table in ((CONTROL, vocabulary.special_tokens), (USER_DEFINED, vocabulary.user_tokens)):
         for text, token_id in table.items():
             tokens[token_id], kinds[token_id] = text, kind
-    facts: dict[str, Any] = {**spelling.facts, "tokens": tokens, "token_type": kinds}
-    if spelling.scores is not None:
-        facts["scores"] = [float(spelling.scores.get(token_id, 0.0)) for token_id in range(size)]
+    facts: dict[str, Any] = {**ordinary.facts, "tokens": tokens, "token_type": kinds}
+    if ordinary.scores is not None:
+        facts["scores"] = [float(ordinary.scores.get(token_id, 0.0)) for token_id in range(size)]
         facts["add_eos_token"] = False
         if (unknown := vocabulary.special_tokens.get("<unk>")) is not None:
             kinds[unknown], facts["unknown_token_id"] = UNKNOWN, unknown
@@ -202,7 +201,7 @@ def write_gguf_vocabulary(vocabulary: Vocabulary, size: int) -> dict[str, Any]:
 
 
 def _named_ends(vocabulary: Vocabulary) -> dict[str, int]:
-    """Return the ends of a text under the three names that a file has for them; others have to go."""
+    """Return the ends of a text by the three names in a file; further ones are lost."""
     named = dict(zip(("eos",), vocabulary.eos_ids, strict=False))
     for token_id in vocabulary.eos_ids[1:]:
         is_eom = vocabulary.special_tokens.get(_END_OF_MESSAGE) == token_id
@@ -211,15 +210,15 @@ def _named_ends(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def _check_read_back(written: Vocabulary, read: Vocabulary) -> None:
-    """Refuse, by name, what a reader would take for something else; tokens that fill up are no difference."""
+    """Raise ValueError with the names of the properties that differ after reading; padding tokens do not count."""
     ours, theirs = _facts(written), _facts(read)
     lost = [name for name in ours if ours[name] != theirs[name]]
     if lost:
-        raise ValueError(f"a .gguf file cannot say this tokenizer's {', '.join(lost)}: it would be read as another")
+        raise ValueError(f"a .gguf file cannot express this tokenizer's {', '.join(lost)}")
 
 
 def _facts(vocabulary: Vocabulary) -> dict[str, object]:
-    """Return what text and ids hang on, by name."""
+    """Return the properties that decide on texts and ids, by name."""
     return {
         "tokens": vocabulary.pieces,
         "added tokens": vocabulary.user_tokens,

@@ -1,8 +1,7 @@
-"""How byte-level vocabularies cut a text into the words inside which tokens are merged: the ways that are known here.
+"""The supported pre-tokenizers of byte-level vocabularies: they split a text into words, in which tokens are merged.
 
-Each stands as the makers of the vocabulary publish it: Llama 3 (https://github.com/meta-llama/llama3,
-llama/tokenizer.py), GPT-2 (https://github.com/openai/gpt-2, src/encoder.py), the others in their tokenizer.json.
-A pattern of a file is never run: it is looked up here. Knows no library.
+Sources: Llama 3 (https://github.com/meta-llama/llama3, llama/tokenizer.py), GPT-2 (https://github.com/openai/gpt-2,
+src/encoder.py), and the tokenizer.json of the other models. A pattern from a file is never run, only looked up here.
 """
 
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ TEKKEN_PATTERN = (
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """One way to cut: by a pattern, or by GPT-2's (None), before which digits may be taken out one by one.
+class PreTokenizer:
+    """Split by a pattern, or by GPT-2's (None).
 
-    whole_words: a word of the vocabulary is taken whole, merged or not. adds_bos: whether llama.cpp adds a BOS where
-    the file does not say.
+    digits: every digit is a word. whole_words: a word that is a token is not built by merges. adds_bos: whether
+    llama.cpp adds a BOS if the file does not say.
     """
 
     pattern: str | None
@@ -33,22 +32,22 @@ class Cutting:
     adds_bos: bool = False
 
 
-# tokenizer.ggml.pre -> what llama.cpp does for it (src/llama-vocab.cpp). Its "default", which it takes for files that
-# do not say, is no model's own and is refused.
-CUTTINGS = {
-    "llama-bpe": Cutting(LLAMA3_PATTERN, whole_words=True, adds_bos=True),
-    "qwen2": Cutting(QWEN2_PATTERN),
-    "tekken": Cutting(TEKKEN_PATTERN, whole_words=True, adds_bos=True),
-    "smollm": Cutting(None, digits=True),
-    "gpt-2": Cutting(None),
+# tokenizer.ggml.pre -> what llama.cpp does for it (src/llama-vocab.cpp). Its "default", for files without the key, is
+# not the pre-tokenizer of any model and is rejected.
+PRE_TOKENIZERS = {
+    "llama-bpe": PreTokenizer(LLAMA3_PATTERN, whole_words=True, adds_bos=True),
+    "qwen2": PreTokenizer(QWEN2_PATTERN),
+    "tekken": PreTokenizer(TEKKEN_PATTERN, whole_words=True, adds_bos=True),
+    "smollm": PreTokenizer(None, digits=True),
+    "gpt-2": PreTokenizer(None),
 }
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
 
-def steps(cutting: Cutting) -> list[dict[str, Any]]:
-    """Return the pre_tokenizer steps of a tokenizer.json that cuts so; settings of offsets alone are left out."""
-    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": cutting.pattern is None}
-    if cutting.pattern is not None:
-        split = {"type": "Split", "pattern": {"Regex": cutting.pattern}, "behavior": "Isolated", "invert": False}
+def steps(pre: PreTokenizer) -> list[dict[str, Any]]:
+    """Return the pre_tokenizer steps of a tokenizer.json, without settings that only concern offsets."""
+    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": pre.pattern is None}
+    if pre.pattern is not None:
+        split = {"type": "Split", "pattern": {"Regex": pre.pattern}, "behavior": "Isolated", "invert": False}
         return [split, to_bytes]
-    return [{"type": "Digits", "individual_digits": True}, to_bytes] if cutting.digits else [to_bytes]
+    return [{"type": "Digits", "individual_digits": True}, to_bytes] if pre.digits else [to_bytes]

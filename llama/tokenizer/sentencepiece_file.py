@@ -1,6 +1,6 @@
-"""Meta's tokenizer.model for Llama 1 and 2, and what it shares with GGUF's vocabularies of that kind: SentencePiece.
+"""SentencePiece vocabularies: Meta's tokenizer.model for Llama 1 and 2, and those in GGUF files.
 
-Knows the library, which is given a model written from what was checked. Does not know how a file is laid out.
+The library gets a model that is written from the checked pieces, never the file.
 """
 
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llama.tokenizer.vocabulary import (
-    UNSPELLED,
-    Spelling,
+    SPACE_MARK,
+    GgufTokens,
     Vocabulary,
     WholeTokens,
-    calling,
     check_text,
-    refuse_unrepresentable,
+    library_errors,
+    reject_unrepresentable,
 )
 from llama.untrusted.model_proto import (
     BYTE,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def read_sentencepiece(data: bytes) -> Vocabulary:
-    """Return the vocabulary of a file with this content. Raises ValueError."""
+    """Return the vocabulary in the content of a file. Raises ValueError."""
     proto = read_model_proto(data)
     special = {piece.text: i for i, piece in enumerate(proto.pieces) if piece.kind in (CONTROL, UNKNOWN)}
     return Vocabulary(
@@ -53,28 +53,28 @@ def read_sentencepiece(data: bytes) -> Vocabulary:
 
 
 def pieces_of(proto: ModelProto) -> dict[int, bytes]:
-    """Return the bytes that each id adds to a text."""
+    """Return the bytes of each id."""
     return {i: _bytes_of(piece) for i, piece in enumerate(proto.pieces)}
 
 
 def _bytes_of(piece: Piece) -> bytes:
     if piece.kind == BYTE:
         return bytes([int(piece.text[3:5], 16)])
-    text = piece.text if piece.kind in (CONTROL, UNKNOWN) else piece.text.replace(UNSPELLED, " ")
+    text = piece.text if piece.kind in (CONTROL, UNKNOWN) else piece.text.replace(SPACE_MARK, " ")
     return text.encode()
 
 
 class SentencePieceCodec:
-    """Encodes by `sentencepiece`, between the tokens that are taken whole: users' always, special ones where asked.
+    """Encodes by `sentencepiece` the text between user tokens and allowed special tokens.
 
-    A text behind a token that was taken whole gets a space before it, too, as llama.cpp and transformers do.
+    Text behind such a token gets a space before it, too, as in llama.cpp and transformers.
     """
 
     def __init__(self, proto: ModelProto, special_tokens: Mapping[str, int], user_tokens: Mapping[str, int]) -> None:
         self.proto, self._special_tokens, self._user_tokens = proto, special_tokens, user_tokens
         self._known = {piece.text for piece in proto.pieces if piece.kind not in (CONTROL, UNKNOWN)}
         self._whole = WholeTokens(special_tokens, user_tokens)
-        self._processor  # noqa: B018  the library has a say in whether the file is sound
+        self._processor  # noqa: B018  builds the library's model now, so that its errors appear on opening
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         check_text(text, "the text")
@@ -83,12 +83,12 @@ class SentencePieceCodec:
             if isinstance(part, int):
                 ids.append(part)
                 continue
-            processor = self._processor if begins or place > 0 else self._going_on
-            with calling("sentencepiece", f"encode the text that begins {part[:40]!r}"):
+            processor = self._processor if begins or place > 0 else self._continuing
+            with library_errors("sentencepiece", f"encode the text that begins {part[:40]!r}"):
                 found = processor.encode(part)
             if self._unknown in found:
-                refuse_unrepresentable(
-                    set(part.replace(" ", UNSPELLED)) - self._known, "it has no tokens for them, nor for bytes"
+                reject_unrepresentable(
+                    set(part.replace(" ", SPACE_MARK)) - self._known, "it has no tokens for them, nor for bytes"
                 )
             ids.extend(found)
         return ids
@@ -102,26 +102,26 @@ class SentencePieceCodec:
         return self._load(self.proto.add_dummy_prefix)
 
     @cached_property
-    def _going_on(self) -> "SentencePieceProcessor":
-        """The library for a text that goes on from another, before which it puts no space."""
+    def _continuing(self) -> "SentencePieceProcessor":
+        """The library for a text that continues another one: without a space before it."""
         return self._load(False)
 
     def _load(self, add_dummy_prefix: bool) -> "SentencePieceProcessor":
-        """Return the library with the pieces, and one more for what is unknown: the file's own is a special token."""
+        """Return the library with the pieces and one more for unknown characters: the file's own is a special token."""
         from sentencepiece import SentencePieceProcessor
 
         pieces = [replace(piece, kind=CONTROL) if piece.kind == UNKNOWN else piece for piece in self.proto.pieces]
         texts = {piece.text for piece in pieces}
         unknown = next(text for i in range(len(texts) + 1) if (text := f"<unknown {i}>") not in texts)
         proto = replace(self.proto, pieces=[*pieces, Piece(unknown, 0.0, UNKNOWN)], add_dummy_prefix=add_dummy_prefix)
-        with calling("sentencepiece", "take this vocabulary"):
+        with library_errors("sentencepiece", "take this vocabulary"):
             return SentencePieceProcessor(model_proto=write_model_proto(proto))
 
-    def spelling(self) -> Spelling:
+    def to_gguf(self) -> GgufTokens:
         facts = {"model": "llama", "add_space_prefix": self.proto.add_dummy_prefix}
         whole = {*self._special_tokens.values(), *self._user_tokens.values()}
         ordinary = {i: p for i, p in enumerate(self.proto.pieces) if i not in whole and p.kind != UNUSED}
-        return Spelling(
+        return GgufTokens(
             facts,
             {i: piece.text for i, piece in ordinary.items()},
             {i: piece.kind for i, piece in ordinary.items() if piece.kind != NORMAL},

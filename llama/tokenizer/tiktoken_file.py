@@ -1,7 +1,4 @@
-"""Meta's tokenizer.model for Llama 3: lines of tokens and ranks, which tiktoken merges by.
-
-Knows that file, the special tokens that Meta's code adds to it, and tiktoken. Does not know other kinds.
-"""
+"""Meta's tokenizer.model for Llama 3: lines of tokens and ranks for tiktoken, and the special tokens of Meta's code."""
 
 import base64
 import re
@@ -10,7 +7,7 @@ from pathlib import Path
 
 from llama.tokenizer.byte_letters import byte_letters
 from llama.tokenizer.patterns import LLAMA3_PATTERN
-from llama.tokenizer.vocabulary import Spelling, Vocabulary, WholeTokens, calling, check_text
+from llama.tokenizer.vocabulary import GgufTokens, Vocabulary, WholeTokens, check_text, library_errors
 from llama.untrusted.model_proto import MAX_TOKEN_LENGTH
 
 _SPECIALS = (
@@ -29,14 +26,14 @@ _SPECIALS = (
 )
 _N_SPECIALS = 256
 
-# Beyond these tiktoken panics or its patterns give up; the values are Meta's (https://github.com/openai/tiktoken/issues/195).
+# Above these limits tiktoken panics or its regex fails; Meta's values (https://github.com/openai/tiktoken/issues/195).
 _MAX_CHARS = 400_000
 _MAX_RUN = 25_000
 _RUNS = re.compile(r"\s+|\S+")
 
 
 def read_tiktoken(path: Path, data: bytes) -> Vocabulary:
-    """Return the vocabulary of a file with this content. Raises ValueError that names the line."""
+    """Return the vocabulary in the content of a file. Raises ValueError with the line."""
     ranks = _ranks(path, data)
     n_reserved = _N_SPECIALS - len(_SPECIALS)
     texts = [*_SPECIALS, *(f"<|reserved_special_token_{2 + i}|>" for i in range(n_reserved))]
@@ -56,9 +53,9 @@ def read_tiktoken(path: Path, data: bytes) -> Vocabulary:
 
 
 def _ranks(path: Path, data: bytes) -> dict[bytes, int]:
-    """Read lines of "<base64 of the token> <rank>", where the ranks are 0, 1, 2, ...
+    """Return the ranks from lines "<base64 of the token> <rank>" with the ranks 0, 1, 2, ...
 
-    A skipped line would shift every special id by one, so anything unexpected is refused.
+    A skipped line would shift every special id by one, so anything unexpected raises ValueError.
     """
     ranks: dict[bytes, int] = {}
     for rank, line in enumerate(data.splitlines()):
@@ -76,7 +73,7 @@ def _ranks(path: Path, data: bytes) -> dict[bytes, int]:
         if not 0 < len(token) <= MAX_TOKEN_LENGTH:
             raise ValueError(f"{where}: a token of {len(token)} bytes; it must have 1 to {MAX_TOKEN_LENGTH}")
         if token in ranks:
-            raise ValueError(f"{where}: token {token!r:.80} stands on line {ranks[token] + 1} already")
+            raise ValueError(f"{where}: token {token!r:.80} is also on line {ranks[token] + 1}")
         ranks[token] = rank
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"{path}: {len(missing)} of the 256 single bytes are missing, first {missing[0]:#04x}")
@@ -84,35 +81,35 @@ def _ranks(path: Path, data: bytes) -> dict[bytes, int]:
 
 
 class TiktokenCodec:
-    """Encodes by tiktoken, which is not told of special tokens: what it never knew, it cannot find in a text."""
+    """Encodes by tiktoken, which gets no special tokens and so cannot find any in a text."""
 
     def __init__(self, ranks: dict[bytes, int], special_tokens: Mapping[str, int]) -> None:
-        import tiktoken  # here, for who has another kind of file does not need it
+        import tiktoken  # only this kind of file needs it
 
         self._ranks, self._whole = ranks, WholeTokens(special_tokens, {})
         self._bpe = tiktoken.Encoding("llama", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
-        """Return the ids; runs of more than 25,000 (non-)space characters, and 400,000 of any, are cut as Meta does."""
+        """Return the ids; runs of 25,000 (non-)spaces and texts of 400,000 characters are split as Meta does."""
         check_text(text, "the text")
         ids: list[int] = []
         for part in self._whole.parts(text, special):
             if isinstance(part, int):
                 ids.append(part)
                 continue
-            with calling("tiktoken", f"encode the text that begins {part[:40]!r}"):
+            with library_errors("tiktoken", f"encode the text that begins {part[:40]!r}"):
                 for piece in _slices(part):
                     ids.extend(self._bpe.encode_ordinary(piece))
         return ids
 
-    def spelling(self) -> Spelling:
+    def to_gguf(self) -> GgufTokens:
         letters = dict(enumerate(byte_letters()))
         tokens = {rank: token.decode("latin-1").translate(letters) for token, rank in self._ranks.items()}
         merges = [" ".join(tokens[self._ranks[part]] for part in pair) for pair in self._merges()]
-        return Spelling({"model": "gpt2", "pre": "llama-bpe", "merges": merges}, tokens, {})
+        return GgufTokens({"model": "gpt2", "pre": "llama-bpe", "merges": merges}, tokens, {})
 
     def _merges(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield every pair that makes a token, in the order of their ranks, as Llama 3's tokenizer.json lists them."""
+        """Yield every pair that gives a token, in the order of Llama 3's tokenizer.json."""
         ranks = self._ranks
         for token in ranks:
             splits = [(token[:i], token[i:]) for i in range(1, len(token))]
@@ -121,7 +118,7 @@ class TiktokenCodec:
 
 
 def _slices(text: str) -> Iterator[str]:
-    """Cut a text where Meta's tokenizer does, so that tiktoken can digest it in linear time."""
+    """Yield the parts of a text, split as Meta's tokenizer does, so that tiktoken takes linear time."""
     for begin in range(0, len(text), _MAX_CHARS):
         part = text[begin : begin + _MAX_CHARS]
         done = 0

@@ -1,8 +1,4 @@
-"""Text <-> ids: from Meta's tokenizer.model, a Hugging Face tokenizer.json or GGUF metadata.
-
-Knows what all of them have in common, and that the library which defines each turns texts into ids. Does not know
-models or dialogs, nor how vocabularies stand in files.
-"""
+"""Text <-> ids, with the vocabulary of Meta's tokenizer.model, a Hugging Face tokenizer.json or GGUF metadata."""
 
 import codecs
 import hashlib
@@ -17,11 +13,10 @@ _END_MARKS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<
 
 
 class Tokenizer:
-    """Turns text into ids and back; `Tokenizer(path)` reads Meta's tokenizer.model, of Llama 3 or of Llama 1 and 2.
+    """Converts text to ids and back; `Tokenizer(path)` reads Meta's tokenizer.model of Llama 3 or of Llama 1 and 2.
 
-    `special_tokens` maps their text to ids. `stop_tokens` are the file's end tokens and every special token that
-    marks an end by its well-known name. `adds_bos`: whether the file asks for `bos_id` before a text. `n_words`: how
-    many ids the file has; those beyond, of which a model may have some, decode to nothing up to what `widen` was told.
+    special_tokens: text -> id. stop_tokens: the file's end tokens and the special tokens with the well-known name of an
+    end. adds_bos: whether a text begins with `bos_id`. n_words: the number of ids in the file; see `widen` for more.
     """
 
     n_words: int
@@ -36,7 +31,7 @@ class Tokenizer:
     def __init__(self, model_path: str | PathLike[str]) -> None:
         file = Path(model_path)
         data = read_file(file)
-        if data.startswith(b"\n"):  # the tag of a first piece in protobuf's encoding; lines of ranks never begin so
+        if data.startswith(b"\n"):  # protobuf's tag of the first piece; a file of ranks never begins with it
             from llama.tokenizer.sentencepiece_file import read_sentencepiece
 
             try:
@@ -50,18 +45,17 @@ class Tokenizer:
 
     @classmethod
     def from_huggingface(cls, path: str | PathLike[str]) -> "Tokenizer":
-        """Read a tokenizer.json, or the one in a directory, and the configuration files beside it."""
+        """Return the tokenizer of a tokenizer.json, or of the one in a directory, and the configuration beside it."""
         from llama.tokenizer.huggingface_file import read_huggingface
 
         file = Path(path)
         tokenizer = cls.__new__(cls)
-        file = file / "tokenizer.json" if file.is_dir() else file
-        tokenizer._take(read_huggingface(file))
+        tokenizer._take(read_huggingface(file / "tokenizer.json" if file.is_dir() else file))
         return tokenizer
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        """Read the `tokenizer.*` keys of a GGUF file, given as plain Python values."""
+        """Return the tokenizer of the `tokenizer.*` keys of a GGUF file, given as plain Python values."""
         from llama.tokenizer.gguf_vocabulary import read_gguf_vocabulary
 
         tokenizer = cls.__new__(cls)
@@ -69,17 +63,17 @@ class Tokenizer:
         return tokenizer
 
     def to_gguf(self, size: int) -> dict[str, Any]:
-        """Return the `tokenizer.*` keys that make `from_gguf`, and llama.cpp, encode and decode as this tokenizer does.
+        """Return the `tokenizer.*` keys with which `from_gguf` and llama.cpp encode and decode as this tokenizer does.
 
-        `size` is the model's vocabulary: ids without a token are filled up with unused ones, because llama.cpp wants a
-        token for every row of the embedding. Raises ValueError for what those keys cannot say.
+        `size`: the model's vocabulary. Ids without a token get unused tokens, because llama.cpp needs one for every row
+        of the embedding. Raises ValueError if the keys cannot express the vocabulary.
         """
         from llama.tokenizer.gguf_vocabulary import write_gguf_vocabulary
 
         return write_gguf_vocabulary(self._vocabulary, size)
 
     def widen(self, size: int) -> None:
-        """Let ids up to `size`, the rows of a model's embedding, decode to nothing where the file has no token."""
+        """Decode ids below `size`, the rows of a model's embedding, that have no token in the file to nothing."""
         self._size = max(self.n_words, size)
 
     def _take(self, vocabulary: Vocabulary) -> None:
@@ -95,7 +89,7 @@ class Tokenizer:
         self.chat_template = vocabulary.chat_template
 
     def fingerprint(self) -> str:
-        """Return a digest that only a tokenizer with the same tokens and ends shares."""
+        """Return a digest of the tokens, the ends of a text, and the chat template."""
         pieces = sorted(self._vocabulary.pieces.items())
         facts = (pieces, sorted(self.special_tokens.items()), self.stop_tokens, self.adds_bos)
         return hashlib.sha256(repr((*facts, self.chat_template)).encode()).hexdigest()
@@ -112,10 +106,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a text.
 
-        By default special tokens in the text are plain text, whatever they spell. Those in `allowed_special` become
-        their id, those in `disallowed_special` (that are not allowed) raise ValueError. ValueError also for text that
-        the vocabulary cannot represent. SentencePiece's vocabularies put a space before a text, but not before one that
-        goes on from another: `begins=False`.
+        By default special tokens in the text are plain text. Those in `allowed_special` become their id; those in
+        `disallowed_special` that are not allowed raise ValueError, and so does text that the vocabulary cannot
+        represent. `begins=False`: the text continues another one, so SentencePiece adds no space before it.
         """
         allowed = frozenset(self.special_tokens if allowed_special == "all" else allowed_special)
         if unknown := allowed - self.special_tokens.keys():
@@ -132,12 +125,12 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, begins: bool = True) -> str:
         """Return the text of `ids`; special tokens give their text, broken UTF-8 gives U+FFFD.
 
-        Without `begins` the ids go on from others, and keep a space at the front that `encode` may have put there.
+        Without `begins` the ids continue others: the text keeps the space at the front that `encode` may have added.
         """
         return self.decode_bytes(ids, begins=begins).decode(errors="replace")
 
     def decode_bytes(self, ids: Iterable[int], *, begins: bool = True) -> bytes:
-        """Return the bytes of `ids`, as `decode` does; ValueError for an id that neither file nor model has."""
+        """Return the bytes of `ids`, as `decode` does. Raises ValueError for an id outside the file and the model."""
         pieces = self._vocabulary.pieces
         data = b"".join([pieces[id] if id in pieces else self._nothing(id) for id in ids])
         return data[1:] if begins and self._vocabulary.strips_space and data.startswith(b" ") else data
@@ -148,12 +141,12 @@ class Tokenizer:
         return b""
 
     def stream(self, *, begins: bool = False) -> "TextStream":
-        """Return a decoder that takes one id at a time; the text goes on from another unless it `begins` one."""
+        """Return a decoder that takes one id at a time; without `begins` the text continues another one."""
         return TextStream(self, begins=begins)
 
 
 class TextStream:
-    """Decodes ids as they come; what `feed` returned, and `flush` at the end, together equal `Tokenizer.decode`."""
+    """Decodes ids one by one; the results of `feed`, and of `flush` at the end, join to that of `Tokenizer.decode`."""
 
     def __init__(self, tokenizer: Tokenizer, *, begins: bool = False) -> None:
         self._tokenizer, self._begins = tokenizer, begins
@@ -161,14 +154,14 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        """Return the characters that `token_id` completes; the bytes of one that is not whole yet wait."""
+        """Return the characters that `token_id` completes; bytes of an incomplete character are stored."""
         data = self._tokenizer.decode_bytes([token_id], begins=False)
         if data and self._at_begin:
             data, self._at_begin = self._tokenizer.decode_bytes([token_id]), False
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """Return what still waits, as U+FFFD, and start afresh."""
+        """Return the stored bytes as U+FFFD, and start a new text."""
         self._at_begin = self._begins
         return self._decoder.decode(b"", final=True)
 

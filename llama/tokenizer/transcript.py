@@ -1,9 +1,8 @@
-"""A conversation beside the ids of its text: what was said, and which answers stand there as they were generated.
+"""The messages of a conversation, and the positions of generated answers in the ids of its text.
 
-A chat format renders the whole dialog anew each turn. What is rendered like before has the same ids, except answers:
-those that a model generated are often not the ones that their text encodes to. So a transcript notes where answers
-stand, in the ids and in the rendered text, and keeps their ids for as long as the rendering says what they say.
-Knows dialogs and ids. Does not know models, caches or files.
+A chat format renders the whole dialog again each turn. Text that did not change has the same ids, except answers: a
+model often generates other ids than those to which their text encodes. So a transcript stores where each answer ends,
+in the ids and in the rendered text, and the answer's ids stay as long as the rendering contains its text.
 """
 
 import json
@@ -17,7 +16,7 @@ from llama.tokenizer.chat import ChatFormat, Dialog, Message, check_dialog
 
 
 class End(NamedTuple):
-    """Where an answer that stands as it was generated ends: behind so many ids, and characters of the rendering."""
+    """The end of an answer with generated ids: the number of ids, and of characters of the rendering, up to it."""
 
     ids: int
     text: int
@@ -25,11 +24,11 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Transcript:
-    """What was said. The ids of the text, which its owner has, are given to each method.
+    """A conversation. Each method gets the ids of its text, which the caller stores.
 
-    messages: what was said, without an answer that stands behind `begin` ids, to be read out of them. text: the newest
-    rendering. answers: of those in it that stand as they were generated, the ends. kept: for each of the user's
-    messages, how many of the ids before it stood still when it was said.
+    messages: without the last answer, if it is decoded from the ids behind `begin`. text: the latest rendering.
+    answers: the ends of the answers with generated ids. kept: for each user message, the number of earlier ids that
+    stayed the same when the message was added.
     """
 
     messages: tuple[Message, ...] = ()
@@ -39,14 +38,14 @@ class Transcript:
     kept: tuple[int, ...] = ()
 
     def dialog(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Dialog:
-        """Return what was said, with the last answer as far as it stands in the ids."""
-        said: Dialog = [message.copy() for message in self.messages]
+        """Return the messages, including the last answer as far as it is in the ids."""
+        dialog: Dialog = [message.copy() for message in self.messages]
         if self.begin is not None:
-            said.append({"role": "assistant", "content": tokenizer.decode(ids[self.begin :])})
-        return said
+            dialog.append({"role": "assistant", "content": tokenizer.decode(ids[self.begin :])})
+        return dialog
 
     def ask(self, format: ChatFormat, ids: Sequence[int], content: str) -> "tuple[Transcript, list[int]]":
-        """Return the transcript with one more message of the user, and the ids up to where its answer begins."""
+        """Return the transcript with one more user message, and the ids up to the beginning of its answer."""
         dialog: Dialog = [*self.dialog(format.tokenizer, ids), {"role": "user", "content": content}]
         rendering = format.render(dialog)
         begin, rest, answers = 0, rendering, list[End]()
@@ -59,63 +58,59 @@ class Transcript:
         return Transcript(tuple(dialog), rendering.text, len(prompt), tuple(answers), kept), prompt
 
     def undo(self, tokenizer: Tokenizer, ids: Sequence[int]) -> "tuple[Transcript, int]":
-        """Return the transcript without the last exchange, and how many of the ids are left. ValueError without one."""
+        """Return the transcript without the last exchange, and the number of remaining ids. ValueError without one."""
         if not self.kept:
-            raise ValueError("nothing has been said yet, so there is nothing to take back")
-        said, left = self.dialog(tokenizer, ids), min(self.kept[-1], len(ids))
-        last = max(place for place, message in enumerate(said) if message["role"] == "user")
+            raise ValueError("the conversation has no message, so there is nothing to undo")
+        dialog, left = self.dialog(tokenizer, ids), min(self.kept[-1], len(ids))
+        last = max(index for index, message in enumerate(dialog) if message["role"] == "user")
         answers = tuple(end for end in self.answers if end.ids <= left)
-        return Transcript(tuple(said[:last]), self.text, None, answers, self.kept[:-1]), left
+        return Transcript(tuple(dialog[:last]), self.text, None, answers, self.kept[:-1]), left
 
     def _ends(self, tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[End]:
-        """Return where answers may end, in order, up to which the ids stand for the beginning of a new rendering."""
+        """Return the ends of answers, in order, up to which the ids are valid for the beginning of a new rendering."""
         same = _common(self.text, text)
         ends = [end for end in self.answers if end.text <= same]
         if self.begin is None or same < len(self.text):
             return ends
-        # Behind the id before it, for a vocabulary may drop a space where a text begins.
+        # Decoded with the id before it: some vocabularies drop a space at the beginning of a text.
         before = self.begin - 1
         answer = tokenizer.decode(ids[before:]).removeprefix(tokenizer.decode(ids[before : self.begin]))
-        # As it is, or trimmed, as templates do, which takes nothing from what was said.
-        ways = [way for way in (answer.strip(), answer) if text.startswith(way, same)]
-        return ends + [End(len(ids), same + len(way)) for way in dict.fromkeys(ways)]
+        # Templates contain the answer as it is, or trimmed.
+        forms = [form for form in (answer.strip(), answer) if text.startswith(form, same)]
+        return ends + [End(len(ids), same + len(form)) for form in dict.fromkeys(forms)]
 
-    # ---- as text -----------------------------------------------------------------------------------------------------
+    # ---- JSON --------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str, ids: Sequence[int]) -> "Transcript":
-        """Return what `to_json` wrote, for these ids. Raises ValueError for anything else."""
+        """Return the transcript that `to_json` wrote, for these ids. Raises ValueError for any other text."""
         try:
-            said: dict[str, Any] = json.loads(text)
-            made = cls(
-                messages=tuple(said.pop("messages")),
-                text=said.pop("text"),
-                begin=said.pop("begin"),
-                answers=tuple(End(*end) for end in said.pop("answers")),
-                kept=tuple(said.pop("kept")),
-            )
+            fields: dict[str, Any] = json.loads(text)
+            fields["messages"], fields["kept"] = tuple(fields["messages"]), tuple(fields["kept"])
+            fields["answers"] = tuple(End(*end) for end in fields["answers"])
+            made = cls(**fields)
             check_dialog(list(made.messages))
             users = sum(message["role"] == "user" for message in made.messages)
             counts = [*made.kept, *(number for end in made.answers for number in end)]
             counts += [] if made.begin is None else [made.begin, made.begin - 1]
-            whole = not said and isinstance(made.text, str) and len(made.kept) == users > 0
-            if whole and all(type(count) is int and count >= 0 for count in counts) and made._fits(len(ids)):
+            valid = len(fields) == 5 and isinstance(made.text, str) and len(made.kept) == users > 0
+            if valid and all(type(count) is int and count >= 0 for count in counts) and made._fits(len(ids)):
                 return made
         except (AttributeError, KeyError, TypeError, RecursionError, ValueError):
             pass
-        raise ValueError("what it says of the conversation is not what was saved")
+        raise ValueError("its transcript of the conversation is invalid")
 
     def _fits(self, ids: int) -> bool:
-        """Whether the places lie in a text of so many ids, in order."""
+        """Return whether all ends lie inside a text of `ids` ids, in order."""
         last = ids if self.begin is None else self.begin
         ends = [*self.answers, End(last, len(self.text))]
         return last <= ids and all(one.ids <= next.ids and one.text <= next.text for one, next in pairwise(ends))
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return how many items two sequences have in common at their beginning."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,7 +1,4 @@
-"""What every kind of tokenizer file says once it is read, and what of it can be checked without knowing which kind.
-
-Knows ids, texts and bytes. Does not know files, nor who turns a text into ids.
-"""
+"""A vocabulary, whichever kind of file it comes from, and the checks that all kinds share."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -13,20 +10,20 @@ from typing import Any, Protocol
 from llama.untrusted.files import read_regular
 from llama.untrusted.model_proto import MAX_TOKEN_LENGTH, MAX_WORDS
 
-# Far above every released vocabulary (262,144 tokens, 33 MB), and low enough that a hostile one costs little.
+# Far above every released vocabulary (262,144 tokens, 33 MB), and low enough that a malicious file costs little.
 MAX_FILE_BYTES = 64 << 20
 MAX_MERGES = 1 << 21
 
-UNSPELLED = "\u2581"  # SentencePiece's sign for a space
+SPACE_MARK = "\u2581"  # SentencePiece's character for a space
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """A vocabulary as a GGUF file has it: `facts` by key, and of each ordinary token its text, type and score."""
+class GgufTokens:
+    """The ordinary tokens in the form of a GGUF file: values by key, and the text, type and score of each token."""
 
     facts: dict[str, Any]
     tokens: Mapping[int, str]
-    kinds: Mapping[int, int]  # those that are not normal
+    kinds: Mapping[int, int]  # without tokens of the normal type
     scores: Mapping[int, float] | None = None
 
 
@@ -34,22 +31,23 @@ class Codec(Protocol):
     """Turns a text into ids."""
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
-        """Return the ids of a text in which the tokens named in `special`, and no other special ones, are looked for.
+        """Return the ids of a text. Of the special tokens only those in `special` are recognised.
 
-        `begins`: the text begins one; else it goes on from another. Raises ValueError for a text that the vocabulary
-        cannot represent.
+        Without `begins` the text continues another one. Raises ValueError for a text that the vocabulary cannot
+        represent.
         """
 
-    def spelling(self) -> Spelling:
-        """Raises ValueError where GGUF has no way to say the vocabulary."""
+    def to_gguf(self) -> GgufTokens:
+        """Return the ordinary tokens for a GGUF file. Raises ValueError if GGUF cannot express the vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What the files have in common. `size`: one more than the highest id, of tokens that nothing becomes, too.
+    """The content of a tokenizer file.
 
-    pieces: the bytes that each id adds to a text. user_tokens: added as plain text, taken whole wherever a text has
-    them. strips_space: a text is encoded with a space before it, which decoding takes away.
+    size: the highest id plus 1, including unused tokens. pieces: the bytes of each id. user_tokens: added tokens that
+    are not special; they are recognised in every text. strips_space: encoding adds a space before the text, and
+    decoding removes it.
     """
 
     codec: Codec
@@ -76,12 +74,12 @@ class Vocabulary:
 
 
 def check_tokens(tokens: Mapping[str, object]) -> None:
-    """Refuse ids that are no ids and texts that are no tokens, in linear time. Raises ValueError that names one."""
+    """Raise ValueError, with the token, for an invalid id or text, in linear time."""
     if len(tokens) > MAX_WORDS:
         raise ValueError(f"{len(tokens)} tokens are more than the limit of {MAX_WORDS}")
     for text, token_id in tokens.items():
         if type(token_id) is not int or not 0 <= token_id < MAX_WORDS:
-            raise ValueError(f"token {text!r:.80} has id {token_id!r:.40}, which is no whole number from 0 on")
+            raise ValueError(f"token {text!r:.80} has id {token_id!r:.40}; it must be a whole number from 0 on")
         if not 0 < len(text) <= MAX_TOKEN_LENGTH:
             raise ValueError(f"token {text!r:.80} has {len(text)} characters; it must have 1 to {MAX_TOKEN_LENGTH}")
     if len(set(tokens.values())) != len(tokens):
@@ -90,7 +88,7 @@ def check_tokens(tokens: Mapping[str, object]) -> None:
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse half of a surrogate pair, which is no text and which no library takes."""
+    """Raise ValueError for half of a surrogate pair: the libraries reject it, too."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -101,23 +99,22 @@ def check_text(text: str, what: str) -> None:
 
 
 def check_template(template: object) -> str | None:
-    """Return the chat template of a file. Raises ValueError for one that is no text."""
-    if template is None:
-        return None
-    if not isinstance(template, str):
+    """Return the chat template of a file. Raises ValueError unless it is a text or None."""
+    if not isinstance(template, str | None):
         raise ValueError(f"the chat template is {template!r:.80} and must be a text")
-    check_text(template, "the chat template")
+    if template is not None:
+        check_text(template, "the chat template")
     return template
 
 
-def apart(user_tokens: Mapping[str, int], ends: Collection[int | None]) -> tuple[dict[str, int], dict[str, int]]:
-    """Sort tokens that a file calls a user's: those that begin or end a text stay out of plain text nevertheless."""
+def split_ends(user_tokens: Mapping[str, int], ends: Collection[int | None]) -> tuple[dict[str, int], dict[str, int]]:
+    """Split a file's user tokens into special ones, which begin or end a text, and the others."""
     special = {text: token_id for text, token_id in user_tokens.items() if token_id in ends}
     return special, {text: token_id for text, token_id in user_tokens.items() if text not in special}
 
 
-def refuse_unrepresentable(characters: Iterable[str], why: str) -> None:
-    """Raise ValueError that names characters which the vocabulary cannot represent."""
+def reject_unrepresentable(characters: Iterable[str], why: str) -> None:
+    """Raise ValueError with the first ten of the characters, which the vocabulary cannot represent."""
     culprits = sorted(set(characters))
     raise ValueError(
         f"the vocabulary cannot represent {', '.join(map(repr, culprits[:10]))}"
@@ -128,8 +125,8 @@ def refuse_unrepresentable(characters: Iterable[str], why: str) -> None:
 # ---- parts of texts --------------------------------------------------------------------------------------------------
 
 
-class Cutter:
-    """Finds tokens that are taken whole, however many there are; of two that begin at one place it takes the longer."""
+class Splitter:
+    """Finds whole tokens in a text; of two that begin at one place it takes the longer. Time: linear in the text."""
 
     def __init__(self, whole: Mapping[str, int]) -> None:
         self._whole = dict(whole)
@@ -140,7 +137,7 @@ class Cutter:
         self._firsts = re.compile("[" + "".join(map(re.escape, self._lengths)) + "]") if whole else None
 
     def parts(self, text: str) -> Iterator[str | int]:
-        """Yield the texts between the tokens, none of them empty, and the ids of the tokens."""
+        """Yield the ids of the tokens, and the texts between them that are not empty."""
         at = done = 0
         while self._firsts is not None and (found := self._firsts.search(text, at)):
             token = self._token_at(text, found.start())
@@ -159,18 +156,18 @@ class Cutter:
 
 
 class WholeTokens:
-    """The tokens of a vocabulary that are taken whole: users' always, special ones where they are asked for."""
+    """Splits a text at user tokens and at the special tokens that are allowed."""
 
     def __init__(self, special_tokens: Mapping[str, int], user_tokens: Mapping[str, int]) -> None:
         self._special_tokens, self._user_tokens = special_tokens, user_tokens
-        self._latest: tuple[frozenset[str], Cutter] | None = None  # one object, for threads may share it
+        self._latest: tuple[frozenset[str], Splitter] | None = None  # assigned as one object: threads may share it
 
     def parts(self, text: str, special: frozenset[str]) -> Iterator[str | int]:
-        """Yield what `Cutter.parts` does, for users' tokens and these special ones."""
+        """Return the iterator of `Splitter.parts` for user tokens and these special tokens."""
         latest = self._latest
         if latest is None or latest[0] != special:
             asked = {token: self._special_tokens[token] for token in special}
-            self._latest = latest = special, Cutter({**self._user_tokens, **asked})
+            self._latest = latest = special, Splitter({**self._user_tokens, **asked})
         return latest[1].parts(text)
 
 
@@ -178,27 +175,27 @@ class WholeTokens:
 
 
 def read_file(path: Path, *, limit: int = MAX_FILE_BYTES) -> bytes:
-    """Return what a regular file of at most `limit` bytes holds. Raises FileNotFoundError, ValueError."""
+    """Return the content of a regular file of at most `limit` bytes. Raises FileNotFoundError, ValueError."""
     try:
         return read_regular(path, limit=limit)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no tokenizer file {path}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no file of a tokenizer: {error}") from error
+        raise ValueError(f"{path} is not a tokenizer file: {error}") from error
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def calling(library: str, what: str) -> Iterator[None]:
-    """Turn whatever a library raises into a ValueError.
+def library_errors(library: str, task: str) -> Iterator[None]:
+    """Turn every exception of a library into a ValueError.
 
-    A panic in Rust arrives as a PanicException, which is not an Exception and cannot be imported.
+    A panic in Rust is a PanicException, which is not an Exception and cannot be imported.
     """
     try:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(f"{library} cannot {what}: {str(error)[:200]}") from error
+            raise ValueError(f"{library} cannot {task}: {str(error)[:200]}") from error
         raise

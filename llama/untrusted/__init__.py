@@ -1,1 +1,1 @@
-"""Readers of untrusted files: a header is compared with its file before anything of the file is used."""
+"""Readers of untrusted files. They compare a header with its file before they use anything of it, and know no model."""

@@ -1,4 +1,4 @@
-"""The error of a file that cannot be used, and how whatever a reader raises becomes one."""
+"""The error for a file that cannot be used, and a context manager that raises it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ from llama.untrusted.words import printable
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: which path, and why.
+    """A checkpoint cannot be used: `path` and `reason`.
 
-    Names in it come from files of strangers: its text is one line, short, and acts on no terminal.
+    The reason may quote an untrusted file. The message is one line of less than 1,000 printable characters.
     """
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -23,10 +23,10 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def refusing(path: Path, reason: str) -> Iterator[None]:
-    """Turn whatever reading the file raises into a CheckpointError.
+    """Turn every exception of a parser into a CheckpointError.
 
-    Everything is caught, because parsers raise everything on damaged bytes: KeyError, struct.error, RecursionError,
-    MemoryError, and the panic of a library in Rust, which is no Exception.
+    Parsers raise anything on damaged bytes: KeyError, struct.error, RecursionError, MemoryError, and a panic of a
+    Rust library, which is not an Exception.
     """
     try:
         yield

@@ -1,7 +1,4 @@
-"""Open and read regular files and texts, without waiting for a pipe and without reading more than a limit.
-
-Knows nothing of what a file says.
-"""
+"""Open and read regular files and texts, without waiting for a pipe and without reading more than a limit."""
 
 import os
 import select
@@ -10,9 +7,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 TEXT_LIMIT = 2**30  # bytes of a text to score
-WRITER_S = 5.0  # how long a named pipe is waited for that nobody has opened to write
+WRITER_S = 5.0  # seconds to wait for a named pipe without a writer
 
-# Opening a named pipe would wait for its other end; on Windows a text file would lose bytes.
+# Without O_NONBLOCK opening a named pipe waits for its other end; without O_BINARY Windows changes line ends.
 _READ_AT_ONCE = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 _KINDS_OF_FILE = {
@@ -25,15 +22,15 @@ _KINDS_OF_FILE = {
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or the one that a link leads to, for reading bytes.
+    """Open a regular file, or a link to one, for reading bytes.
 
-    Raises ValueError for whatever else stands there, at once: a pipe is not waited for, a device not touched. OSError
-    where there is nothing, or nothing that may be read.
+    Raises ValueError at once for anything else: it does not wait for a pipe or touch a device. Raises OSError if there
+    is no file or it may not be read.
     """
     check_regular(os.stat(path).st_mode)
     handle = os.open(path, _READ_AT_ONCE)
     try:
-        check_regular(os.fstat(handle).st_mode)  # of what was opened, should the name lead elsewhere by now
+        check_regular(os.fstat(handle).st_mode)  # again: the name may lead elsewhere by now
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)
@@ -47,7 +44,7 @@ def check_regular(mode: int) -> None:
 
 
 def read_regular(path: Path, *, limit: int) -> bytes:
-    """Return what a regular file holds, once its size is known to be at most `limit` bytes; else as `open_regular`."""
+    """Return the content of a regular file of at most `limit` bytes. Raises as `open_regular`, and ValueError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > limit else file.read(limit + 1)
@@ -57,14 +54,14 @@ def read_regular(path: Path, *, limit: int) -> bytes:
 
 
 def read_text(path: Path, *, limit: int) -> str:
-    """Return the text of a file, UTF-8, with its line ends as newlines.
+    """Return the UTF-8 text of a file or of a pipe, with newlines as line ends.
 
-    A pipe is read to its end. Raises ValueError for more than `limit` bytes, which are not read either, for what is no
-    UTF-8, and for a pipe that nobody writes to; OSError where the file cannot be opened.
+    Raises ValueError for more than `limit` bytes, without reading them, for text that is not UTF-8, and for a pipe
+    without a writer; OSError if the file cannot be opened.
     """
 
     def open_at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe without a writer would be waited for here
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # else it waits for the writer of a pipe
 
     with open(path, "rb", buffering=0, opener=open_at_once) as file:
         parts = [_first_of_pipe(file.fileno(), path)] if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) else []
@@ -75,12 +72,12 @@ def read_text(path: Path, *, limit: int) -> str:
             parts.append(part)
             size += len(part)
     if size > limit:
-        raise ValueError(f"{path} holds more than the {limit / 1e6:,.0f} MB that are read of a text; cut it")
+        raise ValueError(f"{path} is longer than {limit / 1e6:,.0f} MB, the limit for a text; cut it")
     return text_of(b"".join(parts), str(path))
 
 
 def text_of(content: bytes, name: str) -> str:
-    """Return bytes as text, with newlines as line ends; raise ValueError, with the name, where they are no UTF-8."""
+    """Return bytes as text, with newlines as line ends. Raises ValueError with the name if they are not UTF-8."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -89,12 +86,12 @@ def text_of(content: bytes, name: str) -> str:
 
 
 def _first_of_pipe(file: int, path: Path) -> bytes:
-    """Return what comes first out of a pipe, however long its writer takes, if it has one."""
+    """Return the first byte of a pipe, however long its writer takes. Raises ValueError if it has no writer."""
     while not select.select([file], [], [], WRITER_S)[0]:
         try:
             if part := os.read(file, 1):
                 return part
         except BlockingIOError:
             continue  # there is a writer
-        raise ValueError(f"{path} is a named pipe that nobody writes to")
+        raise ValueError(f"{path} is a named pipe without a writer")
     return b""

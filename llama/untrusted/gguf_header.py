@@ -1,9 +1,8 @@
-"""The header of a .gguf file: metadata as plain values, and where each tensor lies.
+"""Read the header of a .gguf file: metadata as plain values, and the position of each tensor.
 
-Knows the format's bytes and none of its keys but the alignment. It is read here and not by the `gguf` package, whose
-reader hangs on a file of 49 bytes. What a header makes us keep is bounded: strings, numbers and tensors each by a
-count in total, and arrays that nobody asked for are stepped over.
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and what llama.cpp refuses.
+The `gguf` package is not used: its reader hangs on a file of 49 bytes. The memory for a header is bounded: the total
+counts of strings, numbers and tensors have limits, and arrays that are not requested are skipped.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and what llama.cpp rejects.
 """
 
 import math
@@ -19,13 +18,13 @@ from llama.untrusted.gguf_sizes import FILE_BLOCKS, FLOATS, NAMES
 from llama.untrusted.mapped import MappedFile
 from llama.untrusted.words import printable
 
-# Far above every real file, and low enough that refusing a hostile one takes little time and memory.
+# Far above every real file, and low enough that rejecting a malicious one takes little time and memory.
 _MOST_BYTES = 128 << 20
 _MOST_TENSORS = 1 << 14
 _MOST_PAIRS = 1 << 14
-_MOST_STRINGS = 1 << 20  # in all: the largest vocabularies have 0.8 million, merges included
-_MOST_NUMBERS = 1 << 20  # in all arrays that are kept
-_MOST_TEXT = 16 << 20  # bytes of all strings that are kept
+_MOST_STRINGS = 1 << 20  # in total; the largest vocabularies have 0.8 million, with merges
+_MOST_NUMBERS = 1 << 20  # in all arrays that are returned
+_MOST_TEXT = 16 << 20  # bytes of all strings that are returned
 _LONGEST_STRING = 1 << 20
 _LONGEST_NAME = 64
 
@@ -37,7 +36,7 @@ _ENTRIES = [struct.Struct(f"<{n_dims}QIQ") for n_dims in range(1, 5)]  # dimensi
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is: its type, its shape (rows first, as in torch), its first byte in the file and how many."""
+    """A tensor in the file: its type, its shape (rows first, as in torch), its first byte, and its number of bytes."""
 
     kind: str
     shape: tuple[int, ...]
@@ -47,41 +46,37 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Unread:
-    """An array that nobody asked for: how many values it has. It equals no value, so nothing takes it for one."""
+    """An array that was skipped, and its number of values. It is equal to no value of another type."""
 
     count: int
 
 
 @dataclass(frozen=True)
-class Header:
-    """What a file says of itself: metadata as plain values, and where each tensor is."""
+class GgufHeader:
+    """A checked header: metadata as plain values, and the position of each tensor."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
 
-def read_header(path: Path, *, arrays: Collection[str] | None = None) -> Header:
-    """Read and check all but the weights: the tensors are known to fill the file side by side, up to its end.
+def read_gguf_header(file: Path | MappedFile, *, arrays: Collection[str] | None = None) -> GgufHeader:
+    """Return the checked header of a file, whose tensors lie side by side without gaps.
 
-    `arrays`: the keys whose arrays are wanted, others are left `Unread`; None: all are. Raises CheckpointError.
+    `arrays`: the keys whose arrays are returned; others are `Unread`. None: all. Raises CheckpointError.
     """
-    return header_of(MappedFile(path), arrays=arrays)
-
-
-def header_of(mapped: MappedFile, *, arrays: Collection[str] | None = None) -> Header:
-    """Do as `read_header` with a file that is mapped already."""
+    mapped = file if isinstance(file, MappedFile) else MappedFile(file)
     with refusing(mapped.path, "is not a .gguf file that can be used"):
         return parse_header(mapped.data, arrays=arrays)
 
 
-def parse_header(data: mmap.mmap | bytes, *, arrays: Collection[str] | None = None) -> Header:
-    """Do as `read_header` with the bytes of a whole file. Raises ValueError, or struct.error, for what is wrong."""
+def parse_header(data: mmap.mmap | bytes, *, arrays: Collection[str] | None = None) -> GgufHeader:
+    """Return the header as `read_gguf_header` does, from the bytes of a file. Raises ValueError or struct.error."""
     cursor = _Cursor(data)
     if cursor.take(4) != b"GGUF":
         raise ValueError("it does not start with GGUF")
     (version,) = cursor.unpack(_U32)
     if version not in (2, 3):
-        raise ValueError(f"version {version}; 2 and 3 are read, in little-endian order")
+        raise ValueError(f"version {version} is not supported; supported: 2 and 3, little-endian")
     n_tensors = cursor.count("tensors", _MOST_TENSORS)
     n_pairs = cursor.count("pairs of metadata", _MOST_PAIRS)
     metadata: dict[str, Any] = {}
@@ -96,11 +91,11 @@ def parse_header(data: mmap.mmap | bytes, *, arrays: Collection[str] | None = No
         if name in tensors:
             raise ValueError(f"repeats the tensor {printable(name)}")
         tensors[name] = _read_tensor_info(cursor, name)
-    return Header(metadata, _place(tensors, metadata, cursor.at, len(data)))
+    return GgufHeader(metadata, _place(tensors, metadata, cursor.at, len(data)))
 
 
 class _Cursor:
-    """Reads the header from front to back, never past its end, and never keeps more than the limits in total."""
+    """Reads the header from front to back, never past its end, with limits for the total of what it returns."""
 
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self.data = data
@@ -109,7 +104,7 @@ class _Cursor:
         self.strings_left, self.numbers_left, self.text_left = _MOST_STRINGS, _MOST_NUMBERS, _MOST_TEXT
 
     def step(self, count: int) -> int:
-        """Go over so many bytes and return where they begin."""
+        """Skip `count` bytes and return the position of the first."""
         if count > self.end - self.at:
             raise ValueError(f"{count} bytes are needed at byte {self.at} and {self.end - self.at} are left")
         self.at += count
@@ -131,7 +126,7 @@ class _Cursor:
         return self.strings(1, longest)[0]
 
     def strings(self, count: int, longest: int = _LONGEST_STRING, *, wanted: bool = True) -> list[str]:
-        """Read so many strings; [] where they are not wanted, which are stepped over."""
+        """Return `count` strings, or skip them and return [] if they are not wanted."""
         self.strings_left -= count
         if self.strings_left < 0:
             raise ValueError(f"it has more strings than the limit of {_MOST_STRINGS}")
@@ -143,7 +138,7 @@ class _Cursor:
             start = self.at + 8
             self.at = start + length
             if length > longest or self.at > end:
-                raise ValueError(f"a string of {length} bytes at byte {start} is over the limit, or leaves the header")
+                raise ValueError(f"a string of {length} bytes at byte {start} is over a limit")
             if wanted:
                 found.append(data[start : self.at].decode("utf-8"))
         if wanted:
@@ -159,7 +154,7 @@ class _Cursor:
         if wanted and kind != _STRING:
             self.numbers_left -= count
             if self.numbers_left < 0:
-                raise ValueError(f"its arrays hold more numbers than the limit of {_MOST_NUMBERS}")
+                raise ValueError(f"its arrays have more numbers than the limit of {_MOST_NUMBERS}")
         if wanted:
             return self.items(kind, count)
         if kind == _STRING:
@@ -175,23 +170,23 @@ class _Cursor:
         self.step(struct.calcsize(layout))
         found = struct.unpack_from(layout, self.data, self.at - struct.calcsize(layout))
         if kind == _BOOL and self.data[self.at - count : self.at].strip(b"\0\1"):
-            raise ValueError(f"a truth value before byte {self.at} is neither 0 nor 1")
+            raise ValueError(f"a bool before byte {self.at} is neither 0 nor 1")
         return list(found)
 
     def code(self, kind: int) -> str:
         if kind not in _SCALARS:
-            raise ValueError(f"a value of type {kind} is not supported here")
+            raise ValueError(f"a value of type {kind} is not supported")
         return _SCALARS[kind]
 
 
 def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
-    """Read one entry of the table; `start` still counts from the end of the header."""
+    """Return one entry of the table, whose `start` is relative to the end of the header."""
     (n_dims,) = cursor.unpack(_U32)
     if not 1 <= n_dims <= 4:
         raise ValueError(f"{printable(name)} has {n_dims} dimensions")
     *dims, number, start = cursor.unpack(_ENTRIES[n_dims - 1])
     if number not in NAMES:
-        raise ValueError(f"{printable(name)} is {_kind_name(number)}; {_kinds()} are read")
+        raise ValueError(f"{printable(name)} is {_kind_name(number)}; supported: {', '.join(NAMES.values())}")
     kind = NAMES[number]
     block, size = FILE_BLOCKS[kind]
     if 0 in dims or dims[0] % block or (kind not in FLOATS and n_dims == 1):
@@ -202,10 +197,10 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
 def _place(
     tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any], header_size: int, file_size: int
 ) -> dict[str, TensorInfo]:
-    """Return the table with offsets from the start of the file, once it is sure that they hold what they claim.
+    """Return the table with offsets from the start of the file, after checking them.
 
-    As llama.cpp has it: every tensor begins where the one before it in the table ends, up to the alignment. So none
-    overlap, and no hole hides anything. What follows the last one is padding and let pass.
+    As in llama.cpp, every tensor begins at the aligned end of the one before it in the table. So no tensors overlap,
+    and there are no gaps. Bytes behind the last tensor are padding and allowed.
     """
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment not in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
@@ -215,19 +210,15 @@ def _place(
     for name, info in tensors.items():
         if base + info.start != end:
             raise ValueError(
-                f"{printable(name)} is at offset {info.start} and must be at {end - base}, where the tensor before it "
-                "ends: they overlap, or leave a hole"
+                f"{printable(name)} is at offset {info.start} and must be at {end - base}, the end of the previous "
+                "tensor: they overlap, or there is a gap"
             )
         placed[name] = TensorInfo(info.kind, info.shape, end, info.nbytes)
         end += info.nbytes
         if end > file_size:
-            raise ValueError(f"{printable(name)} ends at byte {end} and the file at {file_size}: it is truncated")
+            raise ValueError(f"{printable(name)} ends at byte {end}, and the file at {file_size}: it is truncated")
         end = -(-end // alignment) * alignment
     return placed
-
-
-def _kinds() -> str:
-    return ", ".join(NAMES.values())
 
 
 def _kind_name(number: int) -> str:

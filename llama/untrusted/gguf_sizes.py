@@ -1,6 +1,6 @@
-"""The types of numbers in a .gguf file: their numbers in a header, and how large their blocks are."""
+"""The types of numbers in a .gguf file: their codes in a header, and the size of their blocks."""
 
-# By the name of the type: the numbers in a block, and the bytes of a block.
+# Name of the type -> the numbers in a block, and the bytes of a block.
 FILE_BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),

@@ -1,7 +1,4 @@
-"""JSON from strangers: an object in a regular file, read once its size is known, and meaning one thing only.
-
-Knows nothing of what the object says, nor of checkpoints.
-"""
+"""Read untrusted JSON: an object in a regular file of limited size, with only one possible meaning."""
 
 import json
 import math
@@ -13,30 +10,28 @@ from typing import Any
 
 from llama.untrusted.files import read_regular
 
-# Braces, brackets and commas, wherever they stand, bound the memory of all values together: an empty object takes 20
-# times its two bytes. The largest tokenizers have some 6 thousand, 0.6 and 2 million of them.
+# The number of braces, brackets and commas bounds the memory of all values: an empty object takes 20 times its two
+# bytes. The largest tokenizers have some 6 thousand, 0.6 and 2 million of them.
 MOST_OF: Mapping[str, int] = {"{": 1 << 16, "[": 3 << 18, ",": 1 << 22}
-_MOST_DIGITS = 64  # some files say 10^30 where a length has no limit
+_MOST_DIGITS = 64  # some files have 10^30 for a length without a limit
 _LONG_NUMBER = re.compile(rf"[0-9]{{{_MOST_DIGITS + 1}}}")
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path, *, limit: int) -> dict[str, Any]:
-    """Return the object that a regular file of at most `limit` bytes holds.
+    """Return the object in a regular file of at most `limit` bytes.
 
-    Raises OSError where it cannot be read, and ValueError with a reason for all else: another kind of file, a longer
-    one, and what `parse_object` refuses.
+    Raises OSError if it cannot be read, and ValueError for another kind of file, a longer one, and as `parse_object`.
     """
     return parse_object(read_regular(path, limit=limit))
 
 
 def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[str, Any]:
-    """Return the object that the bytes spell in JSON.
+    """Return the object in bytes of JSON.
 
-    Raises ValueError for what readers understand in different ways: bytes that are no UTF-8, halves of characters,
-    repeated keys, NaN, infinity and numbers beyond float64. Likewise for whole numbers of more than 64 digits, more
-    values than any real file has, and nesting that Python's own reader refuses. `most_of` limits how often a character
-    may occur, texts included.
+    Raises ValueError for JSON that readers interpret differently: bytes that are not UTF-8, surrogates, repeated keys,
+    NaN, infinity and numbers beyond float64; also for whole numbers of more than 64 digits, more values than any real
+    file has, and nesting that is too deep for Python's reader. `most_of`: the limits of how often a character occurs.
     """
     try:
         text = data.decode("utf-8")
@@ -44,7 +39,7 @@ def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[s
         raise ValueError(f"byte {error.start} is not UTF-8") from error
     for sign, most in most_of.items():
         if text.count(sign) > most:
-            raise ValueError(f"it has {text.count(sign):,} times {sign!r}, and the limit is {most:,}")
+            raise ValueError(f"it has {sign!r} {text.count(sign):,} times, and the limit is {most:,}")
     try:
         content = json.loads(
             text,
@@ -56,7 +51,7 @@ def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[s
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
-        raise ValueError(f"it must hold an object in braces, not a {type(content).__name__}")
+        raise ValueError(f"it must be an object in braces, not a {type(content).__name__}")
     if _HALF_CHARACTER.search(text):
         _refuse_halves(content)
     return content
@@ -88,7 +83,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_halves(content: dict[str, Any]) -> None:
-    """Refuse a half of a character outside the Basic Multilingual Plane, such as an escaped D800 without its other."""
+    """Raise ValueError for an unpaired surrogate, such as an escaped D800 without the second half."""
     try:
         json.dumps(content, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:

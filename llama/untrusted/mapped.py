@@ -1,7 +1,4 @@
-"""A file's bytes as tensors: nothing is read before it is used, and what was read can be given back.
-
-Knows no format.
-"""
+"""A file's bytes as tensors: pages are read when they are used, and can be released again."""
 
 import mmap
 import os
@@ -15,9 +12,9 @@ from llama.untrusted.files import open_regular
 
 
 class MappedFile:
-    """A private mapping of a whole file, of which what is only read stays shared with every process that maps it.
+    """A private, copy-on-write mapping of a whole file; unchanged pages are shared between processes.
 
-    data: all its bytes, for who reads its header: what was checked there is what is used, whatever the path leads to.
+    data: all bytes. The header is read from it, too, so that the checked bytes are those that are used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,11 +25,11 @@ class MappedFile:
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def bytes(self, start: int, nbytes: int) -> Tensor:
-        """Return so many bytes from `start` on as a uint8 tensor, which keeps the mapping."""
+        """Return `nbytes` bytes from `start` on as a uint8 tensor, which keeps the mapping alive."""
         return torch.frombuffer(self.data, dtype=torch.uint8, count=nbytes, offset=start)
 
     def drop(self, start: int, nbytes: int) -> None:
-        """Let go of these bytes' pages; they are read again if they are used again."""
-        if hasattr(self.data, "madvise"):  # Windows has none, and drops pages when it wants memory
+        """Release the pages of these bytes; they are read again if they are used again."""
+        if hasattr(self.data, "madvise"):  # Windows has none
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
             self.data.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)

@@ -1,7 +1,7 @@
-"""SentencePiece's file, a ModelProto in protobuf's encoding: read strictly, and written with what was read and no more.
+"""Read and write SentencePiece's file, a ModelProto in protobuf's encoding.
 
-Knows the fields that decide on ids: https://github.com/google/sentencepiece, src/sentencepiece_model.proto. The others
-are left out of what is written, so the library sees nothing that was not checked. Knows no library.
+Reads the fields that decide on ids (https://github.com/google/sentencepiece, src/sentencepiece_model.proto). Only these
+are written again, so the library gets nothing that was not checked.
 """
 
 import math
@@ -22,7 +22,7 @@ _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 
 @dataclass(frozen=True)
 class Piece:
-    """A token: its text, the score by which it is merged, the higher the sooner, and its type."""
+    """A token: its text, its score (higher scores are merged first), and its type."""
 
     text: str
     score: float = 0.0
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ModelProto:
-    """A BPE model of SentencePiece that changes nothing of a text but its spaces."""
+    """A BPE model of SentencePiece that changes only the spaces of a text."""
 
     pieces: list[Piece]
     add_dummy_prefix: bool = True
@@ -45,13 +45,13 @@ class ModelProto:
         n_bytes = sum(piece.kind == BYTE for piece in self.pieces)
         if n_bytes != 256 * self.byte_fallback:
             raise ValueError(
-                f"{n_bytes} tokens are bytes; there must be 256 with byte_fallback, and none without "
-                f"(byte_fallback={self.byte_fallback})"
+                f"{n_bytes} tokens are bytes with byte_fallback={self.byte_fallback}; there must be 256 with "
+                "byte_fallback, and none without"
             )
 
 
 def check_pieces(pieces: list[Piece]) -> None:
-    """Refuse pieces that no text, or a wrong one, could be made of. Raises ValueError that names one."""
+    """Raise ValueError, with the piece, for one that is invalid or that would encode special tokens from plain text."""
     if not 0 < len(pieces) <= MAX_WORDS:
         raise ValueError(f"{len(pieces)} tokens; there must be 1 to {MAX_WORDS}")
     first: dict[str, int] = {}
@@ -60,11 +60,11 @@ def check_pieces(pieces: list[Piece]) -> None:
         if not 0 < len(piece.text) <= MAX_TOKEN_LENGTH:
             raise ValueError(f"{where} has {len(piece.text)} characters; it must have 1 to {MAX_TOKEN_LENGTH}")
         if first.setdefault(piece.text, i) != i:
-            raise ValueError(f"{where} stands in the vocabulary twice")
+            raise ValueError(f"{where} is in the vocabulary twice")
         if piece.kind not in range(NORMAL, BYTE + 1):
             raise ValueError(f"{where} has type {piece.kind}, which is not supported")
         if piece.kind == BYTE and not BYTE_TEXT.fullmatch(piece.text):
-            raise ValueError(f"{where} is of the type of bytes, which are spelled <0x00> to <0xFF>")
+            raise ValueError(f"{where} has the type of bytes; their texts are <0x00> to <0xFF>")
         if not math.isfinite(piece.score):
             raise ValueError(f"{where} has the score {piece.score}, which is not finite")
         if piece.kind in (UNKNOWN, CONTROL) and len(piece.text) == 1:
@@ -75,8 +75,8 @@ def check_pieces(pieces: list[Piece]) -> None:
 
 
 def read_model_proto(data: bytes) -> ModelProto:
-    """Return what a file says. Raises ValueError for damaged bytes, and for models of another kind, by name."""
-    messages: list[bytes] = []  # read last, for they are many
+    """Return the model in a file. Raises ValueError for damaged bytes, and for models of another kind, by name."""
+    messages: list[bytes] = []  # parsed after the settings, because there are many
     specs: dict[int, dict[int, int | bytes]] = {}
     for number, value in _fields(data):
         if number == 1:
@@ -85,24 +85,24 @@ def read_model_proto(data: bytes) -> ModelProto:
                 raise ValueError(f"there are more than {MAX_WORDS} tokens")
         elif number in (2, 3):
             if number in specs:
-                raise ValueError(f"field {number} of the model stands there twice")
+                raise ValueError(f"field {number} of the model is repeated")
             specs[number] = dict(_fields(_as_bytes(value)))
     trainer, normalizer = specs.get(2, {}), specs.get(3, {})
     model_type = trainer.get(3, 1)
     if model_type != _BPE:
         raise ValueError(
-            f"a SentencePiece model of type {_MODEL_TYPES.get(_as_int(model_type), model_type)!r} is not supported, "
-            "only 'bpe', which Llama's are"
+            f"a SentencePiece model of type {_MODEL_TYPES.get(_as_int(model_type), model_type)!r} is not supported; "
+            "supported: 'bpe', as Llama's"
         )
     if normalizer.get(2, b"") != b"" or normalizer.get(6, b"") != b"":
         raise ValueError(
-            "a normalisation that changes the text is not supported, only 'identity', which Llama's is; train with "
-            "spm_train --normalization_rule_name=identity"
+            "a normalisation that changes the text is not supported; train with spm_train "
+            "--normalization_rule_name=identity, as Llama's was"
         )
     if _flag(normalizer, 4, True):
         raise ValueError(
             "remove_extra_whitespaces=true is not supported: it drops spaces of a text; train with spm_train "
-            "--remove_extra_whitespaces=false, as Llama's was, or set it to false in the file and drop them yourself"
+            "--remove_extra_whitespaces=false, as Llama's was, or set it to false in the file"
         )
     if not _flag(normalizer, 5, True) or _flag(trainer, 24, False):
         raise ValueError("escape_whitespaces=false or treat_whitespace_as_suffix=true is not supported")
@@ -120,7 +120,7 @@ def _piece(message: bytes) -> Piece:
     fields = dict(_fields(message))
     score = fields.get(2, bytes(4))
     if not isinstance(score, bytes) or len(score) != 4:
-        raise ValueError("the score of a piece is no 32-bit float")
+        raise ValueError("the score of a piece must be a 32-bit float")
     if fields.get(1, b"") == b"":
         raise ValueError("a token has 0 characters")
     text = _as_bytes(fields[1]).decode("utf-8")
@@ -135,20 +135,20 @@ def _flag(fields: dict[int, int | bytes], number: int, default: bool) -> bool:
 
 
 def _id(fields: dict[int, int | bytes], number: int, default: int) -> int | None:
-    """Return an id, None for -1, which is written as the 64 bits of it."""
+    """Return an id; None for -1, which is encoded as 64 bits."""
     value = _as_int(fields.get(number, default))
     return None if value in (-1, (1 << 64) - 1, (1 << 32) - 1) else value
 
 
 def _as_int(value: int | bytes) -> int:
     if isinstance(value, bytes):
-        raise ValueError(f"{value!r:.40} stands where a number must be")
+        raise ValueError(f"{value!r:.40} must be a number")
     return value
 
 
 def _as_bytes(value: int | bytes) -> bytes:
     if isinstance(value, int):
-        raise ValueError(f"the number {value} stands where a text or message must be")
+        raise ValueError(f"the number {value} must be a text or message")
     return value
 
 
@@ -167,7 +167,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif wire in (_FIXED32, _FIXED64):
             size = 4 if wire == _FIXED32 else 8
         else:
-            raise ValueError(f"byte {at} has a field of kind {wire}; this is no file of SentencePiece")
+            raise ValueError(f"byte {at} has a field of kind {wire}; this is not a SentencePiece file")
         if size > end - at:
             raise ValueError(f"{size} bytes are needed at byte {at} and {end - at} are left: the file is truncated")
         yield number, data[at : at + size]
@@ -175,8 +175,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at a place, and where it ends."""
-    if at < len(data) and data[at] < 0x80:  # as nearly all are
+    """Return the number that begins at a byte, and the byte behind it."""
+    if at < len(data) and data[at] < 0x80:  # fast path: most numbers have one byte
         return data[at], at + 1
     value = 0
     for place in range(10):
@@ -193,7 +193,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def write_model_proto(proto: ModelProto) -> bytes:
-    """Return the bytes of a model. Types of control tokens and texts stand as they are; no name, no self-test."""
+    """Return the bytes of a model, without its name and self-test data."""
     pieces = b"".join(
         _message(1, _text(1, piece.text) + b"\x15" + struct.pack("<f", piece.score) + _number(3, piece.kind))
         for piece in proto.pieces

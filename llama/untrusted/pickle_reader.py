@@ -1,9 +1,9 @@
-"""The data.pkl of a .pth file, read without an unpickler: nothing that it names is imported, called or built.
+"""Read the data.pkl of a .pth file without an unpickler: nothing that it names is imported, called or built.
 
-A pickle is a program for a small machine with a stack and a memo. This one knows the few operations of which torch.save
-makes a dict of tensors, and turns them into names, shapes and places. Every other operation, function and class is
-refused. Each operation costs the same few steps, whatever it is given, and there is a limit to how many are run.
-Source: Lib/pickletools.py of Python, which describes every operation, and torch.serialization._save. Knows no file.
+A pickle is a program for a small machine with a stack and a memo. This machine has only the operations with which
+torch.save writes a dict of tensors, and returns names, shapes and positions. Every other operation, function and class
+is rejected. Each operation takes constant time, and their number is limited.
+Source: Lib/pickletools.py of Python, which describes every operation, and torch.serialization._save.
 """
 
 import math
@@ -16,12 +16,12 @@ import torch
 
 REMEDY: Final = "save a dict of tensors with torch.save, or convert the model to safetensors"
 
-# A tensor takes some 35 operations, a parameter of a module some 50. The limit is above what the largest models need
-# that are read, and low enough that whatever goes up to it takes a fraction of a second and less than 64 MiB.
+# A tensor takes some 35 operations, a parameter of a module some 50. The largest supported models need fewer than the
+# limit, and at the limit reading takes a fraction of a second and less than 64 MiB.
 MAX_OPERATIONS = 1 << 18
 MAX_TEXT = 255
-# One of the tensors, one of each of them, one of each of a module's modules. Python's garbage collector walks through
-# all that there are, again and again while they become more.
+# One for all tensors, one for each tensor, one for each module. While their number grows, Python's garbage collector
+# visits all of them again and again.
 MAX_DICTS = 1 << 15
 _MAX_DIMS = 4
 _MAX_INT_BYTES = 8
@@ -33,7 +33,7 @@ _PROTOCOLS = range(2, 6)
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Numbers that lie in the record `data/KEY` of the archive: their dtype, KEY, and how many they are."""
+    """The numbers in the record `data/KEY` of the archive: their dtype, KEY, and their count."""
 
     dtype: torch.dtype
     key: str
@@ -42,7 +42,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A tensor as a pickle describes it: where its first number is in its storage, and how far apart others are."""
+    """A tensor in a pickle: its storage, the index of its first number there, its shape and its strides."""
 
     storage: Storage
     offset: int
@@ -55,15 +55,14 @@ class PickledTensor:
 
 
 def read_pickle(data: bytes) -> dict[str, PickledTensor]:
-    """Return what the tensors are, by name, of which torch.save made this data.pkl.
+    """Return the tensors, by name, that torch.save wrote into this data.pkl.
 
-    Each has 1 to 4 dimensions, none of them 0, its rows without gaps, and lies inside its storage. All that name one
-    storage agree on it. Names are printable and at most 255 bytes. Raises ValueError, and nothing else, for any other
-    content.
+    Each has 1 to 4 dimensions, none of them 0, is contiguous, and lies inside its storage. All tensors of a storage
+    agree on its dtype and size. Names are printable and at most 255 bytes. Raises only ValueError for other content.
     """
     content = _Machine(data).run()
     if not isinstance(content, dict):
-        raise ValueError(f"data.pkl must hold a dict of tensors by name and holds {_kind(content)}; {REMEDY}")
+        raise ValueError(f"data.pkl must contain a dict of tensors by name and contains {_kind(content)}; {REMEDY}")
     return {name: _checked(name, value) for name, value in content.items()}
 
 
@@ -85,14 +84,14 @@ def _checked(name: str, value: object) -> PickledTensor:
 
 
 class _OrderedDict(dict[str, Any]):
-    """What stands for a collections.OrderedDict."""
+    """Represents a collections.OrderedDict."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function that torch.save names; `apply` returns what stands for its value, or None if it is not called so."""
+    """A function that torch.save names; `apply` returns its value for arguments of torch.save, and None for others."""
 
     name: str
     apply: Callable[[tuple[Any, ...]], object]
@@ -148,22 +147,22 @@ def _kind(value: object) -> str:
     return _KINDS[type(value)]
 
 
-def shown(text: str) -> str:
-    """Return foreign text as a message may hold it: quoted, short, and all but printable ASCII escaped."""
+def quoted(text: str) -> str:
+    """Return untrusted text for a message: in quotes, cut, with everything except printable ASCII escaped."""
     return ascii(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 class _Machine:
-    """Runs the operations from the first to STOP. What they make is numbers, short texts, tuples and dicts of these.
+    """Runs the operations up to STOP. Values are numbers, short texts, tuples and dicts of these.
 
-    No value is walked through, compared or hashed but short texts, so that values which hold each other, or
-    themselves, many times cost no more than the operations that made them.
+    Only short texts are compared or hashed, and no value is traversed, so that values which contain each other, or
+    themselves, cost no more than the operations that built them.
     """
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = 0
-        self.end = len(data)  # of the frame, where there is one
+        self.end = len(data)  # or the end of the frame
         self.framed = False
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks beneath the marks
@@ -182,14 +181,14 @@ class _Machine:
                 return self.result()
             operation = _OPERATIONS.get(code)
             if operation is None:
-                raise self.refusal(f"holds {_described(code)}, which is no part of a dict of tensors")
+                raise self.refusal(f"contains {_described(code)}; a dict of tensors has none")
             operation(self)
         raise self.refusal(f"has more than {MAX_OPERATIONS} operations")
 
     def result(self) -> object:
         value = self.pop()
         if self.stack or self.below or self.at != len(self.data):
-            raise self.refusal("holds more than one value")
+            raise self.refusal("contains more than one value")
         return value
 
     def refusal(self, what: str) -> ValueError:
@@ -219,17 +218,17 @@ class _Machine:
         return int.from_bytes(self.take(width), "little")
 
     def push_text(self, width: int) -> None:
-        """Push the text whose length stands before it, in `width` bytes."""
+        """Push a text, whose length is in the `width` bytes before it."""
         length = self.number(width)
         if length > MAX_TEXT:
-            raise self.refusal(f"holds a text of {length} bytes; the limit is {MAX_TEXT}")
+            raise self.refusal(f"contains a text of {length} bytes; the limit is {MAX_TEXT}")
         raw = self.take(length)
         try:
             text = raw.decode()
         except UnicodeDecodeError:
-            raise self.refusal("holds a text that is not UTF-8") from None
+            raise self.refusal("contains a text that is not UTF-8") from None
         if not text.isprintable():
-            raise self.refusal(f"holds the text {shown(text)}, which cannot be printed")
+            raise self.refusal(f"contains the text {quoted(text)}, which cannot be printed")
         self.stack.append(text)
 
     def push_integer(self, width: int, *, signed: bool = False) -> None:
@@ -238,7 +237,7 @@ class _Machine:
     def push_long_integer(self) -> None:
         width = self.byte()
         if width > _MAX_INT_BYTES:
-            raise self.refusal(f"holds a number of {width} bytes; the limit is {_MAX_INT_BYTES}")
+            raise self.refusal(f"contains a number of {width} bytes; the limit is {_MAX_INT_BYTES}")
         self.push_integer(width, signed=True)
 
     def line(self) -> str:
@@ -248,28 +247,28 @@ class _Machine:
         return self.take(end + 1 - self.at)[:-1].decode(errors="backslashreplace")
 
     def begin_frame(self) -> None:
-        """Note how many bytes belong together, which is for readers of streams. Operations end where a frame does."""
+        """Begin a frame, which readers of streams need. No operation may cross its end."""
         length = self.number(8)
         if self.framed or length > self.end - self.at:
-            raise self.refusal(f"begins a frame of {length} bytes where there is no room for it")
+            raise self.refusal(f"begins a frame of {length} bytes beyond the data or inside another frame")
         self.end, self.framed = self.at + length, True
 
     # ---- the stack and the memo
 
     def pop(self) -> Any:
         if not self.stack:
-            raise self.refusal("takes a value where there is none")
+            raise self.refusal("takes a value from an empty stack")
         return self.stack.pop()
 
     def push_mark(self) -> None:
         if len(self.below) == _MAX_MARKS:
-            raise self.refusal(f"begins more than {_MAX_MARKS} values inside each other")
+            raise self.refusal(f"nests more than {_MAX_MARKS} marks")
         self.below.append(self.stack)
         self.stack = []
 
     def pop_to_mark(self) -> list[Any]:
         if not self.below:
-            raise self.refusal("goes back to a mark where there is none")
+            raise self.refusal("goes back to a mark that does not exist")
         values, self.stack = self.stack, self.below.pop()
         return values
 
@@ -278,31 +277,31 @@ class _Machine:
         self.stack.append(tuple(values))
 
     def push_tuple(self, length: int) -> None:
-        """Replace so many values by a tuple of them; one that holds tuples has more, and begins at a mark."""
+        """Replace `length` values by a tuple of them. torch.save writes nested tuples only with a mark."""
         values = tuple(self.stack[-length:])
         if len(values) < length or tuple in map(type, values):
-            raise self.refusal(f"makes a tuple of {length} where torch.save makes none")
+            raise self.refusal(f"builds a tuple of {length}, unlike torch.save")
         self.stack[-length:] = [values]
 
-    def put(self, place: int) -> None:
-        """Remember the value on top. All picklers count the places."""
-        if place != len(self.memo):
-            raise self.refusal(f"remembers a value as number {place} where number {len(self.memo)} is next")
+    def put(self, index: int) -> None:
+        """Store the top value in the memo. All picklers number its entries 0, 1, 2, ..."""
+        if index != len(self.memo):
+            raise self.refusal(f"stores a value in the memo as {index}; the next index is {len(self.memo)}")
         if not self.stack:
-            raise self.refusal("remembers a value where there is none")
+            raise self.refusal("stores a value of an empty stack in the memo")
         self.memo.append(self.stack[-1])
 
-    def get(self, place: int) -> None:
-        if place >= len(self.memo):
-            raise self.refusal(f"recalls value number {place} and remembers {len(self.memo)}")
-        self.stack.append(self.memo[place])
+    def get(self, index: int) -> None:
+        if index >= len(self.memo):
+            raise self.refusal(f"reads entry {index} of a memo of {len(self.memo)}")
+        self.stack.append(self.memo[index])
 
     # ---- dicts
 
     def push_dict(self, made: dict[str, Any]) -> None:
         self.n_dicts += 1
         if self.n_dicts > MAX_DICTS:
-            raise self.refusal(f"makes more than {MAX_DICTS} dicts")
+            raise self.refusal(f"builds more than {MAX_DICTS} dicts")
         self.stack.append(made)
 
     def set_items(self, items: list[Any]) -> None:
@@ -311,7 +310,7 @@ class _Machine:
             raise self.refusal(f"puts {len(items)} keys and values into {_kind(target)}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
-                raise self.refusal(f"holds a dict with {_kind(key)} as a key; the keys are the names of tensors")
+                raise self.refusal(f"contains a dict with {_kind(key)} as a key; keys must be the names of tensors")
             if key in target:
                 raise self.refusal(f"repeats the key {key!r}")
             target[key] = value
@@ -322,7 +321,7 @@ class _Machine:
         self.set_items([key, value])
 
     def build(self) -> None:
-        """Drop what a state dict says of its modules, `_metadata`. Nothing else has a state."""
+        """Drop the `_metadata` of a state dict. No other state is allowed."""
         state, target = self.pop(), self.pop()
         if type(target) is not _OrderedDict or type(state) is not dict or len(state) != 1 or "_metadata" not in state:
             raise self.refusal(f"sets the state of {_kind(target)}")
@@ -333,8 +332,8 @@ class _Machine:
     def push_global(self, module: str, name: str) -> None:
         known = _GLOBALS.get((module, name))
         if known is None:
-            dtypes = "; float32, float16 and bfloat16 are read" if name.endswith("Storage") else ""
-            raise self.refusal(f"asks for {shown(f'{module}.{name}')}, which is never run{dtypes}")
+            dtypes = "; supported: float32, float16 and bfloat16" if name.endswith("Storage") else ""
+            raise self.refusal(f"names {quoted(f'{module}.{name}')}, which is never run{dtypes}")
         self.stack.append(known)
 
     def push_global_of_stack(self) -> None:
@@ -344,14 +343,14 @@ class _Machine:
         self.push_global(module, name)
 
     def refer(self) -> None:
-        """Go from ("storage", class, key, device, numel) to the storage. The device is where it once was."""
+        """Replace ("storage", class, key, device, numel) by the storage; the device is ignored."""
         value = self.pop()
         if type(value) is not tuple or list(map(type, value[:6])) != [str, torch.dtype, str, str, int]:
-            raise self.refusal(f"refers to {_kind(value)} that names no storage")
+            raise self.refusal(f"refers to {_kind(value)} that is not a storage")
         word, dtype, key, _, numel = value
         storage = Storage(dtype, key, numel)
         if word != "storage" or self.storages.setdefault(key, storage) != storage:
-            raise self.refusal(f"describes the storage {key!r} as {shown(word)} or in two ways")
+            raise self.refusal(f"describes the storage {key!r} as {quoted(word)}, or inconsistently")
         self.stack.append(storage)
 
     def call(self) -> None:
@@ -361,7 +360,7 @@ class _Machine:
             value = function.apply(arguments)
         if value is None:
             name = function.name if type(function) is _Function else _kind(function)
-            raise self.refusal(f"calls {name} with something else than torch.save does")
+            raise self.refusal(f"calls {name} with other arguments than torch.save")
         if isinstance(value, _OrderedDict):
             self.push_dict(value)
         else:
@@ -369,10 +368,10 @@ class _Machine:
 
 
 def _described(code: int) -> str:
-    """Return the name of an operation, and what it would make."""
+    """Return the name of an operation and the kind of value that it would push."""
     known = next((known for known in pickletools.opcodes if known.code == chr(code)), None)
     if known is None:
-        return f"the byte 0x{code:02x}, no operation"
+        return f"the unknown operation 0x{code:02x}"
     made = " and ".join(part.name for part in known.stack_after)
     return f"the operation {known.name}" + (f" ({made})" if made else "")
 

@@ -1,6 +1,6 @@
-"""A .pth file as torch.save writes it, opened without torch.load: where each tensor of a dict lies in the file.
+"""Read the header of a .pth file without torch.load: the position of each tensor of a dict.
 
-Joins what `zip_reader` says of the records and `pickle_reader` of the tensors in them. Reads no weight.
+Combines the records of `zip_reader` with the tensors of `pickle_reader`. Reads no weight.
 """
 
 import math
@@ -13,18 +13,17 @@ import torch
 
 from llama.untrusted.errors import refusing
 from llama.untrusted.mapped import MappedFile
-from llama.untrusted.pickle_reader import REMEDY, PickledTensor, read_pickle, shown
+from llama.untrusted.pickle_reader import REMEDY, PickledTensor, quoted, read_pickle
 from llama.untrusted.zip_reader import Record, read_records
 
 _MAX_PICKLE = 4 << 20
 _MAY_BE_ONE = {"tok_embeddings.weight", "output.weight"}
-# What torch.save has written beside data.pkl and data/KEY. It says nothing of the weights but the order of their bytes.
-_BESIDE = {"version", "byteorder"}
+_BESIDE = {"version", "byteorder"}  # what torch.save writes beside data.pkl and data/KEY
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies: its dtype, its shape, and its first byte in the file. Its rows have no gaps."""
+    """The position of a contiguous tensor: its dtype, its shape, and its first byte in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,11 +34,11 @@ class TensorPlace:
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_header(mapped: MappedFile) -> dict[str, TensorPlace]:
-    """Read and check all but the weights: every tensor is known to lie in a record, apart from every other.
+def read_pth_header(mapped: MappedFile) -> dict[str, TensorPlace]:
+    """Return the checked positions of all tensors: each lies in a record and overlaps no other.
 
-    Only a tied head may be the same bytes as the embedding. Raises CheckpointError for everything that is not a dict
-    of float32, float16 and bfloat16 tensors as torch.save writes it.
+    Only a tied head may have the bytes of the embedding. Raises CheckpointError for anything that is not a dict of
+    float32, float16 and bfloat16 tensors as torch.save writes it.
     """
     with refusing(mapped.path, "is not a .pth file that can be used"):
         return _read(mapped.data)
@@ -49,7 +48,7 @@ def _read(data: mmap.mmap) -> dict[str, TensorPlace]:
     records = read_records(data)
     pickle = records.pop("data.pkl", None)
     if pickle is None:
-        raise ValueError(f"the archive holds no data.pkl; {REMEDY}")
+        raise ValueError(f"the archive has no data.pkl; {REMEDY}")
     if pickle.size > _MAX_PICKLE:
         raise ValueError(f"data.pkl has {pickle.size} bytes; the limit is {_MAX_PICKLE}")
     order = records.get("byteorder")
@@ -57,14 +56,14 @@ def _read(data: mmap.mmap) -> dict[str, TensorPlace]:
         raise ValueError("the byte order is not little-endian; save it on a machine that is")
     storages = {name.removeprefix("data/"): record for name, record in records.items() if name.startswith("data/")}
     for name in records:
-        # A dot begins torch's notes about the archive itself.
+        # Names with a dot have torch's data about the archive itself.
         if not name.startswith(("data/", ".")) and name not in _BESIDE:
-            raise ValueError(f"the archive holds {shown(name)}, which torch.save does not write; {REMEDY}")
+            raise ValueError(f"the archive contains {quoted(name)}, which torch.save does not write; {REMEDY}")
     return _placed(read_pickle(data[pickle.start : pickle.end]), storages)
 
 
 def _placed(tensors: Mapping[str, PickledTensor], records: Mapping[str, Record]) -> dict[str, TensorPlace]:
-    """Return where the tensors lie, once it is sure that each record is one storage of them, all of it."""
+    """Return the positions of the tensors, after checking that each record is exactly one of their storages."""
     places = {}
     for name, tensor in tensors.items():
         storage = tensor.storage
@@ -75,15 +74,15 @@ def _placed(tensors: Mapping[str, PickledTensor], records: Mapping[str, Record])
         places[name] = TensorPlace(storage.dtype, tensor.shape, record.start + tensor.offset * itemsize)
     unused = records.keys() - {tensor.storage.key for tensor in tensors.values()}
     if unused:
-        raise ValueError(f"the archive's record {shown(f'data/{min(unused)}')} belongs to no tensor")
+        raise ValueError(f"the archive's record {quoted(f'data/{min(unused)}')} belongs to no tensor")
     _check_apart(places)
     return places
 
 
 def _check_apart(places: Mapping[str, TensorPlace]) -> None:
-    """Refuse tensors that overlap: they would let a small file ask for a large model.
+    """Raise ValueError if tensors overlap: a small file could then describe a large model.
 
-    Meta's own files keep several tensors in one storage, but side by side. Only a tied head may be the same bytes.
+    In Meta's files several tensors share a storage without overlap. Only a tied head may have the embedding's bytes.
     """
     spans = sorted((place.start, place.end, name) for name, place in places.items())
     for (start, end, name), (next_start, next_end, next_name) in pairwise(spans):

@@ -1,7 +1,6 @@
-"""The header of a .safetensors file, checked against the size of the file before any tensor is read.
+"""Read the header of a .safetensors file, and check it against the size of the file before any tensor is read.
 
 The file has the length of the header in 8 bytes, the header in JSON, and the bytes of the tensors.
-Knows bytes, numbers and JSON; does not know names of tensors, models, or a tensor library.
 Source: https://huggingface.co/docs/safetensors, section Format.
 """
 
@@ -14,7 +13,7 @@ from llama.untrusted.json_object import MOST_OF, parse_object
 from llama.untrusted.words import printable
 
 _MOST_SIDES = 16
-_MOST_NUMBERS = 1 << 60  # also of an empty tensor, without its empty sides: libraries count strides in 64 bits
+_MOST_NUMBERS = 1 << 60  # an empty tensor counts without its empty sides: libraries have strides of 64 bits
 
 
 class Readable(Protocol):
@@ -51,11 +50,11 @@ def read_header(
     tensor_limit: int = 1 << 14,
     most_of: Mapping[str, int] = MOST_OF,
 ) -> Header:
-    """Return the header of a file of `size` bytes, of which nothing is read yet. The next byte is the first tensor's.
+    """Return the header of a file of `size` bytes, read from its first byte; the next byte is the first tensor's.
 
-    `dtypes` maps the dtypes that may occur to the bytes of a number; `most_of` is that of `parse_object`. Raises
-    ValueError if the header or the number of tensors exceeds its limit, and unless the tensors, which may be empty,
-    fill the rest of the file: none overlaps another, and no byte belongs to none.
+    `dtypes` maps the allowed dtypes to the bytes of a number; `most_of` is that of `parse_object`. Raises ValueError if
+    the header or the number of tensors exceeds its limit, and unless the tensors, which may be empty, fill the rest of
+    the file without overlap or gap.
     """
     length, longest = int.from_bytes(file.read(8), "little"), max(min(size - 8, header_limit), 0)
     if size < 8 or length > longest:
@@ -86,7 +85,7 @@ def _span(name: str, entry: Any, dtypes: Mapping[str, int]) -> Span:
         raise ValueError(f"{printable(name, 80)} must have a dtype, a shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or dtype not in dtypes:
-        raise ValueError(f"{printable(name, 80)} is {printable(str(dtype), 80)}; {', '.join(dtypes)} are read")
+        raise ValueError(f"{printable(name, 80)} is {printable(str(dtype), 80)}; supported: {', '.join(dtypes)}")
     for numbers in (shape, offsets):
         if type(numbers) is not list or not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{printable(name, 80)} has {numbers!r:.80} where whole numbers from 0 on must be")
@@ -105,12 +104,12 @@ def _span(name: str, entry: Any, dtypes: Mapping[str, int]) -> Span:
 
 
 def _check_side_by_side(spans: list[tuple[str, Span]], size: int) -> None:
-    """Raise ValueError unless the spans, in order of their bytes, fill `size` bytes without overlap or hole."""
+    """Raise ValueError unless the spans, in order of their bytes, fill `size` bytes without overlap or gap."""
     end = 0
     for name, span in spans:
         if span.begin != end:
             raise ValueError(
-                f"{printable(name, 80)} begins at byte {span.begin} and must at {end}: they overlap, or leave a hole"
+                f"{printable(name, 80)} begins at byte {span.begin} and must begin at {end}: there is an overlap or gap"
             )
         end = span.end
     if end != size:

@@ -1,6 +1,6 @@
-"""Chat templates, rendered by a process that may do nothing else: Jinja from a file is a program of a stranger.
+"""Render chat templates in a process without any rights: Jinja from an untrusted file is an untrusted program.
 
-Knows how that process is started, asked and ended. Does not know Jinja, dialogs or tokens.
+Starts, asks and ends that process. Does not import Jinja.
 """
 
 import json
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from datetime import datetime
 from importlib import metadata, util
 from pathlib import Path
@@ -19,39 +20,39 @@ from typing import Any
 from llama.untrusted.words import printable
 
 MOST_TEMPLATE = 64 << 10  # bytes of a template, in UTF-8
-WALL_SECONDS = 10.0  # for one request, where the process's own second of CPU time does not end it
-_MOST_REPLY = 32 << 20  # bytes; three renderings of the most text that one may have take less
-_LONGEST_REASON = 200  # characters of what a template says of itself
-_LEAST_JINJA = (3, 1, 6)  # older ones have known ways out of the sandbox, such as CVE-2025-27516
+WALL_SECONDS = 10.0  # for one request; the process itself stops after one second of CPU time
+_MAX_REPLY = 32 << 20  # bytes; three renderings at their limit take less
+_MAX_REASON = 200  # characters of a template's own error message
+_MIN_JINJA = (3, 1, 6)  # older versions have known sandbox escapes, such as CVE-2025-27516
 
 _CHILD = Path(__file__).with_name("template_child.py")
-# Without site, which would run the .pth files of the user's packages; so the folders of Jinja are named.
+# -S: `site` would run the .pth files of the user's packages; so the folders of Jinja are arguments.
 _START = (
     "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], encoding='utf-8').read(), 'child', 'exec'))"
 )
-_KEPT_OF_ENVIRONMENT = ("SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # what an interpreter may need to start
+_ENVIRONMENT = ("SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # an interpreter may need these to start
 
 
 class TemplateFailed(ValueError):
-    """A template could not be rendered. The text says why, in words that are safe to print."""
+    """A template could not be rendered; the message is safe to print."""
 
 
 class DialogRefused(TemplateFailed):
-    """The template itself refuses what it was given, by its `raise_exception`."""
+    """The template itself rejects the dialog, by its `raise_exception`."""
 
 
 class Renderer:
-    """Renders one template, in a process that is started at the first use and kept for the next.
+    """Renders one template, in a process that starts at the first use and serves later ones.
 
-    The process holds no file but its two pipes, and is ended with the renderer, at a limit, and when it says anything
-    that is no answer. `strftime_now` gives the time when the renderer was made, so that a text which carries the date
-    does not change under a conversation. Raises TemplateFailed for a template that is too long.
+    The process has no open file except its two pipes. It ends with the renderer, at a limit, and after a malformed
+    reply. `strftime_now` gives the time of the constructor, so that the date does not change during a conversation.
+    Raises TemplateFailed for a template that is too long.
     """
 
     def __init__(self, template: str) -> None:
         size = len(template.encode(errors="surrogatepass"))
         if size > MOST_TEMPLATE:
-            raise TemplateFailed(f"the chat template has {size} bytes, and may have {MOST_TEMPLATE}")
+            raise TemplateFailed(f"the chat template has {size} bytes; the limit is {MOST_TEMPLATE}")
         self.template = template
         self._now = datetime.now().isoformat()
         self._lock = Lock()
@@ -59,13 +60,12 @@ class Renderer:
         self._owner = 0
 
     def render(self, each: Sequence[Mapping[str, Any]], cut_at: Sequence[str] = ()) -> list[list[str]]:
-        """Return the template's text for each of these sets of variables, cut where it has one of some words.
+        """Return the template's text for each of these sets of variables, split at the words in `cut_at`.
 
-        A text is a list: what stands before such a word, the word, what stands behind it, and so on. Of words that
-        begin at one place the first in `cut_at` counts. Raises TemplateFailed.
+        A text is a list: text, word, text, word, ..., text. Of words that begin at one place the first in `cut_at`
+        counts. Raises TemplateFailed.
         """
-        said = {"template": self.template, "now": self._now, "each": each, "cut_at": cut_at}
-        request = json.dumps(said).encode()
+        request = json.dumps({"template": self.template, "now": self._now, "each": each, "cut_at": cut_at}).encode()
         with self._lock:
             process = self._running()
             late = Timer(WALL_SECONDS, process.kill)
@@ -84,7 +84,7 @@ class Renderer:
         return _texts(reply, len(each), {*cut_at})
 
     def _running(self) -> "subprocess.Popen[bytes]":
-        """Return the process; a new one where there is none, it has ended, or another process forked this one."""
+        """Return the process; a new one if there is none, if it has ended, or if this process is a fork."""
         if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
             self._process, self._owner = _start(), os.getpid()
             weakref.finalize(self, _end, self._process)
@@ -94,19 +94,19 @@ class Renderer:
 def _start() -> "subprocess.Popen[bytes]":
     folders = list(dict.fromkeys([_home("jinja2"), _home("markupsafe")]))
     found = metadata.version("jinja2")
-    if tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) < _LEAST_JINJA:
-        least = ".".join(map(str, _LEAST_JINJA))
-        raise TemplateFailed(f"Jinja {found} has known ways out of its sandbox; install jinja2>={least}")
+    if tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) < _MIN_JINJA:
+        least = ".".join(map(str, _MIN_JINJA))
+        raise TemplateFailed(f"Jinja {found} has known sandbox escapes; install jinja2>={least}")
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _START, str(_CHILD), *folders],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _KEPT_OF_ENVIRONMENT if name in os.environ},
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         )
     except OSError as error:
-        raise TemplateFailed(f"no process could be started that renders the chat template: {error}") from error
+        raise TemplateFailed(f"the process that renders the chat template could not be started: {error}") from error
 
 
 def _home(package: str) -> str:
@@ -117,14 +117,14 @@ def _home(package: str) -> str:
 
 
 def _ask(process: "subprocess.Popen[bytes]", request: bytes) -> bytes:
-    """Return the line that comes back; less than a line where the process ended before it was there."""
+    """Return the reply; an incomplete line if the process ended before."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         process.stdin.write(request + b"\n")
         process.stdin.flush()
-        return process.stdout.readline(_MOST_REPLY)
-    except OSError:  # it ended before it had read all
+        return process.stdout.readline(_MAX_REPLY)
+    except OSError:  # the process ended before it had read the request
         return b""
 
 
@@ -133,10 +133,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            try:
+            with suppress(OSError):  # closing flushes what the process did not read
                 pipe.close()
-            except OSError:  # what it was not told any more
-                continue
 
 
 def _why_it_ended(code: int, overdue: bool) -> str:
@@ -148,30 +146,31 @@ def _why_it_ended(code: int, overdue: bool) -> str:
 
 
 def _texts(reply: bytes, count: int, words: Set[str]) -> list[list[str]]:
-    """Return what the process made; nothing that it says is trusted to be well-formed."""
+    """Return the texts in a reply, which is untrusted. Raises TemplateFailed if it has none."""
     try:
-        said = json.loads(reply.decode(errors="surrogatepass"))
-        texts, error, reason = (said.get(name) for name in ("texts", "error", "reason"))
+        fields = json.loads(reply.decode(errors="surrogatepass"))
+        texts, error, reason = (fields.get(name) for name in ("texts", "error", "reason"))
     except (ValueError, AttributeError, RecursionError):
         texts, error, reason = None, None, None
-    if isinstance(texts, list) and len(texts) == count and all(_is_cut(text, words) for text in texts):
+    if isinstance(texts, list) and len(texts) == count and all(_is_split(text, words) for text in texts):
         return texts
-    told = f": {printable(reason, _LONGEST_REASON)}" if isinstance(reason, str) and reason else ""
+    detail = f": {printable(reason, _MAX_REASON)}" if isinstance(reason, str) and reason else ""
     failed = DialogRefused if error == "refused" else TemplateFailed
-    raise failed(_WORDS.get(error if isinstance(error, str) else "", "the chat template gave no text") + told)
+    raise failed(_ERRORS.get(error if isinstance(error, str) else "", "the chat template gave no text") + detail)
 
 
-def _is_cut(text: object, words: Set[str]) -> bool:
+def _is_split(text: object, words: Set[str]) -> bool:
+    """Return whether `text` is a list: text, word, text, ..., text."""
     if not isinstance(text, list) or len(text) % 2 == 0 or not all(isinstance(part, str) for part in text):
         return False
     return words >= set(text[1::2])
 
 
-_WORDS = {
-    "refused": "the chat template refuses this dialog",
-    "long": "the chat template makes more than a mebibyte of text",
+_ERRORS = {
+    "refused": "the chat template rejects this dialog",
+    "long": "the chat template gives more than a mebibyte of text",
     "memory": "the chat template takes more than 256 MiB of memory",
-    "forbidden": "the chat template does what none may do",
-    "syntax": "the chat template is no Jinja",
+    "forbidden": "the chat template does something that the sandbox forbids",
+    "syntax": "the chat template is not valid Jinja",
     "failed": "the chat template fails",
 }

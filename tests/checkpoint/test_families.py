@@ -65,14 +65,13 @@ def assert_same_logits(ours: Transformer, theirs: Any, tokens: Tensor = TOKENS, 
     torch.testing.assert_close(torch.cat(chunks, 1), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "scaling"), [(FAMILIES[i % 4], each) for i, each in enumerate(SCALINGS)])
 def test_a_family_gives_the_logits_of_transformers(family: str, scaling: str, tmp_path: Path) -> None:
     theirs = random_model(config_of(family, scaling))
     assert_same_logits(load(write_folder(tmp_path, theirs)), theirs)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     scaling=st.sampled_from(list(SCALINGS)),
@@ -111,14 +110,21 @@ def test_a_gguf_file_of_qwen_gives_the_logits_of_its_folder(family: str, tmp_pat
     assert_same_logits(load(write_qwen_gguf(tmp_path / "model.gguf", theirs)), theirs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scaling", ["default", "linear", "yarn"])
-def test_what_is_exported_gives_the_same_logits_again(family: str, scaling: str, tmp_path: Path) -> None:
-    theirs = random_model(config_of(family, scaling)).float()
+@pytest.mark.parametrize(
+    ("family", "scaling", "tied"),
+    [
+        *(("llama", "default", False), ("llama", "llama3", True), ("mistral", "linear", False)),
+        *(("qwen2", "default", False), ("qwen3", "yarn", True)),
+    ],
+)
+def test_what_is_exported_gives_the_same_logits_again(family: str, scaling: str, tied: bool, tmp_path: Path) -> None:
+    theirs = random_model(config_of(family, scaling, tie_word_embeddings=tied)).float()
     model = load(write_folder(tmp_path / "folder", theirs), torch.float32)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
     save_huggingface(model, tmp_path / "again")
     write_huggingface_tokenizer(tmp_path / "again")
     save_gguf(model, tmp_path / "again.gguf")
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())  # as it was
     again = in_float64(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float64))
     assert_same_logits(load(tmp_path / "folder"), again)
     checkpoint_args = load(tmp_path / "again").args
@@ -128,18 +134,16 @@ def test_what_is_exported_gives_the_same_logits_again(family: str, scaling: str,
         assert_same_logits(load(tmp_path / "folder"), in_float64(read))
 
 
-@pytest.mark.parametrize("quantize", [{"quantize": "stored"}, {"quantize": "stored", "repack": False}])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_stored_rows_of_qwen_are_brought_into_our_order(family: str, quantize: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "repack"), [("qwen2", True), ("qwen3", False)])
+def test_stored_rows_of_qwen_are_brought_into_our_order(family: str, repack: bool, tmp_path: Path) -> None:
     theirs = random_model(config_of(family))
     path = write_qwen_gguf(tmp_path / "model.gguf", theirs, kind=Kind.Q8_0)
-    plain, stored = load(path, torch.float32), load(path, torch.float32, **quantize)
+    plain, stored = load(path, torch.float32), load(path, torch.float32, quantize="stored", repack=repack)
     with torch.inference_mode():
         torch.testing.assert_close(stored(TOKENS), plain(TOKENS), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "quantize"), [("qwen2", "int8"), ("qwen3", "int4")])
 def test_quantised_families_compute_with_their_biases_and_norms(family: str, quantize: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path, random_model(config_of(family)))
     plain, packed = load(folder, torch.float32), load(folder, torch.float32, quantize=quantize)
@@ -157,7 +161,7 @@ def test_quantised_families_compute_with_their_biases_and_norms(family: str, qua
 def test_a_sliding_window_limits_the_length_and_says_which_would_do(tmp_path: Path) -> None:
     theirs = random_model(config_of("mistral", sliding_window=48))
     checkpoint = open_checkpoint(write_folder(tmp_path, theirs))
-    with pytest.raises(CheckpointError, match=r"the last 48 positions alone.*use --max_seq_len 48"):
+    with pytest.raises(CheckpointError, match=r"only the last 48 positions.*use --max_seq_len 48"):
         load_weights(checkpoint, checkpoint.args, dtype=torch.float64, device="cpu")
     ours = load_weights(checkpoint, checkpoint.whole_texts(), dtype=torch.float64, device="cpu")
     assert ours.args.max_seq_len == 48
@@ -173,12 +177,11 @@ def test_a_sliding_window_limits_the_length_and_says_which_would_do(tmp_path: Pa
         ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}, 4096),
     ],
 )
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("by_kinds", [False, True])
 def test_qwens_window_is_one_only_where_a_layer_has_it(
-    family: str, changes: dict[str, Any], window: int | None, by_kinds: bool, tmp_path: Path
+    changes: dict[str, Any], window: int | None, by_kinds: bool, tmp_path: Path
 ) -> None:
-    folder = write_folder(tmp_path, random_model(config_of(family, **changes)))
+    folder = write_folder(tmp_path, random_model(config_of("qwen2", **changes)))
     config = json.loads((folder / "config.json").read_text())
     if not by_kinds:
         del config["layer_types"]
@@ -199,17 +202,14 @@ def test_a_window_of_a_gguf_file_limits_the_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("llama", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("qwen2", {"model_type": "qwen2_moe"}, "'qwen2_moe' is not supported; .*llama.*qwen3"),
         ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer_types=.*not supported"),
-        ("mistral", {"sliding_window": "much"}, "sliding_window='much' must be a whole number"),
         (
             "qwen3",
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
-            "gives RoPE's full_attention={'rope_theta': 1000000.0}, and this library has one RoPE for all layers",
+            "RoPE has full_attention={'rope_theta': 1000000.0}, and this library has one RoPE for all layers",
         ),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; .*yarn"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor='4' must be a number"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1}}, "beta_fast"),
     ],
@@ -235,26 +235,20 @@ def test_a_bias_that_the_family_does_not_have_is_refused(tmp_path: Path) -> None
 # ---- RoPE ------------------------------------------------------------------------------------------------------------
 
 
+def add_yarn(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+
+
 @pytest.mark.parametrize(
     ("add", "rule"),
     [
         (lambda w: w.add_rope_scaling_factor(4.0), LinearScaling(4.0)),
         (lambda w: (w.add_rope_scaling_type(gguf.RopeScalingType.NONE), w.add_rope_scaling_factor(4.0)), None),
         (lambda w: w.add_rope_scaling_attn_factors(1.5), LinearScaling(1.0, 1.5)),
+        (lambda w: (add_yarn(w), w.add_rope_scaling_orig_ctx_len(32)), YarnScaling(4.0, 32)),
         (
-            lambda w: (
-                w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
-                w.add_rope_scaling_factor(4.0),
-                w.add_rope_scaling_orig_ctx_len(32),
-            ),
-            YarnScaling(4.0, 32),
-        ),
-        (
-            lambda w: (
-                w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
-                w.add_rope_scaling_factor(4.0),
-                w.add_rope_scaling_attn_factors(0.5),
-            ),
+            lambda w: (add_yarn(w), w.add_rope_scaling_attn_factors(0.5)),
             YarnScaling(4.0, 128, attention_factor=0.5 * YarnScaling.sharpened(4.0)),
         ),
     ],
@@ -268,10 +262,10 @@ def test_bounds_of_yarn_that_llama_cpp_does_not_read_are_refused(tmp_path: Path)
     path = tmp_path / "model.gguf"
     theirs = random_model(config_of("qwen2"))
     write_qwen_gguf(path, theirs, metadata=lambda writer: writer.add_rope_scaling_yarn_beta_fast(16.0))
-    with pytest.raises(CheckpointError, match=r"yarn_beta_fast=16\.0 is not supported; what is: 32"):
+    with pytest.raises(CheckpointError, match=r"yarn_beta_fast=16\.0 is not supported; supported: 32"):
         open_checkpoint(path)
     model = load(write_folder(tmp_path / "folder", random_model(config_of("llama", "yarn with all its words"))))
-    with pytest.raises(ValueError, match="beta_fast=32, beta_slow=1 and truncate=True alone"):
+    with pytest.raises(ValueError, match="beta_fast=32, beta_slow=1 and truncate=True, not"):
         save_gguf(model.float(), tmp_path / "again.gguf")
 
 

@@ -1,14 +1,14 @@
-"""A .safetensors file is read as the safetensors package wrote it. Of its header, see untrusted/."""
+"""A .safetensors file is read as the safetensors package wrote it. The header has its tests in untrusted/."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from museum.exhibits import entry, safetensors
 from safetensors.torch import load_file, save_file
+from untrusted.malformed.cases import entry, safetensors
 
 from llama.checkpoint.base import Weight
-from llama.checkpoint.safetensors_file import DTYPES, read_safetensors
+from llama.checkpoint.safetensors_file import WEIGHT_DTYPES, read_safetensors
 from llama.untrusted.errors import CheckpointError
 
 
@@ -17,7 +17,7 @@ def whole(weight: Weight) -> torch.Tensor:
     return weight.rows(0, (*weight.shape, 1)[0]).view(weight.shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES.values(), ids=str)
 def test_tensors_are_those_that_the_package_wrote(tmp_path: Path, dtype: torch.dtype) -> None:
     path = tmp_path / "a.safetensors"
     wanted = {"b": torch.randn(3, 5, 2).to(dtype), "a": torch.tensor(1.5, dtype=dtype), "": torch.randn(7).to(dtype)}

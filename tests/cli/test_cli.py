@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from llama import cli
 from llama.cli import console
 from llama.cli.inference import main, read_prompts, show
-from llama.host import files
 from llama.kv_cache import cache_kind
 
 ROOT = Path(__file__).parents[2]
@@ -488,11 +487,11 @@ def test_code_that_ends_a_command_is_one_line(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
-        ("/dev/zero", "/dev/zero holds more than the 16 MB that are read of a text; cut it"),
+        ("/dev/zero", "/dev/zero is longer than 16 MB, the limit for a text; cut it"),
         ("{folder}", "Is a directory"),
-        ("{folder}/huge", "huge holds more than the 16 MB"),
+        ("{folder}/huge", "huge is longer than 16 MB"),
         ("{folder}/latin", "latin is not UTF-8 at byte 3; convert it first"),
-        ("{folder}/pipe", "pipe is a named pipe that nobody writes to"),
+        ("{folder}/pipe", "pipe is a named pipe without a writer"),
         ("{folder}/\x1b[31m", "No such file"),
         ("a\0b", "null byte"),
         ("x" * 300, "File name too long"),
@@ -507,7 +506,7 @@ def test_a_prompt_file_of_any_kind_is_read_or_refused_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(files, "WRITER_S", 0.05)
+    monkeypatch.setattr("llama.untrusted.files.WRITER_S", 0.05)
     with (tmp_path / "huge").open("wb") as huge:
         huge.truncate(2 << 30)
     (tmp_path / "latin").write_bytes(b"caf\xe9")

@@ -47,7 +47,7 @@ from llama.host import cores
 from llama.host import machine
 from llama.cli import terminal
 from llama.bench.run import memory
-from llama.tokenizer import template_child
+from llama.untrusted import template_child
 
 assert cores.usable_cores() >= 1
 assert machine.available_memory(torch.device("cpu"))

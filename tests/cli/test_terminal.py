@@ -28,7 +28,7 @@ from torch import Tensor
 from llama import Chat, Tokenizer, Transformer, cli
 from llama.cli.terminal import Conversation
 from llama.tokenizer.chat import ChatFormat, Dialog
-from llama.tokenizer.conversation import LEAST, ContextFull
+from llama.tokenizer.conversation import MIN_ANSWER, ContextFull
 from llama.tokenizer.transcript import Transcript
 
 ROOT = Path(__file__).parents[2]
@@ -289,7 +289,7 @@ def test_the_last_exchange_can_be_taken_back_until_none_is_left(model: Transform
     chat.undo()
     assert chat.undo() == first
     assert chat.messages == [{"role": "system", "content": "Be brief."}]
-    with pytest.raises(ValueError, match="nothing to take back"):
+    with pytest.raises(ValueError, match="there is nothing to undo"):
         chat.undo()
     "".join(chat.say("Hi", 3, seed=1))
     assert chat.messages[1:] == first
@@ -311,7 +311,7 @@ def test_an_answer_that_goes_on_can_be_read_and_taken_back(model: Transformer, d
 @pytest.mark.parametrize("text", ["", "  \n", None, b"Hi"])
 def test_an_empty_message_is_refused(text: Any, model: Transformer, demo: Tokenizer) -> None:
     chat = Chat(model, demo)
-    with pytest.raises(ValueError, match="a message is some text"):
+    with pytest.raises(ValueError, match="a message must be a text that is not empty"):
         chat.say(text)
     assert chat.messages == []
 
@@ -354,10 +354,10 @@ def test_a_message_that_does_not_fit_is_refused_before_it_is_said(demo: Tokenize
     assert chat.messages == before
     chat.undo()
     assert chat.left == 90
-    "".join(chat.say("Ho", LEAST))
+    "".join(chat.say("Ho", MIN_ANSWER))
     with pytest.raises(ContextFull):
         chat.say("long " * 90)
-    assert "".join(chat.say("H", LEAST))
+    assert "".join(chat.say("H", MIN_ANSWER))
 
 
 def test_a_window_has_no_end_and_its_turns_can_be_taken_back(demo: Tokenizer) -> None:
@@ -526,7 +526,7 @@ def test_a_message_that_the_template_refuses_is_not_said(spelling: Tokenizer) ->
     chat = Chat(small_model(tokenizer), tokenizer)
     "".join(chat.say("Hi", 3))
     before, tokens = chat.messages, list(chat.session.tokens)
-    with pytest.raises(ValueError, match="refuses this dialog: mind your words"):
+    with pytest.raises(ValueError, match="rejects this dialog: mind your words"):
         chat.say("bad")
     assert (chat.messages, chat.session.tokens) == (before, tokens)
     "".join(chat.say("good", 3))
@@ -638,12 +638,12 @@ def test_a_session_that_is_no_conversation_is_refused(model: Transformer, demo: 
     session = model.session(demo)
     session.feed("Once upon")
     session.save(file)
-    with pytest.raises(ValueError, match=r"no conversation; model\.load_session"):
+    with pytest.raises(ValueError, match=r"a session without a conversation; model\.load_session"):
         Chat.load(model, demo, file)
     for note in ("", "[]", "{}", Transcript().to_json(), '{"messages": 7}'):
         session.note = note
         session.save(file)
-        with pytest.raises(ValueError, match=r"text is damaged: what it says of the conversation"):
+        with pytest.raises(ValueError, match=r"text is damaged: its transcript of the conversation"):
             Chat.load(model, demo, file)
 
 
@@ -712,7 +712,7 @@ def test_commands_do_what_they_say_and_wrong_ones_are_one_line(
     assert len(re.findall(DIM, out)) == 3
     errors = err.splitlines()
     assert [line.startswith("error: ") for line in errors] == [True] * 5
-    assert "nothing to take back" in errors[0]
+    assert "there is nothing to undo" in errors[0]
     assert "nowhere" in errors[1]
     assert "/save needs a file: /save FILE" in errors[2]
     assert "/undo stands alone" in errors[3]

@@ -1,6 +1,6 @@
-"""Parsers of headers and JSON, fed with bytes: what they accept must be so, and nothing but their errors may leave.
+"""Malicious bytes as headers and JSON: what a parser accepts must be valid, and it may only raise its own errors.
 
-Grammars draw files that are nearly right, since random bytes hardly ever pass a magic number.
+Strategies draw files that are nearly valid, because random bytes hardly ever pass a magic number.
 """
 
 import io
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llama.checkpoint import huggingface
 from llama.checkpoint.base import needed_shapes
-from llama.checkpoint.safetensors_file import DTYPES, weights_header
+from llama.checkpoint.safetensors_file import WEIGHT_DTYPES, weights_header
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.gguf_header import parse_header as parse_gguf
 from llama.untrusted.json_object import parse_object
@@ -43,7 +43,7 @@ def run_safetensors(data: bytes) -> None:
     end = 0
     for span in header.tensors.values():  # with no overlap and no hole
         assert span.begin == end < span.end
-        assert span.end - span.begin == math.prod(span.shape) * DTYPES[span.dtype].itemsize
+        assert span.end - span.begin == math.prod(span.shape) * WEIGHT_DTYPES[span.dtype].itemsize
         end = span.end
     assert header.data + end == len(data)
 
@@ -59,7 +59,7 @@ def run_json(data: bytes) -> None:
 
 def run_index(data: bytes) -> None:
     try:
-        places = huggingface.places_of(Path("index.json"), parse_object(data))
+        places = huggingface.shards_of(Path("index.json"), parse_object(data))
     except CheckpointError as error:
         _check_message(str(error))
     except ValueError:
@@ -192,6 +192,7 @@ _places = st.one_of(
     st.just("a.safetensors"), st.sampled_from(["../a.safetensors", "b.safetensors", "a", "", 7]), _values
 )
 
+MUTATORS: dict[str, Any] = {}
 STRATEGIES: dict[str, st.SearchStrategy[bytes]] = {
     "gguf": _gguf(),
     "safetensors": _safetensors(),
@@ -202,8 +203,17 @@ STRATEGIES: dict[str, st.SearchStrategy[bytes]] = {
 
 
 def seeds(name: str) -> list[bytes]:
-    """Return files to begin with: the museum's of this kind, and one that is right."""
-    from museum.exhibits import BROKEN_JSON, GGUF_FILES, SAFETENSORS, entry, header, number, safetensors, tensor
+    """Return files to begin with: the malformed ones of this kind, and a valid one."""
+    from untrusted.malformed.cases import (
+        BROKEN_JSON,
+        GGUF_FILES,
+        SAFETENSORS,
+        entry,
+        header,
+        number,
+        safetensors,
+        tensor,
+    )
 
     small = 1 << 14
     if name == "gguf":

@@ -1,7 +1,7 @@
-"""Fuzzing of what reads .pth files: a data.pkl by itself, and a whole archive.
+"""Malicious bytes as a data.pkl, and as a whole .pth file.
 
-Accepted must mean that Python's own unpickler, and torch.load, say the same; refused, that it is said in words. What
-is accepted names nothing but what torch.save names, so that it is safe to hand to them.
+What is accepted must be what Python's unpickler and torch.load return; it names only what torch.save names, so that
+they may read it. What is refused must have a message.
 """
 
 import io
@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 
+from llama.checkpoint.base import Weight
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.mapped import MappedFile
 from llama.untrusted.pickle_reader import PickledTensor, Storage, read_pickle
-from llama.untrusted.pth import read_header
+from llama.untrusted.pth import read_pth_header
 
 
 def run(data: bytes) -> None:
@@ -43,7 +44,7 @@ def run_archive(data: bytes) -> None:
     path.write_bytes(data)
     try:
         mapped = MappedFile(path)
-        places = read_header(mapped)
+        places = read_pth_header(mapped)
     except CheckpointError as error:
         _check_refusal(error.__cause__)
         return
@@ -53,8 +54,17 @@ def run_archive(data: bytes) -> None:
     assert list(places) == list(theirs)
     for name, place in places.items():
         assert 0 <= place.start < place.end <= len(data)
-        ours = mapped.weight(place.start, place.shape, place.dtype).rows(0, place.shape[0])
+        ours = Weight.mapped(mapped, place.start, place.shape, place.dtype).rows(0, place.shape[0])
         assert same_bits(ours, theirs[name])
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    """Return what our readers find in a .pth file."""
+    mapped = MappedFile(path)
+    return {
+        name: Weight.mapped(mapped, place.start, place.shape, place.dtype).rows(0, place.shape[0])
+        for name, place in read_pth_header(mapped).items()
+    }
 
 
 def _loaded_by_torch(path: Path) -> dict[str, torch.Tensor] | None:
@@ -219,6 +229,7 @@ def fields(archive: bytes) -> list[bytes]:
 
 
 PARSERS = {"pickle": run, "pth": run_archive}
+MUTATORS: dict[str, Any] = {}
 STRATEGIES = {"pickle": strategy(), "pth": archive_strategy()}
 
 

@@ -1,7 +1,7 @@
-"""Bytes that are taken for the files of a tokenizer: nothing but ValueError may come out, and what loads must work.
+"""Malicious bytes as the files of a tokenizer: only ValueError may come out, and what loads must work.
 
-Each kind is run in two ways: whole, and as NAME.checks up to the library, which takes milliseconds to build what
-our checks are done with in a fraction of one. Knows which parser reads the bytes; does not know where they come from.
+Each kind has two parsers: the whole, and NAME.checks without the library, which takes milliseconds to build what our
+checks have checked in a fraction of one.
 """
 
 import json
@@ -184,24 +184,9 @@ _GGUFS = [
 
 # ---- what is right, changed ------------------------------------------------------------------------------------------
 
+_ODD_TEXTS = ["", "a", "ab", "a b", "<s>", "</s>", "<0x41>", "<0xFF>", "\u2581", "\x1b[2J", "é", "\ud800", "x" * 1025]
 _ODD_VALUES: tuple[Any, ...] = (
-    *(
-        "",
-        "a",
-        "ab",
-        "a b",
-        "<s>",
-        "</s>",
-        "<0x41>",
-        "<0xFF>",
-        "\u2581",
-        "\x1b[2J",
-        "é",
-        "\ud800",
-        "llama",
-        "first",
-        "x" * 1025,
-    ),
+    *(*_ODD_TEXTS, "llama", "first"),
     *(None, True, False, -1, 0, 1, 2, 3, 6, 8, 1 << 20, 1 << 40, 10**80, 5.0, 1.5, -0.0, float("inf"), float("nan")),
     *([], {}, ["a"], [[]], {"type": "BPE"}, {"type": "ByteLevel"}, {"type": "Sequence"}, {"String": " "}, ["a", "b"]),
 )
@@ -279,6 +264,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     **{f"{name}.checks": partial(_run_checks, read) for name, read in _READERS.items()},
 }
 _CHANGES = {"tokenizer.json": changed_json, "tokenizer.model": changed_proto, "tokenizer.gguf": changed_json}
+STRATEGIES: dict[str, Any] = {}
 MUTATORS = {name: _CHANGES[name.removesuffix(".checks")] for name in PARSERS}
 
 

@@ -1,6 +1,6 @@
-"""Watches what a parser does to the machine: a file opened elsewhere, a socket, a process.
+"""Watch a parser for forbidden actions: opening a file elsewhere, a socket, a process.
 
-Python keeps an audit hook for as long as the process lives, so there is one, which looks away outside `watching`.
+Python cannot remove an audit hook, so there is one, which does nothing outside `watching`.
 """
 
 import os
@@ -17,17 +17,8 @@ _LIBRARIES = {sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths
 # What is imported late is read there; what a parser is given lies in the folder of temporary files.
 _READABLE = tuple({os.path.realpath(place) for place in (*_LIBRARIES, ROOT, tempfile.gettempdir())})
 _WRITABLE = (os.path.realpath(tempfile.gettempdir()),)
-_FORBIDDEN = (
-    "socket.",
-    "subprocess.",
-    "os.system",
-    "os.exec",
-    "os.fork",
-    "os.posix_spawn",
-    "os.spawn",
-    "pty.",
-    "ctypes.dlopen",
-)
+_FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.")
+_FORBIDDEN += ("ctypes.dlopen",)
 
 _active = False
 _seen: list[str] = []

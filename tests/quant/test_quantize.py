@@ -26,7 +26,7 @@ from llama.model import Transformer
 from llama.quant.gguf_types import KINDS
 from llama.quant.layers import PackedEmbedding, PackedLinear, in_8_bits, quantize_layers, quantized_weights
 from llama.quant.packed import GROUP, INT4, INT8, Format, MappedWeight, PackedWeight, Parts, pack_codes, unpack_codes
-from llama.untrusted.gguf_header import read_header
+from llama.untrusted.gguf_header import read_gguf_header
 
 HALF_STEP = 0.5 + 240 * 2.0**-11  # of a code: rounding it, and its scale to float16
 FORMATS = {8: INT8, 4: INT4}
@@ -465,14 +465,14 @@ def test_layers_that_round_to_different_bits_are_left_to_the_plain_path() -> Non
 
 
 def test_stored_is_refused_where_nothing_is_quantised(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"keeps what a \.gguf file has quantised, and here no matrix is"):
+    with pytest.raises(CheckpointError, match=r"needs a \.gguf file with quantised matrices, and no matrix is"):
         load(checkpoint, device="cpu", quantize="stored")
 
 
 def overwrite(path: Path, tensor: str, at: int, number: float) -> None:
     """Put a float16 into the bytes of a file's tensor."""
     raw = bytearray(path.read_bytes())
-    begin = read_header(path).tensors[tensor].start + at
+    begin = read_gguf_header(path).tensors[tensor].start + at
     raw[begin : begin + 2] = torch.tensor([number], dtype=torch.float16).numpy().tobytes()
     path.write_bytes(raw)
 
@@ -481,7 +481,7 @@ def overwrite(path: Path, tensor: str, at: int, number: float) -> None:
 def test_scales_that_are_not_finite_are_refused_with_their_tensor(damage: float, tmp_path: Path) -> None:
     path = gguf_of(tmp_path, Kind.Q4_1)
     overwrite(path, "blk.1.ffn_up.weight", 40, damage)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.feed_forward\.w3\.weight has scales that are no finite"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.feed_forward\.w3\.weight has scales that are not finite"):
         load(path, device="cpu", quantize="stored")
 
 

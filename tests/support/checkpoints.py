@@ -1,7 +1,7 @@
-"""Tiny checkpoints in all three formats, written by other people's code where there is any.
+"""Tiny checkpoints in all three formats, written by independent code.
 
-Hugging Face directories come from transformers, GGUF files from the gguf package and llama.cpp's layout. Meta's layout
-has no writer in any package; here it is made row by row from its definition: RoPE pairs are neighbours.
+transformers writes Hugging Face directories, and the gguf package GGUF files. No package writes Meta's layout; here it
+is built row by row from its definition: RoPE pairs are neighbours.
 """
 
 import base64

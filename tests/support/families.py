@@ -1,4 +1,4 @@
-"""Tiny random models of transformers of every family that is built like Llama, and their folders."""
+"""Tiny random models of transformers, of every family that is built like Llama, and their folders."""
 
 from functools import partial
 from pathlib import Path

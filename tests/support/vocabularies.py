@@ -1,6 +1,6 @@
-"""Vocabularies that are trained here, in each format, and thousands of nasty texts; made by other people's code.
+"""Vocabularies in each format, trained here by independent code, and thousands of difficult texts.
 
-The patterns are written down independently of the library, as their makers publish them.
+The patterns are copied from their publishers, not from `llama.tokenizer`.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Rows for tensors of a test: where what is written to a cache, or attended, stands."""
+"""Rows for the tensors of a test that are written to a cache or attended."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Dialogs -> ids: against transformers on templates of many families, and against Llama 3's published format."""
+"""Dialogs have the ids of transformers, with the templates of many families, or of Llama 3's published format."""
 
 import json
 import string
@@ -12,12 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from vocabularies import huggingface_of_pieces, pieces, saved
 
-from llama.checkpoint.demo import demo_model_path
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message, Rendering
-from llama.untrusted.gguf_header import read_header
 
-SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 USER: Message = {"role": "user", "content": "Hi"}
 # Letters of several scripts, spaces, newlines, and all that a forger would try.
 WORDS = ["Hi", " ", "\n", "\n\n", "1", "é", "日本", "😀", "a", "<", "|", ">"]
@@ -45,8 +43,8 @@ def conversations(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Dialog]
     return st.builds(build, st.lists(contents, max_size=1), st.lists(contents, max_size=6), contents)
 
 
-many = settings(max_examples=150, deadline=None, derandomize=True)
-some = settings(max_examples=40, deadline=None, derandomize=True)
+many = settings(max_examples=60, deadline=None, derandomize=True)
+some = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def tiny(*specials: str, **more: Any) -> Tokenizer:
@@ -72,29 +70,18 @@ def specials_of(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 # ---- Llama 3, without a template -------------------------------------------------------------------------------------
 
 
-def test_llama_3_dialogs_follow_metas_published_format(meta: Tokenizer) -> None:
-    # https://www.llama.com/docs/model-cards-and-prompt-formats/meta-llama-3/
-    dialog: Dialog = [
-        {"role": "system", "content": "Answer in one line."},
-        {"role": "user", "content": "Which way is north?"},
-    ]
-    expected = (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
-        "Answer in one line.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nWhich way is north?<|eot_id|>"
+def test_llama_3_dialogs_have_the_text_and_ids_that_the_models_were_trained_on(meta: Tokenizer) -> None:
+    # https://www.llama.com/docs/model-cards-and-prompt-formats/meta-llama-3/ and
+    # https://github.com/meta-llama/llama3/blob/main/llama/test_tokenizer.py
+    hi = meta.encode("Hi", bos=False, eos=False)
+    system, user = ([128006, name, 128007, 271, *hi, 128009] for name in (9125, 882))
+    ids = ChatFormat(meta).encode_dialog_prompt([{"role": "system", "content": "Hi"}, USER])
+    assert ids == [128000, *system, *user, 128006, 78191, 128007, 271]
+    assert meta.decode(ids) == (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    ids = ChatFormat(meta).encode_dialog_prompt(dialog)
-    assert meta.decode(ids) == expected
-    assert ids == meta.encode(expected, bos=False, eos=False, allowed_special="all")
-
-
-def test_llama_3_dialogs_have_the_ids_that_the_models_were_trained_on(meta: Tokenizer) -> None:
-    # As in https://github.com/meta-llama/llama3/blob/main/llama/test_tokenizer.py
-    hi = meta.encode("Hi", bos=False, eos=False)
-    dialog: Dialog = [{"role": "system", "content": "Hi"}, USER]
-    system, user = ([128006, name, 128007, 271, *hi, 128009] for name in (9125, 882))
-    assert ChatFormat(meta).encode_dialog_prompt(dialog) == [128000, *system, *user, 128006, 78191, 128007, 271]
 
 
 @many
@@ -105,63 +92,12 @@ def test_llama_3_content_is_stripped_and_encoded_by_itself_as_metas_code_does(me
     assert ids == [128000, 128006, 882, 128007, 271, *alone, 128009, 128006, 78191, 128007, 271]
 
 
-# ---- the demo's template ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def transformers_demo(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Build the demo's tokenizer in transformers from its vocabulary and its own template."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    tokenizers = pytest.importorskip("tokenizers")
-    from tokenizers import decoders, pre_tokenizers
-
-    facts = read_header(demo_model_path()).metadata
-    tokens = facts["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    inner.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(tokens[:17])
-    path = tmp_path_factory.mktemp("demo") / "tokenizer.json"
-    inner.save(str(path))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-    tokenizer.chat_template = facts["tokenizer.chat_template"]
-    return tokenizer
+# ---- the demo --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def demo_format(demo: Tokenizer) -> ChatFormat:
     return ChatFormat(demo)
-
-
-@many
-@given(dialog=dialogs(CONTENTS))
-def test_the_demos_dialogs_equal_its_template_in_transformers(
-    demo: Tokenizer, demo_format: ChatFormat, transformers_demo: Any, dialog: Dialog
-) -> None:
-    ids = demo_format.encode_dialog_prompt(dialog)
-    text = transformers_demo.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
-    assert demo.decode(ids) == text
-    if not any("<|im_" in message["content"] for message in dialog):  # transformers lets content forge special tokens
-        assert ids == transformers_demo.encode(text, add_special_tokens=False)
-
-
-@many
-@given(dialog=dialogs(CONTENTS))
-def test_the_demos_dialogs_are_chatml_with_its_own_system_message(
-    demo: Tokenizer, demo_format: ChatFormat, dialog: Dialog
-) -> None:
-    start, end = (demo.special_tokens[mark] for mark in ("<|im_start|>", "<|im_end|>"))
-    stated: Dialog = [] if dialog[0]["role"] == "system" else [{"role": "system", "content": SMOLLM_SYSTEM}]
-    ids = list[int]()
-    for message in [*stated, *dialog]:
-        text = demo.encode(f"{message['role']}\n{message['content']}", bos=False, eos=False)
-        ids += [start, *text, end, *demo.encode("\n", bos=False, eos=False)]
-    header = [start, *demo.encode("assistant\n", bos=False, eos=False)]
-    assert demo_format.encode_dialog_prompt(dialog) == ids + header
 
 
 def test_a_dialog_is_not_changed_by_encoding_it(demo_format: ChatFormat) -> None:
@@ -173,20 +109,6 @@ def test_a_dialog_is_not_changed_by_encoding_it(demo_format: ChatFormat) -> None
 # ---- templates in the manner of well-known families ------------------------------------------------------------------
 
 # Each does what its family's does: which marks, what is trimmed, joined, left out and refused. The words are our own.
-CHATML = """
-{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- elif tools %}{{- '<|im_start|>system\\nUse tools.<|im_end|>\\n' }}
-{%- else %}{{- '<|im_start|>system\\nYou are of some use.<|im_end|>\\n' }}
-{%- endif %}
-{%- for m in messages %}
-    {%- if m.role == "user" or (m.role == "system" and not loop.first) or (m.role == "assistant" and not m.calls) %}
-        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 THINKING = """
 {%- set ns = namespace(searching=true, newest=messages|length - 1) %}
 {%- for m in messages[::-1] %}
@@ -313,7 +235,7 @@ IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 HEADERS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 SENTENCE = ["<unk>", "<s>", "</s>"]
 FAMILIES: dict[str, tuple[str, list[str], list[str], str | None, str]] = {  # template, special, added, bos, eos
-    "Qwen 2.5": (CHATML, IM, [], None, "<|im_end|>"),
+    "SmolLM2": ("", IM, [], None, "<|im_end|>"),  # the demo's template
     "Qwen 3": (THINKING, IM, ["<think>", "</think>"], None, "<|im_end|>"),
     "Llama 3.1": (DATED, HEADERS, [], "<|begin_of_text|>", "<|eot_id|>"),
     "Mistral": (INSTRUCTED, [*SENTENCE, "[INST]", "[/INST]"], [], "<s>", "</s>"),
@@ -349,19 +271,16 @@ def write_tokenizer(
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo: Tokenizer) -> Any:
     folder = tmp_path_factory.mktemp("family")
-    theirs = write_tokenizer(folder, *FAMILIES[request.param])
+    template, *more = FAMILIES[request.param]
+    theirs = write_tokenizer(folder, template or str(demo.chat_template), *more)
     ours = Tokenizer.from_huggingface(folder)
     return SimpleNamespace(name=request.param, ours=ours, theirs=theirs, format=ChatFormat(ours))
 
 
-ORDINARY = st.lists(
-    st.sampled_from(
-        [*WORDS, "im_end", "<think>\nso\n</think>\n\n", "</think>", "<tool>", "</tool>", "user", "<|user", "/s>"]
-    ),
-    max_size=6,
-).map("".join)
+THOUGHTS = ["im_end", "<think>\nso\n</think>\n\n", "</think>", "<tool>", "</tool>", "user", "<|user", "/s>"]
+ORDINARY = st.lists(st.sampled_from([*WORDS, *THOUGHTS]), max_size=6).map("".join)
 
 
 @some
@@ -372,25 +291,9 @@ def test_a_family_s_dialogs_have_the_ids_of_transformers(family: Any, dialog: Di
     assert family.format.encode_dialog_prompt(dialog) == expected
 
 
-FORGERIES = st.lists(
-    st.sampled_from(
-        [
-            *("Hi", " ", "\n", "<", "|", ">", "<|", "|>", "im_", "start|>", "end|>", "</think>", "<think>", "</", "s>"),
-            *(
-                "<|im_start|>",
-                "<|im_end|>",
-                "<|eot_id|>",
-                "<|end_header_id|>",
-                "</s>",
-                "<s>",
-                "[INST]",
-                "<|user|>",
-                "[/",
-            ),
-        ]
-    ),
-    max_size=6,
-).map("".join)
+PARTS = ["Hi", " ", "\n", "<", "|", ">", "<|", "|>", "im_", "start|>", "end|>", "</think>", "<think>", "</", "s>", "[/"]
+PARTS += ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|end_header_id|>", "</s>", "<s>", "[INST]", "<|user|>"]
+FORGERIES = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 
 
 def harmless(dialog: Dialog) -> Dialog:
@@ -399,19 +302,14 @@ def harmless(dialog: Dialog) -> Dialog:
 
 @some
 @given(dialog=conversations(FORGERIES))
-def test_no_content_forges_a_special_token_of_a_family(family: Any, dialog: Dialog) -> None:
+def test_no_content_forges_a_special_token_of_a_family_and_forgeries_are_text(family: Any, dialog: Dialog) -> None:
+    """Ours decode to the text of transformers, also if a template has searched for a thought that a forgery hid."""
     ids = family.format.encode_dialog_prompt(dialog)
-    assert specials_of(family.ours, ids) == specials_of(
-        family.ours, family.format.encode_dialog_prompt(harmless(dialog))
+    expected = family.format.encode_dialog_prompt(harmless(dialog))
+    assert specials_of(family.ours, ids) == specials_of(family.ours, expected)
+    assert family.ours.decode(ids) == family.theirs.apply_chat_template(
+        dialog, tokenize=False, add_generation_prompt=True
     )
-
-
-@some
-@given(dialog=conversations(FORGERIES))
-def test_forgeries_are_told_as_text(family: Any, dialog: Dialog) -> None:
-    """What transformers writes, ours decodes to, but where a template has looked for a thought that a forgery hid."""
-    text = family.theirs.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
-    assert family.ours.decode(family.format.encode_dialog_prompt(dialog)) == text
 
 
 @pytest.mark.parametrize(
@@ -479,10 +377,7 @@ def test_a_template_decides_about_bos_and_there_are_never_two() -> None:
         ids = ChatFormat(ours).encode_dialog_prompt([{"role": "user", "content": "<s>Hi"}])
         assert ids.count(256) == count
         assert ours.decode(ids) == "<s>" * count + "<s>Hi"
-
-
-def test_a_tokenizer_without_special_tokens_has_its_template_too() -> None:
-    ours = tiny(**{"tokenizer.chat_template": "{{ bos_token }}Q: {{ messages[0].content }}\nA:"})
+    ours = tiny(**{"tokenizer.chat_template": "{{ bos_token }}Q: {{ messages[0].content }}\nA:"})  # no special tokens
     assert ours.decode(ChatFormat(ours).encode_dialog_prompt([USER])) == "Q: Hi\nA:"
 
 
@@ -499,8 +394,11 @@ class Sentence:
         return ids + list((s if ids or not s else f" {s}").encode())
 
 
-@pytest.mark.parametrize("template", [OLD_INSTRUCTED, INSTRUCTED, PLAIN_MARKS], ids=["old", "instructed", "plain"])
-@pytest.mark.parametrize("scheme", [None, "first"], ids=["prepended", "metaspace"])
+@pytest.mark.parametrize(
+    ("scheme", "template"),
+    [(None, OLD_INSTRUCTED), ("first", INSTRUCTED), (None, PLAIN_MARKS)],
+    ids=["old", "instructed", "plain"],
+)
 def test_dialogs_in_sentencepieces_vocabulary_have_the_ids_of_transformers(
     scheme: str | None, template: str, tmp_path: Path
 ) -> None:
@@ -513,7 +411,7 @@ def test_dialogs_in_sentencepieces_vocabulary_have_the_ids_of_transformers(
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), unk_token="<unk>", **names)
     format = ChatFormat(Tokenizer.from_huggingface(folder))
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(dialog=conversations(ORDINARY))
     def check(dialog: Dialog) -> None:
         assume("</s>" not in str(dialog))
@@ -580,20 +478,13 @@ def test_a_rendering_is_cut_where_a_special_token_begins() -> None:
     assert [rendering.after(place) for place in (1, 3, 5, 9, 14, 15, 99)] == [None] * 7
 
 
-def test_the_template_decides_where_a_tokenizer_has_the_tokens_of_both_formats() -> None:
-    marks = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>")
+def test_a_template_decides_where_a_tokenizer_has_llama_3s_tokens_too() -> None:
     for template, first in (("<|im_start|>", 259), ("<|start_header_id|>", 256), ("", 256), (None, 256)):
-        both = tiny(*marks, **{"tokenizer.chat_template": template})
+        both = tiny(*LLAMA_3, "<|im_start|>", **{"tokenizer.chat_template": template})
         assert ChatFormat(both).encode_dialog_prompt([USER])[0] == first
 
 
-def test_chatml_without_a_template_has_neither_bos_nor_a_system_message() -> None:
-    plain = tiny("<s>", "<|im_start|>", "<|im_end|>", **{"tokenizer.ggml.bos_token_id": 256})
-    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert plain.decode(ChatFormat(plain).encode_dialog_prompt([USER])) == text
-
-
-@pytest.mark.parametrize("specials", [(), ("<|im_start|>",), ("<|start_header_id|>", "<|end_header_id|>")])
+@pytest.mark.parametrize("specials", [(), ("<|im_start|>", "<|im_end|>"), LLAMA_3[:2]])
 def test_a_tokenizer_without_a_known_format_is_refused(specials: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"no known chat format: .* complete plain text instead"):
         ChatFormat(tiny(*specials))
@@ -602,20 +493,18 @@ def test_a_tokenizer_without_a_known_format_is_refused(specials: tuple[str, ...]
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{% if %}", "the chat template is no Jinja: line 1: "),
+        ("{% if %}", "the chat template is not valid Jinja: line 1: "),
         ("{{ messages.nothing.nothing }}", "the chat template fails: UndefinedError"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template does what none may do"),
-        ("a" * 65537, "the chat template has 65537 bytes, and may have 65536"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template does something that the sandbox forbids"),
+        ("a" * 65537, "the chat template has 65537 bytes; the limit is 65536"),
         ("{% if false %}Hi{% endif %}", "the chat template gives no text"),
     ],
 )
 def test_a_template_that_cannot_be_rendered_is_refused_with_what_would_work(template: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"{words}.*; complete plain text instead"):
         ChatFormat(tiny(**{"tokenizer.chat_template": template}))
-    known = tiny("<|im_start|>", "<|im_end|>", **{"tokenizer.chat_template": template})
-    with pytest.raises(
-        ValueError, match=f"{words}.*; with tokenizer.chat_template = None, dialogs take ChatML's format"
-    ):
+    known = tiny(*LLAMA_3, **{"tokenizer.chat_template": template})
+    with pytest.raises(ValueError, match=f"{words}.*; tokenizer.chat_template = None selects Llama 3's format"):
         ChatFormat(known)
     known.chat_template = None
     assert ChatFormat(known).encode_dialog_prompt([USER])
@@ -633,7 +522,7 @@ def test_a_template_may_refuse_a_dialog(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, *FAMILIES["Mistral"])
     format = ChatFormat(Tokenizer.from_huggingface(tmp_path))
     with pytest.raises(
-        ValueError, match="refuses this dialog: user and assistant must take turns; complete plain text"
+        ValueError, match="rejects this dialog: user and assistant must take turns; complete plain text"
     ):
         format.encode_dialog_prompt([USER, USER])
     picky = tiny(
@@ -662,12 +551,3 @@ def test_a_template_may_refuse_a_dialog(tmp_path: Path) -> None:
 def test_what_is_no_dialog_is_refused_in_words(format: ChatFormat, dialog: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         format.encode_dialog_prompt(dialog)
-
-
-def test_a_hugging_face_directory_gives_the_same_dialogs(
-    demo_format: ChatFormat, transformers_demo: Any, tmp_path: Path
-) -> None:
-    transformers_demo.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"] == "BPE"
-    ours = ChatFormat(Tokenizer.from_huggingface(tmp_path))
-    assert ours.encode_dialog_prompt([USER]) == demo_format.encode_dialog_prompt([USER])

@@ -1,4 +1,7 @@
-"""Text <-> ids: against llama.cpp, transformers and tiktoken; what can never happen; which files are refused."""
+"""Text <-> ids: the demo's and Meta's files, what holds for every vocabulary, and which files are refused.
+
+The ids of many more texts are compared in test_references.py.
+"""
 
 import base64
 import json
@@ -16,8 +19,8 @@ from vocabularies import PATTERNS, byte_level, saved
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.bpe import BpeCodec, ByteLevel
-from llama.tokenizer.vocabulary import MAX_MERGES, MAX_WORDS, calling, check_tokens
-from llama.untrusted.gguf_header import read_header
+from llama.tokenizer.vocabulary import MAX_MERGES, MAX_WORDS, check_tokens, library_errors
+from llama.untrusted.gguf_header import read_gguf_header
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "tokenizer_llama_cpp.json").read_text())
 PIECES = (
@@ -26,7 +29,7 @@ PIECES = (
     "'\u017f",
 )  # fmt: skip
 TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
-many = settings(max_examples=300, deadline=None, derandomize=True)
+many = settings(max_examples=120, deadline=None, derandomize=True)
 
 META_PATTERN = PATTERNS["llama3"]
 
@@ -41,6 +44,14 @@ def is_representable(tokenizer: Tokenizer, text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Meta's tokenizer of the first 10,000 tokens of its file."""
+    path = tmp_path_factory.mktemp("first") / "tokenizer.model"
+    path.write_bytes(b"\n".join(meta_lines(10_000)))
+    return Tokenizer(path)
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +71,6 @@ def test_demo_ids_equal_those_recorded_from_llama_cpp(demo: Tokenizer) -> None:
         else:  # llama.cpp drops what the vocabulary cannot represent
             with pytest.raises(ValueError, match="cannot represent"):
                 plain(demo, text)
-
-
-def test_demo_ids_equal_those_of_a_running_llama_cpp(demo: Tokenizer) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: compared with recorded ids")
-    peer = llama_cpp.Llama(str(demo_model_path()), vocab_only=True, verbose=False)
-
-    @settings(max_examples=1000, deadline=None, derandomize=True)
-    @given(TEXTS)
-    def ids_are_equal(text: str) -> None:
-        if is_representable(demo, text):
-            assert plain(demo, text) == peer.tokenize(text.encode(), add_bos=False, special=False)
-
-    ids_are_equal()
 
 
 def test_demo_knows_its_ends_and_asks_for_no_bos(demo: Tokenizer) -> None:
@@ -99,49 +97,19 @@ def trained(style: str, **model: Any) -> Any:
     return byte_level(style, many=False, **model)
 
 
-def assert_ids_equal_transformers(directory: Path, examples: int = 400) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-    ours = Tokenizer.from_huggingface(directory)
-    assert ours.n_words == len(theirs)
-    assert ours.adds_bos == (theirs.encode("a")[0] == theirs.bos_token_id)
-
-    @settings(max_examples=examples, deadline=None, derandomize=True)
-    @given(TEXTS)
-    def ids_are_equal(text: str) -> None:
-        without = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert plain(ours, text) == without
-        assert ours.decode(without) == text
-        parsed = theirs.encode(text, add_special_tokens=False)
-        assert ours.encode(text, bos=False, eos=False, allowed_special="all") == parsed
-
-    ids_are_equal()
-
-
-@pytest.mark.parametrize("style", ["llama3", "smollm", "gpt2"])
-def test_ids_from_tokenizer_json_equal_transformers(style: str, tmp_path: Path) -> None:
-    assert_ids_equal_transformers(saved(tmp_path, trained(style)))
-
-
-def test_tokens_that_a_user_added_are_cut_out_as_transformers_does(tmp_path: Path) -> None:
-    tokenizer = trained("smollm")
-    tokenizer.add_tokens(["hello", "hello 1", "|>", "42\n", "<|eot_id|>"])
-    assert_ids_equal_transformers(saved(tmp_path, tokenizer))
-
-
-@pytest.mark.parametrize("stated", [{}, {"add_bos_token": True}, {"add_bos_token": False}], ids=str)
-@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize(("opens", "stated"), [(True, {"add_bos_token": False}), (False, {"add_bos_token": True})])
 def test_bos_is_added_where_tokenizer_json_says_so(opens: bool, stated: dict[str, bool], tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = trained("llama3")
     if opens:
         tokenizer.post_processor = TemplateProcessing(
             single="<|endoftext|> $A", pair="<|endoftext|> $A $B", special_tokens=[("<|endoftext|>", 0)]
         )
-    assert_ids_equal_transformers(saved(tmp_path, tokenizer, **stated), examples=1)
-    ours = Tokenizer.from_huggingface(tmp_path)
+    ours = Tokenizer.from_huggingface(saved(tmp_path, tokenizer, **stated))
     assert (ours.adds_bos, ours.bos_id) == (opens, 0)
+    assert (PreTrainedTokenizerFast.from_pretrained(tmp_path).encode("a")[0] == 0) == opens
 
 
 def test_all_ends_named_beside_tokenizer_json_are_stop_tokens(tmp_path: Path) -> None:
@@ -197,30 +165,33 @@ def speller() -> Callable[[bytes], str]:
     return lambda token: "".join(names[byte] for byte in token)
 
 
+def first_ranks(meta_ranks: dict[bytes, int]) -> dict[bytes, int]:
+    return {token: rank for token, rank in meta_ranks.items() if rank < 10_000}
+
+
 def test_llama_3s_own_tokenizer_json_gives_the_ids_of_metas_file(
-    meta: Tokenizer, meta_ranks: dict[bytes, int], tmp_path: Path
+    first: Tokenizer, meta_ranks: dict[bytes, int], tmp_path: Path
 ) -> None:
-    spell, merges = speller(), every_way(meta_ranks)
-    assert len(merges) == 280_147
+    spell, ranks = speller(), first_ranks(meta_ranks)
     spec = json.loads(trained("llama3", ignore_merges=True).to_str())
-    spec["model"] |= {"vocab": {spell(token): rank for token, rank in meta_ranks.items()}, "merges": merges}
+    spec["model"] |= {"vocab": {spell(token): rank for token, rank in ranks.items()}, "merges": every_way(ranks)}
     flags = spec["added_tokens"][0]
-    spec["added_tokens"] = [flags | {"id": i, "content": text} for text, i in meta.special_tokens.items()]
+    spec["added_tokens"] = [flags | {"id": i, "content": text} for text, i in first.special_tokens.items()]
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     ours = Tokenizer.from_huggingface(tmp_path)
     theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     theirs.encode_special_tokens = True
-    assert ours.n_words == meta.n_words
+    assert ours.n_words == first.n_words
 
     @many
     @given(TEXTS)
     def ids_are_equal(text: str) -> None:
-        assert plain(ours, text) == plain(meta, text) == theirs.encode(text).ids
+        assert plain(ours, text) == plain(first, text) == theirs.encode(text).ids
 
     ids_are_equal()
-    for rank in range(300, 128_000, 97):  # whole words of the vocabulary
-        if (word := meta.decode([rank])).encode() == meta.decode_bytes([rank]):
-            assert plain(ours, word) == plain(meta, word) == theirs.encode(word).ids
+    for rank in range(300, 10_000, 37):  # whole words of the vocabulary
+        if (word := first.decode([rank])).encode() == first.decode_bytes([rank]):
+            assert plain(ours, word) == plain(first, word) == theirs.encode(word).ids
 
 
 # ---- tiktoken, with Meta's file --------------------------------------------------------------------------------------
@@ -286,15 +257,15 @@ def test_no_special_token_can_be_written_in_plain_text(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("limit", [25_000, 400_000])
-def test_no_special_token_arises_or_breaks_where_long_texts_are_cut(tokenizer: Tokenizer, limit: int) -> None:
-    specials = set(tokenizer.special_tokens.values())
-    text = list(tokenizer.special_tokens)[2]
+def test_no_special_token_arises_or_breaks_where_long_texts_are_cut(meta: Tokenizer, limit: int) -> None:
+    specials = set(meta.special_tokens.values())
+    text = list(meta.special_tokens)[2]
     filler = "x" * limit if limit == 25_000 else "ab " * (limit // 3)
-    for inside in (0, 1, 2, len(text) // 2, len(text) - 1, len(text)):
+    for inside in (0, 1, len(text) - 1, len(text)):
         long = filler[: limit - inside] + text
-        assert specials.isdisjoint(plain(tokenizer, long))
-        parsed = tokenizer.encode(long, bos=False, eos=False, allowed_special={text})
-        assert parsed[-1] == tokenizer.special_tokens[text]
+        assert specials.isdisjoint(plain(meta, long))
+        parsed = meta.encode(long, bos=False, eos=False, allowed_special={text})
+        assert parsed[-1] == meta.special_tokens[text]
 
 
 def test_bos_and_eos_are_added_once_whatever_the_text_says(tokenizer: Tokenizer) -> None:
@@ -365,26 +336,20 @@ def test_a_long_run_of_one_kind_comes_back_and_takes_time_as_its_length(tokenize
     assert seconds(160_000) < 10 * min(seconds(40_000) for _ in range(2)) + 0.1  # quadratic time would be 16 times
 
 
-@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ud83d\ude00"], ids=ascii)
-def test_half_a_surrogate_pair_is_refused_in_words(tokenizer: Tokenizer, text: str) -> None:
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
-        plain(tokenizer, text)
-
-
-@pytest.mark.parametrize("token_id", [-1, 10**9])
-def test_decoding_an_unknown_id_is_refused(tokenizer: Tokenizer, token_id: int) -> None:
-    with pytest.raises(ValueError, match="not in this vocabulary"):
-        tokenizer.decode([token_id])
-
-
-def test_an_interruption_of_a_library_stays_one() -> None:
-    with pytest.raises(KeyboardInterrupt), calling("tiktoken", "encode a text"):
-        raise KeyboardInterrupt
+def test_half_a_surrogate_pair_and_an_unknown_id_are_refused(tokenizer: Tokenizer) -> None:
+    for text in ("\ud800", "a\udfffb", "\ud83d\ude00"):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            plain(tokenizer, text)
+    for token_id in (-1, 10**9):
+        with pytest.raises(ValueError, match="not in this vocabulary"):
+            tokenizer.decode([token_id])
 
 
 def test_a_panic_of_a_library_reaches_the_user_as_a_value_error() -> None:
+    with pytest.raises(KeyboardInterrupt), library_errors("tiktoken", "encode a text"):
+        raise KeyboardInterrupt
     lacking = tiktoken.Encoding("a alone", pat_str=META_PATTERN, mergeable_ranks={b"a": 0}, special_tokens={})
-    with pytest.raises(ValueError, match="tiktoken cannot encode a text"), calling("tiktoken", "encode a text"):
+    with pytest.raises(ValueError, match="tiktoken cannot encode a text"), library_errors("tiktoken", "encode a text"):
         lacking.encode_ordinary("b")
 
 
@@ -406,15 +371,12 @@ def test_the_first_lines_of_metas_file_are_a_tokenizer_too(tmp_path: Path) -> No
     [
         (5, b"", "line 6"),
         (5, b"!!!! 5", "line 6: expected a token in base64"),
-        (5, b"JQ==", "line 6"),
         (5, b"JQ== 5 5", "line 6"),
         (5, b"JQ== 6", "line 6: the rank is b'6' but must be 5"),
-        (5, b"JQ== -1", "line 6"),
-        (5, b"JQ== five", "line 6"),
         (5, b"JQ== 05", "line 6"),
         (5, b" 5", "line 6: a token of 0 bytes"),
         (299, b"!!!! 299", "line 300: expected a token in base64"),  # the last: no later line is there to disagree
-        (299, b"IQ== 299", "line 300: token b'!' stands on line 1 already"),
+        (299, b"IQ== 299", "line 300: token b'!' is also on line 1"),
         (5, base64.b64encode(b"xyz") + b" 5", "1 of the 256 single bytes are missing"),
         (299, base64.b64encode(b"x" * 1025) + b" 299", "1025 bytes"),
         (0, b"\x0a\x0e\x0a\x05<unk>", ": SentencePiece: "),
@@ -456,104 +418,82 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
     place[int(last) if isinstance(place, list) else last] = value
 
 
+SPLIT_BY_REGEX = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+    ],
+}
+
+
+def opens(text: str) -> dict[str, Any]:
+    return {"SpecialToken": {"id": text}}
+
+
+def opening(*single: dict[str, Any], **ids: int) -> dict[str, Any]:
+    """Return a post_processor that makes a text of these parts, with the ids of special tokens."""
+    tokens = {text: {"id": text, "ids": [token_id], "tokens": [text]} for text, token_id in ids.items()}
+    return {"type": "TemplateProcessing", "single": list(single), "special_tokens": tokens}
+
+
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
         ("model/type", "Unigram", "Unigram"),
         ("model/dropout", 0.1, "dropout=0.1"),
         ("model/continuing_subword_prefix", "##", "continuing_subword_prefix"),
-        ("model/end_of_word_suffix", "</w>", "end_of_word_suffix"),
         ("model/byte_fallback", True, "byte_fallback"),
-        ("model/byte_fallback", "false", "byte_fallback='false' must be true or false"),
         ("model/ignore_merges", 1, "ignore_merges=1 must be true or false"),
         ("model/unk_token", 5, "unk_token=5"),
-        ("model/new", 5, "the key 'new', which is not known"),
-        ("new", 5, "the key 'new', which is not known"),
-        ("normalizer", {"type": "NFKC"}, 'normalizer .*"NFKC"'),
+        ("model/new", 5, "the unknown key 'new'"),
+        ("new", 5, "the unknown key 'new'"),
         ("normalizer", {"type": "NFC", "more": 1}, "normalizer"),
         ("normalizer", {"type": "NFC"}, None),
         ("normalizer", {"type": "Sequence", "normalizers": []}, None),
-        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}, "Lowercase.*what works is"),
-        ("pre_tokenizer", None, "decoder .* is not supported; what works is"),
-        ("pre_tokenizer", {"type": "Whitespace"}, "is not supported; what works is"),
-        ("pre_tokenizer", [{"type": "ByteLevel"}], "not laid out"),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}, "Lowercase.*supported are"),
+        ("pre_tokenizer", None, "decoder .* is not supported; supported are"),
+        ("pre_tokenizer", [{"type": "ByteLevel"}], "is not a step or a Sequence"),
         ("pre_tokenizer/use_regex", 1, "pre_tokenizer"),
-        (
-            "pre_tokenizer",
-            {
-                "type": "Sequence",
-                "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
-                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-                ],
-            },
-            r"pre_tokenizer .*\(a\+\)\+.* is not supported; what works is",
-        ),
+        ("pre_tokenizer", SPLIT_BY_REGEX, r"pre_tokenizer .*\(a\+\)\+.* is not supported; supported are"),
         ("pre_tokenizer/add_prefix_space", True, "add_prefix_space"),
         ("decoder", {"type": "WordPiece"}, "decoder .*WordPiece"),
         ("post_processor", {"type": "BertProcessing"}, "post_processor 'BertProcessing'"),
         (
             "post_processor",
-            {"type": "TemplateProcessing", "single": [{"Sequence": {}}, {"SpecialToken": {"id": "<|im_end|>"}}]},
-            "adds tokens other than one before",
+            opening({"Sequence": {}}, opens("<|im_end|>")),
+            "adds tokens other than one before the text",
         ),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "<|im_end|>"}}, {"Sequence": {}}],
-                "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
-            },
-            "that is not the BOS token",
-        ),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "<|endoftext|>"}}, {"Sequence": {}}],
-                "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [7], "tokens": ["<|endoftext|>"]}},
-            },
-            "another id than 0",
-        ),
-        (
-            "post_processor",
-            {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x"}}, {"Sequence": 0}]},
-            "x",
-        ),
-        ("post_processor", {"type": "TemplateProcessing", "single": 5}, "not laid out"),
-        ("post_processor", {"type": "TemplateProcessing", "single": []}, "adds tokens other than one before"),
+        ("post_processor", opening(opens("<|im_end|>"), {"Sequence": {}}, **{"<|im_end|>": 2}), "is not the BOS token"),
+        ("post_processor", opening(opens("<|endoftext|>"), {"Sequence": {}}, **{"<|endoftext|>": 7}), "the token's 0"),
+        ("post_processor", opening(opens("x"), {"Sequence": 0}), "names 'x', which is not an added token"),
+        ("post_processor", opening({"Sequence": {"id": "A"}}), None),
+        ("post_processor", {"type": "TemplateProcessing", "single": 5}, "; it must be a "),
+        ("post_processor", {"type": "TemplateProcessing", "single": []}, "adds tokens other than one before the text"),
         ("added_tokens/0/lstrip", "true", "lstrip='true' must be true or false"),
-        ("added_tokens/0/special", 1, "special=1 must be true or false"),
-        ("added_tokens/0/id", 50, "is an ordinary token's too"),
-        ("added_tokens/0/id", 1, "its id 1 is an ordinary token's too"),
-        ("added_tokens/1/content", "<|endoftext|>", "another's too"),
-        ("added_tokens/0/id", -1, "id -1, which is no whole number from 0 on"),
-        ("added_tokens/0/id", 5.5, "id 5.5, which is no"),
-        ("added_tokens/0/id", 519.0, "id 519.0, which is no"),
-        ("added_tokens/0/id", True, "id True, which is no"),
-        ("added_tokens/0/id", float("nan"), "NaN"),
-        ("added_tokens/0/id", 1 << 40, "which is no"),
-        ("added_tokens/0", "<|endoftext|>", "is no object"),
-        ("added_tokens/0/other", 1, "'other', which is not known"),
+        ("added_tokens/0/id", 50, "an ordinary token has its id 50, too"),
+        ("added_tokens/0/id", 1, "an ordinary token has its id 1, too"),
+        ("added_tokens/1/content", "<|endoftext|>", "another one has its text or its id 1"),
+        ("added_tokens/0/id", -1, "id -1; it must be a whole number from 0 on"),
+        ("added_tokens/0/id", 5.5, "id 5.5; it must be a whole number"),
+        ("added_tokens/0/id", True, "id True; it must be a whole number"),
+        ("added_tokens/0/id", 1 << 40, "; it must be a whole number from 0 on"),
+        ("added_tokens/0", "<|endoftext|>", "must be an object"),
+        ("added_tokens/0/other", 1, "the unknown key 'other'"),
         ("added_tokens/1/content", "x" * 1025, "longer than 1024"),
         ("added_tokens/1/content", "\ud800", "half of a surrogate pair"),
         ("added_tokens/1/content", "", "empty"),
         ("model/vocab/hello there", 600, "not a byte-level token"),
-        ("model/vocab/Hello", "600", "id '600', which is no whole number"),
-        ("model/vocab/Hello", -1, "id -1, which is no whole number"),
-        ("model/vocab/Hello", True, "id True, which is no whole number"),
-        ("model/vocab/Hello", 600.0, "id 600.0, which is no whole number"),
+        ("model/vocab/Hello", -1, "id -1; it must be a whole number"),
+        ("model/vocab/Hello", True, "id True; it must be a whole number"),
         ("model/vocab/\ud800", 600, "half of a surrogate pair"),
         ("model/vocab/Hello", 17, "share"),
         ("model/merges/3", ["a", "zzz"], "merge"),
         ("model/merges/3", "a b c", "merge"),
         ("model/merges/3", [1, 2], "merge"),
-        ("model/merges/3", 5, "merge"),
-        ("model/merges/3", ["a"], "merge"),
         ("model/merges/0", ["<|im_", "end|>"], "merge"),
-        ("model/vocab", [], "not laid out"),
-        ("model", None, "not laid out"),
-        ("added_tokens", {}, "not laid out"),
+        ("model/vocab", [], "; it must be a "),
+        ("added_tokens", {}, "; it must be a "),
         ("added_tokens", None, None),
         ("model/ignore_merges", True, None),
     ],
@@ -582,16 +522,12 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> 
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        (
-            "tokenizer_config.json",
-            {"eos_token": "<|nowhere|>"},
-            "eos_token '<|nowhere|>' is not a token of tokenizer.json",
-        ),
-        ("tokenizer_config.json", {"bos_token": 5}, "bos_token 5 is no text"),
+        ("tokenizer_config.json", {"eos_token": "<|no|>"}, "eos_token '<|no|>' is not a token of tokenizer.json"),
+        ("tokenizer_config.json", {"bos_token": 5}, "bos_token 5 must be a text"),
         ("tokenizer_config.json", {"chat_template": 5}, "the chat template is 5 and must be a text"),
-        ("tokenizer_config.json", {"chat_template": ["x"]}, "a list of something else than named templates"),
-        ("generation_config.json", {"eos_token_id": [0, 1.5]}, "eos_token_id 1.5 is no whole number"),
-        ("generation_config.json", {"eos_token_id": True}, "eos_token_id True is no whole number"),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, "must be a text or a list of named templates"),
+        ("generation_config.json", {"eos_token_id": [0, 1.5]}, "eos_token_id 1.5 must be a whole number"),
+        ("generation_config.json", {"eos_token_id": True}, "eos_token_id True must be a whole number"),
     ],
 )
 def test_what_stands_beside_tokenizer_json_is_held_to_its_types(
@@ -709,30 +645,6 @@ def test_rank_order_need_not_be_id_order() -> None:
     assert plain(backwards, "aababcc") == [9 - 6, 9 - 5, 9 - 3]
 
 
-def test_llama_bpe_in_gguf_equals_metas_pattern_and_asks_for_a_bos(meta_ranks: dict[bytes, int]) -> None:
-    spell = speller()
-    first = {token: rank for token, rank in meta_ranks.items() if rank < 2000}
-    ours = Tokenizer.from_gguf(
-        small_gguf(
-            pre="llama-bpe",
-            tokens=[*map(spell, first), "<|begin_of_text|>", "<|eot_id|>"],
-            token_type=[1] * 2000 + [3, 3],
-            merges=[" ".join(way) for way in every_way(first)],
-            bos_token_id=2000,
-            eos_token_id=2001,
-        )
-    )
-    oracle = tiktoken.Encoding("first", pat_str=META_PATTERN, mergeable_ranks=first, special_tokens={})
-    assert ours.adds_bos
-
-    @many
-    @given(TEXTS)
-    def ids_are_equal(text: str) -> None:
-        assert plain(ours, text) == oracle.encode_ordinary(text)
-
-    ids_are_equal()
-
-
 # ---- written into a GGUF file ----------------------------------------------------------------------------------------
 
 
@@ -740,34 +652,32 @@ def written(tokenizer: Tokenizer, size: int | None = None) -> Tokenizer:
     return Tokenizer.from_gguf(tokenizer.to_gguf(tokenizer.n_words if size is None else size))
 
 
-def test_metas_file_says_in_gguf_the_merges_of_llama_3s_own(meta: Tokenizer, meta_ranks: dict[bytes, int]) -> None:
-    metadata = meta.to_gguf(meta.n_words)
-    assert metadata["tokenizer.ggml.merges"] == [" ".join(way) for way in every_way(meta_ranks)]
+def test_metas_file_says_in_gguf_the_merges_of_llama_3s_own(first: Tokenizer, meta_ranks: dict[bytes, int]) -> None:
+    metadata = first.to_gguf(first.n_words)
+    assert metadata["tokenizer.ggml.merges"] == [" ".join(way) for way in every_way(first_ranks(meta_ranks))]
     assert (metadata["tokenizer.ggml.pre"], metadata["tokenizer.ggml.add_bos_token"]) == ("llama-bpe", True)
+    again = Tokenizer.from_gguf(metadata)
+    assert again.fingerprint() == first.fingerprint()
+
+    @many
+    @given(TEXTS)
+    def ids_are_equal(text: str) -> None:
+        assert plain(again, text) == plain(first, text)
+
+    ids_are_equal()
+
+
+@pytest.mark.slow
+def test_metas_file_has_as_many_merges_as_llama_3s_own_tokenizer_json(meta: Tokenizer) -> None:
+    assert len(meta.to_gguf(meta.n_words)["tokenizer.ggml.merges"]) == 280_147
 
 
 def test_the_demos_vocabulary_is_written_as_llama_cpp_wrote_it(demo: Tokenizer) -> None:
-    theirs = read_header(demo_model_path()).metadata
+    theirs = read_gguf_header(demo_model_path()).metadata
     ours = demo.to_gguf(demo.n_words)
     for key in ("pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "padding_token_id"):
         assert ours[f"tokenizer.ggml.{key}"] == theirs[f"tokenizer.ggml.{key}"], key
     assert ours["tokenizer.chat_template"] == theirs["tokenizer.chat_template"]
-
-
-@pytest.mark.parametrize("style", ["llama3", "smollm", "gpt2"])
-def test_a_tokenizer_json_gives_the_same_ids_out_of_a_gguf_file(style: str, tmp_path: Path) -> None:
-    source = trained(style, ignore_merges=style == "llama3")
-    source.add_tokens(["hello", "hello 1"])
-    ours = Tokenizer.from_huggingface(saved(tmp_path, source, chat_template="{{ messages }}"))
-    again = written(ours)
-    assert again.fingerprint() == ours.fingerprint()
-
-    @settings(max_examples=100, deadline=None, derandomize=True)
-    @given(TEXTS)
-    def ids_are_equal(text: str) -> None:
-        assert plain(again, text) == plain(ours, text)
-
-    ids_are_equal()
 
 
 def test_ids_without_a_token_are_filled_up_with_ones_that_no_text_becomes() -> None:
@@ -794,49 +704,39 @@ def test_the_ends_of_a_text_are_written_under_the_names_that_a_file_has_for_them
 
 def test_words_taken_whole_are_not_written_into_a_gguf_file_whose_kind_does_not_take_them(tmp_path: Path) -> None:
     ours = Tokenizer.from_huggingface(saved(tmp_path, trained("gpt2", ignore_merges=True)))
-    with pytest.raises(ValueError, match=r"cannot say ignore_merges=True with tokenizer\.ggml\.pre=gpt-2"):
+    with pytest.raises(ValueError, match=r"with tokenizer\.ggml\.pre=gpt-2 cannot have ignore_merges=True"):
         ours.to_gguf(700)
 
 
 def test_more_ends_than_a_gguf_file_has_names_for_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, trained("gpt2"))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1, 2]}))
-    with pytest.raises(ValueError, match=r"a \.gguf file cannot say this tokenizer's ends of a text"):
+    with pytest.raises(ValueError, match=r"a \.gguf file cannot express this tokenizer's ends of a text"):
         Tokenizer.from_huggingface(tmp_path).to_gguf(700)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "bert"}, "model='bert' is not supported; what works is 'gpt2'"),
-        ({"model": None}, "model=None"),
-        ({"pre": "default"}, "pre='default' is not supported, only deepseek-r1-qwen, gpt-2, llama-bpe"),
+        ({"model": "bert"}, "model='bert' is not supported; supported: 'gpt2'"),
+        ({"pre": "default"}, "pre='default' is not supported; supported: deepseek-r1-qwen, gpt-2, llama-bpe"),
         ({"pre": ["smollm"]}, "pre=.*is not supported"),
-        ({"pre": None}, "pre=None"),
         ({"add_eos_token": True}, "add_eos_token"),
         ({"add_space_prefix": True}, "add_space_prefix"),
         ({"tokens": ["a"]}, "1 tokens but 10 token types"),
         ({"tokens": None}, "tokens must be an array, of which each value is text, and is missing"),
-        ({"tokens": [], "token_type": [], "merges": []}, "no tokens that text could become"),
+        ({"tokens": [], "token_type": [], "merges": []}, "has no ordinary tokens"),
         ({"tokens": ["<s>", "a" * 1025], "token_type": [3, 1], "merges": []}, "has 1025 characters"),
         ({"tokens": ["<s>", ""], "token_type": [3, 1], "merges": []}, "has 0 characters"),
-        ({"tokens": ["", "a"], "token_type": [3, 1], "merges": []}, "an added token is empty"),
         ({"tokens": ["", "a"], "token_type": [4, 1], "merges": []}, "an added token is empty"),
         ({"tokens": ["<s>", 5], "token_type": [3, 1]}, "tokens must be an array, of which each value is text"),
-        ({"token_type": [3.0] * 10}, "token_type must be an array, of which each value is a whole number"),
         ({"token_type": [True] * 10}, "token_type must be an array, of which each value is a whole number"),
-        (
-            {"token_type": None},
-            "token_type must be an array, of which each value is a whole number from 0 on, and is missing",
-        ),
+        ({"token_type": None}, "token_type must be an array, .* a whole number from 0 on, and is missing"),
         ({"bos_token_id": True}, "bos_token_id=True must be a whole number from 0 on"),
         ({"eos_token_id": 7.0}, "eos_token_id=7.0 must be a whole number from 0 on"),
-        ({"eos_token_id": [7]}, "must be a whole number from 0 on"),
-        ({"padding_token_id": "9"}, "must be a whole number from 0 on"),
         ({"add_bos_token": "false"}, "add_bos_token='false' must be true or false"),
-        ({"add_bos_token": [False]}, "must be true or false"),
         ({"add_bos_token": 0}, "must be true or false"),
-        ({"tokens": ["a"] * 10}, "'a', stands in the vocabulary twice"),
+        ({"tokens": ["a"] * 10}, "'a', is in the vocabulary twice"),
         ({"token_type": [3, 1, 1, 1, 1, 1, 1, 3, 4, 6]}, "has type 6"),
         ({"token_type": [3, 1, 1, 1, 1, 1, 1, 3, 4, 7]}, "has type 7"),
         ({"token_type": [3, 1, 1, 1, 1, 1, 1, 3, 1, 3]}, "not a byte-level token"),
@@ -885,7 +785,7 @@ def test_added_tokens_that_a_library_would_take_long_over_are_refused(tmp_path: 
     flags = small_json["added_tokens"][0]
     many_tokens = [flags | {"id": 1000 + i, "content": f"{i:01000}"} for i in range(600)]
     (tmp_path / "tokenizer.json").write_text(json.dumps(small_json | {"added_tokens": many_tokens}))
-    with pytest.raises(ValueError, match="the added tokens have 600000 characters together; at most 524288"):
+    with pytest.raises(ValueError, match="the added tokens have 600000 characters; the limit is 524288"):
         Tokenizer.from_huggingface(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What was said, and where answers stand in the ids: kept, found again, taken back, and through JSON."""
+"""A transcript stores messages and the ends of answers: after new messages, undo, and a round trip through JSON."""
 
 import json
 from dataclasses import asdict
@@ -16,7 +16,7 @@ def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
     return [id for letter in text for id in tokenizer.encode(letter, bos=False, eos=False)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def talk(demo: Tokenizer) -> tuple[Transcript, list[int]]:
     """Two exchanges, the answers of which are spelled."""
     format, talk, ids = ChatFormat(demo), Transcript(), list[int]()
@@ -48,7 +48,7 @@ def test_what_is_taken_back_leaves_the_ids_that_stood_before(
     assert prompt == ids[: transcript.begin]
     back, left = back.undo(demo, ids[:left])
     assert (back.dialog(demo, []), left, back.kept) == ([], 0, ())
-    with pytest.raises(ValueError, match="nothing to take back"):
+    with pytest.raises(ValueError, match="there is nothing to undo"):
         back.undo(demo, [])
 
 
@@ -89,6 +89,11 @@ def test_a_transcript_goes_through_json(demo: Tokenizer, talk: tuple[Transcript,
     transcript, ids = talk
     for one in (transcript, transcript.undo(demo, ids)[0]):
         assert Transcript.from_json(one.to_json(), ids) == one
+    fields = json.loads(transcript.to_json())
+    for lacking in fields:
+        text = json.dumps({key: value for key, value in fields.items() if key != lacking})
+        with pytest.raises(ValueError, match="transcript of the conversation is invalid"):
+            Transcript.from_json(text, ids)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +123,13 @@ def test_what_is_no_transcript_of_the_ids_is_refused(
     change: dict[str, Any], talk: tuple[Transcript, list[int]]
 ) -> None:
     transcript, ids = talk
-    with pytest.raises(ValueError, match="not what was saved"):
+    with pytest.raises(ValueError, match="transcript of the conversation is invalid"):
         Transcript.from_json(json.dumps({**asdict(transcript), **change}), ids)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "1", "{}", '"messages"', "[" * 99999])
 def test_what_is_no_transcript_at_all_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not what was saved"):
+    with pytest.raises(ValueError, match="transcript of the conversation is invalid"):
         Transcript.from_json(text, [])
 
 

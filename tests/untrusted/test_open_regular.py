@@ -1,4 +1,4 @@
-"""A stranger's file is a regular one of a size that was allowed, or it is refused without waiting for it."""
+"""An untrusted file is a regular one of an allowed size, or it is refused without waiting for it."""
 
 import os
 import socket

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from museum.exhibits import SAFETENSORS, entry, safetensors
+from untrusted.malformed.cases import SAFETENSORS, entry, safetensors
 
 from llama.untrusted.safetensors_header import Header, Span, read_header
 
@@ -38,7 +38,7 @@ def test_metadata_and_tensors_are_returned_in_the_order_of_their_bytes() -> None
 
 
 ACCEPTED = {  # names that no model has, and empty tensors: what a caller may refuse
-    *("with escapes in a name", "with a NUL in a name", "with 10,000 tensors that nobody knows"),
+    *("with escapes in a name", "with a NUL in a name", "with 10,000 unknown tensors"),
 }
 
 
@@ -60,7 +60,7 @@ def test_limits_are_named_in_the_reason() -> None:
         header_of(content)
     assert len(header_of(content, tensor_limit=16385).tensors) == 16385
     braces = safetensors({"__metadata__": {"text": "{" * (1 << 17)}})
-    with pytest.raises(ValueError, match=r"131,074 times '{', and the limit is 65,536"):
+    with pytest.raises(ValueError, match=r"'{' 131,074 times, and the limit is 65,536"):
         header_of(braces)
     assert len(header_of(braces, most_of={}).metadata["text"]) == 1 << 17
     with pytest.raises(ValueError, match=r"its header has 131\d+ bytes, and the limit is 1000"):
@@ -92,5 +92,5 @@ def test_tensors_may_stand_in_any_order_and_any_change_of_a_border_is_refused(sh
     name = dice.choice(entries)[0]
     begin, stop = header[name]["data_offsets"]
     header[name]["data_offsets"] = dice.choice([[begin + 2, stop + 2], [begin, stop + 2], [begin + 2, stop]])
-    with pytest.raises(ValueError, match=r"hole|between|truncated"):
+    with pytest.raises(ValueError, match=r"gap|between|truncated"):
         header_of(safetensors(header, bytes(end)))

@@ -1,4 +1,4 @@
-"""Text from strangers is printable and short in messages, whatever it holds."""
+"""Untrusted text is printable and short in messages."""
 
 import pytest
 from hypothesis import given

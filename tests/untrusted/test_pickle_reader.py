@@ -1,4 +1,4 @@
-"""What torch.save writes is read to the bit, and every other pickle is refused before it costs anything."""
+"""A file of torch.save is read to the bit, and every other pickle is refused early."""
 
 import io
 import pickle
@@ -8,7 +8,6 @@ import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,25 +16,15 @@ from fuzz.fuzz_pickle import operations, pickle_of, same_bits, saved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama.untrusted.mapped import MappedFile
 from llama.untrusted.pickle_reader import MAX_OPERATIONS, PickledTensor, Storage, read_pickle
-from llama.untrusted.pth import read_header
 
 # ---- what torch.save writes ------------------------------------------------------------------------------------------
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def loaded(path: Path) -> dict[str, torch.Tensor]:
-    mapped = MappedFile(path)
-    return {
-        name: mapped.weight(place.start, place.shape, place.dtype).rows(0, place.shape[0])
-        for name, place in read_header(mapped).items()
-    }
-
-
 def assert_read_as_torch_does(path: Path) -> None:
-    ours, theirs = loaded(path), torch.load(path, weights_only=False)
+    ours, theirs = fuzz_pickle.loaded(path), torch.load(path, weights_only=False)
     assert list(ours) == list(theirs)
     for name, tensor in ours.items():
         assert same_bits(tensor, theirs[name]), name
@@ -66,7 +55,7 @@ def dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return content
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(content=dicts(), protocol=st.integers(2, 5))
 def test_what_torch_saves_is_read_to_the_bit(
     tmp_path_factory: pytest.TempPathFactory, content: dict[str, torch.Tensor], protocol: int
@@ -101,7 +90,7 @@ def test_more_names_than_a_byte_counts_and_frames_of_a_large_pickle_are_read(tmp
 
 
 def test_sizes_of_more_than_31_bits_are_read() -> None:
-    content = {"a": torch.empty(3 << 30, dtype=torch.float16)}  # memory that nobody touches
+    content = {"a": torch.empty(3 << 30, dtype=torch.float16)}  # memory that is never touched
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=2)
     pickler.persistent_id = lambda value: (  # type: ignore[method-assign]
@@ -121,57 +110,37 @@ def test_an_optimised_pickle_is_read() -> None:
 # ---- what torch.save also writes, and is no dict of plain tensors ----------------------------------------------------
 
 
-def parameter_with_state() -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.note = "x"  # type: ignore[attr-defined]
-    return parameter
-
-
 OTHERS: dict[str, tuple[Callable[[], object], str]] = {
-    "a tensor": (lambda: torch.ones(2), "must hold a dict of tensors by name and holds a tensor; save a dict"),
-    "a number": (lambda: 7, "must hold a dict of tensors by name and holds a whole number"),
-    "a list": (lambda: [torch.ones(2)], r"holds the operation EMPTY_LIST \(list\), which is no part of a dict"),
-    "a model": (lambda: torch.nn.Linear(1, 1), "asks for 'torch.nn.modules.linear.Linear', which is never run"),
-    "numbers as names": (lambda: {1: torch.ones(2)}, "a dict with a whole number as a key; the keys are the names"),
+    "a tensor": (lambda: torch.ones(2), "must contain a dict of tensors by name and contains a tensor; save a dict"),
+    "a list": (lambda: [torch.ones(2)], r"contains the operation EMPTY_LIST \(list\); a dict of tensors has none"),
+    "a model": (lambda: torch.nn.Linear(1, 1), "names 'torch.nn.modules.linear.Linear', which is never run"),
+    "numbers as names": (lambda: {1: torch.ones(2)}, "a dict with a whole number as a key; keys must be the names"),
     "a tuple as a name": (lambda: {("a",): torch.ones(2)}, "a dict with a tuple as a key"),
     "a dict inside": (lambda: {"model": {"a": torch.ones(2)}}, "'model' is a dict and must be a tensor; save the dict"),
     "a number beside": (lambda: {"a": torch.ones(2), "step": 3}, "'step' is a whole number and must be a tensor"),
-    "None beside": (lambda: {"a": None}, "'a' is None and must be a tensor"),
-    "text beside": (lambda: {"a": "b"}, "'a' is text and must be a tensor"),
-    "a flag beside": (lambda: {"a": True}, "'a' is true or false and must be a tensor"),
     "a float beside": (lambda: {"a": 1.0}, r"the operation BINFLOAT \(float\)"),
-    "bytes beside": (lambda: {"a": b"x"}, "asks for '_codecs.encode', which is never run"),
-    "a set beside": (lambda: {"a": {1}}, "asks for '__builtin__.set', which is never run"),
-    "a large number beside": (lambda: {"a": 1 << 80}, "holds a number of 11 bytes; the limit is 8"),
-    "a storage": (lambda: {"a": torch.ones(2).untyped_storage()}, "asks for 'torch.storage.UntypedStorage'"),
+    "a large number beside": (lambda: {"a": 1 << 80}, "contains a number of 11 bytes; the limit is 8"),
     "a function": (lambda: {"a": torch._utils._rebuild_tensor_v2}, "'a' is a function and must be a tensor"),
-    "a class": (lambda: {"a": torch.FloatStorage}, "'a' is a class and must be a tensor"),
     "whole numbers": (
         lambda: {"a": torch.ones(2).long()},
-        "'torch.LongStorage', .*; float32, float16 and bfloat16 are",
+        "'torch.LongStorage', .*; supported: float32, float16 and bfloat16",
     ),
     "float64": (
         lambda: {"a": torch.ones(2).double()},
-        "asks for 'torch.DoubleStorage'.* float32, float16 and bfloat16",
+        "names 'torch.DoubleStorage'.* supported: float32, float16 and bfloat16",
     ),
-    "complex": (lambda: {"a": torch.ones(2).cfloat()}, "asks for 'torch.ComplexFloatStorage'"),
-    "float8": (lambda: {"a": torch.ones(2).to(torch.float8_e5m2)}, "asks for 'torch._utils._rebuild_tensor_v3'"),
-    "sparse": (lambda: {"a": torch.eye(2).to_sparse()}, "asks for 'torch._utils._rebuild_sparse_tensor'"),
     "on the meta device": (lambda: {"a": torch.ones(2, device="meta")}, "_rebuild_meta_tensor_no_storage"),
-    "a negative bit": (lambda: {"a": torch._neg_view(torch.ones(2))}, "calls _rebuild_tensor_v2 with something else"),
-    "a parameter with a note": (lambda: {"a": parameter_with_state()}, "_rebuild_parameter_with_state"),
+    "a negative bit": (lambda: {"a": torch._neg_view(torch.ones(2))}, "calls _rebuild_tensor_v2 with other arguments"),
     "transposed": (lambda: {"a": torch.ones(2, 3).T}, r"a is not contiguous; save its .contiguous\(\)"),
     "expanded": (lambda: {"a": torch.ones(1).expand(1 << 40)}, "a is not contiguous"),
     "empty": (lambda: {"a": torch.ones(0, 3)}, "a is empty or a single number"),
     "a single number": (lambda: {"a": torch.tensor(1.0)}, "a is empty or a single number"),
-    "five dimensions": (lambda: {"a": torch.ones(1, 1, 1, 1, 2)}, "calls _rebuild_tensor_v2 with something else"),
-    "a name of 256 bytes": (lambda: {"a" * 256: torch.ones(2)}, "holds a text of 256 bytes; the limit is 255"),
+    "five dimensions": (lambda: {"a": torch.ones(1, 1, 1, 1, 2)}, "calls _rebuild_tensor_v2 with other arguments"),
+    "a name of 256 bytes": (lambda: {"a" * 256: torch.ones(2)}, "contains a text of 256 bytes; the limit is 255"),
     "a name that acts on a terminal": (
         lambda: {"\x1b[31mred": torch.ones(2)},
         r"the text '\\x1b\[31mred', which cannot",
     ),
-    "a name with a line in it": (lambda: {"a\nb": torch.ones(2)}, r"holds the text 'a\\nb', which cannot be printed"),
-    "a name written backwards": (lambda: {"\u202ea": torch.ones(2)}, r"the text '\\u202ea', which cannot be printed"),
 }
 
 
@@ -227,69 +196,61 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "no protocol": (b"}.", "does not start as a pickle of protocol 2 to 5"),
     "protocol 1": (b"\x80\x01}.", "does not start as a pickle of protocol 2 to 5"),
     "protocol 6": (b"\x80\x06}.", "does not start as a pickle of protocol 2 to 5"),
-    "no end": (P + b"}", "it ends at byte 3, in the middle"),
-    "two values": (P + b"}}.", "holds more than one value"),
-    "no value": (P + b".", "takes a value where there is none"),
-    "an open mark": (P + b"(}.", "holds more than one value"),
-    "bytes behind the end": (P + b"}..", "holds more than one value"),
-    "a byte that is no operation": (P + b"\xff.", "holds the byte 0xff, no operation"),
-    "an operation that makes nothing": (P + b"0.", "holds the operation POP, which is no part"),
+    "two values": (P + b"}}.", "contains more than one value"),
+    "no value": (P + b".", "takes a value from an empty stack"),
+    "an open mark": (P + b"(}.", "contains more than one value"),
+    "bytes behind the end": (P + b"}..", "contains more than one value"),
+    "a byte that is no operation": (P + b"\xff.", "contains the unknown operation 0xff"),
+    "an operation that makes nothing": (P + b"0.", "contains the operation POP; a dict of tensors has none"),
     "a text longer than the rest": (P + b"X\x09\x00\x00\x00abc", "ends at byte 10, in the middle"),
-    "a text of 4 GB": (P + b"X\xff\xff\xff\xff", "holds a text of 4294967295 bytes; the limit is 255"),
-    "a text that is not UTF-8": (P + text(b"\xed\xa0\x80") + END, "holds a text that is not UTF-8"),
-    "a long number cut off": (P + b"\x8a\x08\x01", "in the middle of an operation"),
-    "a tuple of too few": (P + b"N\x86.", "makes a tuple of 2 where torch.save makes none"),
-    "a tuple of a tuple": (P + b")\x85.", "makes a tuple of 1 where torch.save makes none"),
-    "a tuple without a mark": (P + b"t.", "goes back to a mark where there is none"),
-    "marks in marks": (P + b"(" * 9, "begins more than 8 values inside each other"),
-    "items without a mark": (P + b"}u.", "goes back to a mark where there is none"),
-    "items for nothing": (P + b"(u.", "takes a value where there is none"),
+    "a text of 4 GB": (P + b"X\xff\xff\xff\xff", "contains a text of 4294967295 bytes; the limit is 255"),
+    "a text that is not UTF-8": (P + text(b"\xed\xa0\x80") + END, "contains a text that is not UTF-8"),
+    "a tuple of too few": (P + b"N\x86.", "builds a tuple of 2, unlike torch.save"),
+    "a tuple of a tuple": (P + b")\x85.", "builds a tuple of 1, unlike torch.save"),
+    "a tuple without a mark": (P + b"t.", "goes back to a mark that does not exist"),
+    "marks in marks": (P + b"(" * 9, "nests more than 8 marks"),
     "items for a tuple": (P + b")(" + text("a") + b"Nu.", "puts 2 keys and values into a tuple"),
     "a key without a value": (P + b"}(" + text("a") + b"u.", "puts 1 keys and values into a dict"),
     "a key twice": (P + b"}(" + text("a") + b"N" + text("a") + b"Nu.", "repeats the key 'a'"),
-    "a place left out": (P + b"}q\x01.", "remembers a value as number 1 where number 0 is next"),
-    "a place used twice": (P + b"}q\x00q\x00.", "remembers a value as number 0 where number 1 is next"),
-    "a place of 32 bits": (P + b"}r\xff\xff\xff\xff.", "remembers a value as number 4294967295 where number 0"),
-    "nothing to remember": (P + b"q\x00.", "remembers a value where there is none"),
-    "nothing remembered": (P + b"h\x00.", "recalls value number 0 and remembers 0"),
-    "nothing remembered there": (P + b"}q\x00j\x01\x00\x00\x00.", "recalls value number 1 and remembers 1"),
+    "a place left out": (P + b"}q\x01.", "stores a value in the memo as 1; the next index is 0"),
+    "a place used twice": (P + b"}q\x00q\x00.", "stores a value in the memo as 0; the next index is 1"),
+    "nothing to remember": (P + b"q\x00.", "stores a value of an empty stack in the memo"),
+    "nothing remembered there": (P + b"}q\x00j\x01\x00\x00\x00.", "reads entry 1 of a memo of 1"),
     "a state of a dict": (P + b"}}" + text("_metadata") + b"Nsb.", "sets the state of a dict"),
     "a state that is no dict": (P + HOOKS + b"Nb.", "sets the state of an OrderedDict"),
     "another state": (P + HOOKS + b"}" + text("keys") + b"Nsb.", "sets the state of an OrderedDict"),
     "more state": (P + HOOKS + b"}" + text("_metadata") + b"Ns" + text("x") + b"Nsb.", "sets the state of an Ordered"),
     "a name without an end": (P + b"ctorch", "names a function or class without an end"),
-    "half a name": (P + b"ctorch\nFloatStorage", "names a function or class without an end"),
     "a name longer than texts are": (P + b"c" + b"a" * 300 + b"\nb\n.", "names a function or class without an end"),
-    "a forbidden function": (P + b"cos\nsystem\n.", "asks for 'os.system', which is never run"),
-    "a name that is not UTF-8": (P + b"c\xff\nb\n.", r"asks for '\\\\xff.b', which is never run"),
+    "a forbidden function": (P + b"cos\nsystem\n.", "names 'os.system', which is never run"),
+    "a name that is not UTF-8": (P + b"c\xff\nb\n.", r"names '\\\\xff.b', which is never run"),
     "another way to write a name": (
         P + text("torch") + text("_utils._rebuild_tensor_v2") + b"\x93.",
-        "asks for 'torch._u",
+        "names 'torch._u",
     ),
     "a function named by a number": (P + text("os") + b"K\x01\x93.", "names a function or class by text and a whole"),
-    "a function named by None": (P + b"N" + text("os") + b"\x93.", "names a function or class by None and text"),
-    "a call of a storage": (P + b"ctorch\nFloatStorage\n(K\x06tR.", "calls a class with something else"),
-    "a call of text": (P + text("os") + b")R.", "calls text with something else"),
-    "a call with no tuple": (P + b"ccollections\nOrderedDict\n}R.", "calls OrderedDict with something else"),
-    "an OrderedDict of something": (P + b"ccollections\nOrderedDict\nN\x85R.", "calls OrderedDict with something else"),
-    "a reference to text": (P + text("0") + b"Q.", "refers to text that names no storage"),
-    "a reference without a number": (P + storage(numel=b"N") + END, "refers to a tuple that names no storage"),
-    "a reference to something else": (P + storage(word="module") + END, "the storage '0' as 'module' or in two ways"),
+    "a call of a storage": (P + b"ctorch\nFloatStorage\n(K\x06tR.", "calls a class with other arguments"),
+    "a call with no tuple": (P + b"ccollections\nOrderedDict\n}R.", "calls OrderedDict with other arguments"),
+    "an OrderedDict of something": (
+        P + b"ccollections\nOrderedDict\nN\x85R.",
+        "calls OrderedDict with other arguments",
+    ),
+    "a reference to text": (P + text("0") + b"Q.", "refers to text that is not a storage"),
+    "a reference without a number": (P + storage(numel=b"N") + END, "refers to a tuple that is not a storage"),
+    "a reference to something else": (
+        P + storage(word="module") + END,
+        "the storage '0' as 'module', or inconsistently",
+    ),
     "two dtypes for a storage": (
         P + b"(" + storage() + storage(kind=b"HalfStorage") + b"t.",
-        "describes the storage '0' as 'storage' or in two ways",
+        "describes the storage '0' as 'storage', or inconsistently",
     ),
-    "two sizes for a storage": (P + b"(" + storage() + storage(numel=b"K\x07") + b"t.", "or in two ways"),
-    "a tensor of nothing": (tensor(b""), "calls _rebuild_tensor_v2 with something else"),
-    "no storage": (tensor(b"NK\x00" + SHAPE + b"\x89" + HOOKS), "calls _rebuild_tensor_v2 with something else"),
+    "two sizes for a storage": (P + b"(" + storage() + storage(numel=b"K\x07") + b"t.", ", or inconsistently"),
+    "a tensor of nothing": (tensor(b""), "calls _rebuild_tensor_v2 with other arguments"),
+    "no storage": (tensor(b"NK\x00" + SHAPE + b"\x89" + HOOKS), "calls _rebuild_tensor_v2 with other arguments"),
     "an offset that is true": (tensor(storage() + b"\x88" + SHAPE + b"\x89" + HOOKS), "calls _rebuild_tensor_v2"),
-    "a shape that is true": (tensor(storage() + b"K\x00\x88\x85K\x01\x85\x89" + HOOKS), "calls _rebuild_tensor_v2"),
     "a negative offset": (
         tensor(storage() + b"J\xff\xff\xff\xff" + SHAPE + b"\x89" + HOOKS),
-        "calls _rebuild_tensor_v2",
-    ),
-    "a negative stride": (
-        tensor(storage() + b"K\x00K\x01\x85J\xff\xff\xff\xff\x85\x89" + HOOKS),
         "calls _rebuild_tensor_v2",
     ),
     "fewer strides": (tensor(storage() + b"K\x00K\x02K\x03\x86K\x01\x85\x89" + HOOKS), "calls _rebuild_tensor_v2"),
@@ -302,34 +263,27 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     ),
     "a parameter with hooks": (
         a_dict(PARAMETER + TENSOR + b"\x89" + HOOKS + text("h") + b"Ns\x87R"),
-        "calls _rebuild_parameter with something else",
+        "calls _rebuild_parameter with other arguments",
     ),
     "a tensor past the end of its storage": (
         tensor(storage() + b"K\x01" + SHAPE + b"\x89" + HOOKS),
         "a ends at number 7 of a storage of 6",
     ),
-    "a tensor larger than its storage": (
-        tensor(storage() + b"K\x00\x8a\x08" + b"\xff" * 7 + b"\x7f\x85K\x01\x85\x89" + HOOKS),
-        "a ends at number 9223372036854775807 of a storage of 6",
-    ),
-    "a storage beside": (a_dict(storage()), "'a' is a storage and must be a tensor"),
     "a storage of less than nothing": (
         tensor(storage(numel=b"J\xff\xff\xff\xff") + b"K\x00" + SHAPE + b"\x89" + HOOKS),
         "a ends at number 6 of a storage of -1",
     ),
-    "a frame longer than the rest": (b"\x80\x04\x95" + b"\x09" + bytes(7) + b"}.", "begins a frame of 9 bytes where"),
-    "a frame of 2^64-1 bytes": (b"\x80\x04\x95" + b"\xff" * 8 + b"}.", "begins a frame of 18446744073709551615 bytes"),
+    "a frame longer than the rest": (
+        b"\x80\x04\x95" + b"\x09" + bytes(7) + b"}.",
+        "begins a frame of 9 bytes beyond the data",
+    ),
     "a frame in a frame": (
         b"\x80\x04\x95\x0b" + bytes(7) + b"\x95\x02" + bytes(7) + b"}.",
-        "begins a frame of 2 bytes where there is no room for it",
+        "begins a frame of 2 bytes beyond the data or inside another frame",
     ),
     "a frame that ends in an operation": (
         b"\x80\x04\x95\x01" + bytes(7) + b"K\x01.",
         "a frame of it ends at byte 12, in the middle of an operation",
-    ),
-    "a frame that ends in a text": (
-        b"\x80\x04\x95\x03" + bytes(7) + b"\x8c\x02ab.",
-        "a frame of it ends at byte 14, in the middle of an operation",
     ),
 }
 
@@ -361,36 +315,32 @@ def test_every_cut_and_every_lacking_operation_is_refused(archive: int) -> None:
         fuzz_pickle.run(b"".join(parts[:i] + parts[i + 1 :]))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(fuzz_pickle.strategy())
 def test_pickles_that_are_nearly_valid_are_read_as_python_does_or_refused(data: bytes) -> None:
     fuzz_pickle.run(data)
 
 
-# ---- hostile ones: what they cost ------------------------------------------------------------------------------------
+# ---- malicious ones: what they cost ----------------------------------------------------------------------------------
 
-MANY = 1_000_000
+MANY = 300_000  # more than the limit of operations
 
-
-HOSTILE: dict[str, tuple[bytes, str]] = {
-    "1: a tuple doubled 60 times as a key": (P + b"})" + b"q\x00h\x00\x86" * 60 + b"Ns.", "makes a tuple of 2"),
+MALICIOUS: dict[str, tuple[bytes, str]] = {
+    "1: a tuple doubled 60 times as a key": (P + b"})" + b"q\x00h\x00\x86" * 60 + b"Ns.", "builds a tuple of 2"),
     "1: a marked tuple doubled 60 times as a key": (
         P + b")q\x00" + b"".join(b"(h%ch%ctq%c" % (i, i, i + 1) for i in range(60)) + b"}h\x3cNs.",
-        "holds a dict with a tuple as a key",
+        "contains a dict with a tuple as a key",
     ),
     "1: nested sets": (b"\x80\x04" + b"\x8f" * 64 + b"\x90" * 64 + b".", "the operation EMPTY_SET"),
-    "1: nested frozen sets": (b"\x80\x04" + b"(" * 4 + b"\x91" * 4 + b".", "the operation FROZENSET"),
     "2: a bytearray of 3 GB": (
         P + b"c__builtin__\nbytearray\n" + b"J" + (3 << 29).to_bytes(4, "little") + b"\x85R.",
-        "asks for '__builtin__.bytearray', which is never run",
+        "names '__builtin__.bytearray', which is never run",
     ),
     "2: BYTEARRAY8 of 3 GB": (b"\x80\x05\x96" + (3 << 30).to_bytes(8, "little") + b".", "the operation BYTEARRAY8"),
-    "2: LONG4 of 2 GB": (P + b"\x8b" + ((1 << 31) - 1).to_bytes(4, "little") + b".", r"the operation LONG4 \(int\)"),
-    "2: a number in 4 MB of digits": (P + b"I" + b"9" * (4 << 20) + b"\n.", r"the operation INT \("),
-    "2: a text of 4 MB": (P + text("a" * (4 << 20)) + END, "holds a text of 4194304 bytes; the limit is 255"),
+    "2: a text of 4 MB": (P + text("a" * (4 << 20)) + END, "contains a text of 4194304 bytes; the limit is 255"),
     "3: _rebuild_from_type_v2 replaces untyped_storage": (
         P + b"}" + text("a") + b"ctorch._tensor\n_rebuild_from_type_v2\n" + b"(" + TENSOR + b"}tRs.",
-        "asks for 'torch._tensor._rebuild_from_type_v2', which is never run",
+        "names 'torch._tensor._rebuild_from_type_v2', which is never run",
     ),
     "3: a state replaces untyped_storage": (
         a_dict(TENSOR + b"}" + text("untyped_storage") + b"Nsb"),
@@ -398,39 +348,28 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "4: a FloatTensor in no record": (
         a_dict(b"ctorch\nFloatTensor\nJ\x00\x00\x00\x10\x85R"),
-        "asks for 'torch.FloatTensor', which is never run",
+        "names 'torch.FloatTensor', which is never run",
     ),
-    "4: a FloatStorage in no record": (a_dict(b"ctorch\nFloatStorage\nJ\x00\x00\x00\x10\x85R"), "calls a class with"),
     "13: a forbidden global that acts on a terminal": (
         P + b"cos\x1b]0;owned\x07\nsystem\n.",
-        r"asks for 'os\\x1b\]0;owned\\x07.system', which is never run",
+        r"names 'os\\x1b\]0;owned\\x07.system', which is never run",
     ),
-    "13: a forbidden global written backwards": (P + "cos\u202e\nsystem\n.".encode(), r"asks for 'os\\u202e.system'"),
-    "2 MB of punycode": (
-        P + b"c_codecs\nencode\n" + text("a" * (2 << 20)) + text("punycode") + b"\x86R.",
-        "asks for '_codecs.encode', which is never run",
-    ),
-    "a chain of TUPLE1": (P + b")" + b"\x85" * MANY + END, "makes a tuple of 1"),
-    "a chain of TUPLE3": (P + b")))" + b"\x87))" * MANY + END, "makes a tuple of 3"),
-    "a million marks": (P + b"(" * MANY, "begins more than 8 values inside each other"),
-    "a million MEMOIZE": (P + b"N" + b"\x94" * MANY + END, "has more than 262144 operations"),
-    "a million dicts": (P + b"}" * MANY, "makes more than 32768 dicts"),
-    "a million OrderedDicts": (P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * (MANY // 4), "more than 32768 dicts"),
+    "a chain of TUPLE1": (P + b")" + b"\x85" * MANY + END, "builds a tuple of 1"),
+    "many marks": (P + b"(" * MANY, "nests more than 8 marks"),
+    "many MEMOIZE": (P + b"N" + b"\x94" * MANY + END, "has more than 262144 operations"),
+    "many dicts": (P + b"}" * MANY, "builds more than 32768 dicts"),
+    "many OrderedDicts": (P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * (MANY // 4), "more than 32768 dicts"),
     "32000 dicts in each other": (
         P + b"}" + (text("a") + b"}") * 32000 + b"s" * 32000 + END,
         "'a' is a dict and must be a tensor",
     ),
-    "20000 OrderedDicts in each other": (
-        P + HOOKS + (text("a") + HOOKS) * 20000 + b"s" * 20000 + END,
-        "'a' is a dict and must be a tensor",
-    ),
     "10000 marked tuples in each other": (
         P + b")q\0" + b"".join(b"(j" + i.to_bytes(4, "little") + b"t\x94" for i in range(10000)) + b".",
-        "holds more than one value",
+        "contains more than one value",
     ),
     "a tuple of 100000, as the shape of many tensors": (
         P + b"(" + b"K\1" * 100000 + b"tq\0}(" + (REBUILD + b"(" + storage() + b"K\0h\0h\0\x89" + HOOKS + b"tR") * 9,
-        "calls _rebuild_tensor_v2 with something else",
+        "calls _rebuild_tensor_v2 with other arguments",
     ),
     "10000 keys, given as a state many times": (
         P + HOOKS + b"}q\0(" + b"".join(text(f"{i:x}") + b"N" for i in range(10000)) + b"ub" + b"h\0b" * 10000 + b".",
@@ -439,9 +378,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_pickle_is_refused_for_what_it_is_and_takes_little_memory(what: str) -> None:
-    data, reason = HOSTILE[what]
+@pytest.mark.parametrize("what", MALICIOUS)
+def test_a_malicious_pickle_is_refused_for_what_it_is_and_takes_little_memory(what: str) -> None:
+    data, reason = MALICIOUS[what]
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=reason) as caught:
@@ -499,9 +438,3 @@ def test_the_largest_model_that_is_read_stays_below_the_limit() -> None:
         for count in (10, 110)
     )
     assert few + (many - few) / 100 * (512 * 9 + 3) < MAX_OPERATIONS
-
-
-def test_an_ordinary_name_is_said_as_it_is() -> None:
-    content: dict[str, Any] = {"layers.0.attention.wq.weight": torch.ones(2, 3).T}
-    with pytest.raises(ValueError, match=r"^layers\.0\.attention\.wq\.weight is not contiguous"):
-        read_pickle(pickle_of(saved(content)))

@@ -1,19 +1,16 @@
-"""What opening an exhibit takes: CPU time, memory, and the error; for a process of its own, which is warm.
-
-Knows nothing of tests.
-"""
+"""Measure what opening a malformed checkpoint takes: CPU time, memory, and the error; in a warm process of its own."""
 
 import gc
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from museum.exhibits import EXHIBITS, write_originals
+from untrusted.malformed.cases import CASES, write_originals
 
 from llama.checkpoint import open_checkpoint
 
@@ -22,11 +19,11 @@ _STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
-class Visit:
-    """error: the name of its class, "" where the exhibit was accepted. seconds: of CPU, the best of three.
+class Result:
+    """error: the name of its class; "" if the file was accepted. seconds: of CPU, the best of at most three attempts.
 
-    memory: bytes by which the process grew at its peak, None where the system does not say. size: bytes of the
-    exhibit's files. parsed: those of them that are no holes.
+    memory: bytes by which the process grew at its peak; None if the system does not report it. size: bytes of the
+    files. parsed: those bytes that are not in holes.
     """
 
     name: str
@@ -38,21 +35,21 @@ class Visit:
     parsed: int
 
 
-def visits() -> Iterator[Visit]:
-    """Open every exhibit, after the valid checkpoints that they are made of, for which all code is loaded."""
-    with gallery() as folder:
+def results() -> Iterator[Result]:
+    """Open every case, after the valid checkpoints, so that all code is loaded."""
+    with originals() as folder:
         for original in ("meta", "huggingface", "huggingface-one", "model.gguf"):
             open_checkpoint(folder / original)
         gc.collect()
-        gc.freeze()  # what all the libraries hold need not be looked through again and again
-        for name in EXHIBITS:
-            with shown(name, folder) as path:
-                yield visit(name, path, open_checkpoint)
+        gc.freeze()  # later collections skip the objects of the libraries
+        for name in CASES:
+            with written(name, folder) as path:
+                yield measured(name, path)
 
 
 @contextmanager
-def gallery() -> Iterator[Path]:
-    """Make a folder of valid checkpoints, in which exhibits can be made, for as long as the block runs."""
+def originals() -> Iterator[Path]:
+    """Yield a temporary folder of valid checkpoints, in which cases can be written."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_originals(folder)
@@ -60,19 +57,19 @@ def gallery() -> Iterator[Path]:
 
 
 @contextmanager
-def shown(name: str, gallery: Path) -> Iterator[Path]:
-    """Write an exhibit and give its path, and delete it after the block."""
+def written(name: str, originals: Path) -> Iterator[Path]:
+    """Write a case and yield its path; delete it after the block."""
     here = Path.cwd()
-    folder = gallery / "exhibit"
+    folder = originals / "malformed"
     folder.mkdir()
     try:
-        yield EXHIBITS[name].make(folder)
+        yield CASES[name].make(folder)
     finally:
         os.chdir(here)
         shutil.rmtree(folder)
 
 
-def visit(name: str, path: Path, opened: Callable[[Path], object]) -> Visit:
+def measured(name: str, path: Path) -> Result:
     size, parsed = _sizes(path)
     seconds, memory, error, message = [], None, "", ""
     for _ in range(3):
@@ -80,26 +77,24 @@ def visit(name: str, path: Path, opened: Callable[[Path], object]) -> Visit:
         before = restart_peak()
         start = time.process_time()
         try:
-            opened(path)
+            open_checkpoint(path)
         except Exception as caught:
             error, message = type(caught).__name__, str(caught)
         seconds.append(time.process_time() - start)
         if before is not None:
-            memory = max(memory or 0, peak_memory() - before)
-    return Visit(name, error, message, min(seconds), memory, size, parsed)
+            memory = max(memory or 0, _memory("VmHWM") - before)
+        if min(seconds) < 0.05:
+            break  # far below every limit
+    return Result(name, error, message, min(seconds), memory, size, parsed)
 
 
 def restart_peak() -> int | None:
-    """Let the peak of this process's memory begin anew and return what it has now, None where that cannot be done."""
+    """Reset the peak of this process's memory and return its memory; None if the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return _memory("VmRSS")
     except OSError:
         return None
-
-
-def peak_memory() -> int:
-    return _memory("VmHWM")
 
 
 def _memory(key: str) -> int:
@@ -110,5 +105,5 @@ def _memory(key: str) -> int:
 def _sizes(path: Path) -> tuple[int, int]:
     files = [path] if not path.is_dir() else [file for file in path.iterdir() if file.is_file()]
     found = [file.stat() for file in files]
-    # Where a system does not know of holes, all is counted.
+    # All bytes count on a system that does not report holes.
     return sum(f.st_size for f in found), sum(min(f.st_size, getattr(f, "st_blocks", f.st_size) * 512) for f in found)

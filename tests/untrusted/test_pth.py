@@ -1,4 +1,4 @@
-"""A .pth archive is read by its directory, which must say what the records' own headers say, and nothing else."""
+"""A .pth archive is read by its directory, which must agree with the headers of the records."""
 
 import io
 import re
@@ -16,8 +16,9 @@ from fuzz.fuzz_pickle import same_bits, saved
 from hypothesis import given, settings
 
 from llama.checkpoint import CheckpointError
+from llama.checkpoint.base import Weight
 from llama.untrusted.mapped import MappedFile
-from llama.untrusted.pth import read_header
+from llama.untrusted.pth import read_pth_header
 from llama.untrusted.zip_reader import MAX_RECORDS, read_records
 
 torch.manual_seed(0)
@@ -25,19 +26,11 @@ CONTENT = {"norm.weight": torch.randn(5).bfloat16(), "output.weight": torch.rand
 ARCHIVE = saved(CONTENT)
 
 
-def loaded(path: Path) -> dict[str, torch.Tensor]:
-    mapped = MappedFile(path)
-    return {
-        name: mapped.weight(place.start, place.shape, place.dtype).rows(0, place.shape[0])
-        for name, place in read_header(mapped).items()
-    }
-
-
 def refusal(data: bytes, tmp_path: Path) -> str:
-    path = tmp_path / "hostile.pth"
+    path = tmp_path / "malicious.pth"
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
-        read_header(MappedFile(path))
+        read_pth_header(MappedFile(path))
     assert caught.value.path == path
     assert type(caught.value.__cause__) is ValueError
     assert caught.value.reason.startswith("is not a .pth file that can be used: ")
@@ -72,8 +65,8 @@ def rewritten(archive: bytes, folder: str = "archive", *, lacking: tuple[str, ..
 def test_an_archive_of_another_writer_is_read_to_the_bit(tmp_path: Path, folder: str, big: bool) -> None:
     path = tmp_path / "rewritten.pth"
     path.write_bytes(rewritten(ARCHIVE, folder, big=big))
-    assert any(place.start % place.dtype.itemsize for place in read_header(MappedFile(path)).values())
-    assert all(same_bits(tensor, CONTENT[name]) for name, tensor in loaded(path).items())
+    assert any(place.start % place.dtype.itemsize for place in read_pth_header(MappedFile(path)).values())
+    assert all(same_bits(tensor, CONTENT[name]) for name, tensor in fuzz_pickle.loaded(path).items())
 
 
 def test_an_archive_of_an_old_torch_has_fewer_records(tmp_path: Path) -> None:
@@ -82,24 +75,24 @@ def test_an_archive_of_an_old_torch_has_fewer_records(tmp_path: Path) -> None:
         rewritten(ARCHIVE, lacking=("byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"))
     )
     assert {name for name in read_records(path.read_bytes()) if "data/" not in name} == {"data.pkl", "version"}
-    assert all(same_bits(tensor, CONTENT[name]) for name, tensor in loaded(path).items())
+    assert all(same_bits(tensor, CONTENT[name]) for name, tensor in fuzz_pickle.loaded(path).items())
 
 
 def test_an_archive_that_a_file_name_is_the_folder_of(tmp_path: Path) -> None:
     for name in ("consolidated.00.pth", "Modell größer.pth", "no-suffix"):
         torch.save(CONTENT, tmp_path / name)
-        assert all(same_bits(tensor, CONTENT[key]) for key, tensor in loaded(tmp_path / name).items())
+        assert all(same_bits(tensor, CONTENT[key]) for key, tensor in fuzz_pickle.loaded(tmp_path / name).items())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file system with holes in files")
 def test_records_of_more_than_4_gigabytes_are_found(tmp_path: Path) -> None:
     """Sizes and places of 64 bits. The file is a hole with headers around it."""
     path = tmp_path / "large.pth"
-    large = torch.empty(5 << 28)  # nobody touches its memory
+    large = torch.empty(5 << 28)  # its memory is never touched
     with torch.serialization.skip_data():
         torch.save({"a": large, "b": torch.ones(3)}, path)
     assert path.stat().st_size > 5 << 30
-    places = read_header(MappedFile(path))
+    places = read_pth_header(MappedFile(path))
     with zipfile.ZipFile(path) as archive:
         first, second = (archive.getinfo(f"large/data/{key}").header_offset for key in "01")
     assert places["a"].end - places["a"].start == 5 << 30
@@ -110,8 +103,8 @@ def test_records_of_more_than_4_gigabytes_are_found(tmp_path: Path) -> None:
 def test_rows_of_a_large_mapping_are_dropped_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "dropped.pth"
     torch.save({"a": torch.arange(100_000.0).view(1000, 100)}, path)
-    (place,) = read_header(MappedFile(path)).values()
-    weight = MappedFile(path).weight(place.start, place.shape, place.dtype)
+    (place,) = read_pth_header(MappedFile(path)).values()
+    weight = Weight.mapped(MappedFile(path), place.start, place.shape, place.dtype)
     for _ in range(2):
         assert torch.equal(weight.rows(10, 990).flatten(), torch.arange(1000.0, 99_000))
         weight.drop()
@@ -136,70 +129,61 @@ def put(at: int, layout: str, *values: int) -> Callable[[bytes], bytes]:
     return change
 
 
-def said_64_alone(field: int, layout: str, value: int) -> Callable[[bytes], bytes]:
-    return put(END_64 + field, layout, value)
-
-
 DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no zip": (lambda a: b"x" * 100, "not a zip archive"),
-    "a pickle": (lambda a: b"\x80\x02}.", "not a zip archive"),
     "something behind": (lambda a: a + b"x", "not a zip archive"),
-    "something before": (lambda a: b"x" + a, "the archive's two ends do not agree"),
-    "something before another writer's": (lambda a: b"x" + rewritten(a), "is not where its end says"),
-    "a comment": (put(END + 20, "H", 5), "the archive's directory is not where its end says"),
-    "the end alone": (lambda a: a[END:], "is not where its end says"),
-    "two disks": (lambda a: ended(a[:END_64], disk=1), "the archive's directory is not where its end says"),
-    "fewer here": (lambda a: put(8 - 22, "H", 1)(a), "the archive's two ends do not agree"),
+    "something before": (lambda a: b"x" + a, "the archive's two end records disagree"),
+    "something before another writer's": (lambda a: b"x" + rewritten(a), "is not where its end record says"),
+    "a comment": (put(END + 20, "H", 5), "the archive's directory is not where its end record says"),
+    "two disks": (lambda a: ended(a[:END_64], disk=1), "the archive's directory is not where its end record says"),
+    "fewer here": (lambda a: put(8 - 22, "H", 1)(a), "the archive's two end records disagree"),
     "more records than there are": (
         lambda a: ended(a[:END_64], count=9),
         "has no entry of its directory at byte .*: it is damaged",
     ),
     "fewer records than there are": (
         lambda a: ended(a[:END_64], count=7),
-        "holds more than the 7 records that it counts",
+        "has more records than its count of 7",
     ),
-    "8193 records": (lambda a: ended(a[:END_64], count=MAX_RECORDS + 1), "holds 8193 records; the limit is 8192"),
+    "8193 records": (lambda a: ended(a[:END_64], count=MAX_RECORDS + 1), "has 8193 records; the limit is 8192"),
     "a directory that starts earlier": (
         lambda a: ended(a[:END_64], first=DIRECTORY - 1, length=END_64 - DIRECTORY),
-        "is not where its end says",
+        "is not where its end record says",
     ),
-    "a directory that is shorter": (lambda a: ended(a[:END_64], length=5), "is not where its end says"),
+    "a directory that is shorter": (lambda a: ended(a[:END_64], length=5), "is not where its end record says"),
     "no end in 64 bits": (put(END_64, "I", 0), "has no end in 64 bits at byte .*: it is damaged"),
-    "an end in 64 bits elsewhere": (put(LOCATOR + 8, "Q", 0), "the archive's two ends do not agree"),
-    "an end in 64 bits on another disk": (put(LOCATOR + 4, "I", 1), "the archive's two ends do not agree"),
-    "an end in 64 bits of two disks": (put(LOCATOR + 16, "I", 2), "the archive's two ends do not agree"),
-    "a longer end in 64 bits": (put(END_64 + 4, "Q", 45), "the archive's two ends do not agree"),
-    "another count in 64 bits": (put(END_64 + 32, "Q", 9), "the archive's two ends do not agree"),
-    "another place in 64 bits": (put(END_64 + 48, "Q", DIRECTORY - 46), "the archive's two ends do not agree"),
+    "an end in 64 bits elsewhere": (put(LOCATOR + 8, "Q", 0), "the archive's two end records disagree"),
+    "an end in 64 bits on another disk": (put(LOCATOR + 4, "I", 1), "the archive's two end records disagree"),
+    "an end in 64 bits of two disks": (put(LOCATOR + 16, "I", 2), "the archive's two end records disagree"),
+    "a longer end in 64 bits": (put(END_64 + 4, "Q", 45), "the archive's two end records disagree"),
+    "another count in 64 bits": (put(END_64 + 32, "Q", 9), "the archive's two end records disagree"),
+    "another place in 64 bits": (put(END_64 + 48, "Q", DIRECTORY - 46), "the archive's two end records disagree"),
     "a record that is encrypted": (put(ENTRY + 8, "H", 0x0809), "is compressed or encrypted"),
     "a record that is compressed": (put(ENTRY + 10, "H", 8), "is compressed or encrypted"),
     "a record packed to less": (put(ENTRY + 20, "I", 5), "is compressed or encrypted"),
     "a folder for DOS": (put(ENTRY + 38, "I", 0x10), "is compressed or encrypted, or a folder"),
-    "a comment of a record": (put(ENTRY + 32, "H", 1), "is not as torch.save writes it"),
-    "a record on another disk": (put(ENTRY + 34, "H", 1), "is not as torch.save writes it"),
-    "a name of 60000 bytes": (put(ENTRY + 28, "H", 60000), "is not as torch.save writes it"),
-    "a name past the end": (put(ENTRY + 28, "H", 500), "is not as torch.save writes it"),
-    "extra fields past the end": (put(ENTRY + 30, "H", 60000), "is not as torch.save writes it"),
+    "a comment of a record": (put(ENTRY + 32, "H", 1), "differs from what torch.save writes"),
+    "a record on another disk": (put(ENTRY + 34, "H", 1), "differs from what torch.save writes"),
+    "a name past the end": (put(ENTRY + 28, "H", 500), "differs from what torch.save writes"),
+    "extra fields past the end": (put(ENTRY + 30, "H", 60000), "differs from what torch.save writes"),
     "a record behind the end": (
         put(ENTRY + 42, "I", 1 << 31),
         "has no header of a record at byte 2147483648: it is damaged",
     ),
-    "a record where another is": (put(ENTRY + 42, "I", 0), "and its header at byte 0 do not agree"),
+    "a record where another is": (put(ENTRY + 42, "I", 0), "and its header at byte 0 disagree"),
     "a record without a header": (put(HEADER, "I", 0), "has no header of a record at byte"),
-    "another name in the header": (put(DATA_0 + 13, "B", ord("7")), "and its header at byte .* do not agree"),
-    "a longer name in the header": (put(HEADER + 26, "H", 15), "and its header at byte .* do not agree"),
-    "a header that says compressed": (put(HEADER + 8, "H", 8), "and its header at byte .* do not agree"),
-    "a header that says encrypted": (put(HEADER + 6, "H", 0x0809), "and its header at byte .* do not agree"),
-    "a header of another size": (put(HEADER + 18, "II", 9, 9), "and its header at byte .* do not agree"),
+    "another name in the header": (put(DATA_0 + 13, "B", ord("7")), "and its header at byte .* disagree"),
+    "a longer name in the header": (put(HEADER + 26, "H", 15), "and its header at byte .* disagree"),
+    "a header that says compressed": (put(HEADER + 8, "H", 8), "and its header at byte .* disagree"),
+    "a header that says encrypted": (put(HEADER + 6, "H", 0x0809), "and its header at byte .* disagree"),
+    "a header of another size": (put(HEADER + 18, "II", 9, 9), "and its header at byte .* disagree"),
     "a record that reaches into the directory": (put(HEADER + 28, "H", 60000), "data/0' ends at byte .* must end by"),
-    "a record longer than the file": (put(ENTRY + 20, "II", 1 << 30, 1 << 30), "data/0' ends at byte .* must end by"),
-    "a record without its size": (put(ENTRY + 20, "II", 0xFFFFFFFF, 0xFFFFFFFF), "in two ways, or in none"),
-    "a size that stands nowhere": (lambda a: with_extra(a, b""), "in two ways, or in none"),
-    "half a field": (lambda a: with_extra(a, b"\1\0\x10"), "in two ways, or in none"),
-    "a size of 64 bits cut off": (lambda a: with_extra(a, struct.pack("<HHQ", 1, 16, 10)), "in two ways, or in none"),
+    "a record without its size": (put(ENTRY + 20, "II", 0xFFFFFFFF, 0xFFFFFFFF), "has no size or position of"),
+    "a size that stands nowhere": (lambda a: with_extra(a, b""), "has no size or position of"),
+    "half a field": (lambda a: with_extra(a, b"\1\0\x10"), "has no size or position of"),
     "a size of 64 bits twice": (
         lambda a: with_extra(a, struct.pack("<HHQ", 1, 8, 10) * 2),
-        "in two ways, or in none",
+        "has no size or position of",
     ),
     "a size of 64 bits that wraps": (
         lambda a: with_extra(a, struct.pack("<HHQQ", 1, 16, (1 << 64) - 1, (1 << 64) - 1)),
@@ -207,18 +191,14 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "records that overlap": (lambda a: overlapping(), "records 'data/0' and 'data/1' overlap"),
     "a record twice": (lambda a: named(["version", "version"]), "repeats a name, 'archive/version'"),
-    "two folders": (lambda a: named(["version", "../other/version"]), "'archive/../other/version', a path that leads"),
-    "another folder": (lambda a: named(["version"], ["other/data.pkl"]), "'other/data.pkl', a path that leads out"),
-    "no folder": (lambda a: named([], ["data.pkl"]), "'data.pkl', a path that leads out of its one folder"),
+    "two folders": (lambda a: named(["version", "../other/version"]), "'archive/../other/version', a path outside"),
+    "another folder": (lambda a: named(["version"], ["other/data.pkl"]), "'other/data.pkl', a path outside"),
+    "no folder": (lambda a: named([], ["data.pkl"]), "'data.pkl', a path outside its one folder"),
     "a name that acts on a terminal": (
         lambda a: named(["data.pkl", "\x1b[2J"]),
-        r"holds '\\x1b\[2J', which torch.save does not",
+        r"contains '\\x1b\[2J', which torch.save does not",
     ),
-    "a record of a program": (
-        lambda a: named(["data.pkl", "constants.pkl"]),
-        "holds 'constants.pkl', which torch.save",
-    ),
-    "no pickle": (lambda a: named(["version"]), "the archive holds no data.pkl; save a dict"),
+    "no pickle": (lambda a: named(["version"]), "the archive has no data.pkl; save a dict"),
     "a pickle of 5 MB": (
         lambda a: named(["data.pkl"], size=5 << 20),
         "data.pkl has 5242880 bytes; the limit is 4194304",
@@ -228,7 +208,6 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda a: rewritten(ARCHIVE, lacking=("byteorder",)) and named(["byteorder", "data.pkl"], size=7, fill=b"l"),
         "the byte order is not little-endian",
     ),
-    "a pickle that is refused": (lambda a: named(["data.pkl"], size=7), "does not start as a pickle"),
     "no record for a tensor": (
         lambda a: rewritten(a, lacking=("data/1",)),
         "output.weight needs a record of 48 bytes, .* none",
@@ -306,22 +285,22 @@ def test_a_bomb_of_zeros_is_refused_unpacked(tmp_path: Path) -> None:
             record.write(bytes(1 << 20))
     assert path.stat().st_size < 1 << 20
     with pytest.raises(CheckpointError, match=r"'bomb/data.pkl' is compressed or encrypted"):
-        read_header(MappedFile(path))
+        read_pth_header(MappedFile(path))
 
 
 def test_tensors_may_not_overlap_unless_they_are_a_tied_head(tmp_path: Path) -> None:
     path = tmp_path / "shared.pth"
     flat = torch.arange(12.0)
     torch.save({"tok_embeddings.weight": flat, "output.weight": flat}, path)
-    assert len(read_header(MappedFile(path))) == 2
+    assert len(read_pth_header(MappedFile(path))) == 2
     torch.save({"tok_embeddings.weight": flat, "norm.weight": flat}, path)
     with pytest.raises(CheckpointError, match=r"tok_embeddings\.weight overlap"):
-        read_header(MappedFile(path))
+        read_pth_header(MappedFile(path))
     torch.save({"tok_embeddings.weight": flat, "output.weight": flat[:6]}, path)
     with pytest.raises(CheckpointError, match="overlap"):
-        read_header(MappedFile(path))
+        read_pth_header(MappedFile(path))
     torch.save({"a": flat[:4], "b": flat[4:7], "c": flat[9:]}, path)
-    assert [place.shape for place in read_header(MappedFile(path)).values()] == [(4,), (3,), (3,)]
+    assert [place.shape for place in read_pth_header(MappedFile(path)).values()] == [(4,), (3,), (3,)]
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -329,12 +308,12 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it is empty"):
         MappedFile(tmp_path / "empty")
     with tempfile.TemporaryDirectory() as folder, pytest.raises(CheckpointError, match="not a regular file"):
-        read_header(MappedFile(Path(folder)))
+        read_pth_header(MappedFile(Path(folder)))
     with pytest.raises(CheckpointError, match="No such file"):
-        read_header(MappedFile(Path(folder)))
+        read_pth_header(MappedFile(Path(folder)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(fuzz_pickle.archive_strategy())
 def test_archives_that_are_nearly_valid_are_read_as_torch_does_or_refused(data: bytes) -> None:
     fuzz_pickle.run_archive(data)

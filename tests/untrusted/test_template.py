@@ -1,4 +1,4 @@
-"""Templates of strangers: what they may do is rendered, and all else ends in a sentence, soon and without harm."""
+"""Untrusted templates: what they may do is rendered, and anything else ends soon, with an error and without harm."""
 
 import gc
 import os
@@ -106,23 +106,17 @@ def test_a_way_out_of_the_sandbox_leads_nowhere(template: str) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        pytest.param(
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "more than a second of CPU",
-            marks=unix,
-        ),
-        pytest.param("{{ 9 ** (9 ** 9) }}", "more than a second of CPU", marks=unix),
         pytest.param("{{ x * 1000000000 }}", "more than 256 MiB of memory", marks=linux),
         pytest.param("{{ 'folded when it is compiled' * 100000000 }}", "more than 256 MiB of memory", marks=linux),
         pytest.param("{{ '%1000000000d' % 1 }}", "more than 256 MiB of memory", marks=linux),
         pytest.param("{{ '{:1000000000}'.format(x) }}", "more than 256 MiB of memory", marks=linux),
-        ("{% for a in range(99999) %}{{ x * 99 }}{% endfor %}", "more than a mebibyte of text"),
-        ("{{ 'a' * 1048577 }}", "more than a mebibyte of text"),
+        ("{% for a in range(99999) %}{{ x * 99 }}{% endfor %}", "gives more than a mebibyte of text"),
+        ("{{ 'a' * 1048577 }}", "gives more than a mebibyte of text"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: RecursionError"),
-        ("{{ " + "(" * 20000 + ")" * 20000 + " }}", "no Jinja|fails|ended the process"),
-        ("{% if %}", "no Jinja: line 1: "),
+        ("{{ " + "(" * 20000 + ")" * 20000 + " }}", "not valid Jinja|fails|ended the process"),
+        ("{% if %}", "not valid Jinja: line 1: "),
         ("{{ nothing.nothing }}", "fails: UndefinedError: 'nothing' is undefined"),
-        ("{{ ''.__class__.__mro__ }}", "does what none may do: "),
+        ("{{ ''.__class__.__mro__ }}", "does something that the sandbox forbids: "),
         ("{{ range(1000000) }}", "Range too big"),
     ],
 )
@@ -135,7 +129,7 @@ def test_what_a_template_may_not_is_refused_in_a_sentence(template: str, words: 
 def test_a_limit_ends_the_process_and_the_next_text_has_another() -> None:
     renderer = Renderer("{% for a in range(x) %}{% for b in range(x) %}{% endfor %}{% endfor %}done")
     assert renderer.render([{"x": 1}]) == [["done"]]
-    with pytest.raises(TemplateFailed):
+    with pytest.raises(TemplateFailed, match="more than a second of CPU" if sys.platform != "win32" else "longer than"):
         renderer.render([{"x": 99999}])
     assert renderer.render([{"x": 1}]) == [["done"]]
 
@@ -146,12 +140,12 @@ def test_a_text_of_a_mebibyte_passes() -> None:
 
 def test_a_template_is_refused_by_its_length_before_anything_is_started() -> None:
     assert Renderer("é" * (MOST_TEMPLATE // 2))._process is None
-    with pytest.raises(TemplateFailed, match=r"has 65538 bytes, and may have 65536"):
+    with pytest.raises(TemplateFailed, match=r"has 65538 bytes; the limit is 65536"):
         Renderer("é" * (MOST_TEMPLATE // 2 + 1))
 
 
 def test_what_a_template_says_when_it_refuses_is_safe_to_print() -> None:
-    with pytest.raises(DialogRefused, match="refuses this dialog: ") as caught:
+    with pytest.raises(DialogRefused, match="rejects this dialog: ") as caught:
         render("{{ raise_exception('\x1b[31m\x07 \u202e ü ' ~ 'long' * 99999) }}")
     said = str(caught.value)
     assert said.isprintable()
@@ -248,9 +242,7 @@ def test_what_is_no_answer_is_no_text(reply: bytes, monkeypatch: pytest.MonkeyPa
 
 def test_a_jinja_with_known_ways_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama.untrusted.template.metadata.version", lambda name: "3.1.5")
-    with pytest.raises(
-        TemplateFailed, match=r"Jinja 3\.1\.5 has known ways out of its sandbox; install jinja2>=3\.1\.6"
-    ):
+    with pytest.raises(TemplateFailed, match=r"Jinja 3\.1\.5 has known sandbox escapes; install jinja2>=3\.1\.6"):
         render("{{ 1 }}")
 
 

@@ -1,7 +1,6 @@
-"""The museum: broken and hostile checkpoints, each named after what is wrong, with where that is known from.
+"""Malformed and malicious checkpoints: each case is named after what is wrong, with the source of the attack.
 
-A table of functions that write them. Knows valid tiny checkpoints, the formats' bytes and how they can lie, and nothing
-of who reads them. "case N" is a row of the table in `docs/security.md` of what once got through here.
+A table of functions that write them. "case N" is a row of the table in `docs/security.md` of what was once accepted.
 """
 
 import io
@@ -33,10 +32,11 @@ from checkpoints import (
 )
 
 Make = Callable[[Path], Path]
+Change = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
-class Exhibit:
+class Case:
     """source: a CVE, an issue, or a case. `make` writes it into an empty folder and returns the path to open.
 
     `make` finds valid checkpoints beside that folder, see `write_originals`.
@@ -46,10 +46,10 @@ class Exhibit:
     make: Make
 
 
-EXHIBITS: dict[str, Exhibit] = {}
+CASES: dict[str, Case] = {}
 
 MODEL = config_of()
-ESCAPES = "\x1b]0;owned\x07\x1b[2J\n\0\u202e\u2028\u009b"  # sets a title, clears the screen, turns the text around
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\n\0\u202e\u2028\u009b"  # sets a title, clears the screen, reverses the text
 
 QUADRATIC = "CWE-407, quadratic work"
 TERMINAL = "CWE-150; case 12"
@@ -58,10 +58,11 @@ TRAVERSAL = "transformers #47176, CWE-22"
 RESOURCES = "CWE-789, memory by claim"
 WAITING = "case 5"
 TRUNCATED = "CWE-130, a length that is not so"
+ANOTHER_MODEL = "differs from the model"
 
 
 def write_originals(folder: Path) -> None:
-    """Write a valid checkpoint of each format; exhibits are made in folders beside them."""
+    """Write a valid checkpoint of each format; cases are made in folders beside them."""
     model = random_model(MODEL)
     weights = meta_weights(model)
     write_meta(folder / "meta", weights, meta_params(MODEL))
@@ -70,20 +71,52 @@ def write_originals(folder: Path) -> None:
     write_gguf(folder / "model.gguf", weights, MODEL)
 
 
-def exhibit(name: str, source: str) -> Callable[[Make], Make]:
-    def enter(make: Make) -> Make:
-        assert name not in EXHIBITS, name
-        EXHIBITS[name] = Exhibit(source, make)
-        return make
-
-    return enter
+def add(name: str, source: str, make: Make) -> None:
+    assert name not in CASES, name
+    CASES[name] = Case(source, make)
 
 
 def copied(folder: Path, name: str) -> Path:
     return shutil.copytree(folder.parent / name, folder, dirs_exist_ok=True)
 
 
-# ---- what is no regular file -----------------------------------------------------------------------------------------
+def spoiled(original: str, file: str, spoil: Callable[[Path], object]) -> Make:
+    """Return a function that copies a valid folder and spoils one of its files."""
+
+    def make(folder: Path) -> Path:
+        spoil(copied(folder, original) / file)
+        return folder
+
+    return make
+
+
+def replaced(original: str, file: str, content: bytes, *, length: int | None = None) -> Make:
+    """Return a function that copies a folder with other content of a file, which has zeros up to `length`."""
+
+    def spoil(path: Path) -> None:
+        path.write_bytes(content)
+        if length is not None:
+            os.truncate(path, length)
+
+    return spoiled(original, file, spoil)
+
+
+def changed(original: str, file: str, change: Change) -> Make:
+    """Return a function that copies a folder with a change of the content of a JSON file."""
+
+    def spoil(path: Path) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return spoiled(original, file, spoil)
+
+
+def updated(original: str, file: str, values: Mapping[str, Any]) -> Make:
+    return changed(original, file, lambda content: content.update(values))
+
+
+# ---- not a regular file ----------------------------------------------------------------------------------------------
 
 
 def _replace_by(kind: str, path: Path) -> None:
@@ -98,19 +131,17 @@ def _replace_by(kind: str, path: Path) -> None:
         path.mkdir()
     else:
         listener = socket.socket(socket.AF_UNIX)
-        os.chdir(path.parent)  # the names of sockets are short
+        os.chdir(path.parent)  # names of sockets are short
         listener.bind(path.name)
         listener.close()
 
 
 def _special(original: str, file: str, kind: str) -> None:
-    @exhibit(f"{file} of {original} is {kind}", WAITING)
     def make(folder: Path) -> Path:
-        if original == "model.gguf":
-            _replace_by(kind, folder / file)
-        else:
-            _replace_by(kind, copied(folder, original) / file)
+        _replace_by(kind, (folder if original == "model.gguf" else copied(folder, original)) / file)
         return folder
+
+    add(f"{file} of {original} is {kind}", WAITING, make)
 
 
 if hasattr(os, "mkfifo"):
@@ -131,10 +162,11 @@ if hasattr(os, "mkfifo"):
     _special("meta", "params.json", "a link to a device")
     _special("huggingface", "config.json", "a socket")
 
-    @exhibit("a .gguf path that is a named pipe", WAITING)
     def _pipe(folder: Path) -> Path:
         os.mkfifo(folder / "model.gguf")
         return folder / "model.gguf"
+
+    add("a .gguf path that is a named pipe", WAITING, _pipe)
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -154,7 +186,6 @@ BROKEN_JSON: dict[str, tuple[str, bytes]] = {
     "with a number of 5,000 digits": ("CVE-2020-10735", b'{"dim": ' + b"9" * 5000 + b"}"),
     "with a number of 900,000 digits": ("CVE-2020-10735", b'{"dim": ' + b"9" * 900_000 + b"}"),
     "longer than 1 MiB": (RESOURCES, b" " * (1 << 20) + b"{}"),
-    "of 4 GiB, sparse": (RESOURCES, b""),
     "of 300,000 empty objects": (RESOURCES, b'{"a": [' + b"{}," * 300_000 + b"{}]}"),
     "that is not UTF-8": ("CWE-176", b'{"\xff": 1}'),
     "in UTF-16": ("CWE-176", '{"dim": 32}'.encode("utf-16")),
@@ -164,22 +195,31 @@ BROKEN_JSON: dict[str, tuple[str, bytes]] = {
 }
 
 
-def _broken_json(what: str, source: str, content: bytes) -> None:
-    for original, file in (("meta", "params.json"), ("huggingface", "config.json")):
+FILES_OF_JSON = (("meta", "params.json"), ("huggingface", "config.json"))
+for _original, _file in FILES_OF_JSON:
+    for _what, (_source, _content) in BROKEN_JSON.items():
+        add(f"{_file} {_what}", _source, replaced(_original, _file, _content))
+    add(f"{_file} of 4 GiB, sparse", RESOURCES, replaced(_original, _file, b"", length=4 << 30))
 
-        def make(folder: Path, original: str = original, file: str = file) -> Path:
-            path = copied(folder, original) / file
-            path.write_bytes(content)
-            if "sparse" in what:
-                os.truncate(path, 4 << 30)
-            return folder
-
-        exhibit(f"{file} {what}", source)(make)
-
-
-for _what, (_source, _content) in BROKEN_JSON.items():
-    _broken_json(_what, _source, _content)
-
+CHANGED_PARAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "keys of another library": (ANOTHER_MODEL, {"quantization_args": {}, "lora_args": {}}),
+    "true for a width": (TYPES, {"dim": True}),
+    "a width of 2^40": (RESOURCES, {"dim": 1 << 40}),
+    "5 heads of a width of 32": (ANOTHER_MODEL, {"n_heads": 5}),
+    "no heads": ("CWE-369", {"n_heads": 0}),
+    "3 key heads of 4 heads": (ANOTHER_MODEL, {"n_kv_heads": 3}),
+    "a multiplier of 1e308": (RESOURCES, {"ffn_dim_multiplier": 1e308}),
+    "an epsilon of 0.5": (ANOTHER_MODEL, {"norm_eps": 0.5}),
+    "text for a RoPE base": (TYPES, {"rope_theta": "500000"}),
+    "null for a RoPE base": (ANOTHER_MODEL, {"rope_theta": None}),
+    "text for a flag": (TYPES, {"use_scaled_rope": "false"}),
+    "2^30 words": (RESOURCES, {"vocab_size": 1 << 30}),
+    "texts of 10^30 tokens": (RESOURCES, {"max_seq_len": 10**30}),
+    "an object for RoPE scaling": (TYPES, {"rope_scaling": {}}),
+    "10,000 unknown keys of escapes": (TERMINAL, {f"{ESCAPES}{i:05}": 0 for i in range(10_000)}),
+}
+for _what, (_source, _change) in CHANGED_PARAMS.items():
+    add(f"params.json with {_what}", _source, updated("meta", "params.json", _change))
 
 CHANGED_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "true for a number of layers": (TYPES, {"num_hidden_layers": True}),
@@ -194,41 +234,38 @@ CHANGED_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "escapes in its name": (TERMINAL, {"model_type": ESCAPES}),
     "a name of 900,000 letters": ("case 11", {"model_type": "x" * 900_000}),
     "code to import": ("CVE-2023-6730, trust_remote_code", {"model_type": "mine", "auto_map": {"AutoModel": "evil.M"}}),
+    "experts": (ANOTHER_MODEL, {"model_type": "mixtral"}),
+    "another activation": (ANOTHER_MODEL, {"hidden_act": "gelu"}),
+    "biases": (ANOTHER_MODEL, {"attention_bias": True}),
+    "quantised weights": (ANOTHER_MODEL, {"quantization_config": {"quant_method": "awq"}}),
+    "text for a window": (TYPES, {"sliding_window": "4096"}),
+    "half a RoPE": (ANOTHER_MODEL, {"partial_rotary_factor": 0.5}),
+    "null for a width": (TYPES, {"hidden_size": None}),
+    "-1 words": (RESOURCES, {"vocab_size": -1}),
+    "a negative epsilon": (ANOTHER_MODEL, {"rms_norm_eps": -1.0}),
+    "text for a RoPE base": (TYPES, {"rope_parameters": None, "rope_theta": "x"}),
+    "longrope": (ANOTHER_MODEL, {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}}),
+    "half a RoPE in its scaling": (ANOTHER_MODEL, {"rope_parameters": {"partial_rotary_factor": 0.5}}),
+    "half a RoPE scaling": (ANOTHER_MODEL, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}),
+    "a list for a RoPE scaling": (TYPES, {"rope_parameters": {"rope_type": ["llama3"]}}),
+    "text for RoPE's keys": (TYPES, {"rope_parameters": "llama3"}),
+    "dynamic": (ANOTHER_MODEL, {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}),
+    "two RoPE scalings": (ANOTHER_MODEL, {"rope_scaling": {"type": "llama3"}}),
 }
-
-
-def _changed_config(what: str, source: str, change: dict[str, Any]) -> None:
-    @exhibit(f"config.json with {what}", source)
-    def make(folder: Path) -> Path:
-        path = copied(folder, "huggingface") / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-        return folder
-
-
 for _what, (_source, _change) in CHANGED_CONFIGS.items():
-    _changed_config(_what, _source, _change)
-
-
-@exhibit("params.json with 10,000 unknown keys of escapes", TERMINAL)
-def _unknown_params(folder: Path) -> Path:
-    unknown = {f"{ESCAPES}{i:05}": 0 for i in range(10_000)}
-    (copied(folder, "meta") / "params.json").write_text(json.dumps(meta_params(MODEL) | unknown))
-    return folder
+    add(f"config.json with {_what}", _source, updated("huggingface", "config.json", _change))
 
 
 # ---- the index of Hugging Face's shards ------------------------------------------------------------------------------
 
 
-def _indexed(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    path = copied(folder, "huggingface") / "model.safetensors.index.json"
-    content = json.loads(path.read_text())
-    change(content["weight_map"])
-    path.write_text(json.dumps(content))
-    return folder
+def _indexed(change: Change) -> Make:
+    return changed("huggingface", "model.safetensors.index.json", lambda content: change(content["weight_map"]))
 
 
 PLACES: dict[str, tuple[str, Any]] = {
     "leads to the folder above": (TRAVERSAL, "../model.gguf.safetensors"),
+    "is the folder above": (TRAVERSAL, ".."),
     "leads to the root": (TRAVERSAL, "/etc/passwd.safetensors"),
     "leads to a folder below": (TRAVERSAL, "a/b.safetensors"),
     "leads away on Windows": (TRAVERSAL, "..\\b.safetensors"),
@@ -242,32 +279,17 @@ PLACES: dict[str, tuple[str, Any]] = {
     "is missing": (TRUNCATED, "model-00009-of-00004.safetensors"),
     "is another shard's": ("CWE-345", "model-00001-of-00004.safetensors"),
 }
-
-
-def _misplaced(what: str, source: str, where: Any) -> None:
-    @exhibit(f"a place in the index that {what}", source)
-    def make(folder: Path) -> Path:
-        return _indexed(folder, lambda places: places.update({"model.norm.weight": where}))
-
-
 for _what, (_source, _where) in PLACES.items():
-    _misplaced(_what, _source, _where)
-
-
-@exhibit("an index of 20,000 tensors that no shard holds", "case 11")
-def _long_index(folder: Path) -> Path:
-    first = "model-00001-of-00004.safetensors"
-    return _indexed(folder, lambda places: places.update({f"{ESCAPES}{i}": first for i in range(20_000)}))
-
-
-@exhibit("an index of 20,000 shards", QUADRATIC)
-def _many_shards(folder: Path) -> Path:
-    return _indexed(folder, lambda places: places.update({f"{i}": f"{i}.safetensors" for i in range(20_000)}))
-
-
-@exhibit("an index without a map", TRUNCATED)
-def _no_map(folder: Path) -> Path:
-    return _indexed(folder, lambda places: places.clear())
+    _misplaced = {"model.norm.weight": _where}
+    add(f"a place in the index that {_what}", _source, _indexed(lambda places, new=_misplaced: places.update(new)))
+_FIRST = "model-00001-of-00004.safetensors"
+_UNKNOWN = {f"{ESCAPES}{i}": _FIRST for i in range(20_000)}
+add("an index of 20,000 tensors that no shard holds", "case 11", _indexed(lambda places: places.update(_UNKNOWN)))
+_SHARDS = {f"{i}": f"{i}.safetensors" for i in range(20_000)}
+add("an index of 20,000 shards", QUADRATIC, _indexed(lambda places: places.update(_SHARDS)))
+add("an index without places", TRUNCATED, _indexed(lambda places: places.clear()))
+_NO_MAP = updated("huggingface", "model.safetensors.index.json", {"weight_map": [_FIRST]})
+add("an index whose map is a list", TYPES, _NO_MAP)
 
 
 # ---- safetensors -----------------------------------------------------------------------------------------------------
@@ -289,7 +311,6 @@ SAFETENSORS: dict[str, tuple[str, bytes]] = {
     "that ends in its length": (TRUNCATED, b"\x40\0\0"),
     "whose header has 2^64-1 bytes": ("CVE-2023-37470 of its kind; " + _AUDIT, safetensors({}, length=(1 << 64) - 1)),
     "whose header is longer than the file": (TRUNCATED, safetensors({"a": entry()}, length=4096)),
-    "whose header has 100 MB": (RESOURCES, b""),
     "whose header has no bytes": (TRUNCATED, bytes(64)),
     "whose header is no JSON": (TRUNCATED, safetensors(b"{'a'}", bytes(4))),
     "whose header is a list": (TYPES, safetensors([1])),
@@ -297,7 +318,7 @@ SAFETENSORS: dict[str, tuple[str, bytes]] = {
     "with a tensor twice": ("safetensors #401", safetensors(b'{"a":' + _ONE + b',"a":' + _ONE + b"}", bytes(4))),
     "with 100,000 empty tensors": ("case 10", safetensors({f"{i}": entry([0], 0, 0) for i in range(100_000)})),
     "with an empty tensor of 2^62 rows": (_AUDIT, safetensors({"a": entry([1 << 62, 0], 0, 0)})),
-    "with 10,000 tensors that nobody knows": (
+    "with 10,000 unknown tensors": (
         "case 11",
         safetensors({f"{ESCAPES}{i}": entry([1], 4 * i, 4 * i + 4) for i in range(10_000)}, bytes(40_000)),
     ),
@@ -328,21 +349,10 @@ SAFETENSORS: dict[str, tuple[str, bytes]] = {
     "with numbers for metadata": (TYPES, safetensors({"__metadata__": {"format": 1}, "a": entry()}, bytes(4))),
     "that is a pickle": ("CVE-2025-32434", pickle.dumps({"a": [1.0]})),
 }
-
-
-def _bad_safetensors(what: str, source: str, content: bytes) -> None:
-    @exhibit(f"model.safetensors {what}", source)
-    def make(folder: Path) -> Path:
-        path = copied(folder, "huggingface-one") / "model.safetensors"
-        path.write_bytes(content)
-        if what == "whose header has 100 MB":
-            path.write_bytes(safetensors(b"", length=100_000_000))
-            os.truncate(path, 8 + 100_000_000)
-        return folder
-
-
 for _what, (_source, _content) in SAFETENSORS.items():
-    _bad_safetensors(_what, _source, _content)
+    add(f"model.safetensors {_what}", _source, replaced("huggingface-one", "model.safetensors", _content))
+_LONG = replaced("huggingface-one", "model.safetensors", safetensors(b"", length=100_000_000), length=100_000_008)
+add("model.safetensors whose header has 100 MB", RESOURCES, _LONG)
 
 
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
@@ -447,95 +457,96 @@ GGUF_FILES: dict[str, tuple[str, bytes]] = {
 }
 
 
-def _bad_gguf(what: str, source: str, content: bytes) -> None:
-    @exhibit(f"a .gguf file {what}", source)
+def _gguf(content: bytes, zeros: int = 0) -> Make:
+    """Return a function that writes a .gguf file of this content, with so many zeros behind it."""
+
     def make(folder: Path) -> Path:
-        (folder / "model.gguf").write_bytes(content)
-        return folder / "model.gguf"
+        path = folder / "model.gguf"
+        path.write_bytes(content)
+        os.truncate(path, len(content) + zeros)
+        return path
+
+    return make
 
 
 for _what, (_source, _content) in GGUF_FILES.items():
-    _bad_gguf(_what, _source, _content)
-
-
-@exhibit("a .gguf file of 4 million empty strings", "case 8")
-def _empty_strings(folder: Path) -> Path:
-    path = folder / "model.gguf"
-    path.write_bytes(header(array(STRING, 1 << 22, key=b"tokenizer.ggml.tokens")))
-    os.truncate(path, path.stat().st_size + (8 << 22))
-    return path
-
-
-@exhibit("a .gguf file with 120 MB of numbers that nobody needs", "case 9")
-def _unneeded_numbers(folder: Path) -> Path:
-    path = folder / "model.gguf"
-    path.write_bytes(header(array(U16, 60_000_000)))
-    os.truncate(path, path.stat().st_size + 120_000_000)
-    return path
-
-
-@exhibit("a .gguf file with 100 MB of numbers for token types", "case 9")
-def _too_many_types(folder: Path) -> Path:
-    path = folder / "model.gguf"
-    path.write_bytes(header(array(U32, 25_000_000, key=b"tokenizer.ggml.token_type")))
-    os.truncate(path, path.stat().st_size + 100_000_000)
-    return path
-
-
-@exhibit("a .gguf file with 10,000 tensors that nobody knows", "case 11")
-def _unknown_tensors(folder: Path) -> Path:
-    return _written(folder, {}, [f"\x1b[{i}" for i in range(10_000)])
-
+    add(f"a .gguf file {_what}", _source, _gguf(_content))
+_EMPTY = array(STRING, 1 << 22, key=b"tokenizer.ggml.tokens")
+_KINDS = array(U32, 25_000_000, key=b"tokenizer.ggml.token_type")
+_NUMBERS = array(U16, 60_000_000)
+add("a .gguf file of 4 million empty strings", "case 8", _gguf(header(_EMPTY), 8 << 22))
+add(
+    "a .gguf file with 120 MB of unused numbers",
+    "case 9",
+    _gguf(header(_NUMBERS), 120_000_000),
+)
+add("a .gguf file with 100 MB of numbers for token types", "case 9", _gguf(header(_KINDS), 100_000_000))
 
 METADATA: dict[str, tuple[str, str, str, Any]] = {
     "a float for BOS": ("case 15", "tokenizer.ggml.bos_token_id", "float32", 264.0),
-    "a float for EOS": ("case 15", "tokenizer.ggml.eos_token_id", "float64", 265.0),
-    "true for BOS": ("case 16", "tokenizer.ggml.bos_token_id", "bool", True),
     "a negative id for BOS": ("case 17", "tokenizer.ggml.bos_token_id", "int32", -1),
-    "an array for EOS": ("case 16", "tokenizer.ggml.eos_token_id", "array", [1, 2]),
     "text for add_bos_token": ("case 16", "tokenizer.ggml.add_bos_token", "string", "false"),
-    "an array for add_bos_token": ("case 16", "tokenizer.ggml.add_bos_token", "array", [0]),
     "a number for a chat template": ("case 16", "tokenizer.chat_template", "uint32", 7),
     "an array for a chat template": ("case 16", "tokenizer.chat_template", "array", ["a"]),
-    "floats for token types": ("case 16", "tokenizer.ggml.token_type", "array", [1.0] * 520),
     "numbers for tokens": ("case 16", "tokenizer.ggml.tokens", "array", [1, 2]),
-    "text for tokens": ("case 16", "tokenizer.ggml.tokens", "string", "abc"),
     "a token of 1 MB": ("CVE-2025-49847", "tokenizer.ggml.tokens", "array", ["x" * (1 << 20)]),
     "an array for a number of heads": (TYPES, "llama.attention.head_count_kv", "array", [2, 1]),
-    "10^9 layers": (RESOURCES, "llama.block_count", "uint32", 10**9),
     "512 layers, of which it has 2": ("case 11", "llama.block_count", "uint32", 512),
+    "three splits": (ANOTHER_MODEL, "split.count", "uint16", 3),
+    "experts": (ANOTHER_MODEL, "llama.expert_count", "uint32", 8),
+    "the name of another architecture": (ANOTHER_MODEL, "general.architecture", "string", "qwen2"),
+    "a RoPE scaling that is not supported": (ANOTHER_MODEL, "llama.rope.scaling.type", "string", "longrope"),
+    "a RoPE scale": (ANOTHER_MODEL, "llama.rope.scale_linear", "float32", 4.0),
+    "half a RoPE": (ANOTHER_MODEL, "llama.rope.dimension_count", "uint32", 4),
+    "other heads for values": (ANOTHER_MODEL, "llama.attention.value_length", "uint32", 16),
+    "text for a window": (ANOTHER_MODEL, "llama.attention.sliding_window", "string", "4096"),
+    "attention to what follows": (ANOTHER_MODEL, "llama.attention.causal", "bool", False),
+    "another scale of attention": (ANOTHER_MODEL, "llama.attention.scale", "float32", 0.5),
+    "clamped attention": (ANOTHER_MODEL, "llama.attention.clamp_kqv", "float32", 8.0),
+    "ALiBi": (ANOTHER_MODEL, "llama.attention.max_alibi_bias", "float32", 8.0),
+    "a scaled embedding": (ANOTHER_MODEL, "llama.embedding_scale", "float32", 12.0),
+    "scaled residuals": (ANOTHER_MODEL, "llama.residual_scale", "float32", 0.5),
+    "scaled logits": (ANOTHER_MODEL, "llama.logit_scale", "float32", 0.5),
+    "2^31 layers": (ANOTHER_MODEL, "llama.block_count", "uint32", 1 << 31),
+    "text for a width": (ANOTHER_MODEL, "llama.embedding_length", "string", "32"),
+    "NaN for a RoPE base": (ANOTHER_MODEL, "llama.rope.freq_base", "float32", float("nan")),
+    "a RoPE base of 1e300": (ANOTHER_MODEL, "llama.rope.freq_base", "float64", 1e300),
+    "fewer words than tokens": (ANOTHER_MODEL, "llama.vocab_size", "uint32", 3),
+    "a number for tokens": (ANOTHER_MODEL, "tokenizer.ggml.tokens", "uint32", 3),
+    "another kind of tokenizer": (ANOTHER_MODEL, "tokenizer.ggml.model", "string", "llama"),
 }
 
 
-def _written(folder: Path, metadata: Mapping[str, tuple[str, Any]], tensors: list[str]) -> Path:
-    """Write a .gguf file by the gguf package, with other metadata and with tensors of one number."""
-    path = folder / "model.gguf"
-    writer = gguf_writer(path, MODEL)
-    for key, (kind, value) in metadata.items():
-        for pairs in writer.kv_data:
-            pairs.pop(key, None)
-        getattr(writer, f"add_{kind}")(key, value)
-    for name in tensors:
-        writer.add_tensor(name, np.zeros(1, dtype=np.float32))
-    finish(writer)
-    return path
+def _written(metadata: Mapping[str, tuple[str, Any]], *tensors: str) -> Make:
+    """Return a function that lets the gguf package write a file, with other metadata and tensors of one number."""
 
-
-def _bad_metadata(what: str, source: str, key: str, kind: str, value: Any) -> None:
-    @exhibit(f"a .gguf file with {what}", source)
     def make(folder: Path) -> Path:
-        return _written(folder, {key: (kind, value)}, [])
+        path = folder / "model.gguf"
+        writer = gguf_writer(path, MODEL)
+        for key, (kind, value) in metadata.items():
+            for pairs in writer.kv_data:
+                pairs.pop(key, None)
+            getattr(writer, f"add_{kind}")(key, value)
+        for name in tensors:
+            writer.add_tensor(name, np.zeros(1, dtype=np.float32))
+        finish(writer)
+        return path
+
+    return make
 
 
 for _what, (_source, _key, _kind, _value) in METADATA.items():
-    _bad_metadata(_what, _source, _key, _kind, _value)
-
-
-@exhibit("a .gguf file whose BOS is a user's token of no letters", "found by tests/fuzz")
-def _empty_bos(folder: Path) -> Path:
-    tokens, kinds = ["", *(f"t{i}" for i in range(519))], [4] + [1] * 519
-    facts = {"tokens": ("array", tokens), "token_type": ("array", kinds), "bos_token_id": ("uint32", 0)}
-    return _written(folder, {f"tokenizer.ggml.{key}": value for key, value in facts.items()}, [])
+    add(f"a .gguf file with {_what}", _source, _written({_key: (_kind, _value)}))
+_TENSORS = _written({}, *(f"\x1b[{i}" for i in range(10_000)))
+add("a .gguf file with 10,000 unknown tensors", "case 11", _TENSORS)
+_SCALED = {"llama.rope.scaling.factor": ("float32", 4.0)}
+add("a .gguf file with two RoPE scalings", ANOTHER_MODEL, _written(_SCALED, "rope_freqs.weight"))
+_NO_LETTERS = {
+    "tokenizer.ggml.tokens": ("array", ["", *(f"t{i}" for i in range(519))]),
+    "tokenizer.ggml.token_type": ("array", [4] + [1] * 519),
+    "tokenizer.ggml.bos_token_id": ("uint32", 0),
+}
+add("a .gguf file whose BOS is a user's token of no letters", "found by tests/fuzz", _written(_NO_LETTERS))
 
 
 # ---- .pth ------------------------------------------------------------------------------------------------------------
@@ -612,82 +623,49 @@ _BYTEARRAY = b"\x80\x02}X\1\0\0\0ac__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85
 _DOUBLED = b"\x80\x02})" + b"2\x86" * 60 + b"K\1s."
 
 
+def _pickled(pickled: bytes, **more: Any) -> Callable[[Path], object]:
+    return lambda path: _archive(path, pickled, **more)
+
+
+def _saved(make: Callable[[], object], **more: Any) -> Callable[[Path], object]:
+    return lambda path: torch.save(make(), path, **more)
+
+
+_ZEROS = {"records": {"data/0": bytes(100 << 20)}, "kind": zipfile.ZIP_DEFLATED}
+_OLD = {"_use_new_zipfile_serialization": False}
 PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "of nothing": (TRUNCATED, lambda path: path.write_bytes(b"")),
-    "cut in half": (TRUNCATED, lambda path: os.truncate(path, path.stat().st_size // 2)),
-    "that calls os.system": ("CWE-502", lambda path: _archive(path, _Global("os", "system").pickled())),
-    "that calls eval": ("CWE-502", lambda path: _archive(path, _Global("builtins", "eval").pickled("1"))),
-    "that calls pip": ("CVE-2025-1716", lambda path: _archive(path, _Global("pip", "main").pickled("x"))),
-    "that imports torch.hub": ("CWE-502", lambda path: _archive(path, _Global("torch.hub", "load").pickled("x"))),
-    "whose global has escapes": (
-        "case 13",
-        lambda path: _archive(path, _Global("os\x1b]0;x\x07", "system\x1b[2J").pickled()),
-    ),
+    "that calls os.system": ("CWE-502", _pickled(_Global("os", "system").pickled())),
+    "that calls eval": ("CWE-502", _pickled(_Global("builtins", "eval").pickled("1"))),
+    "that calls pip": ("CVE-2025-1716", _pickled(_Global("pip", "main").pickled("x"))),
+    "that imports torch.hub": ("CWE-502", _pickled(_Global("torch.hub", "load").pickled("x"))),
+    "whose global has escapes": ("case 13", _pickled(_Global("os\x1b]0;x\x07", "system\x1b[2J").pickled())),
     "of old pickles": ("CVE-2025-32434", lambda path: path.write_bytes(_Global("os", "system").pickled())),
-    "in old torch's layout": (
-        "CVE-2025-32434",
-        lambda path: torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False),
-    ),
+    "in old torch's layout": ("CVE-2025-32434", _saved(lambda: {"a": torch.ones(2)}, **_OLD)),
     "in a tar archive": ("CVE-2025-32434", _tar),
-    "that unpacks to 100 MB": (
-        "CVE-2019-9674",
-        lambda path: _archive(path, b"\x80\x02}.", records={"data/0": bytes(100 << 20)}, kind=zipfile.ZIP_DEFLATED),
-    ),
+    "that unpacks to 100 MB": ("CVE-2019-9674", _pickled(b"\x80\x02}.", **_ZEROS)),
     "whose pickle unpacks to 80 MB": (
         "CVE-2019-9674",
-        lambda path: _archive(path, b"\x80\x02}." + bytes(80 << 20), kind=zipfile.ZIP_DEFLATED),
+        _pickled(b"\x80\x02}." + bytes(80 << 20), kind=zipfile.ZIP_DEFLATED),
     ),
     "with an entry that leads out": ("CVE-2007-4559", lambda path: _rezipped(path, _leading_out)),
     "with a record that is too short": ("CVE-2026-24747", lambda path: _rezipped(path, _shortened)),
     "with a record that no tensor has": ("CWE-436", lambda path: _rezipped(path, _with_unused)),
-    "with a sparse tensor": (
-        "CVE-2025-62164",
-        lambda path: torch.save({"norm.weight": torch.eye(32).to_sparse()}, path),
-    ),
-    "with 2^40 numbers out of one": (
-        "CVE-2026-7482",
-        lambda path: torch.save({"norm.weight": torch.ones(1).expand(1 << 40)}, path),
-    ),
-    "with an empty tensor of 2^40 columns": (
-        RESOURCES,
-        lambda path: torch.save({"norm.weight": torch.ones(0, 1 << 40)}, path),
-    ),
-    "with tensors that overlap": ("CWE-436", lambda path: torch.save(_shared(), path)),
-    "with a tensor on the meta device": (
-        "case 4",
-        lambda path: torch.save({"norm.weight": torch.ones(32, device="meta")}, path),
-    ),
-    "whose pickle doubles a tuple 60 times": ("case 1", lambda path: _archive(path, _DOUBLED)),
-    "whose pickle makes 2 GB of bytes": ("case 2", lambda path: _archive(path, _BYTEARRAY)),
-    "whose pickle makes 130,000 dicts in tuples": (
-        RESOURCES,
-        lambda path: _archive(path, b"\x80\x02" + b"}\x85" * 130_000 + b"."),
-    ),
-    "with a tensor that has attributes": ("case 3", lambda path: torch.save({"norm.weight": _with_a_note()}, path)),
-    "with a tensor in no record": (
-        "case 4",
-        lambda path: _archive(path, _IN_NO_RECORD, records={"data/0": bytes(128)}),
-    ),
-    "of a list": (TYPES, lambda path: torch.save([torch.ones(2)], path)),
-    "with numbers for names": (TYPES, lambda path: torch.save({1: torch.ones(2)}, path)),
-    "with a list for a tensor": (TYPES, lambda path: torch.save({"norm.weight": [1.0]}, path)),
-    "with escapes in a name": (TERMINAL, lambda path: torch.save({ESCAPES: torch.ones(2)}, path)),
-    "with 2,000 tensors that nobody knows": (
-        "case 11",
-        lambda path: torch.save({f"x{i}": torch.ones(1) for i in range(2000)}, path),
-    ),
+    "with a sparse tensor": ("CVE-2025-62164", _saved(lambda: {"norm.weight": torch.eye(32).to_sparse()})),
+    "with 2^40 numbers out of one": ("CVE-2026-7482", _saved(lambda: {"norm.weight": torch.ones(1).expand(1 << 40)})),
+    "with an empty tensor of 2^40 columns": (RESOURCES, _saved(lambda: {"norm.weight": torch.ones(0, 1 << 40)})),
+    "with tensors that overlap": ("CWE-436", _saved(_shared)),
+    "with a tensor on the meta device": ("case 4", _saved(lambda: {"norm.weight": torch.ones(32, device="meta")})),
+    "whose pickle doubles a tuple 60 times": ("case 1", _pickled(_DOUBLED)),
+    "whose pickle makes 2 GB of bytes": ("case 2", _pickled(_BYTEARRAY)),
+    "whose pickle makes 130,000 dicts in tuples": (RESOURCES, _pickled(b"\x80\x02" + b"}\x85" * 130_000 + b".")),
+    "with a tensor that has attributes": ("case 3", _saved(lambda: {"norm.weight": _with_a_note()})),
+    "with a tensor in no record": ("case 4", _pickled(_IN_NO_RECORD, records={"data/0": bytes(128)})),
+    "with escapes in a name": (TERMINAL, _saved(lambda: {ESCAPES: torch.ones(2)})),
+    "with 2,000 unknown tensors": ("case 11", _saved(lambda: {f"x{i}": torch.ones(1) for i in range(2000)})),
 }
-
-
-def _bad_pth(what: str, source: str, spoil: Callable[[Path], object]) -> None:
-    @exhibit(f"a .pth file {what}", source)
-    def make(folder: Path) -> Path:
-        spoil(copied(folder, "meta") / "consolidated.00.pth")
-        return folder
-
-
 for _what, (_source, _spoil) in PTH_FILES.items():
-    _bad_pth(_what, _source, _spoil)
+    add(f"a .pth file {_what}", _source, spoiled("meta", "consolidated.00.pth", _spoil))
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
@@ -702,39 +680,20 @@ TOKENIZERS: dict[str, tuple[str, str, bytes]] = {
     "that ends at once": (TRUNCATED, "tokenizer.json", b"{"),
     "without a model": (TRUNCATED, "tokenizer.json", b"{}"),
 }
-
-
-def _bad_tokenizer(what: str, source: str, file: str, content: bytes) -> None:
-    @exhibit(f"{file} {what}", source)
-    def make(folder: Path) -> Path:
-        (copied(folder, "meta" if file.endswith("model") else "huggingface") / file).write_bytes(content)
-        return folder
-
-
 for _what, (_source, _file, _content) in TOKENIZERS.items():
-    _bad_tokenizer(_what, _source, _file, _content)
+    _home = "meta" if _file.endswith("model") else "huggingface"
+    add(f"{_file} {_what}", _source, replaced(_home, _file, _content))
 
 
-def _changed_tokenizer(what: str, source: str, change: Callable[[dict[str, Any]], object]) -> None:
-    @exhibit(f"a tokenizer.json {what}", source)
-    def make(folder: Path) -> Path:
-        path = copied(folder, "huggingface")
-        file = path / "tokenizer.json"
-        spec = json.loads(file.read_text())
-        change(spec)
-        file.write_text(json.dumps(spec))
-        return path
-
-
-def _added(key: str, value: object) -> Callable[[dict[str, Any]], object]:
+def _added(key: str, value: object) -> Change:
     return lambda spec: spec["added_tokens"][1].update({key: value})
 
 
-def _model(**values: object) -> Callable[[dict[str, Any]], object]:
+def _model(**values: object) -> Change:
     return lambda spec: spec["model"].update(values)
 
 
-def _chain(length: int) -> Callable[[dict[str, Any]], object]:
+def _chain(length: int) -> Change:
     """Merges that make "a" twice, three times, ... as long; the last one's parts took cubic work to find."""
 
     def change(spec: dict[str, Any]) -> None:
@@ -746,38 +705,23 @@ def _chain(length: int) -> Callable[[dict[str, Any]], object]:
     return change
 
 
-_TOKENIZER_CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+_CHANGES: dict[str, tuple[str, Change]] = {
     "with a chain of 1,023 merges": ("case 7", _chain(1023)),
-    **{f"with {value!r} for an added token's id": ("case 17", _added("id", value)) for value in (-1, 5.5, 519.0, True)},
+    "with -1 for an added token's id": ("case 17", _added("id", -1)),
     "with half a character in an added token": ("case 17", _added("content", "\ud800")),
     "with an empty added token": ("case 17", _added("content", "")),
-    "with a text for a flag of an added token": (TYPES, _added("lstrip", "false")),
-    "with merges that are numbers": (TYPES, _model(merges=[1, 2])),
-    "with merges of tokens that it lacks": (TRUNCATED, _model(merges=[["no", "such"]])),
-    "with two tokens of one id": (TYPES, _model(vocab={"a": 1, "b": 1})),
     "with ids of 2^40": (RESOURCES, _model(vocab={"a": 1 << 40})),
-    "with a text for byte_fallback": (TYPES, _model(byte_fallback="false")),
-    "with dropout": ("differs from the model", _model(dropout=0.5)),
-    "of word pieces": ("differs from the model", _model(type="WordPiece")),
     "with a regex that takes exponential time": (
         "CWE-1333",
         lambda spec: spec.update(
             pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
         ),
     ),
-    "with a normaliser that loses text": (
-        "differs from the model",
-        lambda spec: spec.update(normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": ""}),
-    ),
-    "with a normaliser of a stranger's table": (
-        "CWE-789, memory by claim",
+    "with a normaliser of an untrusted table": (
+        RESOURCES,
         lambda spec: spec.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-    ),
-    "with a decoder that makes other text": (
-        "differs from the model",
-        lambda spec: spec.update(decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}),
     ),
     "with escapes in a key": (TERMINAL, lambda spec: spec.update({ESCAPES: 1})),
 }
-for _what, (_source, _change) in _TOKENIZER_CHANGES.items():
-    _changed_tokenizer(_what, _source, _change)
+for _what, (_source, _change) in _CHANGES.items():
+    add(f"a tokenizer.json {_what}", _source, changed("huggingface", "tokenizer.json", _change))

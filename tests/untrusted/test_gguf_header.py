@@ -1,4 +1,4 @@
-"""The header of a .gguf file: values as they were written, no more kept than is wanted, and llama.cpp's rules."""
+"""The header of a .gguf file: values as they were written, only the requested arrays, and llama.cpp's rules."""
 
 import struct
 import tracemalloc
@@ -6,10 +6,24 @@ from pathlib import Path
 
 import pytest
 from checkpoints import config_of, meta_weights, random_model, write_gguf
-from museum.exhibits import ARRAY, BOOL, DATA, GGUF_FILES, STRING, U8, U16, U32, array, header, number, tensor, text
+from untrusted.malformed.cases import (
+    ARRAY,
+    BOOL,
+    DATA,
+    GGUF_FILES,
+    STRING,
+    U8,
+    U16,
+    U32,
+    array,
+    header,
+    number,
+    tensor,
+    text,
+)
 
 from llama.checkpoint import open_checkpoint
-from llama.untrusted.gguf_header import Unread, parse_header, read_header
+from llama.untrusted.gguf_header import Unread, parse_header, read_gguf_header
 
 
 @pytest.mark.parametrize("what", [what for what in GGUF_FILES if "architecture" not in what])
@@ -19,7 +33,7 @@ def test_headers_that_lie_are_refused(what: str) -> None:
             parse_header(GGUF_FILES[what][1], arrays=arrays)
 
 
-def test_arrays_that_nobody_asked_for_are_stepped_over() -> None:
+def test_arrays_that_are_not_requested_are_skipped() -> None:
     data = header(
         array(U8, 2, b"ab", key=b"bytes"),
         array(STRING, 2, text(b"x") + text("é".encode()), key=b"texts"),
@@ -39,7 +53,7 @@ def test_arrays_that_nobody_asked_for_are_stepped_over() -> None:
     assert none == {"bytes": Unread(2), "texts": Unread(2), "flags": Unread(2), "k": 7}
 
 
-def test_an_array_that_nobody_asked_for_takes_no_memory_and_the_file_loads(tmp_path: Path) -> None:
+def test_an_array_that_is_not_requested_takes_no_memory_and_the_file_loads(tmp_path: Path) -> None:
     model = random_model(config_of())
     path = write_gguf(tmp_path / "model.gguf", meta_weights(model), model.config)
     raw = path.read_bytes()
@@ -70,7 +84,7 @@ def test_totals_are_bounded_not_only_single_counts() -> None:
         parse_header(header(*numbers))
     assert parse_header(header(*numbers) + bytes(64), arrays=()).metadata == {"a": Unread(half), "b": Unread(half)}
     long = [array(STRING, 9, text(bytes(1 << 20)) * 9, key=key) for key in (b"a", b"b")]
-    with pytest.raises(ValueError, match="over the limit, or leaves the header"):
+    with pytest.raises(ValueError, match="is over a limit"):
         parse_header(header(*long))
     assert parse_header(header(*long), arrays=()).metadata == {"a": Unread(9), "b": Unread(9)}
 
@@ -100,7 +114,7 @@ def test_tensors_lie_side_by_side_in_the_order_of_the_table(tensors: tuple[bytes
 def test_a_truth_value_is_0_or_1_also_in_an_array() -> None:
     with pytest.raises(ValueError, match="neither 0 nor 1"):
         parse_header(header(array(BOOL, 3, b"\0\1\2")))
-    with pytest.raises(ValueError, match="is not supported here"):
+    with pytest.raises(ValueError, match="a value of type 9 is not supported"):
         parse_header(header(array(ARRAY, 1, bytes(64))))
     with pytest.raises(ValueError, match="needed at byte"):
         parse_header(header(array(U32, 1 << 40)), arrays=())
@@ -109,4 +123,4 @@ def test_a_truth_value_is_0_or_1_also_in_an_array() -> None:
 def test_an_empty_file_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(ValueError, match="it is empty"):
-        read_header(tmp_path / "model.gguf")
+        read_gguf_header(tmp_path / "model.gguf")

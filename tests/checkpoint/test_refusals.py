@@ -1,0 +1,264 @@
+"""Incomplete and contradictory checkpoints are refused with a message that explains them; see untrusted/malformed."""
+
+import json
+import os
+import pickle
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    N_WORDS,
+    config_of,
+    finish,
+    gguf_writer,
+    meta_params,
+    meta_weights,
+    random_model,
+    write_gguf,
+    write_huggingface,
+    write_meta,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from llama.checkpoint import CheckpointError, open_checkpoint
+from llama.untrusted.gguf_header import read_gguf_header
+
+MODEL = random_model(config_of())
+WEIGHTS = meta_weights(MODEL)
+
+
+def refusal(path: Path) -> str:
+    """Return the message with which the path is refused, after checking that it came at once."""
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(path)
+    assert time.perf_counter() - start < 1
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("originals")
+    return {
+        "meta": write_meta(directory / "meta", WEIGHTS, meta_params(MODEL.config)),
+        "huggingface": write_huggingface(directory / "huggingface", MODEL, max_shard_size="60KB"),
+        "gguf": write_gguf(directory / "model.gguf", WEIGHTS, MODEL.config),
+    }
+
+
+@pytest.fixture
+def meta(originals: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(originals["meta"], tmp_path / "meta")
+
+
+@pytest.fixture
+def huggingface(originals: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(originals["huggingface"], tmp_path / "huggingface")
+
+
+# ---- what is not there -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_checkpoint_is_answered_with_what_is_needed(tmp_path: Path) -> None:
+    assert "there is no such file" in refusal(tmp_path / "nowhere")
+    assert "contains no weights, found nothing" in refusal(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    assert "is not a checkpoint" in refusal(tmp_path / "notes.txt")
+    assert "contains no weights, found notes.txt; a checkpoint is" in refusal(tmp_path)
+
+
+def test_one_file_of_a_checkpoint_is_answered_with_its_directory(meta: Path, huggingface: Path) -> None:
+    for file in [*meta.iterdir(), *huggingface.glob("*.safetensors"), huggingface / "config.json"]:
+        assert f"pass its directory: {file.parent}" in refusal(file)
+
+
+def test_half_a_checkpoint_is_answered_with_what_it_lacks(meta: Path, huggingface: Path) -> None:
+    for folder, names in (
+        (meta, ("params.json", "tokenizer.model")),
+        (huggingface, ("config.json", "tokenizer.json", "model-00002-of-00004.safetensors")),
+    ):
+        for name in names:
+            (folder / name).rename(folder.parent / name)
+            assert f"lacks {name}" in refusal(folder)
+            (folder.parent / name).rename(folder / name)
+
+
+def test_config_without_weights(meta: Path, huggingface: Path) -> None:
+    for directory in (meta, huggingface):
+        for file in [*directory.glob("*.pth"), *directory.glob("*.safetensors*")]:
+            file.unlink()
+        assert "contains no weights, found" in refusal(directory)
+    (huggingface / "pytorch_model.bin").write_bytes(b"")  # as transformers wrote before safetensors
+    assert "pytorch_model.bin" in refusal(huggingface)
+
+
+def test_two_checkpoints_in_one_directory(meta: Path, huggingface: Path, originals: dict[str, Path]) -> None:
+    shutil.copy(originals["gguf"], huggingface)
+    assert "more than one checkpoint (weights of Hugging Face's .safetensors and .gguf)" in refusal(huggingface)
+    (meta / "consolidated.00.pth").unlink()
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(originals["gguf"], meta / name)
+    assert "more than one checkpoint (a.gguf, b.gguf)" in refusal(meta)
+    (meta / "a.gguf").unlink()
+    assert open_checkpoint(meta).args.dim == 32
+
+
+def test_truncated_weights(meta: Path, huggingface: Path, originals: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(originals["gguf"], tmp_path / "model.gguf")
+    shard = sorted(huggingface.glob("*.safetensors"))[0]
+    for file, opened in [
+        (meta / "consolidated.00.pth", meta),
+        (shard, huggingface),
+        (tmp_path / "model.gguf", tmp_path / "model.gguf"),
+    ]:
+        size = file.stat().st_size
+        for kept in (size - 1, size // 2, 10, 0):
+            os.truncate(file, kept)
+            assert str(file) in refusal(opened)
+
+
+def test_a_tokenizer_that_does_not_fit(meta: Path) -> None:
+    params = meta_params(MODEL.config) | {"vocab_size": N_WORDS - 1}
+    (meta / "params.json").write_text(json.dumps(params))
+    assert f"has {N_WORDS} tokens and the model only {N_WORDS - 1}" in refusal(meta)
+    (meta / "tokenizer.model").write_text("nonsense\n")
+    assert "tokenizer.model: is not a tokenizer that can be used: line 1: " in refusal(meta)
+    (meta / "tokenizer.model").write_bytes(b"\n\x03\n\x01a\x12\x02\x18\x02")  # as spm_train writes it by default
+    said = refusal(meta)
+    assert (said.count("tokenizer.model"), said.count("can be used")) == (1, 1)
+    assert "used: SentencePiece: remove_extra_whitespaces=true is not supported: it drops spaces" in said
+    assert "train with spm_train --remove_extra_whitespaces=false" in said
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_missing_unexpected_and_misshapen_are_all_named(huggingface: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in huggingface.glob("*.safetensors"):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (huggingface / "model.safetensors.index.json").unlink()
+    for i in (0, 1):
+        del tensors[f"model.layers.{i}.mlp.up_proj.weight"]
+        tensors[f"model.layers.{i}.self_attn.q_proj.bias"] = torch.zeros(32)
+    tensors["model.norm.weight"] = torch.ones(31)
+    save_file(tensors, huggingface / "model.safetensors")
+    message = refusal(huggingface)
+    assert "missing: model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight" in message
+    assert "unexpected: model.layers.0.self_attn.q_proj.bias, model.layers.1.self_attn.q_proj.bias" in message
+    assert "wrong shape: model.norm.weight is (31,) and must be (32,)" in message
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("evil-was-here",)
+
+
+def test_pickles_that_run_code(meta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = meta / "consolidated.00.pth"
+    torch.save({"norm.weight": Evil()}, path)
+    assert "is not a .pth file that can be used" in refusal(meta)
+    path.write_bytes(pickle.dumps(Evil()))
+    assert "not a zip archive" in refusal(meta)
+    torch.save(WEIGHTS, path, _use_new_zipfile_serialization=False)
+    assert "not a zip archive" in refusal(meta)
+    assert not (tmp_path / "evil-was-here").exists()
+
+
+def test_shards_that_do_not_hold_the_same_names_or_shapes_or_dtypes(tmp_path: Path) -> None:
+    write_meta(tmp_path, WEIGHTS, meta_params(MODEL.config), shards=2)
+    path = tmp_path / "consolidated.01.pth"
+    shard = torch.load(path, weights_only=True)
+    name = "layers.1.feed_forward.w1.weight"
+    torch.save({**shard, name: shard[name].bfloat16()}, path)
+    assert f"{name} has different dtypes or shapes in the shards" in refusal(tmp_path)
+    torch.save({**shard, name: shard[name][1:].clone()}, path)
+    assert f"{name} has different dtypes or shapes in the shards" in refusal(tmp_path)
+    torch.save({other: tensor for other, tensor in shard.items() if other != name}, path)
+    assert f"only one of consolidated.00.pth and consolidated.01.pth has {name}" in refusal(tmp_path)
+
+
+def test_a_shard_of_a_matrix_that_is_cut_by_columns_must_be_a_matrix(tmp_path: Path) -> None:
+    write_meta(tmp_path, WEIGHTS, meta_params(MODEL.config), shards=2)
+    for path in tmp_path.glob("*.pth"):
+        shard = torch.load(path, weights_only=True)
+        shard["layers.1.feed_forward.w2.weight"] = torch.ones(32)  # as many rows as it needs, and no columns
+        torch.save(shard, path)
+    assert "wrong shape: layers.1.feed_forward.w2.weight is (64,) and must be (32, 64)" in refusal(tmp_path)
+
+
+# ---- metadata of GGUF ------------------------------------------------------------------------------------------------
+
+VALUES: dict[str, Any] = {
+    **{"uint8": 200, "int8": -100, "uint16": 60_000, "int16": -30_000, "uint32": 4 * 10**9, "int32": -2 * 10**9},
+    **{"uint64": 1 << 63, "int64": -(1 << 62), "float32": -0.15625, "float64": 0.1, "bool": True, "string": "naïve"},
+    "array": ["a", "", "naïve"],
+}
+
+
+def test_metadata_of_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
+    writer = gguf_writer(tmp_path / "model.gguf", MODEL.config)
+    for kind, value in VALUES.items():
+        getattr(writer, f"add_{kind}")(f"a.{kind}", value)
+    writer.add_array("numbers", [-1, 0, 1])
+    finish(writer)
+    found = read_gguf_header(tmp_path / "model.gguf").metadata
+    assert {kind: found[f"a.{kind}"] for kind in VALUES} == VALUES
+    assert all(type(found[f"a.{kind}"]) is type(value) for kind, value in VALUES.items())
+    assert found["numbers"] == [-1, 0, 1]
+    assert found["llama.block_count"] == MODEL.config.num_hidden_layers
+
+
+# Of each key the values that change nothing.
+PLAIN: dict[str, tuple[str, list[Any]]] = {
+    "split.count": ("uint16", [0, 1]),
+    "llama.expert_count": ("uint32", [0]),
+    "llama.rope.scaling.type": ("string", ["none"]),
+    "llama.rope.scaling.factor": ("float32", [0.0, 1.0]),
+    "llama.rope.scale_linear": ("float32", [0.0, 1.0]),
+    "llama.attention.sliding_window": ("uint32", [0]),
+    "llama.attention.causal": ("bool", [True]),
+    "llama.attention.scale": ("float32", [0.0]),
+    "llama.attention.clamp_kqv": ("float32", [0.0]),
+    "llama.attention.max_alibi_bias": ("float32", [0.0]),
+    "llama.embedding_scale": ("float32", [0.0, 1.0]),
+    "llama.residual_scale": ("float32", [1.0]),
+    "llama.logit_scale": ("float32", [1.0]),
+}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_metadata_that_changes_nothing_is_let_pass(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf_writer(path, MODEL.config)
+    for key, (kind, values) in PLAIN.items():
+        getattr(writer, f"add_{kind}")(key, values[min(number, len(values) - 1)])
+    finish(writer)
+    assert "missing: " in refusal(path)  # the tensors are checked after the metadata, and this file has none
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_damage_to_a_gguf_header_is_refused_or_harmless(originals: dict[str, Path], data: st.DataObject) -> None:
+    raw = bytearray(originals["gguf"].read_bytes())
+    table = raw.index(b"token_embd.weight")
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.one_of(st.integers(0, 700), st.integers(table - 40, table + 1500)))
+        raw[at] = data.draw(st.integers(0, 255))
+    path = originals["gguf"].with_name("damaged.gguf")
+    path.write_bytes(raw)
+    try:
+        found = open_checkpoint(path)
+    except CheckpointError:
+        return
+    assert sum(torch.Size(weight.shape).numel() for weight in found.tensors.values()) * 4 < 2 * len(raw)

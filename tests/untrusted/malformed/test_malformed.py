@@ -1,0 +1,107 @@
+"""Every malformed checkpoint is rejected at once, within the memory of its files, and with a printable reason."""
+
+import json
+import multiprocessing
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from untrusted.malformed import measure
+from untrusted.malformed.cases import CASES, METADATA
+from untrusted.malformed.measure import MIB, originals, written
+
+from llama.checkpoint import CheckpointError, open_checkpoint
+
+
+def write_results(path: Path) -> None:
+    path.write_text("".join(json.dumps(asdict(result)) + "\n" for result in measure.results()))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Open all cases in a fork of this process, which has imported everything already."""
+    path = tmp_path_factory.mktemp("malformed") / "results"
+    with warnings.catch_warnings(action="ignore"):  # of a fork beside threads, which do not matter here
+        process = multiprocessing.get_context("fork").Process(target=write_results, args=(path,))
+        process.start()
+    process.join()
+    assert process.exitcode == 0
+    return {result["name"]: result for result in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_refused_at_once_with_its_path_and_a_printable_reason(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    result = results[name]
+    assert result["error"] == "CheckpointError", result
+    assert result["message"].isprintable()
+    assert len(result["message"]) < 1000
+    assert "malformed" in result["message"]  # the folder's name: a message has the path
+    assert result["seconds"] <= 0.1 + 0.02 * result["parsed"] / MIB, result
+    if result["memory"] is not None:
+        assert result["memory"] <= result["size"] + 64 * MIB, result
+
+
+@pytest.mark.parametrize("what", METADATA)
+def test_metadata_is_refused_before_tensors_are_missed(what: str, results: dict[str, dict[str, Any]]) -> None:
+    limits = ("512 layers, of which it has 2",)  # valid by itself
+    assert ("missing: " in results[f"a .gguf file with {what}"]["message"]) == (what in limits)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with originals() as found:
+        yield found
+
+
+EXPLAINED = {
+    "a .gguf path that is a named pipe": "is not a regular file, or is a broken link; a checkpoint is",
+    "model.gguf of model.gguf is a named pipe": "it is a named pipe, not a regular file",
+    "params.json of meta is a link to a device": "it is a device, not a regular file",
+    "params.json of 60,000 keys, one twice": "repeats the key '0000'",
+    "config.json with 512 layers, of which the file has 2": " and 4,580 more",
+    "config.json with 0 for a flag": "tie_word_embeddings=0 must be true or false",
+    "params.json with 10,000 unknown keys of escapes": r"\x1b[2J\n\x00\u202e\u2028\x9b00000, ",
+    "an index of 20,000 tensors that no shard holds": "0004 and 19,990 more",
+    "model.safetensors with 10,000 unknown tensors": " and 9,990 more",
+    "model.safetensors with a tensor twice": "repeats the key 'a'",
+    "model.safetensors with a hole": "b begins at byte 8 and must begin at 4: there is an overlap or gap",
+    "model.safetensors with true in a shape": "a has [True] where whole numbers from 0 on must be",
+    "a .gguf file with 10,000 unknown tensors": r"unexpected: \x1b[0, \x1b[1, \x1b[10, ",
+    "a .gguf file with a hole between tensors": "b is at offset 64 and must be at 32, the end of the previous tensor",
+    "a .gguf file with a float for BOS": "tokenizer.ggml.bos_token_id=264.0 must be a whole number from 0 on",
+    "a .gguf file with a negative id for BOS": "tokenizer.ggml.bos_token_id=-1 must be a whole number from 0 on",
+    "a .gguf file with text for add_bos_token": "tokenizer.ggml.add_bos_token='false' must be true or false",
+    "a .gguf file with an array for a chat template": "the chat template is Unread(count=1) and must be a text",
+    "a .gguf file whose BOS is a user's token of no letters": "an added token is empty",
+    "a .gguf file with numbers for tokens": "tokenizer.ggml.tokens must be an array, of which each value is text",
+    "a .gguf file with an array for a number of heads": "n_kv_heads=Unread(count=2) must be a whole number",
+    "a .gguf file of 4 million empty strings": "it has more strings than the limit of 1048576",
+    "params.json with keys of another library": "has unknown keys: lora_args, quantization_args",
+    "config.json with -1 words": "vocab_size=-1 must be a whole number of at least 1",
+    "a place in the index that leads to the root": "names '/etc/passwd.safetensors', which is not the plain name",
+    "a place in the index that is the folder above": "names '..', which is not a .safetensors file",
+    "a place in the index that is another shard's": "the file and the index disagree about model.norm.weight",
+    "a .gguf file with two RoPE scalings": "has rope_freqs.weight and another RoPE scaling",
+    "an index whose map is a list": "lacks weight_map",
+    "model.safetensors with whole numbers for weights": "a is I32; supported: F64, F32, F16, BF16",
+    "a .pth file with a record that no tensor has": "record 'data/999' belongs to no tensor",
+}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_the_reason_is_named(name: str, folder: Path) -> None:
+    with written(name, folder) as path, pytest.raises(CheckpointError, match=re.escape(EXPLAINED[name])):
+        open_checkpoint(path)
+
+
+def test_the_cases_have_sources_and_cover_every_format() -> None:
+    assert len(CASES) >= 290
+    assert all(case.source for case in CASES.values())
+    for word in (".pth", "safetensors", ".gguf", "config.json", "params.json", "tokenizer", "index"):
+        assert sum(word in name for name in CASES) >= 8, word
