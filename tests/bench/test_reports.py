@@ -38,8 +38,8 @@ from llama.bench.report.contents import NOISY, title
 from llama.bench.report.derived import crossovers, fit, fits, growth
 from llama.bench.report.files import write_json, write_report
 from llama.bench.report.findings import findings, range_faster
-from llama.bench.report.page import page
-from llama.bench.report.plots import Look, as_png, as_svg, figures, heading
+from llama.bench.report.page import report_page
+from llama.bench.report.plots import PictureLook, as_png, as_svg, figures, heading
 from llama.bench.report.plots.canvas import error_bars, new_figure
 from llama.bench.report.tables import comparison_words
 from llama.bench.report.text import alarms_text, cell_text, report_csv, report_markdown, table_markdown
@@ -197,7 +197,7 @@ def test_a_violated_check_shows_everywhere() -> None:
     report["rows"].append(check(0, "same tokens", VIOLATION, "violated"))
     assert f"  VIOLATED      same tokens: {VIOLATION}" in cell_text(report, 0)
     assert f"**VIOLATED** batch 8, cache on: same tokens: {VIOLATION}" in report_markdown(report)
-    shown = page(report)
+    shown = report_page(report)
     assert shown.index("VIOLATED") < shown.index(html.escape(READING[0]))
     assert csv_rows(report)[0]["violated_checks"] == "1"
 
@@ -225,7 +225,7 @@ def test_a_dead_cell_says_so_and_the_others_stand() -> None:
     alive, died = rows_of(table_markdown(report), "Every cell")
     assert alive[-1] == "3 (93 steps)"
     assert died[3:] == ["died", *["not measured"] * 6, "not observed", "not measured", "0"]
-    for shown in (table_markdown(report), report_markdown(report), page(report)):
+    for shown in (table_markdown(report), report_markdown(report), report_page(report)):
         assert "batch 16, cache off died: its process was killed (signal 9)" in shown
     assert "This cell: died: its process was killed" in cell_text(report, 1)
     assert "times faster" not in table_markdown(report)
@@ -234,7 +234,7 @@ def test_a_dead_cell_says_so_and_the_others_stand() -> None:
 
 def test_a_cell_that_was_not_measured_yet_did_not_die() -> None:
     report = only_cell(table_report([{}], model=None, ceilings=None, environment={}, reading=[]), 0)
-    for shown in (table_markdown(report), report_markdown(report), page(report), cell_text(report, 0)):
+    for shown in (table_markdown(report), report_markdown(report), report_page(report), cell_text(report, 0)):
         assert "not measured" in shown
         assert "died" not in shown
     assert figures(report) == {}
@@ -466,8 +466,8 @@ def test_a_noisy_report_says_so_first_wherever_it_is_read() -> None:
     assert title(report) == f"With and without KV cache: {NOISY}"
     assert report_markdown(report).startswith(f"# {title(report)}\n")
     assert table_markdown(report).startswith(NOISY)
-    assert page(report).index("NOISY") < page(report).index(html.escape(READING[0]))
-    assert "NOISY" not in page(calm)
+    assert report_page(report).index("NOISY") < report_page(report).index(html.escape(READING[0]))
+    assert "NOISY" not in report_page(calm)
     assert cell_text(report, 0).startswith(f"{NOISY}\nBatch size: 1\n")
     assert cell_text(report, 1).startswith("Batch size: 1\n")
     assert {row["noisy"] for row in csv_rows(report)} == {"yes"}
@@ -583,7 +583,7 @@ def test_an_unfinished_preset_has_no_empty_tables_or_pictures(report: Report) ->
 def test_the_page_is_complete_in_itself_and_has_every_picture_wide_and_narrow(
     report: Report, drawn: dict[str, Figure]
 ) -> None:
-    shown = page(report)
+    shown = report_page(report)
     assert sorted(drawn) == sorted(PICTURES[report["preset"]])
     assert not re.search(r"\b(?:src|srcset|action)=|\bhref=(?!\"#)|https?:|<script|<link|@import|url\((?!#)", shown)
     for sentence in [*report["reading"], report["command"]]:
@@ -649,8 +649,8 @@ def words_of(figure: Figure) -> list[Text]:
     return [one for one in figure.findobj(Text) if one.get_visible() and one.get_text().strip() and one not in kept]
 
 
-@pytest.mark.parametrize("look", [Look(), Look(narrow=True)], ids=["wide", "narrow"])
-def test_no_words_of_a_picture_lie_on_others_or_leave_it_or_are_small(look: Look) -> None:
+@pytest.mark.parametrize("look", [PictureLook(), PictureLook(narrow=True)], ids=["wide", "narrow"])
+def test_no_words_of_a_picture_lie_on_others_or_leave_it_or_are_small(look: PictureLook) -> None:
     ways: list[dict[str, Any]] = [{}, {"engine": "transformers"}, {"fast": True, "path": "native"}]
     crowd = table_report([{**way, "kv_caching": on} for way in ways for on in (True, False)])
     for report in (crowd, sweep_report(), caches_report(), chat_report()):
@@ -676,7 +676,7 @@ def test_pictures_are_drawn_at_their_size_and_alike_each_time(report: Report, dr
         assert 300 < height < 1400
         assert svg.startswith("<svg viewBox=")
         assert (as_png(again[name]), as_svg(again[name])) == (png, svg)
-    assert page(report) == page(report)
+    assert report_page(report) == report_page(report)
 
 
 def test_bars_reach_from_p10_to_p90_and_never_past_the_median() -> None:
@@ -686,7 +686,7 @@ def test_bars_reach_from_p10_to_p90_and_never_past_the_median() -> None:
 
 
 def test_panels_stand_three_in_a_row_or_narrow_one_under_another() -> None:
-    for look, rises in ((Look(), [0, 0, 2, 2, 4]), (Look(narrow=True), [0, 4, 6, 10, 12])):
+    for look, rises in ((PictureLook(), [0, 0, 2, 2, 4]), (PictureLook(narrow=True), [0, 4, 6, 10, 12])):
         made = [
             new_figure(look, "a heading", "small words", heights=[2.0] * count, times=()) for count in (1, 3, 4, 6, 7)
         ]
@@ -704,7 +704,7 @@ def test_texts_of_others_stay_texts() -> None:
     report = dead(table_report(PAIR, command=EVIL, reading=[EVIL]), 1)
     row_of(report, 0).update(text=EVIL, notes=[EVIL])
     row_of(report, 1).update(error=f"died: {EVIL}")
-    for shown in (page(report), report_markdown(report)):
+    for shown in (report_page(report), report_markdown(report)):
         assert "<script" not in shown
         assert "<img src=http" not in shown
     died = [row for row in rows_of(report_markdown(report), "Every cell") if row[3] == "died"]
@@ -754,7 +754,7 @@ def test_a_report_is_written_as_files_and_read_back_equal(tmp_path: Path) -> Non
     ]
     assert [path.relative_to(folder).as_posix() for path in paths] == names
     assert json.loads(paths[0].read_text("utf-8")) == report
-    assert paths[3].read_text("utf-8") == page(report)
+    assert paths[3].read_text("utf-8") == report_page(report)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert sorted(before) == sorted(paths)  # no half-written file is left
     report["budget_minutes"] = float("nan")
@@ -784,7 +784,7 @@ def test_a_browser_shows_every_picture_at_a_readable_size_and_the_page_at_its_wi
     tmp_path: Path, preset: str, width: int
 ) -> None:
     report, file = REPORTS[preset](), tmp_path / "page.html"
-    file.write_text(f"<!DOCTYPE html><body>{LOOK % (width, html.escape(page(report)))}", "utf-8")
+    file.write_text(f"<!DOCTYPE html><body>{LOOK % (width, html.escape(report_page(report)))}", "utf-8")
     program = "chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --virtual-time-budget=5000"
     flags = ["--window-size=1700,1000", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()]
     done = subprocess.run([*program.split(), *flags], capture_output=True, text=True, timeout=120, check=True)

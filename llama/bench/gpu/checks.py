@@ -21,11 +21,11 @@ from llama.model import Transformer
 logger = logging.getLogger(__name__)
 
 # For the comparison of ids: no size is a multiple of a kernel's tile, and three queries share a key.
-ODD = ModelArgs(
+_ODD = ModelArgs(
     dim=132, n_heads=6, n_kv_heads=2, head_dim=24, ffn_dim=200, vocab_size=1003, n_layers=2, max_seq_len=2048,
     tied_head=True,
 )  # fmt: skip
-ROWS = (1, 3, 17)  # one row, several, and many
+_ROWS = (1, 3, 17)  # one row, several, and many
 
 Outcome = tuple[bool, str]  # whether a check passed, and what was seen
 Claim = Callable[[], Outcome]
@@ -56,12 +56,12 @@ def check_gpu(cell: Cell, *, part: str) -> dict[str, Any]:
 
 def claims_of_ids(device: torch.device) -> Iterator[tuple[str, Claim]]:
     """Yield the claims that each path gives the ids of the plain path without the cache."""
-    odd = uneven_model(ODD, torch.float32, device)
+    odd = uneven_model(_ODD, torch.float32, device)
     layer: RunLayer = Compiled(run_layer, COMPILER) if device.type == "cuda" else run_layer
     steps = {name: GraphRunner(ops, layer) for name, ops in kernels_of(device).items()}
     paths = [("plain path", None, True), *((f"{name} kernels", step, True) for name, step in steps.items())]
     paths.append(("compiled layers", steps["compiled"], False))
-    for rows in ROWS:
+    for rows in _ROWS:
         without = greedy(odd, None, rows, kv_caching=False)
         for path, step, kv_caching in paths:
             mode = "with the cache" if kv_caching else "without the cache"

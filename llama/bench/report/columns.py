@@ -40,7 +40,7 @@ class Column:
         return str(value)
 
 
-COLUMNS = {
+TABLE_COLUMNS = {
     "seconds": Column(
         "time, s", "the whole job: from the call with the prompts until the last token of all rows is on the host",
         form=".2f", estimated=True,
@@ -128,7 +128,7 @@ class Table:
 
 def column(name: str) -> Column:
     """Return a declared column, or one with the name as its head."""
-    return COLUMNS.get(name, Column(name.replace("_", " "), missing="none"))
+    return TABLE_COLUMNS.get(name, Column(name.replace("_", " "), missing="none"))
 
 
 def written(row: Mapping[str, Any], name: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llama.bench.report.cells import CellView, cell_views
-from llama.bench.report.columns import COLUMNS, NOT_MEASURED, Table
+from llama.bench.report.columns import NOT_MEASURED, TABLE_COLUMNS, Table
 from llama.bench.report.tables import (
     MARKS,
     cache_tables,
@@ -74,7 +74,10 @@ def report_sections(report: Report) -> list[Section]:
     ]
     heads = {head for section in found for table in section.tables if table for head in table.heads}
     words = CHAT_TERMS if report["preset"] == "chat" else []
-    words = [*words, *(f"{one.head}: {one.meaning}" for one in COLUMNS.values() if one.meaning and one.head in heads)]
+    words = [
+        *words,
+        *(f"{one.head}: {one.meaning}" for one in TABLE_COLUMNS.values() if one.meaning and one.head in heads),
+    ]
     found.append(Section("What the words mean", [Table("", notes=[*words, *TERMS])], folded=False))
     return [replace(one, tables=[table for table in one.tables if table]) for one in found]
 

@@ -42,7 +42,7 @@ def saved(report: Report) -> list[Derived]:
     return found
 
 
-def steps(report: Report) -> list[Derived]:
+def step_pairs(report: Report) -> list[Derived]:
     """Return the time of a step with the cache and without at each batch size and context, and the cache's bytes."""
     found: dict[tuple[int, int, int], Derived] = {}
     for row in rows_of(report, "step"):
@@ -61,7 +61,7 @@ def steps(report: Report) -> list[Derived]:
 
 def step_groups(report: Report) -> list[tuple[str, str, list[Derived]]]:
     """Return (title, varying column, rows) of steps that are shown together: by context, and of a sweep by batch."""
-    timed = [row for row in steps(report) if row["n"]]
+    timed = [row for row in step_pairs(report) if row["n"]]
     if report["preset"] == "sweep":
         length = report["cells"][0]["input_len"]
         found = [("batch 1", "context", [row for row in timed if row["batch_size"] == 1])]

@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
-from llama.bench.report.page import page
+from llama.bench.report.page import report_page
 from llama.bench.report.plots import as_png, figures
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.schema import Report
 from llama.host.files import keep_file, replace_file
 
-STEPS = "watch.html"
+STEPS_FILE = "watch.html"
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
@@ -22,7 +22,7 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     files = {
         "report.md": report_markdown(report).encode(),
         "table.csv": report_csv(report).encode(),
-        "page.html": page(report, steps_of(folder)).encode(),
+        "page.html": report_page(report, steps_of(folder)).encode(),
     }
     files |= {f"plots/{name}.png": as_png(figure) for name, figure in figures(report).items()}
     return [results, *(replace_file(folder / name, content) for name, content in files.items())]
@@ -30,12 +30,12 @@ def write_report(report: Report, folder: Path) -> list[Path]:
 
 def keep_steps(folder: Path, steps: str) -> None:
     """Write the page of a recorded generation, which the report's page then includes."""
-    replace_file(folder / STEPS, steps.encode())
+    replace_file(folder / STEPS_FILE, steps.encode())
 
 
 def steps_of(folder: Path) -> str | None:
     """Return that page, or None."""
-    return (folder / STEPS).read_text("utf-8") if (folder / STEPS).is_file() else None
+    return (folder / STEPS_FILE).read_text("utf-8") if (folder / STEPS_FILE).is_file() else None
 
 
 def write_json(report: Report, path: Path) -> Path:

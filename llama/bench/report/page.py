@@ -10,12 +10,12 @@ from importlib import resources
 
 from llama.bench.report.columns import Table
 from llama.bench.report.contents import alarms, byline, deaths, report_sections, title
-from llama.bench.report.plots import Look, as_svg, figures, heading, small_words
+from llama.bench.report.plots import PictureLook, as_svg, figures, heading, small_words
 from llama.bench.schema import Report
 from llama.cli import palette
 
 
-def page(report: Report, steps: str | None = None) -> str:
+def report_page(report: Report, steps: str | None = None) -> str:
     """Return the report as one HTML page; `steps` is the page of a recorded generation to put into it."""
     drawn = _pictures(report)
     body = [_head(report)]
@@ -61,7 +61,7 @@ def _folded(table: Table) -> str:
 
 def _pictures(report: Report) -> dict[str, str]:
     """Return every picture with its heading, drawn wide and narrow; the style sheet shows one of the two."""
-    looks = {name: figures(report, Look(narrow=name == "narrow", headed=False)) for name in ("wide", "narrow")}
+    looks = {name: figures(report, PictureLook(narrow=name == "narrow", headed=False)) for name in ("wide", "narrow")}
     return {
         name: _figure(heading(figure), small_words(figure),
                       {kind: as_svg(drawn[name], salt=f"{name} {kind}") for kind, drawn in looks.items()})

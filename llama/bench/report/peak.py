@@ -7,8 +7,15 @@ from llama.bench.report.cells import CellView, groups
 from llama.bench.report.columns import megabytes
 from llama.bench.schema import Report
 
-UNNAMED = "beyond the ledger"
-PARTS = ("weights", "KV cache", "logits", "activations", "workspace", UNNAMED)  # in the order in which they are stacked
+BEYOND_LEDGER = "beyond the ledger"
+PARTS = (
+    "weights",
+    "KV cache",
+    "logits",
+    "activations",
+    "workspace",
+    BEYOND_LEDGER,
+)  # in the order in which they are stacked
 
 
 def peak_parts(view: CellView) -> dict[str, int]:
@@ -18,7 +25,7 @@ def peak_parts(view: CellView) -> dict[str, int]:
         if line.get("counts"):
             measured = line.get("measured_bytes")
             parts[_part(line["name"])] += line["predicted_bytes"] if measured is None else measured
-    parts[UNNAMED] += max(0, peak_bytes(view) - sum(parts.values()))
+    parts[BEYOND_LEDGER] += max(0, peak_bytes(view) - sum(parts.values()))
     return {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
 
 
@@ -26,7 +33,7 @@ def _part(line: str) -> str:
     """Return the part that a line of the ledger belongs to: logits of a step, activations of the prefill."""
     if line in ("head", "tied head"):
         return "weights"
-    return next((name for name in PARTS if line.startswith(name) or line.endswith(name)), UNNAMED)
+    return next((name for name in PARTS if line.startswith(name) or line.endswith(name)), BEYOND_LEDGER)
 
 
 def peak_bytes(view: CellView) -> int:

@@ -18,7 +18,7 @@ from llama.bench.report.columns import (
     view,
     written,
 )
-from llama.bench.report.derived import crossovers, fits, growth, peers, saved, steps
+from llama.bench.report.derived import crossovers, fits, growth, peers, saved, step_pairs
 from llama.bench.report.peak import peak_sentence, peak_words
 from llama.bench.schema import Report, Row, rows_of
 from llama.costs import MB, size
@@ -164,7 +164,7 @@ def validity_table(report: Report) -> Table:
 def crossover_tables(report: Report) -> list[Table]:
     """Return from which context the cache pays, and the step times that say so."""
     found = crossovers(report)
-    timed = steps(report) if found else []
+    timed = step_pairs(report) if found else []
     path = "".join(f", {path}" for path in {row.get("path", "plain") for row in timed} - {"plain"})
     return [
         view(f"Where the cache begins to pay{path}", ("batch_size", "pays_from"), found),
@@ -179,7 +179,7 @@ def sweep_tables(report: Report) -> list[Table]:
     names = (*STEP_COLUMNS, "cache_bytes", "predicted_cache_bytes")
     return [
         view("Speed-up against generation length", ("generated", "on_s", "off_s", "times_faster", "n"), growth(report)),
-        view("Time of a step, and bytes of the KV cache", names, steps(report)),
+        view("Time of a step, and bytes of the KV cache", names, step_pairs(report)),
         view("How the time of a step grows with the context", FIT_COLUMNS, fits(report)),
     ]
 

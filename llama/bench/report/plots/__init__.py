@@ -5,11 +5,12 @@ from matplotlib.figure import Figure
 
 from llama.bench.report.contents import NOISY, is_noisy
 from llama.bench.report.plots import pictures
-from llama.bench.report.plots.canvas import WIDE, Look, as_png, as_svg, heading, mark_noisy, settled, small_words
+from llama.bench.report.plots.canvas import PictureLook, as_png, as_svg, heading, laid_out, mark_noisy, small_words
 from llama.bench.schema import Report
 
-__all__ = ["Look", "as_png", "as_svg", "figures", "heading", "small_words"]
+__all__ = ["PictureLook", "as_png", "as_svg", "figures", "heading", "small_words"]
 
+_WIDE = PictureLook()
 _PAINTERS = {
     "time": pictures.draw_time,
     "memory": pictures.draw_memory,
@@ -19,10 +20,10 @@ _PAINTERS = {
 }
 
 
-def figures(report: Report, look: Look = WIDE) -> dict[str, Figure]:
+def figures(report: Report, look: PictureLook = _WIDE) -> dict[str, Figure]:
     """Return the pictures that the report has figures for, by name, in reading order."""
     with matplotlib.rc_context(look.style()):
         found = {name: figure for name, draw in _PAINTERS.items() if (figure := draw(report, look)) is not None}
         for figure in found.values() if is_noisy(report) else ():
             mark_noisy(figure, look, NOISY)
-        return {name: settled(figure) for name, figure in found.items()}
+        return {name: laid_out(figure) for name, figure in found.items()}

@@ -30,7 +30,7 @@ _PAPER = {"boxstyle": "square,pad=0.1", "facecolor": PAPER.light, "edgecolor": "
 
 
 @dataclass(frozen=True)
-class Look:
+class PictureLook:
     """The page of a picture: wide, or a telephone's; `headed`: with its heading inside, for a file of its own."""
 
     narrow: bool = False
@@ -62,11 +62,8 @@ class Look:
         }
 
 
-WIDE = Look()
-
-
 def new_figure(
-    look: Look,
+    look: PictureLook,
     heading: str,
     below: str,
     *,
@@ -115,7 +112,7 @@ def small_words(figure: Figure) -> str:
     return " ".join(figure.texts[1].get_text().split())
 
 
-def mark_noisy(figure: Figure, look: Look, words: str) -> None:
+def mark_noisy(figure: Figure, look: PictureLook, words: str) -> None:
     """Write a warning across every panel that shows times."""
     for ax in (ax for ax in figure.axes if ax.get_label() == "times"):
         size = 14 if look.narrow or len(figure.axes) > 2 else 20
@@ -124,7 +121,7 @@ def mark_noisy(figure: Figure, look: Look, words: str) -> None:
         said.set_in_layout(False)
 
 
-def settled(figure: Figure) -> Figure:
+def laid_out(figure: Figure) -> Figure:
     """Return the figure with its layout fixed: laid out again, the last digits would differ from run to run."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

@@ -18,7 +18,7 @@ from llama.bench.report.plots.canvas import (
     DASHES,
     MARKERS,
     MODES,
-    Look,
+    PictureLook,
     counted,
     draw_bars,
     draw_factors,
@@ -54,7 +54,7 @@ from llama.costs import MB
 PART_COLORS = dict(zip(PARTS, (WEIGHTS, CACHE, LOGITS, ACTIVATIONS, WORKSPACE, UNNAMED), strict=True))
 
 
-def draw_time(report: Report, look: Look) -> Figure | None:
+def draw_time(report: Report, look: PictureLook) -> Figure | None:
     """Draw the time of the whole job in both modes, a row for each pair, and beside it how many times faster it is."""
     grouped, rows = groups(report), saved(report)
     if not grouped:
@@ -105,7 +105,7 @@ def _draw_times(ax: Axes, place: int, views: Sequence[CellView]) -> None:
                     textcoords="offset points", va="center", ha="right" if left else "left")  # fmt: skip
 
 
-def draw_memory(report: Report, look: Look) -> Figure | None:
+def draw_memory(report: Report, look: PictureLook) -> Figure | None:
     """Draw the peak of each cell as a bar of its parts, under the sentence that names the largest one."""
     grouped = [own for group in groups(report) if (own := [view for view in group if view.line("peak") is not None])]
     if not grouped:
@@ -133,7 +133,7 @@ def draw_memory(report: Report, look: Look) -> Figure | None:
     return figure
 
 
-def draw_speedup(report: Report, look: Look) -> Figure | None:
+def draw_speedup(report: Report, look: PictureLook) -> Figure | None:
     """Draw times of both modes against the number of generated tokens, and their ratio as bars."""
     rows = growth(report)
     if not rows:
@@ -153,7 +153,7 @@ def draw_speedup(report: Report, look: Look) -> Figure | None:
     return figure
 
 
-def draw_steps(report: Report, look: Look) -> Figure | None:
+def draw_steps(report: Report, look: PictureLook) -> Figure | None:
     """Draw the time of a step in both modes by context, a panel for each batch size; of a sweep also by batch size."""
     panels, lines = step_groups(report), fits(report)
     if not panels:
@@ -191,7 +191,7 @@ def growth_words(panel: tuple[str, str, Sequence[Mapping[str, Any]]]) -> str:
     return f"From {name} {first[column]} to {last[column]:,} the time of a step grows {', '.join(said)}"
 
 
-def draw_kinds(report: Report, look: Look) -> Figure | None:
+def draw_kinds(report: Report, look: PictureLook) -> Figure | None:
     """Draw bytes, time and quality of every kind of cache at one length, a row for each kind, all bars from zero."""
     rows = kind_rows(report) if report["preset"] == "caches" else []
     if not rows:
