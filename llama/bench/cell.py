@@ -109,7 +109,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What tells the cell from the others of its table."""
+        """The name of the cell within its table."""
         mode = f"batch {self.batch_size}, cache {'on' if self.kv_caching else 'off'}"
         mode += f", {self.ranks} ranks" if self.ranks > 1 else ""
         mode += ", fast" if self.fast else ""

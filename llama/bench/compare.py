@@ -24,7 +24,7 @@ def check_machine(report: Report, environment: dict[str, Any]) -> None:
     changed = [name for name in before if before[name] != environment.get(name)]
     if changed:
         words = ", ".join(f"{name} was {before[name]!r} and is {environment.get(name)!r}" for name in changed)
-        raise ValueError(f"these repetitions cannot stand in one table: {words}; start again without --resume")
+        raise ValueError(f"repetitions of two machines cannot be compared: {words}; start again without --resume")
     report["environment"] = environment
 
 

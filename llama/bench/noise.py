@@ -16,7 +16,7 @@ from llama.host.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, disturbs
 OTHER_WORK = "other work"  # the name of the check
 
 SPREAD = 1.25  # p90 over p10 of the time: 1.0 to 1.2 on an idle machine, 1.8 beside half a busy core (docs/results)
-LEAST_REPETITIONS = 3  # of two, neither can be told to be the noisy one
+LEAST_REPETITIONS = 3  # of two, either may be the noisy one
 # How many times fewer tokens the cache must feed until it cannot be slower: crossovers lie at contexts of a few tokens
 # (docs/kv_cache.md), and texts that short feed less than 8 times fewer.
 FEWER = 8.0
@@ -82,7 +82,7 @@ def _contradiction(report: Report, on: int, off: int) -> list[tuple[int, str]]:
 def wait_until_idle(minutes: float, look: Callable[[], float | None] | None = None) -> bool:
     """Wait until others occupy few cores, at most so many minutes; say on stderr that it waits, and what came of it.
 
-    `look` takes a second and returns how many cores others occupied, or None if the system does not tell.
+    `look` measures for a second and returns how many cores others occupied, or None if the system does not report it.
     """
     cores, deadline, calm, load = os.cpu_count() or 1, time.monotonic() + 60 * minutes, 0, 0.0
     asked = f"less than {IDLE_SHARE * cores:.2f} of {cores} cores for {IDLE_LOOKS} s"
@@ -92,7 +92,7 @@ def wait_until_idle(minutes: float, look: Callable[[], float | None] | None = No
         while calm < IDLE_LOOKS and time.monotonic() < deadline:
             seen = (look or _look)()
             if seen is None:
-                bar.write("this system does not tell how busy others are, so there is no waiting")
+                bar.write("this system does not report the load of other work, so there is no wait")
                 return False
             load, calm = seen, calm + 1 if seen < IDLE_SHARE * cores else 0
             bar.update(min(1.0, bar.total - bar.n))

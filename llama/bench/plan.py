@@ -96,7 +96,7 @@ class Run:
             self._finish()
 
     def _begin(self) -> None:
-        """Measure the machine's ceilings and what predictions are made of; say how long everything takes."""
+        """Measure the machine's ceilings and the pieces of all predictions; print how long everything takes."""
         report, cells = self.report, cells_of(self.report)
         first, rows = cells[0].but(kv_caching=True), max(cell.batch_size for cell in cells)
         first = first.but(input_len=min(first.input_len, 256), batch_size=1)

@@ -46,7 +46,7 @@ AMOUNTS: tuple[tuple[int, int, int, int], ...] = (
 )
 SHARED_ROWS, SHARED, OWN = 16, 1000, 30  # prompts that begin alike, and their tokens
 
-STARTING = 4.0  # seconds that a process takes before it loads a model, and at its end for the ceilings
+STARTING = 4.0  # seconds of a process before it loads a model, and at its end for the ceilings
 PEER_IS_SLOWER = 2.0  # assumed of an engine before its first cell
 
 
@@ -63,7 +63,7 @@ class Calibration:
     many_seconds: float
 
     def of_tokens(self, tokens: int) -> float:
-        """Predict how long a process takes that loads the model and feeds it so many tokens, many at a time."""
+        """Predict the seconds of a process that loads the model and feeds it so many tokens, many at a time."""
         return STARTING + self.load_seconds + tokens * self.prefill_seconds / self.input_len
 
     def of_forwards(self, cell: Cell) -> list[float]:
@@ -152,7 +152,7 @@ def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
     found = [] if base.model in GPT2 else [base]
     for variant in (base.but(**read_engine(engine)) for engine in engines):
         if variant in found:
-            raise ValueError(f"{variant.name} would stand in the table twice; name every engine once")
+            raise ValueError(f"{variant.name} would be in the table twice; name every engine once")
         found.append(variant)
     return found
 
@@ -165,7 +165,7 @@ def kind_cells(base: Cell, kinds: Sequence[str], args: ModelArgs) -> tuple[list[
     wanted = [FULL, *(kind for kind in kinds or registered if kind != FULL)]
     for place, kind in enumerate(wanted):
         if kind in wanted[:place]:
-            raise ValueError(f"--kv_cache {kind} would stand in the table twice; name every kind once")
+            raise ValueError(f"--kv_cache {kind} would be in the table twice; name every kind once")
         Cache.of(args, cache_kind(kind))
     if limit < 2 * AMOUNTS[-1][0]:
         raise ValueError(
@@ -301,7 +301,7 @@ def kind_groups(report: Report, known: Calibration, room: Callable[[], float]) -
 
 
 def quality_seconds(report: Report, known: Calibration, place: int) -> float:
-    """Predict how long the quality of a kind takes, from its own steps if they were measured."""
+    """Predict the seconds of the quality of a kind, from its own steps if they were measured."""
     plan, timed = report["plan"], rows_of(report, "step", place)
     step = median_of(timed[0], "step_seconds") if timed else known.step_seconds
     needles = len(DEPTHS) * plan["needle_seeds"]

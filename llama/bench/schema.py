@@ -16,12 +16,12 @@ SCHEMA = "llama-kv/benchmark/2"
 
 Status = Literal["ok", "violated", "noisy", "not observed"]
 
-# What tells a row from the others of its figures and its cell.
+# The columns that identify a row among those with the same figures and cell.
 KEYS: dict[str, tuple[str, ...]] = {
     "cell": (),  # one cell: its times and memory over all repetitions, its work, its text
     "check": ("name",),  # one check of a cell
     "memory": ("name",),  # one line of a cell's memory ledger
-    "step": ("batch_size", "context", "kv_caching"),  # a step at one context: its time, the bytes that the cache holds
+    "step": ("batch_size", "context", "kv_caching"),  # a step at one context: its time, the bytes of the cache
     "comparison": (),  # the tokens with the cache against those without
     "agreement": (),  # the most likely tokens of rounded weights against those of float32
     "quality": ("context",),  # a kind of cache against the full one at one length of a text
@@ -41,7 +41,7 @@ class Row(TypedDict, total=False):
 
     figures: str
     cell: int
-    # what tells rows apart, see KEYS
+    # what identifies a row, see KEYS
     name: str
     batch_size: int
     context: int
@@ -123,7 +123,7 @@ class Row(TypedDict, total=False):
 
 
 class Head(TypedDict):
-    """What holds for all rows. `cells` are what was asked for, `plan` what the preset measures beside them.
+    """The facts about all rows. `cells` are what was asked for, `plan` what the preset measures beside them.
 
     `done` counts the repetitions of each job by its name. `reading` is what follows from the figures, in sentences;
     `failures` is what was not measured, and why.
@@ -193,7 +193,7 @@ def is_measured(row: Row) -> bool:
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
-    """Return what tells a row from all others of its report."""
+    """Return what identifies a row in its report."""
     return row["figures"], row["cell"], *(row.get(name) for name in KEYS[row["figures"]])
 
 

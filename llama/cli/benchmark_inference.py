@@ -207,14 +207,14 @@ def check_flags(flags: SimpleNamespace) -> None:
         if not (math.isfinite(minutes) and minutes >= 0):
             raise ValueError(f"--{name}={minutes} must be minutes, at least 0")
     if preset != "caches" and len(flags.kv_cache) > 1:
-        raise ValueError("--kv_cache: a cell has one kind of cache; --preset caches takes several")
+        raise ValueError("--kv_cache: a cell has one kind of cache; several need --preset caches")
     if preset is None:
         if flags.resume:
             raise ValueError("--resume continues a preset; name it with --preset")
         if flags.page_watch:
             raise ValueError("--page_watch adds to a preset's page, and a single cell has none; name one with --preset")
         if len(flags.engine) > 1:
-            raise ValueError("--engine: a single cell has one engine; --preset table takes several")
+            raise ValueError("--engine: a single cell has one engine; several need --preset table")
         return
     decided = OF_A_CELL + (OF_A_TEXT if preset in ("caches", "chat") else ())
     decided += ("engine",) if preset in ("caches", "sweep") else ()

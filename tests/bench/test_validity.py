@@ -90,8 +90,8 @@ def test_each_check_says_what_was_seen() -> None:
     }
     told = details(good_run(fed=None, cache_bytes=None, ids=[[1], [1, 2]]), Run(), reset_seen=None)
     assert told == {
-        "cache": "asked for on; the engine does not tell",
-        "tokens": "2 rows of [1, 2] new tokens; what was fed is not told",
+        "cache": "asked for on; the engine does not show it",
+        "tokens": "2 rows of [1, 2] new tokens; the engine hides what was fed",
         "no overflow": "9 positions fed, the cache had room for 10, the model's limit is 64",
         "no early end": "2 rows ended before 3 tokens",
         "warm-up": "0 tokens of this shape",
@@ -246,8 +246,8 @@ def test_the_sampler_is_judged_by_the_tokens_of_the_warm_up(greedy: bool | None,
         (1, 1, "ok", "asked for; 1 of 3 forwards ran by it, the prompt by the plain path"),
         (2, 3, "violated", "asked for; 2 of 3 forwards ran by it, the others by the plain path"),
         (0, 0, "violated", "asked for; 0 of 3 forwards ran by it, the others by the plain path"),
-        (None, 3, "not observed", "asked for; the engine does not tell"),
-        (3, None, "not observed", "asked for; the engine does not tell"),
+        (None, 3, "not observed", "asked for; the engine does not show it"),
+        (3, None, "not observed", "asked for; the engine does not show it"),
     ],
 )
 def test_the_fast_step_must_run_every_forward_that_it_supports(

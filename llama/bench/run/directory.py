@@ -45,7 +45,7 @@ def make_folder(out: Path, name: str) -> Path:
                 raise
         else:
             return folder
-    raise ValueError(f"{out} holds a thousand runs of today; give another --out")
+    raise ValueError(f"{out} has a thousand runs of today; give another --out")
 
 
 def resumed_run_directory(out: Path, report: Report) -> RunDirectory:
@@ -59,7 +59,7 @@ def resumed_run_directory(out: Path, report: Report) -> RunDirectory:
                 row["error"] = None  # what died is tried again
             return RunDirectory(path.parent, kept)
     raise ValueError(
-        f"nothing to resume: {out} holds no run of this preset with these cells "
+        f"nothing to resume: {out} has no run of this preset with these cells "
         f"({len(found)} of this model were found); run it without --resume"
     )
 

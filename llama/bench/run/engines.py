@@ -22,7 +22,7 @@ SCORED = 64  # positions whose logits are computed at a time, if those of all ar
 
 @dataclass
 class Run:
-    """One run, as it was observed from outside; None stands for what the engine does not show.
+    """One run, as it was observed from outside; None means that the engine does not show it.
 
     started, token_times: of `time.perf_counter`, when the engine was called, and when each token of all rows was on the
     host, or on a device that runs ahead of the host. fed: (rows, tokens a row) of every forward. cache_bytes,

@@ -104,7 +104,7 @@ def _run(job: dict[str, Any], number: str, waiting: Callable[[], None]) -> dict[
         files = [str(folder / "job.json"), str(folder / "result.json")]
         words = [sys.executable, "-P", "-m", "llama.bench.run.worker", *files]
         with (folder / "said").open("w+", errors="replace") as said:
-            # Nothing is written into the pipe: its end tells the process that this one has ended.
+            # Nothing is written into the pipe: the process ends when this end of it is closed.
             process = subprocess.Popen(
                 words, env=_environment(folder, number), stdin=subprocess.PIPE, stdout=said, stderr=said
             )

@@ -1,6 +1,6 @@
 """The peak memory of a stretch of work: resident pages, CUDA's allocations, or tensors on a CPU.
 
-None stands for what the machine does not tell.
+None means that the system does not show it.
 """
 
 import os

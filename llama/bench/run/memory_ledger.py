@@ -72,7 +72,7 @@ def cache_of(args: ModelArgs, cell: Cell) -> Cache:
 
 
 class Measured(NamedTuple):
-    """Measured bytes; None stands for what was not measured.
+    """Measured bytes; None means not measured.
 
     `weights` include `head`, those of a head of its own. `resident`: of the process, before the model and at the peak.
     """

@@ -65,7 +65,7 @@ def _cache(cell: Cell, run: "Run") -> Row:
     fed = "" if not widths else f"{' to '.join(map(str, sorted({widths[0], widths[-1]})))} fed per row and step"
     held = "" if run.cache_bytes is None else f"{size(run.cache_bytes)} held"
     asked = "on" if cell.kv_caching else "off"
-    words = ", ".join(part for part in (fed, held) if part) or "the engine does not tell"
+    words = ", ".join(part for part in (fed, held) if part) or "the engine does not show it"
     return check("cache", all(seen) if seen else None, f"asked for {asked}; {words}")
 
 
@@ -76,7 +76,7 @@ def _tokens(cell: Cell, run: "Run") -> Row:
     made = sorted({len(row) for row in run.ids})
     came_out = len(run.ids) == cell.batch_size and made == [cell.output_len]
     if run.fed is None:
-        return check("tokens", came_out, f"{len(run.ids)} rows of {made} new tokens; what was fed is not told")
+        return check("tokens", came_out, f"{len(run.ids)} rows of {made} new tokens; the engine hides what was fed")
     total, right = (sum(rows * width for rows, width in fed) for fed in (run.fed, wanted))
     first = run.fed[0] if run.fed else (0, 0)
     out = f"{len(run.ids)} x {'/'.join(map(str, made))} out"
@@ -118,14 +118,14 @@ def _statistics(reset_seen: tuple[int, int] | None) -> Row:
     if reset_seen is None:
         return check("statistics reset", None, "this system's peak cannot be reset; the process is a fresh one")
     peak, present = reset_seen
-    fine = peak <= present * 1.02 + 4 * 2**20  # what reading the two figures takes itself
+    fine = peak <= present * 1.02 + 4 * 2**20  # reading the two figures allocates some
     return check("statistics reset", fine, f"the peak was {size(peak)} at the start, with {size(present)} in use")
 
 
 def _fast_step(run: "Run") -> Row:
     """Did the fast step execute every forward that it was asked for?"""
     if run.fed is None or run.fast_forwards is None or run.fast_wanted is None:
-        return check("fast step", None, "asked for; the engine does not tell")
+        return check("fast step", None, "asked for; the engine does not show it")
     fine = 0 < run.fast_forwards == run.fast_wanted
     words = f"asked for; {run.fast_forwards} of {len(run.fed)} forwards ran by it"
     if run.fast_forwards != len(run.fed):
