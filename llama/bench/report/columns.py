@@ -96,6 +96,8 @@ TABLE_COLUMNS = {
     "base": Column("base, ms", "time of a token = base + slope x context, fitted to the medians", 1e3, ".2f"),
     "slope": Column("slope, us per 1000 tokens", "", 1e9, ",.0f"),
     "exponent": Column("exponent", "p of time ~ context^p over the longer half of the contexts", form=".2f"),
+    "context": Column("context"),
+    "greedy_text": Column("greedy text"),
     "of_full": Column("of full cache", "the bytes over those of the first kind, which stores everything", form=".2f"),
     "top1_agreement": Column(
         "same top-1, %", "positions at which the most likely token is that of the model without a cache", 100, ".2f"

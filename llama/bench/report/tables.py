@@ -192,7 +192,10 @@ def cache_tables(report: Report) -> list[Table]:
     for row in (*rows_of(report, "step"), *rows_of(report, "needle")):
         found = f"{row['found']} of {row['tries']}" if row.get("judged") else NOT_JUDGED
         rows.append({**row, "kind": report["cells"][row["cell"]]["kv_cache"], "found": found})
-    kinds, steps = kind_rows(report), [row for row in rows if row["figures"] == "step"]
+    known = {row["kind"]: row for row in kind_rows(report)}
+    names = [cell["kv_cache"] for cell in report["cells"]]
+    kinds: list[dict[str, Any]] = [known.get(kind, {"kind": kind}) for kind in names]  # not measured: an empty row
+    steps = [row for row in rows if row["figures"] == "step"]
     needles = [row for row in rows if row["figures"] == "needle"]
     wrong = [row for row in steps if row.get("cache_bytes") != row.get("predicted_cache_bytes")]
     notes = [
@@ -200,11 +203,12 @@ def cache_tables(report: Report) -> list[Table]:
         f"{row['context']:,}, predicted {row['predicted_cache_bytes']:,}"
         for row in wrong
     ]
-    at = f" at {kinds[0]['context']:,} tokens" if kinds else ""
-    names = ("kind", "context", "cache_bytes", "predicted_cache_bytes", "step_seconds", "path")
+    at = f" at {report['plan']['length']:,} tokens" if known else ""
+    steps += [{"kind": kind} for kind in names if kind not in {row["kind"] for row in steps}]
+    columns = ("kind", "context", "cache_bytes", "predicted_cache_bytes", "step_seconds", "path")
     return [
         view(f"Bytes, time and quality{at}", KIND_COLUMNS, kinds, list(_kind_notes(report))),
-        view("Bytes and time by context", names, steps, notes),
+        view("Bytes and time by context", columns, steps, notes),
         view("Secrets found in a long text", ("kind", "context", "cache_bytes", "found"), needles),
     ]
 
