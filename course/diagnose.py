@@ -1,7 +1,7 @@
-"""From what was seen of a submission to its mistakes, by comparing it with what was seen of the real package.
+"""Find the mistakes of a submission by comparing its facts with those of the real package.
 
-Knows facts as course/probe.py writes them, and which mistake leaves which trace in them; runs nothing and imports
-neither torch nor a submission. Of one chain of causes the first mistake is named: what stands on it is not judged.
+Knows the facts of course/probe.py, and how each mistake shows in them; runs nothing, and imports neither torch nor a
+submission. In a chain of causes only the first mistake is named: its consequences are not judged.
 """
 
 import itertools
@@ -14,32 +14,26 @@ from typing import Any
 from course.probe import HEADS, KEY_AT, KV_HEADS, LENGTH, MAX_ROWS, MAX_SEQ_LEN, SCALE, THETA, TILT, VOCAB, key_size
 
 Facts = dict[str, Any]
-NEAR = 1e-6  # of shares of attention in float64; RoPE's table is float32
-NEAR_ANGLES = 5e-3  # a cache in 16 bits is another mistake than a wrong angle
-ABOUT_SHARING = re.compile(r"layers of its own, and the model \d")  # says the model itself
-ABOUT_DTYPES = re.compile(r"dtype|scalar type|cannot take torch\.")  # what PyTorch and `KVCache.check` say
+NEAR = 1e-6  # for shares of attention in float64; RoPE's table is float32
+NEAR_ANGLES = 5e-3  # larger, so that a cache in 16 bits is not taken for a wrong angle
+ABOUT_SHARING = re.compile(r"layers of its own, and the model \d")  # a message of the model
+ABOUT_DTYPES = re.compile(r"dtype|scalar type|cannot take torch\.")  # messages of PyTorch and `KVCache.check`
 ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?|broadcast)\b", flags=re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake by its name, and where it showed."""
+    """The name of a mistake, and where it showed."""
 
     name: str
     where: str
 
 
 def diagnose(facts: Facts, right: Facts) -> list[Finding]:
-    """Return the mistakes of a submission, the gravest first; `right` are the facts of the real package."""
+    """Return the mistakes of a submission, the worst first; `right` are the facts of the real package."""
     try:
         found = list(_findings(facts, right))
-    except (
-        LookupError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        ArithmeticError,
-    ) as error:  # facts that our probe did not write
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:  # not the probe's facts
         return [Finding("unknown", f"the notes of the run cannot be read ({type(error).__name__})")]
     return list({finding.name: finding for finding in reversed(found)}.values())[::-1]
 
@@ -62,12 +56,12 @@ def _findings(facts: Facts, right: Facts) -> Iterator[Finding]:
         yield from _notes(facts)
 
 
-# ---- what attention looked at ----------------------------------------------------------------------------------------
+# ---- what attention attends to ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Query:
-    """What one query of a row, at a position, looked at: {token, by its number in the texts of a layer: share}."""
+    """The attention of one query in each head: {token, by its number in the texts of a layer: share}."""
 
     layer: int
     row: int
@@ -85,7 +79,7 @@ class Query:
 
 
 def _queries(calls: Sequence[Any]) -> Iterator[Query]:
-    """Yield all queries, call by call, in layer 0 first: what layers above see follows from it."""
+    """Yield all queries, call by call, layer 0 first: a mistake there changes the layers above."""
     for call, layers in enumerate(calls):
         for layer, rows in enumerate(layers):
             for row, queries in enumerate(rows):
@@ -98,7 +92,7 @@ def _shares(head: Sequence[Sequence[float]], index: int) -> dict[int, float]:
 
 
 def _values(facts: Facts, right: Facts) -> Iterator[Finding]:
-    """Look at which tokens were attended to: the plain case first, and what stands on it only where that is right."""
+    """Compare the attended tokens: the plain case first, and the others only if it is right."""
     plain = _first_difference(facts["steps"], right["steps"], "token by token")
     if plain:
         yield plain
@@ -118,11 +112,11 @@ def _values(facts: Facts, right: Facts) -> Iterator[Finding]:
         if found:
             yield found
             if found.name in ("stale-text", "wrong-axis"):
-                return  # the others are but other sides of it
+                return  # the others are consequences
 
 
 def _first_difference(facts: Facts, right: Facts, where: str, says: str = "") -> Finding | None:
-    """Name the first query that looked at something else than it should; `says` is what any difference means here."""
+    """Return a finding on the first query with wrong attention; `says` names the mistake that any difference means."""
     ours, wanted = list(_queries(facts.get("calls", []))), list(_queries(right["calls"]))
     for one, other in zip(ours, wanted, strict=False):
         if _place(one) != _place(other):
@@ -143,7 +137,7 @@ def _place(query: Query) -> tuple[int, int, int, int]:
 
 
 def _is_padding(one: Query, other: Query, where: str) -> bool:
-    """Of rows of 3 and 5 tokens the queries of the padding may look at anything."""
+    """Return whether a query is padding of the rows of 3 and 5 tokens, which may attend to anything."""
     return where.startswith("with rows of") and (one.call, one.row) == (0, 0) and one.index >= 3
 
 
@@ -156,9 +150,9 @@ def _alike(one: dict[int, float], other: dict[int, float], near: float) -> bool:
 
 
 def _name(query: Query, wanted: Query, ours: Sequence[Query], all_wanted: Sequence[Query]) -> str:
-    """Name the mistake by the tokens that a query looked at, and by their shares; `ours` are all that were seen."""
+    """Return the name of a mistake by the attended tokens and their shares; `ours` are all queries."""
     seen, right = query.seen, wanted.seen
-    first, newest = min(right), max(right)  # the row's own text stands from `first` on
+    first, newest = min(right), max(right)  # the row's own text begins at `first`
     expected, whole = len(right), abs(query.total - 1) < NEAR
     same_call = [(a, b) for a, b in zip(ours, all_wanted, strict=False) if a.call == query.call]
     row0_right = all(_same(a, b) for a, b in same_call if a.row == 0)
@@ -185,7 +179,7 @@ def _name(query: Query, wanted: Query, ours: Sequence[Query], all_wanted: Sequen
 
 
 def _tell(query: Query, wanted: Query) -> str:
-    """Say of a query what it should have looked at, and what it did."""
+    """Return the expected and the real attention of a query, as text."""
     base = min(wanted.seen)
     own = sorted(place - base for place in query.seen if base <= place < base + LENGTH)
     strange = len(query.seen) - len(own)
@@ -213,9 +207,9 @@ def _error(facts: Facts, where: str) -> str:
     return f"{where}: {error['type']} at {error['where'] or 'a place outside'}: {error['words']}"
 
 
-# ---- by which angles keys draw ---------------------------------------------------------------------------------------
+# ---- the angles of keys ----------------------------------------------------------------------------------------------
 
-# How a key at position j, fed in a call that began at c, and a query at p, in a call that began at s, are rotated.
+# The rotations of a key at position j, fed in a call that began at c, and of a query at p in a call that began at s.
 Angle = Callable[[int, int, int, int], tuple[float, float] | None]
 ANGLES: tuple[tuple[str, Angle], ...] = (
     ("rope-twice", lambda j, c, p, s: (2 * j, p)),
@@ -234,7 +228,7 @@ CUTS = (0, 5, 6)  # of the experiment
 
 
 def _angles(facts: Facts, right: Facts) -> Finding | None:
-    """Name what is wrong with the angles of a text whose values are where they belong."""
+    """Return a finding on wrong angles in a text whose values are right."""
     where = "with keys that draw by their angle"
     if "error" in facts:
         return Finding(_error_name(facts["error"]), _error(facts, where))
@@ -243,9 +237,9 @@ def _angles(facts: Facts, right: Facts) -> Finding | None:
     if not wrong:
         return None
     if any(one.seen.keys() != other.seen.keys() for one, other in wrong):
-        return None  # another mask; which, the chunk tells
+        return None  # another mask, which the chunk experiment names
     steps = [one for one, _ in pairs if one.call > 0]
-    for queries in (steps, [one for one, _ in wrong if one.call > 0]):  # a mistake may need a token that is fed alone
+    for queries in (steps, [one for one, _ in wrong if one.call > 0]):  # a mistake may show only in a step of one token
         for name, angle in ANGLES:
             if all(_alike(one.seen, _predicted(one, angle), NEAR_ANGLES) for one in queries):
                 return Finding(name, _tell_angles(*wrong[0]))
@@ -253,7 +247,7 @@ def _angles(facts: Facts, right: Facts) -> Finding | None:
 
 
 def _predicted(query: Query, angle: Angle) -> dict[int, float]:
-    """Return the shares of a query whose keys are rotated in this way."""
+    """Return the shares of a query with keys rotated in this way."""
     base = query.layer * VOCAB + query.row * LENGTH
     start = CUTS[query.call]
     position = start + query.index

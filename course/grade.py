@@ -1,8 +1,8 @@
 """Grade submissions of the exercise: python -m course.grade DIR... [--json FILE] [--csv FILE] [--report].
 
-Each is run in a copy, in a process of its own (course/sandbox.py), and what was seen of it is compared with what is
-seen of the real package (course/diagnose.py). A submission that cannot be run gets 0 points and the reason, and the
-next one is graded. No line of a submission runs in this process.
+Each runs in a copy, in a process of its own (course/sandbox.py), and its facts are compared with those of the real
+package (course/diagnose.py). A submission that cannot run gets 0 points and the reason, and grading continues. No line
+of a submission runs in this process.
 """
 
 import csv as csv_file
@@ -27,7 +27,7 @@ FULL = 100
 
 @dataclass(frozen=True)
 class Grade:
-    """Points of a submission, its mistakes and notes; `reason` where it could not be run at all."""
+    """The points of a submission, its mistakes and notes, and the `reason` if it could not run."""
 
     submission: str
     points: int
@@ -49,7 +49,7 @@ class Grade:
 
 
 def grade(submission: Path, outcome: Outcome, right: dict[str, Any], *, report: bool = False) -> Grade:
-    """Return the grade of what was seen of a submission; `right` are the facts of the real package."""
+    """Return the grade of a submission; `right` are the facts of the real package."""
     if outcome.facts is None:
         return Grade(str(submission), 0, reason=outcome.reason, printed=outcome.printed)
     findings = [*diagnose(outcome.facts, right), *check_report(submission / "report.md", wanted=report)]
@@ -58,12 +58,12 @@ def grade(submission: Path, outcome: Outcome, right: dict[str, Any], *, report: 
 
 
 def real_facts(limits: Limits) -> dict[str, Any]:
-    """Return what is seen of the answer, which is the real package. Raises RuntimeError where it cannot be run."""
+    """Return the facts of the real package, the answer. Raises RuntimeError if it cannot run."""
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         make(Path(folder), holes=())
         outcome = run(Path(folder), limits)
     if outcome.facts is None:
-        raise RuntimeError(f"the real package cannot be tried here: {outcome.reason}\n{outcome.printed}")
+        raise RuntimeError(f"the real package does not run here: {outcome.reason}\n{outcome.printed}")
     return outcome.facts
 
 
@@ -78,12 +78,12 @@ def as_text(grade: Grade) -> str:
         lines.append(f"  {f'-{mistake.points}' if mistake.points else 'note'}  {mistake.title} [{mistake.name}]")
         lines += [f"       seen: {finding.where}", f"       hint: {mistake.hint}"]
     if not grade.reason and not grade.mistakes:
-        lines.append("  every experiment gave what the real package gives")
+        lines.append("  every experiment has the results of the real package")
     return "\n".join(map(printable, lines))
 
 
 def table(grades: Sequence[Grade]) -> str:
-    """Return a line for each submission."""
+    """Return one line for each submission."""
     width = max(len(one.submission) for one in grades)
     return "\n".join(printable(f"{one.submission:<{width}}  {one.points:>3}  {_summary(one)}") for one in grades)
 
@@ -108,22 +108,22 @@ def main(
     report: bool = False,
     seconds: float = Limits.seconds,
 ) -> int:
-    """Grade submissions of the exercise, each a folder, and print what is wrong with each, and a hint.
+    """Grade submissions of the exercise, each a folder, and print every mistake with a hint.
 
-    The exit code is 2 where a submission changed the grader's own files.
+    The exit code is 2 if a submission changed the grader's own files.
 
     Args:
         submissions: The folders to grade, one after another.
-        csv: Write a table into this file, a line for each submission.
-        json: Write everything into this file.
-        report: A report.md with its table filled in is wanted, too.
-        seconds: How long each may run.
+        csv: Write a table to this file, one line for each submission.
+        json: Write all grades to this file.
+        report: Require a report.md with a filled table, too.
+        seconds: The time limit of each submission.
     """
     if not submissions:
         raise ValueError("no submission was given; name their folders: python -m course.grade submissions/*")
     limits = Limits(seconds=seconds)
     for path in filter(None, (json, csv)):
-        check_writable(Path(path))  # before an hour of grading
+        check_writable(Path(path))  # before grading, which may take an hour
     ours, right = _own_digests(), real_facts(limits)
     grades: list[Grade] = []
     code = 0

@@ -1,7 +1,7 @@
-"""What the exercise takes out of the sources: found by syntax, replaced by what a student has to fill in.
+"""The places that the exercise removes from the sources: found by syntax, and replaced by a TODO.
 
-Knows Python's syntax and which places are the answer. A place that is not found exactly once is an error, so that
-an exercise is never made from sources that have moved on. Does not know where files come from or go to.
+Knows Python's syntax and the places of the answer. A place that is not found exactly once is an error, so that no
+exercise is made from sources that have changed. Does not know files.
 """
 
 import ast
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 
 class AnchorLost(ValueError):
-    """The sources no longer have what the exercise takes out; the message says which place, and in which file."""
+    """A place of the exercise is not in the sources; the message names the place and the file."""
 
 
 @dataclass(frozen=True)
 class Hole:
-    """A place in a file: which lines of which function, what stands there instead, and what a student is told.
+    """A place in a file: how to find its statement in a function, its replacement, and the text for the student.
 
-    number: of the TODO; None: the lines are only left out. function: "Class.name" or "name".
+    number: the number of the TODO, or None if the lines are only removed. function: "Class.name" or "name".
     """
 
     file: str
@@ -30,12 +30,12 @@ class Hole:
 
     @property
     def message(self) -> str:
-        """What is raised where the hole is not filled in."""
+        """The message of the error that an unfilled hole raises."""
         return f"TODO {self.number} in {self.file}, {self.function}: see TASK.md"
 
 
 def cut(file: str, text: str, holes: tuple[Hole, ...]) -> str:
-    """Return the text of a file with the holes that are in it. Raises AnchorLost."""
+    """Return the text of a file with its holes. Raises AnchorLost."""
     for hole in holes:
         if hole.file == file:
             text = _cut(text, hole)
@@ -53,7 +53,7 @@ def _cut(text: str, hole: Hole) -> str:
     assert place.end_lineno is not None
     first = min([place.lineno, *(d.lineno for d in getattr(place, "decorator_list", []))]) - 1
     new = textwrap.indent(hole.replace(text, place, _todo(hole)), " " * place.col_offset)
-    while not new and not lines[first - 1].strip():  # with what is left out goes the empty line above it
+    while not new and not lines[first - 1].strip():  # remove the empty line above, too
         first -= 1
     return "".join([*lines[:first], new, *lines[place.end_lineno :]])
 
@@ -72,17 +72,17 @@ def _todo(hole: Hole) -> str:
     return "".join(f"# {line}\n" for line in lines) + f'raise NotImplementedError("{hole.message}")\n'
 
 
-# ---- which lines, and what stands there instead ----------------------------------------------------------------------
+# ---- finding and replacing lines -------------------------------------------------------------------------------------
 
 
 def _branches(function: ast.FunctionDef) -> list[ast.stmt]:
-    """The `if` on the switch that has an else."""
+    """Return the `if` statements on the switch that have an else."""
     found = [node for node in ast.walk(function) if isinstance(node, ast.If) and _is_switch(node.test)]
     return [node for node in found if node.orelse]
 
 
 def _choices(function: ast.FunctionDef) -> list[ast.stmt]:
-    """The assignment of one thing without a cache, and of another with one."""
+    """Return the assignments of a value that depends on whether there is a cache."""
     found = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
     return [node for node in found if isinstance(node.value, ast.IfExp) and _is_choice(node.value.test)]
 
@@ -100,7 +100,7 @@ def _is_choice(test: ast.expr) -> bool:
 
 
 def _keep_off(text: str, place: ast.stmt, todo: str) -> str:
-    """Keep what is done with the switch off, and have the TODO in place of what is done with it on."""
+    """Return the place with its code for the switch off, and the TODO for the switch on."""
     if isinstance(place, ast.If):
         test, off = _source(text, place.test), "\n".join(_source(text, stmt) for stmt in place.orelse)
     else:

@@ -1,8 +1,8 @@
-"""Make the exercise from the sources as they are: python -m course.make OUT.
+"""Make the exercise from the current sources: python -m course.make OUT.
 
-OUT gets what the two scripts need of the package, with the KV cache taken out (course/holes.py), and what lies in
-course/kit/: the task, the report's template, and stand-ins for the wings that would give the answer away. Knows
-files; nothing of what is taken out is written down here, so an exercise is never older than the sources.
+OUT gets the parts of the package that the two scripts need, without the KV cache (course/holes.py), and the files of
+course/kit/: the task, the report's template, and stand-ins for folders that contain the answer. No source is copied
+into course/, so an exercise is always up to date.
 """
 
 import ast
@@ -14,7 +14,7 @@ from course.holes import HOLES, Hole, cut
 
 ROOT = Path(__file__).resolve().parents[1]
 KIT = ROOT / "course" / "kit"
-# What is started: by the student, and by what the student starts.
+# The scripts that the student starts, and those that they start.
 SCRIPTS = (
     "inference.py",
     "benchmark_inference.py",
@@ -22,14 +22,15 @@ SCRIPTS = (
     "llama/untrusted/template_child.py",
 )
 
-# Wings that would compute the answer past the student's code, and what checks them on a GPU.
+# Folders that would compute the answer without the student's code, and the files in them that the rest needs.
 LEFT_OUT = ("llama/fast/", "llama/exact/", "llama/bench/gpu/")
+NEEDED = ("llama/exact/digest.py",)
 
 
 def make(out: Path, *, root: Path = ROOT, holes: tuple[Hole, ...] = HOLES) -> None:
-    """Make the exercise in `out`, which must be empty or not there; with no holes it is the answer.
+    """Make the exercise in `out`, which must be empty or missing; without holes it is the answer.
 
-    Raises ValueError where something is in the way, and AnchorLost where the sources have moved on.
+    Raises ValueError if `out` has files, and AnchorLost if the sources have changed.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already; name a folder that is empty or new")
@@ -46,12 +47,12 @@ def make(out: Path, *, root: Path = ROOT, holes: tuple[Hole, ...] = HOLES) -> No
 
 
 def _needed(root: Path, replaced: dict[str, Path]) -> set[str]:
-    """Return the scripts and all that they import of ours, less the kit's stand-ins, and what lies beside these."""
+    """Return the scripts, our modules that they import except the kit's stand-ins, and data files beside these."""
     seen: set[str] = set()
     left = list(SCRIPTS)
     while left:
         file = left.pop()
-        if file not in seen and (file in replaced or not file.startswith(LEFT_OUT)):
+        if file not in seen and (file in replaced or file in NEEDED or not file.startswith(LEFT_OUT)):
             seen.add(file)
             left += [home for name in _imported(replaced.get(file, root / file)) for home in _homes(root, name)]
     needed = seen - set(replaced)
@@ -61,7 +62,7 @@ def _needed(root: Path, replaced: dict[str, Path]) -> set[str]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports anywhere, and, of each name taken out of a module, that behind it."""
+    """Yield the dotted names that a file imports; `from a import b` gives a.b."""
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -70,7 +71,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def _homes(root: Path, name: str) -> Iterator[str]:
-    """Yield the files of ours that importing a dotted name runs: of each package on the way, and of the module."""
+    """Yield our files that importing a dotted name runs: those of its packages, and of the module."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         stem = "/".join(parts[:end])
@@ -95,7 +96,7 @@ def main(*out: str) -> int:
     if len(out) != 1:
         raise ValueError("give the one folder to make: python -m course.make OUT")
     make(Path(out[0]))
-    print(f"{out[0]} holds the exercise; {Path(out[0]) / 'TASK.md'} is where a student begins")
+    print(f"{out[0]} contains the exercise; a student begins with {Path(out[0]) / 'TASK.md'}")
     return 0
 
 

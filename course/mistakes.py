@@ -36,7 +36,7 @@ MISTAKES = {
         Mistake(
             "index-late",
             40,
-            "The newest key and value are written behind their place, and not looked at in their own step",
+            "The newest key and value are written after their position, and not attended to in their own step",
             "Write down by hand which slots the prompt takes, and which slot the next token takes.",
         ),
         Mistake(
@@ -60,7 +60,7 @@ MISTAKES = {
         Mistake(
             "rows-mixed",
             40,
-            "A row looks at tokens of another row",
+            "A row attends to tokens of another row",
             "Rows never meet in attention. On which axis do you write and read?",
         ),
         Mistake(
@@ -84,19 +84,19 @@ MISTAKES = {
         Mistake(
             "values-forgotten",
             40,
-            "The values of past tokens are not kept",
+            "The values of past tokens are not stored",
             "Attention takes weights from keys, and then adds up what?",
         ),
         Mistake(
             "keys-forgotten",
             40,
-            "The keys of past tokens are not kept: all old tokens draw the same attention",
+            "The keys of past tokens are not stored: all old tokens get the same attention",
             "Print the keys that attention is given in the second step.",
         ),
         Mistake(
             "past-ignored",
             40,
-            "A step looks at its own tokens alone: what the cache holds is not used",
+            "A step attends to its own tokens only: the cached ones are not used",
             "What does attention get as keys in a step, and how long is it?",
         ),
         Mistake(
@@ -108,13 +108,13 @@ MISTAKES = {
         Mistake(
             "unwritten-read",
             40,
-            "Attention looks at slots that were never written",
+            "Attention reads slots that were never written",
             "The buffer is longer than the text. Where does the text end?",
         ),
         Mistake(
             "heads-order",
             30,
-            "Query heads look at the wrong KV head",
+            "Query heads attend to the wrong KV head",
             "With 6 query heads and 2 KV heads, the heads 0, 1 and 2 share the first one. Compare repeat and "
             "repeat_interleave.",
         ),
@@ -134,7 +134,7 @@ MISTAKES = {
         Mistake(
             "mask-at-first-key",
             20,
-            "The mask of a later chunk begins at the first key, so its tokens see almost nothing of the past",
+            "The mask of a later chunk begins at the first key, so its tokens see almost none of the past",
             "is_causal puts query 0 beside key 0. Where does query 0 of a later chunk stand?",
         ),
         # ---- RoPE ----
@@ -178,7 +178,7 @@ MISTAKES = {
         Mistake(
             "own-counter",
             10,
-            "A text that goes back to an earlier position goes on at the old one: the cache counts by itself",
+            "A text that goes back to an earlier position continues at the old one: the cache counts by itself",
             "There is nothing to count: rows.starts says where the new keys belong.",
         ),
         Mistake(
@@ -190,19 +190,19 @@ MISTAKES = {
         Mistake(
             "rows-not-moved",
             15,
-            "When a row has ended and left the batch, the others go on with keys and values that are not their own",
+            "When a row has ended and left the batch, the others continue with keys and values of other rows",
             "Read what select_rows does. Where do you keep what it has to move?",
         ),
         Mistake(
             "length-does-not-grow",
             10,
-            "A text that outgrows the room that was reserved, or had none reserved, does not work",
+            "A text that is longer than the reserved length, or has none, does not work",
             "reserve says what is expected. The limit is max_seq_len.",
         ),
         Mistake(
             "overflow-silent",
             10,
-            "A token past max_seq_len is dropped or written elsewhere without a word",
+            "A token past max_seq_len is dropped or written elsewhere without an error",
             "What does PyTorch do with a slice that begins behind the end? Try it with one token.",
         ),
         Mistake(
@@ -227,7 +227,7 @@ MISTAKES = {
         Mistake(
             "uncached-fed-newest",
             30,
-            "With the cache off, a step feeds the newest token alone, at prev_pos",
+            "With the cache off, a step feeds only the newest token, at prev_pos",
             "Without a cache the model remembers nothing. What must it be fed?",
         ),
         Mistake(
@@ -246,32 +246,32 @@ MISTAKES = {
         Mistake(
             "switch-not-put-back",
             10,
-            "kv_caching=False for one call stays thrown after it",
+            "kv_caching=False for one call stays set after it",
             "What runs when a call ends by an error? Look for finally.",
         ),
         Mistake(
             "written-while-off",
             10,
-            "With the cache off, the cache is written or holds memory all the same",
+            "With the cache off, the cache is still written or uses memory",
             "The switch guards reading. What guards writing?",
         ),
         # ---- memory ----
         Mistake(
             "kept-after-generation",
             10,
-            "The cache's memory is not given back after a generation",
+            "The cache's memory is not freed after a generation",
             "A generation drops its cache. What else refers to your tensors: a class, a module, the model?",
         ),
         Mistake(
             "kept-after-error",
             10,
-            "The cache's memory is not given back after a generation that failed",
+            "The cache's memory is not freed after a generation that failed",
             "Which lines run when on_step raises, or somebody presses Ctrl-C?",
         ),
         Mistake(
             "wrong-dtype",
             10,
-            "The cache holds another dtype than the model computes in",
+            "The cache has another dtype than the model computes in",
             "torch.zeros has a dtype of its own choice. Which one has xk?",
         ),
         Mistake(
@@ -283,7 +283,7 @@ MISTAKES = {
         Mistake(
             "limits-sized",
             5,
-            "Room is taken for all that the limits allow, whatever was reserved",
+            "Memory is allocated for the limits, not for the reserved length",
             "self.reserved says how many rows and positions are needed.",
         ),
         Mistake(
@@ -333,7 +333,7 @@ MISTAKES = {
         Mistake(
             "holds-what-it-was-given",
             0,
-            "Right. The cache holds the very tensors it was given, so whoever changes them changes the cache",
+            "Right. The cache stores the tensors that it was given, so a change of them changes the cache",
             "A copy would make the cache the only owner of its memory.",
         ),
     )

@@ -1,12 +1,12 @@
-"""Try a submission in a process of its own, and write down what was seen: facts, no verdicts.
+"""Run a submission in a process of its own, and record facts, without a verdict.
 
-    python -P probe.py TREE FACTS LIMITS        (what the facts must be signed with comes in on standard input)
+    python -P probe.py TREE FACTS LIMITS        (the signature of the facts is read from standard input)
 
-Most facts come from a model whose attention spells out what it looked at: token t has the value e_t, wherever it came
-from, so a weighted sum of values names the tokens and their weights. It is read where it goes into `wo`, the one place
-that a solution of any shape has to pass. Run on our own sources it gives what is right. Knows the interface that the
-task promises; does not know mistakes (course/diagnose.py), and trusts nothing: it sets its own limits first. Torch and
-the submission are imported by what uses them, for the diagnosis reads the sizes below in a process that has neither.
+Most facts come from a model whose attention shows the tokens that it attends to: token t has the value e_t, so a
+weighted sum of values names the tokens and their weights. It is read at the input of `wo`, which every solution uses.
+Run on our own sources it gives the right facts. Knows the interface of the task; does not know mistakes
+(course/diagnose.py). It sets its own limits first. Torch and the submission are imported in functions, because the
+diagnosis reads the sizes below in a process without them.
 """
 
 import gc
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from llama.model import Transformer
     from llama.request import Step
 
-# The sizes of the model that spells: tokens of two rows of twelve, of another text, and of one that goes another way.
+# The sizes of the spelling model: tokens of two rows of twelve, of a second text, and of a third one.
 VOCAB, LAYERS, HEADS, KV_HEADS = 48, 2, 6, 2
-KEY_AT = LAYERS * VOCAB  # the two numbers of a head that keys and queries use, behind those of the values
+KEY_AT = LAYERS * VOCAB  # the two numbers of a head for keys and queries, after those of the values
 HEAD_DIM = KEY_AT + 2
 MAX_SEQ_LEN, MAX_ROWS, LENGTH = 32, 4, 12
-FIRST, OTHER, TURN = 0, 24, 40  # where the ids of the three texts begin
+FIRST, OTHER, TURN = 0, 24, 40  # the first ids of the three texts
 THETA, TILT, SCALE = 3.0, 0.7, 2.0  # of RoPE, of a key against a query, and of the scores
 
 Facts = dict[str, Any]
 
 
 def main(tree: str, facts: str, limits: str) -> None:
-    """Run every experiment on the package in `tree`, and write the facts, signed."""
+    """Run every experiment on the package in `tree`, and write the signed facts."""
     signature = sys.stdin.readline().strip()
     _limit(json.loads(limits))
-    # Where our package is installed to be edited, a finder of its own would fill in what the submission lacks.
+    # The finder of an editable installation of our package would supply modules that the submission lacks.
     sys.meta_path[:] = [
         finder for finder in sys.meta_path if finder is PathFinder or not finder.find_spec("llama", None)
     ]
@@ -51,18 +51,18 @@ def main(tree: str, facts: str, limits: str) -> None:
     import llama.model
 
     _forget_garbage()
-    gc.freeze()  # what lives for good need not be looked through each time
+    gc.freeze()  # permanent objects need not be searched each time
     home = str(Path(str(llama.__file__)).resolve().parent.parent)
     found: Facts = {"signature": signature, "home": home}
     for experiment in EXPERIMENTS:
         found[experiment.__name__] = _guarded(experiment, tree)
     partial = Path(f"{facts}.partial")
-    partial.write_text(json.dumps(found, default=str), encoding="utf-8")  # a submission may pass anything as a position
+    partial.write_text(json.dumps(found, default=str), encoding="utf-8")  # positions may be any object
     partial.replace(facts)
 
 
 def _limit(limits: dict[str, int]) -> None:
-    """Hold this process, and what it starts, to {name of a limit: number}; systems without `resource` have none."""
+    """Set limits, {name: number}, of this process and its children; systems without `resource` have none."""
     try:
         import resource
     except ImportError:
@@ -72,12 +72,12 @@ def _limit(limits: dict[str, int]) -> None:
         if kind is not None:
             hard = resource.getrlimit(kind)[1]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            with suppress(ValueError, OSError):  # a system may know the name and not the limit
+            with suppress(ValueError, OSError):  # a system may not support the limit
                 resource.setrlimit(kind, (most, most))
 
 
 def _forget_garbage() -> None:
-    """Let memory that was never written hold zeros, so that what is read of it is the same each time."""
+    """Fill uninitialised memory with zeros, so that reading it gives the same result each time."""
     import torch
 
     def zeroed(make: Callable[..., "Tensor"]) -> Callable[..., "Tensor"]:
@@ -88,7 +88,7 @@ def _forget_garbage() -> None:
 
 
 def _guarded(experiment: Callable[[Facts], None], tree: str) -> Facts:
-    """Return what an experiment noted, and the error that ended it, if any."""
+    """Return the facts of an experiment, and its error, if any."""
     found: Facts = {}
     random.seed(0)
     try:
@@ -104,13 +104,13 @@ def _told(error: Exception, tree: str) -> dict[str, str]:
     return {"type": type(error).__name__, "words": str(error)[:300], "where": where}
 
 
-# ---- the model that spells -------------------------------------------------------------------------------------------
+# ---- the spelling model ----------------------------------------------------------------------------------------------
 
 
 def spelling_model(*, turning: bool = False) -> "Transformer":
-    """Return a model whose attention gives, for every head, how much of which token it looked at.
+    """Return a model whose attention output names, for every head, the tokens and their shares.
 
-    All keys draw alike; where `turning`, as much as the angle between key and query says.
+    All keys have the same score; with `turning`, the score depends on the angle between key and query.
     """
     import torch
 
@@ -122,7 +122,7 @@ def spelling_model(*, turning: bool = False) -> "Transformer":
     )  # fmt: skip
     model = Transformer(args).to(torch.float64).eval().requires_grad_(False)
     for weight in model.parameters():
-        weight.zero_() if weight.ndim > 1 else weight.fill_(VOCAB**-0.5)  # so the norm gives a token back as it is
+        weight.zero_() if weight.ndim > 1 else weight.fill_(VOCAB**-0.5)  # so that the norm returns its input
     model.tok_embeddings.weight.copy_(torch.eye(VOCAB))
     model.output.weight.copy_(torch.eye(VOCAB))
     strength = (SCALE * HEAD_DIM**0.5) ** 0.5
@@ -138,12 +138,12 @@ def spelling_model(*, turning: bool = False) -> "Transformer":
 
 
 def key_size(token: int) -> float:
-    """Tokens differ in the size of their keys, so that keys that are gone differ from keys that were not rotated."""
+    """Return the size of a token's key; sizes differ, so that missing keys differ from keys that were not rotated."""
     return 1.0 + 0.5 * (token % 2)
 
 
 def text(begin: int, rows: int = 2, length: int = LENGTH) -> "Tensor":
-    """Return the ids of one of the texts, (rows, length): no two of them alike."""
+    """Return the ids of one of the texts, (rows, length), all different."""
     import torch
 
     return begin + torch.arange(rows * length).view(rows, length)
@@ -151,7 +151,7 @@ def text(begin: int, rows: int = 2, length: int = LENGTH) -> "Tensor":
 
 @contextmanager
 def _spelled(model: "Transformer", calls: list[Any]) -> Iterator[None]:
-    """Add to `calls`, for every call, [layer][row][query][head] -> [[token, weight], ...]."""
+    """Append to `calls`, for every call, [layer][row][query][head] -> [[token, weight], ...]."""
     seen: list[Any] = []
 
     def note(module: object, given: tuple["Tensor", ...]) -> None:
@@ -183,7 +183,7 @@ def _feed(
     begin: int = 0,
     cache: "Cache | None" = None,
 ) -> None:
-    """Feed a text whose first column stands at `begin`, in calls that begin at `cuts`; the last one ends the text.
+    """Feed a text whose first column has position `begin`, in calls that begin at `cuts`.
 
     Without a `cache` the model uses its own, or none with the switch off.
     """
@@ -196,11 +196,11 @@ def _feed(
             model(tokens[:, a - begin : b - begin], a, cache=cache)
 
 
-# ---- experiments: each notes what it sees in a dict of its own -------------------------------------------------------
+# ---- experiments: each records its facts in a dict -------------------------------------------------------------------
 
 
 def uncached(found: Facts) -> None:
-    """A text at once, with the cache off."""
+    """Feed a text in one call, with the cache off."""
     model = spelling_model()
     model.kv_caching = False
     found["switches"] = [bool(getattr(layer.attention, "kv_caching", False)) for layer in model.blocks]
@@ -208,25 +208,25 @@ def uncached(found: Facts) -> None:
 
 
 def steps(found: Facts) -> None:
-    """A prompt, then token by token."""
+    """Feed a prompt, then token by token."""
     model = spelling_model()
     _feed(model, found, text(FIRST)[:, :8], [0, 5, 6, 7], cache=model.new_cache(rows=2, length=LENGTH))
 
 
 def chunk(found: Facts) -> None:
-    """A prompt, several tokens at once, and one more."""
+    """Feed a prompt, a chunk of several tokens, and one token."""
     model = spelling_model()
     _feed(model, found, text(FIRST)[:, :9], [0, 4, 8], cache=model.new_cache(rows=2, length=LENGTH))
 
 
 def turned(found: Facts) -> None:
-    """A prompt, a token, several tokens: with keys that draw by their angle."""
+    """Feed a prompt, a token and a chunk, with keys whose score depends on their angle."""
     model = spelling_model(turning=True)
     _feed(model, found, text(FIRST)[:, :9], [0, 5, 6], cache=model.new_cache(rows=2, length=LENGTH))
 
 
 def ragged(found: Facts) -> None:
-    """Rows of different lengths, padded on the right, then each at its own position."""
+    """Feed rows of different lengths, padded on the right, then each at its own position."""
     import torch
 
     model, tokens = spelling_model(), text(FIRST)
@@ -240,7 +240,7 @@ def ragged(found: Facts) -> None:
 
 
 def again(found: Facts) -> None:
-    """Another, shorter text in the same cache, from position 0 on, and one of a single row."""
+    """Feed a second, shorter text into the same cache, from position 0 on, and one of a single row."""
     model = spelling_model()
     cache = model.new_cache(rows=2, length=LENGTH)
     _feed(model, found, text(FIRST)[:, :8], [0, 6, 7], cache=cache)
@@ -249,7 +249,7 @@ def again(found: Facts) -> None:
 
 
 def rewound(found: Facts) -> None:
-    """A text that goes back to position 4 and on another way."""
+    """Feed a text, then other tokens from position 4 on."""
     model = spelling_model()
     cache = model.new_cache(rows=2, length=LENGTH)
     _feed(model, found, text(FIRST)[:, :7], [0, 5, 6], cache=cache)
@@ -257,7 +257,7 @@ def rewound(found: Facts) -> None:
 
 
 def more_rows(found: Facts) -> None:
-    """One row, then two."""
+    """Feed one row, then two."""
     model = spelling_model()
     cache = model.new_cache(rows=1, length=LENGTH)
     _feed(model, found, text(FIRST)[:1, :3], [0], cache=cache)
@@ -265,18 +265,18 @@ def more_rows(found: Facts) -> None:
 
 
 def longer(found: Facts) -> None:
-    """A text that gets longer than the room that was reserved."""
+    """Feed a text that becomes longer than the reserved length."""
     model = spelling_model()
     _feed(model, found, text(FIRST, rows=1, length=14), [0, *range(2, 14)], cache=model.new_cache(rows=1, length=4))
 
 
 def unreserved(found: Facts) -> None:
-    """A text for which no room was reserved, in the cache that the model makes by itself."""
+    """Feed a text without a reserved length, into the model's own cache."""
     _feed(spelling_model(), found, text(FIRST)[:, :6], [0, 2, 3, 4, 5])
 
 
 def aliased(found: Facts) -> None:
-    """What the cache was given is overwritten behind its back."""
+    """Overwrite the tensors that the cache was given, after the call."""
     import torch
 
     model, tokens = spelling_model(), text(FIRST)
@@ -292,14 +292,16 @@ def aliased(found: Facts) -> None:
 
 
 def memory(found: Facts) -> None:
-    """How many bytes live while the cache is filled to the length that was reserved, and in which dtype; in bfloat16,
-    because nobody takes it by accident."""
+    """Count the bytes of tensors while the cache is filled to the reserved length, and list their dtypes.
+
+    In bfloat16, which no solution uses by accident.
+    """
     import torch
 
     model, tokens = spelling_model().to(torch.bfloat16), text(FIRST)
     model.kv_caching = False
     with torch.inference_mode():
-        model(text(FIRST, rows=1, length=24))  # so that RoPE's table is there
+        model(text(FIRST, rows=1, length=24))  # so that RoPE's table exists
         before = _alive()
         model(tokens)
         found["off"] = _bytes(_alive()) - _bytes(before)
@@ -313,7 +315,7 @@ def memory(found: Facts) -> None:
         new = {tensor.dtype for tensor in _alive() if tensor.untyped_storage().data_ptr() not in old}
         found["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in new)
         del cache
-        model(tokens)  # fills the cache that the model makes by itself
+        model(tokens)  # fills the model's own cache
         model.kv_caching = False
         model(tokens)
         found["switched_off"] = _bytes(_alive()) - _bytes(before)
@@ -321,7 +323,7 @@ def memory(found: Facts) -> None:
 
 
 def gradients(found: Facts) -> None:
-    """Two cached calls outside of inference mode: is a graph kept? A refusal is right, too."""
+    """Make two cached calls outside inference mode; count graphs that stay. An error is right, too."""
     model = spelling_model().requires_grad_(True)
     try:
         for a, b in ((0, 3), (3, 4)):
@@ -332,7 +334,7 @@ def gradients(found: Facts) -> None:
 
 
 def limits(found: Facts) -> None:
-    """One token past max_seq_len, and a row past max_batch_size, given to the cache itself."""
+    """Write one token past max_seq_len, and one row past max_batch_size, into a cache."""
     import torch
 
     from llama.rows import Rows
@@ -367,7 +369,7 @@ PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8])
 
 
 def loop(found: Facts) -> None:
-    """What each step of a generation is fed, with the cache on and off, and how the model is left."""
+    """Record the tokens that each step of a generation is fed, with the cache on and off, and the switch after it."""
     for mode in (True, False):
         found["on" if mode else "off"] = _fed(mode)
 
@@ -388,7 +390,7 @@ def _fed(mode: bool) -> Facts:
 
 
 def generations(found: Facts) -> None:
-    """Batches, one after the other, by one model; of the second one row ends before the other."""
+    """Generate batches one after the other; in the second one row ends before the other."""
     model = random_model()
     found["together"] = model.generate_tokens(PROMPTS, 8, temperature=0.0)[0]
     found["first"] = model.generate_tokens(PROMPTS, [3, 8], temperature=0.0)[0]
@@ -396,7 +398,7 @@ def generations(found: Facts) -> None:
 
 
 def left_behind(found: Facts) -> None:
-    """What lives, and how the switch stands, after a generation, and after one that an error ended."""
+    """Record the bytes of tensors and the switch after a generation, and after one that an error ended."""
     import torch
 
     for name, mode in (("whole", True), ("broken", True), ("broken_off", False)):
@@ -427,7 +429,7 @@ class _Fails:
 
 
 def logits(found: Facts) -> None:
-    """The logits of a model with random weights: at once without the cache, and in calls with it."""
+    """Record the logits of a random model: in one call without the cache, and in several with it."""
     import torch
 
     model = random_model()
@@ -440,7 +442,7 @@ def logits(found: Facts) -> None:
 
 
 def random_model() -> "Transformer":
-    """Return a small model whose weights are large enough for every one of them to show in the logits."""
+    """Return a small model whose weights are all large enough to change the logits."""
     import torch
 
     from llama.model import ModelArgs, Transformer
@@ -463,7 +465,7 @@ def _rounded(logits: "Tensor") -> list[float]:
 
 
 def _alive() -> list["Tensor"]:
-    """Return all tensors of floats that live now."""
+    """Return all floating-point tensors that exist now."""
     import torch
 
     gc.collect()
@@ -471,7 +473,7 @@ def _alive() -> list["Tensor"]:
 
 
 def _bytes(tensors: list["Tensor"]) -> int:
-    """Return how many bytes they hold, those that share memory once."""
+    """Return the bytes of tensors; shared memory counts once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -1,6 +1,6 @@
-"""Read the table of a student's report.md, and find what cannot have been measured like that.
+"""Read the table of a student's report.md, and find numbers that a correct measurement cannot give.
 
-Knows the table that course/kit/report.md asks for; runs nothing.
+Knows the table of course/kit/report.md; runs nothing.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class Measured:
 
 
 def check_report(path: Path, *, wanted: bool) -> list[Finding]:
-    """Return what is wrong with a report. One that is missing or blank is wrong only where it is `wanted`."""
+    """Return the mistakes of a report. A missing or blank report is a mistake only if it is `wanted`."""
     rows = read_rows(path)
     if len(rows) < 6:
         return [Finding("report-missing", f"{len(rows)} of 6 rows are filled in")] if wanted else []
@@ -34,7 +34,7 @@ def check_report(path: Path, *, wanted: bool) -> list[Finding]:
 
 
 def read_rows(path: Path) -> list[Measured]:
-    """Return the rows of the table that are filled in, in their order."""
+    """Return the filled rows of the table in their order."""
     if path.is_symlink() or not path.is_file():
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -55,7 +55,7 @@ def _number(text: str) -> float:
 def _findings(rows: list[Measured]) -> Iterator[Finding]:
     biggest = max(rows, key=lambda row: row.batch).batch
     by_mode = {mode: [row for row in rows if row.kv_caching is mode] for mode in (True, False)}
-    # Runs of one process can only raise its peak: the same number again, to the last digit, was not measured anew.
+    # The peak of one process never falls: equal peaks, to the last digit, mean that the peak was not reset.
     same = [(a, b) for a, b in itertools.pairwise(rows) if a.peak == b.peak]
     falls = [(a, b) for a, b in itertools.pairwise(rows) if a.peak > b.peak]
     if len(same) >= 2 and not falls:

@@ -1,8 +1,8 @@
-"""Run a submission's probe in a copy, in a process session of its own, with limits, and end all of it afterwards.
+"""Run a submission's probe in a copy, in a process session with limits, and end all its processes afterwards.
 
-This stops accidents: loops, forks, floods of output, deleted files. It does not stop malice: the submission runs as the
-user who grades, with the network and the user's files in reach (docs/course.md has a container line). Knows files and
-processes; does not know what the probe asks, or what its facts mean.
+This prevents accidents: loops, forks, floods of output, deleted files. It does not prevent attacks: the submission runs
+as the user, with network and files (docs/course.md has a command for a container). Knows files and processes; does not
+know what the probe does.
 """
 
 import ctypes
@@ -25,15 +25,15 @@ from typing import IO, Any
 
 PROBE = Path(__file__).with_name("probe.py")
 LEFT_OUT = (".venv", "venv", ".git", "results", "__pycache__", ".ipynb_checkpoints")
-KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")  # of our environment
+KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")  # variables of our environment
 POLL_S = 0.1
-FACTS_LIMIT = 16_000_000  # bytes; ours are half a million
+FACTS_LIMIT = 16_000_000  # bytes; those of the real package are half a million
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, of Linux's prctl.h
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one submission may take. Memory is address space, of which PyTorch reserves more than it uses."""
+    """The limits of one submission. Memory is address space, of which PyTorch reserves more than it uses."""
 
     seconds: float = 60.0
     memory_bytes: int = 8 * 2**30
@@ -48,7 +48,7 @@ class Limits:
             raise ValueError(f"seconds={self.seconds} must be above 0, and less than a million")
 
     def of_the_process(self) -> dict[str, int]:
-        """Those that the kernel holds, by their names in `resource`."""
+        """Return the limits that the kernel enforces, by their names in `resource`."""
         return {
             "RLIMIT_CPU": int(self.seconds) + 1,
             "RLIMIT_AS": self.memory_bytes,
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run: facts, or the reason why there are none; and the end of what was printed."""
+    """The result of a run: facts, or the reason why there are none; and the end of the output."""
 
     facts: dict[str, Any] | None = None
     reason: str = ""
@@ -71,7 +71,7 @@ def run(submission: Path, limits: Limits) -> Outcome:
     try:
         with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as scratch:
             return _run(submission, Path(scratch).resolve(), limits)
-    except (OSError, RecursionError) as error:  # of folders in folders, however deep
+    except (OSError, RecursionError) as error:  # RecursionError: deeply nested folders
         return Outcome(reason=f"its files cannot be copied, or their copy not removed: {error}")
 
 
@@ -105,7 +105,7 @@ def _run(submission: Path, scratch: Path, limits: Limits) -> Outcome:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """Return what the submission finds: our PATH and languages, and folders of its own for whatever else."""
+    """Return the environment of the submission: our PATH and language, and folders of its own."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     own = dict.fromkeys(("HOME", "TMPDIR", "TMP", "TEMP", "XDG_CACHE_HOME"), str(home))
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -113,7 +113,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def _copy(submission: Path, tree: Path, limits: Limits) -> str:
-    """Copy what is a regular file, up to the limits; return why that cannot be, or nothing."""
+    """Copy the regular files, up to the limits; return the reason if that fails, else ""."""
     if not (submission / "llama").is_dir():
         return "there is no folder llama in it: hand in the folder that course.make made"
     files = size = 0
@@ -134,13 +134,13 @@ def _copy(submission: Path, tree: Path, limits: Limits) -> str:
 
 
 def digests(tree: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of a tree by its name; what Python compiled is left out."""
+    """Return the SHA-256 of every file of a tree by its name, without compiled Python files."""
     paths = (path for path in sorted(tree.rglob("*")) if "__pycache__" not in path.parts and path.is_file())
     return {path.relative_to(tree).as_posix(): _digest(path) for path in paths}
 
 
 def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or nothing where none can be read; a pipe or a device would have no end."""
+    """Return the SHA-256 of a regular file, or "" if it cannot be read; a pipe or device may have no end."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() if _is_plain(path) else ""
     except OSError:
@@ -159,7 +159,7 @@ def _changes(before: dict[str, str], tree: Path, what: str = "its own files") ->
 def _watch(
     process: subprocess.Popen[bytes], signature: str, limits: Limits, started: Callable[[], set[int]]
 ) -> tuple[str, str]:
-    """Wait for the end; return why it was cut short, if it was, and the end of what was printed."""
+    """Wait for the end; return the reason if a limit ended it, else "", and the end of the output."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError):
@@ -175,7 +175,7 @@ def _watch(
             break
         reason = _too_much(started(), len(printed), end, limits)
     _end_session(process)
-    reader.join(1.0)  # a child that has left the session may still hold the other end
+    reader.join(1.0)  # a child that left the session may keep the pipe open
     return _flood(len(printed), limits) or reason, bytes(printed[-2000:]).decode("utf-8", errors="replace")
 
 
@@ -194,14 +194,14 @@ def _flood(printed: int, limits: Limits) -> str:
 
 
 def _collect(stream: IO[bytes], printed: bytearray, limit: int) -> None:
-    """Keep what is printed, until it is too much."""
+    """Collect the output up to the limit."""
     with suppress(OSError, ValueError):  # it was closed
         while len(printed) <= limit and (read := os.read(stream.fileno(), 65536)):
             printed += read
 
 
 def read_facts(facts: Path, tree: Path, signature: str, code: int, printed: str) -> Outcome:
-    """Return the facts, if they are those that our probe wrote about this tree."""
+    """Return the facts, if our probe wrote them about this tree."""
     if not _is_plain(facts):
         return Outcome(reason=_why(code, printed), printed=printed)
     try:
@@ -217,7 +217,7 @@ def read_facts(facts: Path, tree: Path, signature: str, code: int, printed: str)
 
 
 def _why(code: int, printed: str) -> str:
-    """Say in words why there are no results."""
+    """Return the reason why there are no results."""
     if code == -getattr(signal, "SIGXCPU", 0):
         return "it took more CPU time than it may"
     if code < 0:
@@ -227,14 +227,14 @@ def _why(code: int, printed: str) -> str:
     return f"it ended with exit code {code} before it was tried: {last[0][:200]}"
 
 
-# ---- ending it whole -------------------------------------------------------------------------------------------------
+# ---- ending all processes --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _everything_ended_afterwards() -> Iterator[Callable[[], set[int]]]:
-    """End whatever was started meanwhile by this process's children, wherever it has gone; on Linux alone.
+    """At the end of the block, kill all processes that descendants of this process have started; on Linux only.
 
-    Gives what tells their process ids. A child whose parent has ended comes to us, who are its subreaper meanwhile.
+    Yields a function that returns their ids. This process is their subreaper, so that orphans become its children.
     """
     before = _descendants()
 
@@ -282,10 +282,10 @@ def _descendants() -> set[int]:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of every process; nothing where there is no /proc."""
+    """Return the parent of every process; {} without /proc."""
     parents: dict[int, int] = {}
     with suppress(FileNotFoundError):
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
-                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])  # a name may hold anything
+                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])  # a name may contain any character
     return parents

@@ -1,12 +1,12 @@
 """One command for all: llama-kv COMMAND ..., or python -m llama COMMAND ...
 
-Knows which function is which command, and imports it when it is asked for. The functions, and so the flags, are those
-of the scripts and of `python -m llama.x`.
+The functions, and so the flags, are those of the scripts and of `python -m llama.x`.
 """
 
 import difflib
 import sys
-from collections.abc import Callable
+from importlib import import_module
+from typing import NoReturn
 
 from llama import cli
 from llama.cli import console
@@ -32,76 +32,37 @@ On every command:
   --debug     The traceback of an error.
 """
 
-
-def _inference() -> Callable[..., int]:
-    from llama.cli.inference import main
-
-    return main
-
-
-def _bench() -> Callable[..., int]:
-    from llama.cli.benchmark_inference import main
-
-    return main
-
-
-def _verify() -> Callable[..., int]:
-    from llama.cli.verify import main
-
-    return main
-
-
-def _costs() -> Callable[..., int]:
-    from llama.cli.costs import main
-
-    return main
-
-
-def _convert() -> Callable[..., int]:
-    from llama.cli.convert import main
-
-    return main
-
-
-def _perplexity() -> Callable[..., int]:
-    from llama.cli.perplexity import main
-
-    return main
-
-
-def _doctor() -> Callable[..., int]:
-    from llama.cli.doctor import main
-
-    return main
-
-
-COMMANDS: dict[str, Callable[[], Callable[..., int]]] = {
-    "run": _inference,
-    "chat": _inference,
-    "bench": _bench,
-    "verify": _verify,
-    "watch": _inference,
-    "costs": _costs,
-    "convert": _convert,
-    "perplexity": _perplexity,
-    "doctor": _doctor,
+# command -> the module of llama.cli that has its `main`, and a flag that the command adds
+COMMANDS: dict[str, tuple[str, str | None]] = {
+    "run": ("inference", None),
+    "chat": ("inference", "--chat"),
+    "bench": ("benchmark_inference", None),
+    "verify": ("verify", None),
+    "watch": ("inference", "--watch=page.html"),
+    "costs": ("costs", None),
+    "convert": ("convert", None),
+    "perplexity": ("perplexity", None),
+    "doctor": ("doctor", None),
 }
-
-# The flag by which a command is another one.
-GIVEN = {"chat": "--chat", "watch": "--watch=page.html"}
 
 
 def main() -> None:
-    """Run the command that the first argument names on all others, and exit with its code."""
-    console.quiet_imports()
+    """Run the command that the first argument names on the other arguments, and exit with its code."""
     name, *words = sys.argv[1:] or ["--help"]
     if name not in COMMANDS:
+        console.quiet_imports()
         cli.end_with(lambda: overview(name))
-    cli.main(COMMANDS[name](), with_flag(GIVEN.get(name), words), name=f"llama-kv {name}")
+    start(name, with_flag(COMMANDS[name][1], words), f"llama-kv {name}")
+
+
+def start(name: str, words: list[str] | None = None, shown_as: str | None = None) -> NoReturn:
+    """Import a command, run it, and exit with its code; see `cli.main`."""
+    console.quiet_imports()
+    cli.main(import_module(f"llama.cli.{COMMANDS[name][0]}").main, words, name=shown_as)
 
 
 def overview(name: str) -> int:
-    """Print what there is, or which command was meant; return the exit code."""
+    """Print the list of commands, or an error for an unknown command; return the exit code."""
     if name in ("--help", "-h", "help"):
         console.put(HELP, end="")
         return 0
@@ -112,7 +73,7 @@ def overview(name: str) -> int:
 
 
 def with_flag(flag: str | None, words: list[str]) -> list[str]:
-    """Return the words with the flag before them, unless it is among them."""
+    """Return the words with `flag` before them, unless they have it already."""
     if flag is None or any(word.partition("=")[0] == flag.partition("=")[0] for word in words):
         return words
     return [flag, *words]

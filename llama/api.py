@@ -1,6 +1,6 @@
-"""The front door: load a checkpoint into a model and a tokenizer, and Meta's `Llama` over the two.
+"""The public functions: load a model and a tokenizer from a checkpoint, and Meta's `Llama` for the two.
 
-The only file that knows both text and where models come from.
+The only file that knows both text and checkpoints.
 """
 
 import logging
@@ -17,9 +17,7 @@ import torch
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
 from llama.cli.progress import progress_bar
-from llama.exact.batch_invariance import tokens_fed
 from llama.fast.choose import Fast, make_fast
-from llama.generation import Stream
 from llama.host.files import cache_dir
 from llama.host.machine import DTYPES
 from llama.kv_cache import cache_kind
@@ -31,7 +29,7 @@ from llama.tokenizer.chat import ChatFormat, Dialog, Message
 
 logger = logging.getLogger(__name__)
 
-QUANTIZED = ("int8", "int4", "stored")  # what `quantize` knows
+QUANTIZED = ("int8", "int4", "stored")  # values of `quantize`
 
 
 def load(
@@ -49,21 +47,25 @@ def load(
     repack: bool = True,
     exact: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
-    """Load a checkpoint: Meta's directory, Hugging Face's directory, a .gguf file, or "demo".
+    """Load a checkpoint, and return its model and tokenizer.
 
-    "demo" is a real model of 135M parameters that is fetched once through pip. `device="auto"` takes a GPU where there
-    is one; `dtype="auto"` is float32 on a CPU, and on a GPU bf16 where the hardware has it, else fp16. `max_seq_len` is
-    by default the checkpoint's, and `max_batch_size` without limit. `tokenizer_path` names a tokenizer.model that does
-    not stand beside Meta's weights. `kv_cache` names a kind, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see
-    `llama.kv_cache`. `fast` takes the fastest way to run a forward that this machine has, and the plain one where it
-    has none; "fused", for a CUDA GPU, by our own kernels, which nobody has measured. `quantize` holds the matrices in
-    "int8" or "int4", or, of a .gguf file, as it has them "stored", see `llama.quant.packed`; with it `activations=8`
-    rounds what is multiplied by them to 8 bits, as llama.cpp does, for its speed at its accuracy. "stored" with
-    `repack=False` leaves them in the file, mapped: the model is there at once, and processes share its memory, but a
-    step is slower, scales are not checked, and the file must stay as it is. `exact` asks for exact mode, see
-    `Transformer.exact`: with `fast` that of native code, or that of the plain path where native code does not serve;
-    with `quantize` that of native code alone. Raises ValueError (CheckpointError for the files) or
-    `llama.checkpoint.demo.DemoUnavailable`.
+    `path`: Meta's directory, Hugging Face's directory, a .gguf file, or "demo", a real model of 135M parameters that is
+        fetched once through pip.
+    `tokenizer_path`: a tokenizer.model that is not in the folder of Meta's weights.
+    `device`: "auto" is a GPU if there is one.
+    `dtype`: "auto" is float32 on a CPU; on a GPU it is bf16 if the hardware has it, else fp16.
+    `max_seq_len`, `max_batch_size`: limits; by default the checkpoint's length, and any number of rows.
+    `kv_cache`: a kind of cache, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see `llama.kv_cache`.
+    `fast`: use the fastest way to run a forward that this machine has; "fused" uses our own kernels on a CUDA GPU,
+        which were never measured.
+    `quantize`: store the matrices in "int8" or "int4", or, from a .gguf file, in its own types: "stored". See
+        `llama.quant.packed`.
+    `activations`: 8 rounds the inputs of quantised products to 8 bits, as llama.cpp does: faster and less accurate.
+    `repack`: False reads "stored" weights from the mapped file. Loading takes no time and processes share the memory,
+        but a step is slower, scales are not checked, and the file must not change.
+    `exact`: exact mode, see `Transformer.exact`; with `quantize` it needs `fast` and native code.
+
+    Raises ValueError, CheckpointError for the files, and `llama.checkpoint.demo.DemoUnavailable`.
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
@@ -104,7 +106,9 @@ def load(
 
 @contextmanager
 def _bar_of_exact_mode(model: Transformer) -> Iterator[None]:
-    """Show which product is being probed, and how much of the comparison has been fed."""
+    """Show a progress bar while exact mode probes the products and compares the model with itself."""
+    from llama.exact.batch_invariance import tokens_fed  # deferred: only exact mode needs it
+
     products = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and model.runner is None]
     left = {tuple(module.weight.shape) for module in products}  # each is probed when it is first used
     kinds = len(left)
@@ -137,13 +141,13 @@ def check_modes(
     activations: int = 16,
     repack: bool = True,
 ) -> None:
-    """Raise ValueError for ways to compute that cannot be had together, or not here."""
+    """Raise ValueError for settings that exclude each other, or that this device does not support."""
     if fast not in (True, False, "fused"):
         raise ValueError(f"fast={fast!r} is not known; choose True, False or fused")
     if fast == "fused" and device.type != "cuda":
         raise ValueError(f"the fused kernels are for a CUDA GPU, not for {device}; ask for fast without them")
     if exact and fast and device.type == "cuda":
-        raise ValueError("exact mode and the fast step of a GPU are two ways to compute; choose one of exact and fast")
+        raise ValueError("exact mode and the fast step of a GPU exclude each other; choose one of exact and fast")
     if type(activations) is not int or activations not in (8, 16):
         raise ValueError(f"activations={activations!r} must be 8 or 16, in bits")
     if not isinstance(repack, bool):
@@ -171,7 +175,7 @@ def check_modes(
 
 
 def pick_device(device: torch.device | str) -> torch.device:
-    """Return the device that is meant; raise ValueError where this machine does not have it."""
+    """Return the device of this name. Raises ValueError if this machine does not have it."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if _has_mps() else "cpu")
     try:
@@ -188,7 +192,7 @@ def pick_device(device: torch.device | str) -> torch.device:
     if wanted.type == "cuda":
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        except (RuntimeError, AssertionError) as why:  # a driver older than the build, for one
+        except (RuntimeError, AssertionError) as why:  # for example, the driver is older than the build
             reason = str(why).split(". ")[0]
             raise ValueError(f"device={device!r}: PyTorch cannot use this GPU ({reason}); choose cpu") from None
     if wanted.type == "mps" and not _has_mps():
@@ -197,7 +201,7 @@ def pick_device(device: torch.device | str) -> torch.device:
 
 
 def pick_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
-    """Return the dtype that is meant; raise ValueError where the device cannot compute in it."""
+    """Return the dtype of this name. Raises ValueError if the device cannot compute in it."""
     if dtype == "auto":
         if device.type == "cpu":
             return torch.float32
@@ -218,12 +222,12 @@ def _has_mps() -> bool:
 
 
 def _has_bf16(device: torch.device) -> bool:
-    # torch.cuda.is_bf16_supported() also says yes where bf16 is emulated, on a T4 for one.
+    # torch.cuda.is_bf16_supported() is also True if bf16 is emulated, for example on a T4.
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class CompletionPrediction(TypedDict):
-    """A completed prompt, as Meta's llama3 returns it; the lists are there where `logprobs` was asked for."""
+    """A completed prompt, as Meta's llama3 returns it; the lists exist if `logprobs` is set."""
 
     generation: str
     tokens: NotRequired[list[str]]
@@ -239,10 +243,10 @@ class ChatPrediction(TypedDict):
 
 
 class Llama:
-    """A model with its tokenizer, behind the interface of Meta's llama3 package, with and without torchrun.
+    """A model and its tokenizer with the interface of Meta's llama3 package, with and without torchrun.
 
-    `max_gen_len` is cut to what `max_seq_len` leaves room for; None takes all of it. One random stream, seeded by
-    `build`, runs through all calls.
+    `max_gen_len` is cut to what `max_seq_len` leaves; None is all of it. One random stream, seeded by `build`, serves
+    all calls.
     """
 
     @staticmethod
@@ -283,7 +287,7 @@ class Llama:
 
     @property
     def formatter(self) -> ChatFormat:
-        """How dialogs become ids. Raises ValueError where the tokenizer knows no chat format."""
+        """The encoder of dialogs. Raises ValueError if the tokenizer has no chat format."""
         return ChatFormat(self.tokenizer)
 
     def generate(
@@ -295,13 +299,13 @@ class Llama:
         logprobs: bool = False,
         echo: bool = False,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Continue prompts given as ids; return the new ids and, where asked for, their log-probabilities.
+        """Continue prompts of ids; return the new ids and, if `logprobs` is set, their log-probabilities.
 
-        With `echo` the prompt's come first, and its first token, which nothing predicts, counts as 0.0.
+        With `echo` each row begins with the prompt; the log-probability of its first token is 0.0.
         """
         ids, scores = self.model.generate_tokens(
             prompt_tokens,
-            self._room(prompt_tokens, max_gen_len),
+            self._max_new(prompt_tokens, max_gen_len),
             stop_ids=self.tokenizer.stop_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -344,31 +348,13 @@ class Llama:
         self._add_logprobs(results, ids, scores)
         return results
 
-    def stream(
-        self,
-        prompts: list[str],
-        temperature: float = 0.6,
-        top_p: float = 0.9,
-        max_gen_len: int | None = None,
-    ) -> Stream:
-        """Continue texts and yield (row, piece) as they are made."""
-        ids = self._encode(prompts)
-        return self.model.stream(
-            self.tokenizer,
-            ids,
-            self._room(ids, max_gen_len),
-            temperature=temperature,
-            top_p=top_p,
-            seed=self._draw_seeds(len(prompts)),
-        )
-
     def _add_logprobs(
         self,
         results: Sequence[CompletionPrediction] | Sequence[ChatPrediction],
         ids: list[list[int]],
         scores: list[list[float]] | None,
     ) -> None:
-        """Put each token's text and log-probability into the results, where log-probabilities were asked for."""
+        """Add each token's text and log-probability to the results, if `scores` is not None."""
         if scores is None:
             return
         for result, row, row_scores in zip(results, ids, scores, strict=True):
@@ -380,13 +366,15 @@ class Llama:
             raise ValueError(f"prompts={prompts[:40]!r} must be a list of texts; for one, write [text]")
         return [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
 
-    def _room(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[int]:
-        """Return how many tokens each row may grow by: `max_gen_len`, cut where the text would pass max_seq_len."""
+    def _max_new(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[int]:
+        """Return the most new tokens of each row: `max_gen_len`, cut at max_seq_len."""
         limit = self.model.args.max_seq_len
         if max_gen_len is not None and max_gen_len < 1:
             raise ValueError(f"max_gen_len={max_gen_len} must be at least 1, or None for all that there is room for")
         wanted = limit - 1 if max_gen_len is None else max_gen_len
-        return [min(wanted, max(limit - len(prompt), 0)) for prompt in prompts]  # what is too long, generation refuses
+        return [
+            min(wanted, max(limit - len(prompt), 0)) for prompt in prompts
+        ]  # generation rejects a prompt that is too long
 
     def _draw_seeds(self, rows: int) -> list[int]:
         return [int(seed) for seed in torch.randint(2**31, (rows,), generator=self._seeds)]

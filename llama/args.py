@@ -1,4 +1,4 @@
-"""What a model is (its sizes) and what it may grow to (its limits), in the words of Meta's params.json.
+"""The sizes and limits of a model, under the names of Meta's params.json.
 
 Plain values: this file knows neither tensors nor files.
 """
@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-# A default that __post_init__ works out of the other fields. Typed Any, so that readers of the field see its true type.
+# A default that __post_init__ derives from the other fields. Typed Any so that type checkers use the field's own type.
 _DERIVED: Any = None
 
 # Meta writes a bare "use_scaled_rope" for two different rules. These (dim, n_layers), Llama 3.2 1B and 3B, divide by
@@ -17,10 +17,10 @@ _FACTOR_32 = {(2048, 16), (3072, 28)}
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 and later slow the low rotary frequencies down, to read texts longer than they were trained on.
+    """The scaling of rotary frequencies in Llama 3.1 and later, for texts longer than those of the training.
 
-    Wavelengths above `original_max_seq_len / low_freq_factor` are stretched by `factor`, those below
-    `original_max_seq_len / high_freq_factor` are kept, and those between are blended.
+    Wavelengths above `original_max_seq_len / low_freq_factor` are multiplied by `factor`, those below
+    `original_max_seq_len / high_freq_factor` stay, and those between are blended.
     Source: `apply_scaling` in https://github.com/meta-llama/llama-models, and "rope_type": "llama3" in Hugging Face's.
     """
 
@@ -41,9 +41,9 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All rotary frequencies slowed down by `factor`: position n is read as n / factor ("rope_type": "linear").
+    """Division of all rotary frequencies by `factor`: position n acts as n / factor ("rope_type": "linear").
 
-    `attention_factor` multiplies what is rotated, queries and keys: above 1 it sharpens attention.
+    `attention_factor` multiplies queries and keys when they are rotated: above 1 it sharpens attention.
     """
 
     factor: float
@@ -56,11 +56,11 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: slow frequencies are slowed down by `factor`, fast ones kept, and those between blended.
+    """YaRN: low frequencies are divided by `factor`, high ones stay, and those between are blended.
 
-    Fast are those that turn more than `beta_fast` times in `original_max_seq_len` positions, slow those that turn less
-    than `beta_slow` times; with `truncate` the bounds are rounded to whole frequencies. `attention_factor`, by default
-    0.1 ln(factor) + 1, multiplies what is rotated.
+    A frequency is high if it turns more than `beta_fast` times in `original_max_seq_len` positions, and low if it turns
+    less than `beta_slow` times. `truncate` rounds the bounds to whole frequencies. `attention_factor`, by default
+    0.1 ln(factor) + 1, multiplies queries and keys when they are rotated.
     Source: Peng et al., https://arxiv.org/abs/2309.00071.
     """
 
@@ -84,7 +84,7 @@ class YarnScaling:
 
     @staticmethod
     def sharpened(factor: float, scale: float = 1.0) -> float:
-        """Return the attention factor for texts that are longer by `factor`."""
+        """Return the default attention factor for `factor`."""
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
@@ -95,22 +95,22 @@ Scaling = RopeScaling | LinearScaling | YarnScaling
 class ModelArgs:
     """The sizes of a Llama model and the limits of its use.
 
-    The names are those of Meta's params.json, so `ModelArgs(**params)` works and an unknown key is refused by name.
-    `n_kv_heads`, `head_dim` and `ffn_dim` may be left out; they then follow from the others as in Meta's code.
+    The names are those of Meta's params.json, so `ModelArgs(**params)` works, and an unknown key raises TypeError.
+    `n_kv_heads`, `head_dim` and `ffn_dim` have defaults that are derived from the other fields as in Meta's code.
     `rope_theta=None` switches RoPE off (NoPE, https://arxiv.org/abs/2305.19466). Checkpoint formats cannot store that:
-    readers and exports refuse it.
+    readers and exports raise an error.
     """
 
     dim: int = 4096
     n_layers: int = 32
     n_heads: int = 32
     n_kv_heads: int = _DERIVED  # n_heads, that is: no grouped-query attention
-    vocab_size: int = -1  # -1, as in Meta's files: the tokenizer says
+    vocab_size: int = -1  # -1, as in Meta's files: the tokenizer's
     multiple_of: int = 256  # the FFN width is rounded up to a multiple of this
     ffn_dim_multiplier: float | None = None
     norm_eps: float = 1e-5
     rope_theta: float | None = 500000.0  # None: no RoPE, queries and keys are not rotated
-    use_scaled_rope: bool = False  # Meta's switch; works out rope_scaling where that is not given
+    use_scaled_rope: bool = False  # Meta's switch; sets rope_scaling if that is not given
     max_batch_size: int | None = None  # a limit, not a size; None: no limit
     max_seq_len: int = 2048  # a limit, not a size
 
@@ -120,16 +120,14 @@ class ModelArgs:
     head_dim: int = _DERIVED  # dim // n_heads
     ffn_dim: int = _DERIVED  # two thirds of 4 * dim, times ffn_dim_multiplier, rounded up to multiple_of
     tied_head: bool = False  # the output layer is the embedding
-    rope_scaling: RopeScaling | LinearScaling | YarnScaling | tuple[float, ...] | None = (
-        None  # or a divisor per frequency
-    )
+    rope_scaling: Scaling | tuple[float, ...] | None = None  # a tuple has a divisor per frequency
     attention_bias: bool = False  # wq, wk and wv add a bias, as in Qwen 2
-    qk_norm: bool = False  # queries and keys are normed, head by head, before they are rotated, as in Qwen 3
+    qk_norm: bool = False  # queries and keys are normed per head before RoPE, as in Qwen 3
 
     def __post_init__(self) -> None:
         self._check_types()
         if self.head_dim is None and self.dim % self.n_heads:
-            raise ValueError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or state head_dim")
+            raise ValueError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or set head_dim")
         self._derive("n_kv_heads", self.n_heads)
         self._derive("head_dim", self.dim // self.n_heads)
         self._derive("ffn_dim", self._meta_ffn_dim())
@@ -138,9 +136,9 @@ class ModelArgs:
         self._check_values()
 
     def check_room(self, rows: int, length: int) -> None:
-        """Raise ValueError if `rows` rows, or texts of `length` positions, are more than the limits allow.
+        """Raise ValueError if `rows` rows, or texts of `length` positions, exceed the limits.
 
-        A bounded kind of cache limits what it stores, not how long a text gets: then `length` is 0.
+        A bounded kind of cache limits what it stores, not the length of a text: callers then pass a `length` of 0.
         """
         if self.max_batch_size is not None and rows > self.max_batch_size:
             raise ValueError(f"{rows} rows are more than max_batch_size={self.max_batch_size}")
@@ -151,9 +149,9 @@ class ModelArgs:
             )
 
     def share(self, ranks: int) -> "ModelArgs":
-        """Return the sizes of what each of `ranks` holds; KV heads that are fewer are held several times.
+        """Return the sizes of one rank's part. If there are fewer KV heads than ranks, several ranks have the same one.
 
-        Raises ValueError where the model cannot be shared out evenly.
+        Raises ValueError if the model cannot be divided evenly.
         """
         if not self._shares_evenly(ranks):
             fits = [str(n) for n in range(1, self.n_heads + 1) if self._shares_evenly(n)]
@@ -170,7 +168,7 @@ class ModelArgs:
 
     def _derive(self, name: str, value: object) -> None:
         if getattr(self, name) is None:
-            object.__setattr__(self, name, value)  # the one moment when a frozen value may still be completed
+            object.__setattr__(self, name, value)  # a frozen dataclass can be completed only here
 
     def _meta_ffn_dim(self) -> int:
         hidden_dim = 2 * (4 * self.dim) // 3
@@ -202,7 +200,7 @@ class ModelArgs:
             if self.rope_scaling is not None:
                 raise ValueError(
                     f"rope_scaling={self.rope_scaling!r} scales angles of RoPE, which rope_theta=None switches off; "
-                    "leave out rope_scaling and use_scaled_rope, or state rope_theta"
+                    "leave out rope_scaling and use_scaled_rope, or set rope_theta"
                 )
         elif isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
             raise ValueError(f"rope_theta={self.rope_theta} must be above 1 for YaRN, which takes its logarithm")

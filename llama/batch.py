@@ -1,6 +1,6 @@
-"""The rows of one generation as they grow: their tokens, where each stands, which still grow, and what was asked for.
+"""The rows of one generation: their tokens and positions, and which of them still generate.
 
-Knows ids and positions. Does not know a model, text, or why a row is given up: whoever reads the tokens may stop one.
+Knows ids and positions. Does not know models or text; the reader of the tokens may stop a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from llama.sampling import Sampler
 
 
 class NonFiniteLogits(ValueError):
-    """The model's logits held a nan or an infinity."""
+    """The model's logits contain NaN or infinity."""
 
     def __init__(self, step: int, row: int) -> None:
         super().__init__(
@@ -25,9 +25,9 @@ class NonFiniteLogits(ValueError):
 
 
 class Chosen(NamedTuple):
-    """What a step chose, on the host: an id for each row that is in the batch, -1 where its logits were not finite.
+    """The choice of one step, on the host: an id for each row in the batch, -1 if its logits are not finite.
 
-    `logprobs` hold each one's log-probability, None where they were not asked for.
+    `logprobs` are the log-probabilities of the ids; None if they were not requested.
     """
 
     ids: list[int]
@@ -46,11 +46,11 @@ class Token(NamedTuple):
 class Batch:
     """The rows of one generation.
 
-    texts: the ids of every row. rows: those in the batch, which are fed and chosen for. cur_pos: where each of these
-    ends, and its next token goes. live: the rows that still grow; the others leave the batch before the next step.
-    stopped: those that ended by a stop token or a stop string. disturbed: whether code of the caller may have run since
-    the last step. fed: how many tokens the model was fed. held: how many tokens of every row the cache holds before
-    anything is fed.
+    texts: the ids of every row. rows: the rows in the batch. cur_pos: the length of each of these, which is the
+    position of its next token. live: the rows that still generate; the others leave the batch before the next step.
+    stopped: the rows that ended by a stop token or a stop string. disturbed: True if code of the caller may have run
+    since the last step. fed: the number of tokens that the model was fed. held: the number of tokens of every row that
+    are cached before the first call.
     """
 
     sampler: Sampler
@@ -59,14 +59,14 @@ class Batch:
         self.request, self.held = request, held
         self.texts = [list(prompt) for prompt in request.prompts]
         self.rows, self.cur_pos = list(range(len(self.texts))), list(map(len, self.texts))
-        self.live = {row for row, tokens in enumerate(request.room) if tokens > 0}
+        self.live = {row for row, tokens in enumerate(request.max_new) if tokens > 0}
         self.stopped: set[int] = set()
         self.disturbed = True
         self.fed = 0
         self._steps = 0
 
     def begin(self, vocab_size: int, device: torch.device) -> None:
-        """Make each row's random stream; tokens are for this device."""
+        """Make the random stream of each row, and put tokens on this device."""
         request, self.device = self.request, device
         self.sampler = Sampler(request.sampling, request.seed, request.prompts, vocab_size, device)
 
@@ -75,7 +75,7 @@ class Batch:
         return padded([self.texts[row][prev:] for row, prev in zip(self.rows, prev_pos, strict=True)], self.device)
 
     def drop_ended(self) -> list[int]:
-        """Take the rows that have ended out of the batch; return the places that the others had in it."""
+        """Remove the rows that have ended from the batch; return the former places of the others."""
         places = [place for place, row in enumerate(self.rows) if row in self.live]
         self.rows = [self.rows[place] for place in places]
         self.cur_pos = [self.cur_pos[place] for place in places]
@@ -89,15 +89,15 @@ class Batch:
             self.cur_pos[place] += 1
 
     def outcome(self, ids: Tensor, logits: Tensor) -> Chosen:
-        """Return what was chosen, (rows,), from these logits, (rows, vocab), for the host to look at."""
-        finite = logits.sum(-1).isfinite()  # one pass: a nan or an infinity anywhere shows in the sum
+        """Return the ids, (rows,), that were chosen from these logits, (rows, vocab), on the host."""
+        finite = logits.sum(-1).isfinite()  # one pass: NaN or infinity anywhere makes the sum not finite
         on_host = ids.where(finite, -1).tolist()  # host sync: the only one per step, where stopping is checked
         if not self.request.logprobs:
             return Chosen(on_host, [None] * len(on_host))
         return Chosen(on_host, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].tolist())
 
     def record(self, chosen: Chosen) -> Iterator[Token]:
-        """Yield the chosen token of every live row, and end the rows that met a stop id or have grown enough."""
+        """Yield the chosen token of every live row; end rows at a stop id or at their maximum length."""
         for row, id, logprob in zip(list(self.rows), chosen.ids, chosen.logprobs, strict=True):
             if row not in self.live:
                 continue
@@ -106,24 +106,24 @@ class Batch:
             if id in self.request.stop_ids:
                 self.stop(row)
                 continue
-            if self._steps + 1 == self.request.room[row]:
+            if self._steps + 1 == self.request.max_new[row]:
                 self.live.discard(row)
             yield Token(row, id, logprob)
         self._steps += 1
 
     @property
     def left(self) -> int:
-        """How many steps remain until every row has grown as far as was asked for."""
-        return max(self.request.room) - self._steps
+        """The number of steps until every row has its maximum length."""
+        return max(self.request.max_new) - self._steps
 
     def stop(self, row: int) -> None:
-        """End a row here."""
+        """End a row."""
         self.live.discard(row)
         self.stopped.add(row)
 
 
 def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return the texts as one matrix, (rows, the longest), filled up with zeros on the right."""
+    """Return the texts as one tensor, (rows, longest), padded with zeros on the right."""
     width = max(map(len, texts))
     if width > min(map(len, texts)):
         texts = [[*text, *[0] * (width - len(text))] for text in texts]

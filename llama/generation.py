@@ -1,9 +1,9 @@
-"""The generation loop: prefill, decode, choose and stop, for any model that maps ids at positions to logits.
+"""The generation loop: prefill, decode, choose and stop, for any model that maps ids and positions to logits.
 
-With a cache, a step is fed just the tokens that the model has not seen, `tokens[:, prev_pos:cur_pos]`; without it, the
+With a cache, a step is fed only the tokens that the cache has not seen, `tokens[:, prev_pos:cur_pos]`; without it, the
 whole prefix. Rows of different lengths decode at their own positions, and a row that has ended leaves the batch. The
-loop speaks token ids; text enters and leaves at `generate` and `stream`, through a tokenizer that is handed in. Does
-not know what a model is made of, nor how its cache works.
+loop uses token ids; `generate` and `stream` convert from and to text with the tokenizer that they are given. Does not
+know the architecture of a model or the kinds of its cache.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, Self, Unpack
 import torch
 from torch import Tensor
 
-from llama.batch import Batch, Chosen, NonFiniteLogits, Token, padded
+from llama.batch import Batch, Chosen, Token, padded
 from llama.kv_cache import Cache
 from llama.ranks import ALONE, Ranks
 from llama.request import Limits, Options, Step, listing_options, make_request
@@ -23,24 +23,11 @@ from llama.rows import Rows
 from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
-__all__ = [
-    "Chosen",
-    "Completion",
-    "Generation",
-    "LanguageModel",
-    "NonFiniteLogits",
-    "Options",
-    "PlainStepper",
-    "Step",
-    "Stream",
-]
-
-
 logger = logging.getLogger(__name__)
 
 
 class LanguageModel(Protocol):
-    """What the loop needs of a model. `llama.Transformer` has it, and so has a small fake in the tests."""
+    """A model, as far as the loop uses it. `llama.Transformer` is one, and the tests have a small fake."""
 
     runner: Runner[Any] | None
 
@@ -60,7 +47,7 @@ class LanguageModel(Protocol):
 
 
 class PlainStepper:
-    """Makes the tokens of a batch by calls of the model, one a step; see `Stepper`."""
+    """Makes the tokens of a batch by one call of the model per step; see `Stepper`."""
 
     def __init__(self, model: LanguageModel, batch: Batch, cache: Cache | None) -> None:
         self.model, self.batch = model, batch
@@ -68,9 +55,9 @@ class PlainStepper:
         self.cache = cache or made_cache(model, batch)
 
     def prefill(self) -> Iterator[Token]:
-        """Feed all prompts in one pass; yield what is echoed of them."""
+        """Feed all prompts in one pass; yield their tokens if `echo` is set."""
         batch, request = self.batch, self.batch.request
-        scored = request.echo and request.logprobs  # the only case that looks at the logits of all positions
+        scored = request.echo and request.logprobs  # the only case that needs the logits of all positions
         prev_pos = [self._share_prefix()] * len(batch.rows)
         rows = Rows.at(prev_pos, list(map(sub, batch.cur_pos, prev_pos)), prompt_ends=batch.held == 0)
         logits = self._feed(batch.tokens(prev_pos), rows, "all" if scored else "last")
@@ -85,7 +72,7 @@ class PlainStepper:
             yield from (Token(row, id, score, True) for id, score in zip(prompt, [None, *scores], strict=True))
 
     def __iter__(self) -> Iterator[Chosen]:
-        """Yield what each step chooses: first behind the prompts, then behind each row's newest token."""
+        """Yield the choice of each step, first after the prompts, then after each row's newest token."""
         while True:
             yield self._choose()
             self._decode()
@@ -99,7 +86,7 @@ class PlainStepper:
         return chosen
 
     def _decode(self) -> None:
-        """Feed every row's newest token, or without a cache its whole prefix; rows that have ended leave before."""
+        """Remove ended rows; then feed every row's newest token or, without a cache, its whole prefix."""
         batch, cache = self.batch, self.cache
         if len(batch.live) < len(batch.rows):
             places = batch.drop_ended()
@@ -110,7 +97,7 @@ class PlainStepper:
         self.logits = self._feed(batch.tokens(prev_pos), Rows.at(prev_pos, lengths))[:, -1]
 
     def _feed(self, fed: Tensor, rows: Rows, logits: Literal["all", "last"] = "last") -> Tensor:
-        """Run the model on tokens[:, prev_pos:cur_pos]; call `on_step` before."""
+        """Call `on_step`, then the model, with tokens[:, prev_pos:cur_pos]; return the logits."""
         batch, on_step = self.batch, self.batch.request.on_step
         if on_step is not None:
             ids = [row[:length] for row, length in zip(fed.tolist(), rows.lengths, strict=True)]
@@ -120,7 +107,7 @@ class PlainStepper:
         return self.model(fed, rows, cache=self.cache, logits=logits)
 
     def _share_prefix(self) -> int:
-        """Let every row have what all prompts begin with, fed once or held already; return how many tokens it is."""
+        """Feed the common prefix once, unless it is cached, and copy it to every row; return its length."""
         batch, shared, rows = self.batch, self.batch.request.shared, len(self.batch.rows)
         begin = batch.held
         if shared > begin:
@@ -133,7 +120,7 @@ class PlainStepper:
 
 
 def made_cache(model: LanguageModel, batch: Batch) -> Cache | None:
-    """Return the cache that a batch asks for, with room for all of it; None with the switch off."""
+    """Return a cache of the requested kind, with capacity for the whole batch; None with the switch off."""
     request = batch.request
     if not request.kv_caching:
         return None
@@ -141,13 +128,13 @@ def made_cache(model: LanguageModel, batch: Batch) -> Cache | None:
 
 
 def make_stepper(model: LanguageModel, batch: Batch, cache: Cache | None) -> Stepper:
-    """Return who makes the tokens of a batch: the model's runner, or else the model itself."""
+    """Return the stepper of the model's runner, or the plain one."""
     made = None if model.runner is None else model.runner.stepper(model, batch, cache)
     return PlainStepper(model, batch, cache) if made is None else made
 
 
 class Generation:
-    """Mix into a LanguageModel to let it generate."""
+    """A mixin that adds generation to a LanguageModel."""
 
     ranks: Ranks = ALONE
     runner: Runner[Any] | None = None  # the slot for a faster way to run forwards
@@ -161,11 +148,11 @@ class Generation:
         stop_ids: Sequence[int] = (),
         **options: Unpack[Options],
     ) -> tuple[list[list[int]], list[list[float | None]] | None]:
-        """Continue every prompt by at most `max_gen_len` ids (one number, or one per row), ending before a stop id.
+        """Continue every prompt by at most `max_gen_len` ids (one number, or one per row), up to a stop id.
 
-        Returns the new ids of each row and, where `logprobs` is set, the log-probability of each, else None. With
-        `echo` the prompt's come first; nothing predicts the first of them, so its log-probability is None. Raises
-        ValueError on bad input, and NonFiniteLogits.
+        Returns the new ids of each row, and their log-probabilities if `logprobs` is set, else None. With `echo` each
+        row begins with the prompt; the log-probability of its first token is None. Raises ValueError on bad input, and
+        NonFiniteLogits.
         """
         batch, cache = _batch(self, prompt_tokens, max_gen_len, stop_ids, options)
         ids: list[list[int]] = [[] for _ in batch.rows]
@@ -186,11 +173,11 @@ class Generation:
         stop: str | Sequence[str] = (),
         **options: Unpack[Options],
     ) -> list[Completion]:
-        """Continue every prompt, a text or its ids, and return a Completion for each: its text, ids, and why it ended.
+        """Continue every prompt, a text or its ids, and return a Completion for each: text, ids and reason to stop.
 
-        `prompts` is one, or a sequence of them, a row for each; `max_gen_len` is one number, or one for each row.
+        `prompts` is one prompt, or a sequence with one for each row; `max_gen_len` is one number, or one for each row.
         A row ends before a stop token of the tokenizer, before any of the `stop` strings in its new text, or after
-        `max_gen_len` tokens. Where a stop string cuts the text, `ids` still hold the tokens that spelled it.
+        `max_gen_len` tokens. If a stop string cuts the text, `ids` still contain its tokens.
         Raises ValueError on bad input, and NonFiniteLogits.
         """
         stream = _stream(self, tokenizer, prompts, max_gen_len, stop, options)
@@ -208,17 +195,17 @@ class Generation:
         stop: str | Sequence[str] = (),
         **options: Unpack[Options],
     ) -> Stream:
-        """Return an iterator over (row, piece of its text), in the order in which the pieces are made.
+        """Return an iterator over (row, piece of text), in the order in which pieces are generated.
 
-        The pieces of a row never split a character, and together they are what `generate` returns, which takes the same
-        arguments. `results` has the Completions so far.
+        Takes the arguments of `generate`. A piece has whole characters; the pieces of a row together are the text that
+        `generate` returns. `results` has the Completions so far.
         """
         return _stream(self, tokenizer, prompts, max_gen_len, stop, options)
 
 
 @inferring
 def _generate(model: LanguageModel, batch: Batch, cache: Cache | None) -> Generator[Token, None, None]:
-    """Yield every row's tokens, step by step."""
+    """Yield the tokens of all rows, step by step."""
     request = batch.request
     with model.ranks.one_at_a_time():
         model.ranks.agree(
@@ -240,7 +227,7 @@ def _batch(
     stop_ids: Sequence[int],
     options: Options,
 ) -> tuple[Batch, Cache | None]:
-    """Return the batch that is asked for, checked, and the cache that holds what every row begins with, if any."""
+    """Return the checked batch, and the cache of the prefix that all rows continue, if any."""
     _check_device(model, options.get("device"))
     prefix = options.get("prefix")
     if prefix is None:
@@ -263,7 +250,7 @@ def _stream(
     options: Options,
 ) -> Stream:
     prompts = [prompts] if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable) else list(prompts)
-    bos = options.get("prefix") is None  # which has one
+    bos = options.get("prefix") is None  # a prefix has BOS already
     ids = [encode_prompt(tokenizer, prompt, bos=bos) for prompt in prompts]
     batch, cache = _batch(model, ids, max_gen_len, tokenizer.stop_tokens, options)
     return Stream(_generate(model, batch, cache), batch, tokenizer, prompts, stop)

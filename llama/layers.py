@@ -1,7 +1,7 @@
-"""The layers that hold a matrix, each cut for the ranks that share the model; for one rank they are whole.
+"""The layers with a matrix. If several ranks share the model, each rank has a part of every matrix.
 
-The heads, the width of the MLP and the vocabulary are shared out in order. A forward asks
-`self.ops` how to multiply, and `self.ranks` what the ranks do together.
+The heads, the width of the MLP and the vocabulary are divided in order. `self.ops` has the products, and `self.ranks`
+the collective operations.
 Source: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053; the names are those of fairscale and Meta's code.
 """
 
@@ -21,14 +21,14 @@ class Linear(nn.Linear):
         self.ranks = current_ranks()
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # no numbers to draw there, and trying to costs most of a second of imports
+        if not self.weight.is_meta:  # a meta tensor has no numbers, and drawing them costs most of a second of imports
             super().reset_parameters()
 
 
 class ColumnParallelLinear(Linear):
-    """A linear layer whose outputs are shared out, `least` together; several ranks have the same where they are fewer.
+    """A linear layer whose outputs are divided among the ranks, at least `least` each.
 
-    With `gather_output` every rank returns all of them.
+    If there are too few outputs, several ranks have the same ones. With `gather_output` every rank returns all of them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A linear layer whose inputs are shared out, and so the terms of every sum."""
+    """A linear layer whose inputs are divided among the ranks; the ranks' products are added."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features // current_ranks().size, out_features)
@@ -66,7 +66,7 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """A vector for each token; the tokens are shared out."""
+    """A vector for each token; the tokens are divided among the ranks."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         self.ranks = current_ranks()
@@ -83,7 +83,7 @@ class VocabParallelEmbedding(nn.Embedding):
             input.device.type == "cpu"
             and not 0 <= int(input.min()) <= int(input.max()) < self.num_embeddings * self.ranks.size
         ):
-            raise IndexError("a token id is outside of the vocabulary")  # as one process says; here it would be a zero
+            raise IndexError("a token id is outside of the vocabulary")  # as with one rank; here it would give zeros
         own = input - self.ranks.rank * self.num_embeddings
         elsewhere = (own < 0) | (own >= self.num_embeddings)
         return self.ranks.sum(super().forward(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))

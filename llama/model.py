@@ -1,8 +1,8 @@
-"""The Llama architecture: token ids at positions in, logits out, with or without a KV cache.
+"""The Llama architecture: token ids and positions in, logits out, with or without a KV cache.
 
-A model is weights. Past keys and values belong to a text, in a cache that is given to each call. Knows tensors and ids;
-does not know text, files, sampling or how a step is made fast.
-Shapes: bsz rows, seqlen tokens fed, dim the width, vocab the vocabulary.
+A model is weights. Past keys and values belong to a text and are in a cache, an argument of each call. Knows tensors
+and ids; does not know text, files, sampling or faster ways to run a step.
+Shapes: bsz rows, seqlen tokens per row, dim the width, vocab the size of the vocabulary.
 Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of Meta's checkpoints.
 """
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from llama.args import ModelArgs
 from llama.generation import Generation
 from llama.kv_cache import Attended, Cache, KVCache
-from llama.kv_cache.cache import Source
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops import PLAIN, Ops, Scoring, last_real
 from llama.ranks import current_ranks
@@ -30,7 +29,7 @@ __all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "T
 
 
 class RMSNorm(nn.Module):
-    """Scale every vector to a root mean square of one, then each of its numbers by a learned weight."""
+    """Scale every vector to a root mean square of 1, and multiply each number by a learned weight."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -43,7 +42,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over what is fed, and over the past where the cache is on."""
+    """Grouped-query attention over the tokens of a call and, if `kv_caching` is on, over the cached ones."""
 
     def __init__(self, args: ModelArgs, layer: int = 0) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class Attention(nn.Module):
         self.ops: Ops = PLAIN
 
     def forward(self, x: Tensor, rows: Rows, freqs_cis: tuple[Tensor, Tensor], cache: KVCache) -> Tensor:
-        """Map (bsz, seqlen, dim) to the same shape. `cache` is this layer's; with the switch off it is not used."""
+        """Return attention of x, (bsz, seqlen, dim), in the same shape. `cache`: this layer's, None if off."""
         xq = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_heads, head_dim)
         xk = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (bsz, seqlen, n_kv_heads, head_dim)
         xv = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -83,7 +82,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The gated MLP (SwiGLU, https://arxiv.org/abs/2002.05202), the same for every token."""
+    """The gated MLP (SwiGLU, https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer: attention, then the MLP, each on normed input and added to it."""
+    """One layer: attention, then the MLP, each applied to the norm of its input and added to the input."""
 
     def __init__(self, args: ModelArgs, layer: int = 0) -> None:
         super().__init__()
@@ -114,14 +113,15 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(Switches, Generation, Sessions):
-    """A Llama model. `kv_caching` switches the cache of all its layers, at any time between two calls."""
+    """A Llama model. `kv_caching` switches the cache of all layers on or off, at any time between two calls."""
 
+    norm: RMSNorm
     runner: "Runner[Transformer] | None"
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         if args.vocab_size < 1:
-            raise ValueError(f"vocab_size={args.vocab_size}: a model needs to know how many tokens there are")
+            raise ValueError(f"vocab_size={args.vocab_size} must be the tokenizer's number of tokens, at least 1")
         self.args = args
         self.ranks = current_ranks()
         self.tok_embeddings = VocabParallelEmbedding(args.vocab_size, args.dim)
@@ -136,27 +136,12 @@ class Transformer(Switches, Generation, Sessions):
 
     @property
     def params(self) -> ModelArgs:
-        """The sizes and limits, under the name that programs written for Meta's llama3 read."""
+        """`args`, under the name that Meta's llama3 has for it."""
         return self.args
 
     @property
-    def device(self) -> torch.device:
-        return self.norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
-
-    @property
-    def source(self) -> Source:
-        weight, exact = self.norm.weight, self.ops.exact and "plain"
-        if self.runner is not None and self.runner.exact:
-            exact = self.runner.code
-        return Source(self.identity, exact, weight.dtype, weight.device)
-
-    @property
     def blocks(self) -> list[TransformerBlock]:
-        """The layers, by their type."""
+        """The layers as a list, with their type."""
         return cast(list[TransformerBlock], list(self.layers))
 
     def forward(
@@ -168,32 +153,32 @@ class Transformer(Switches, Generation, Sessions):
         logits: Literal["all", "last"] = "all",
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the logits that follow each token, (bsz, seqlen, vocab), in float32 or wider.
+        """Return the logits for the token after each token, (bsz, seqlen, vocab), in float32 or wider.
 
-        `tokens` is (bsz, seqlen) int64, and its first column stands at `start_pos`, an int or one per row. With the
-        switch on, `cache` is what is fed, by default the one that the model keeps for this thread; positions before
-        `start_pos` must have been fed to it by earlier calls. `logits="last"` gives those of the last token only,
-        (bsz, 1, vocab); where rows are padded on the right, `lengths` says how many tokens of each are real, and its
-        own last one is taken. A `Rows` in the place of `start_pos` says all of that. Raises ValueError on what the
-        limits or the cache do not allow, and RuntimeError where another call with this cache is under way.
+        tokens: (bsz, seqlen) int64. start_pos: the position of the first column, an int or one per row. cache: the
+        cache to read and extend, by default the model's own for this thread; None with `kv_caching` off. It must
+        contain the positions before `start_pos`. logits: "last" computes the last token's only, (bsz, 1, vocab).
+        lengths: the number of tokens per row without padding on the right; "last" is the last of these. A `Rows` for
+        `start_pos` has all of that. Raises ValueError for a call that the limits or the cache do not allow, and
+        RuntimeError during another call with the same cache.
         """
         rows = start_pos if isinstance(start_pos, Rows) and lengths is None else Rows.of(tokens, start_pos, lengths)
         if cache is None and self.kv_caching:
             cache = self.own_cache()
         check_call(self, tokens, rows, cache, logits)
-        if torch.compiler.is_compiling():  # into a graph goes the plain path
+        if torch.compiler.is_compiling():  # a compiled graph contains the plain path
             return self._plain(tokens, rows, cache, logits)
         with nullcontext() if cache is None else cache.feeding(self.source, begins=rows.start == 0):
             done = None if self.runner is None else self.runner(self, tokens, rows, cache, logits=logits)
             return self._plain(tokens, rows, cache, logits) if done is None else done
 
     def _plain(self, tokens: Tensor, rows: Rows, cache: Cache | None, logits: str) -> Tensor:
-        """Compute what `forward` returns, by the modules."""
+        """Return the logits, computed by the modules."""
         h = self.tok_embeddings(tokens)
         caches = [None] * len(self.layers) if cache is None else cache.layers
-        angles: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # kinds may count positions in their own ways
+        angles: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # a kind of cache may renumber positions
         for layer, held in zip(self.layers, caches, strict=True):
-            starts = held.rope_starts(rows) if held is not None and held.counts_places else rows.starts
+            starts = held.rope_starts(rows) if held is not None and held.has_rope_starts else rows.starts
             if starts not in angles:
                 angles[starts] = self.rope.at(starts, rows.width, tokens.device)
             h = layer(h, rows, angles[starts], held)

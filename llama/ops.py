@@ -1,8 +1,8 @@
-"""The operations that a forward is made of: matrix products, attention, the norm, SiLU; and the plain way to do them.
+"""The operations of a forward: matrix products, attention, the norm and SiLU, with their plain implementations.
 
-The model calls them by the names in `Ops`, and `model.use` puts others in their place; exact mode is such a set. Every
-product and every attention goes through here, cached or not, so both modes of the cache run the same kernels. Knows
-tensors and positions; does not know modules, or whether keys came out of a cache.
+The model calls them by the names in `Ops`, and `model.use` replaces them; exact mode is another set of them. Every
+product and every attention is computed here, cached or not, so both modes of the cache run the same kernels. Knows
+tensors and positions; does not know modules, or whether keys come from a cache.
 Shapes: bsz rows, seqlen queries, kv_len keys; n_heads is a multiple of n_kv_heads (grouped-query attention,
 https://arxiv.org/abs/2305.13245).
 """
@@ -32,16 +32,15 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T by oneDNN's own operator, which is there where HAS_ONEDNN says so."""
+    """Return x @ weight.T by oneDNN's own operator, which exists if HAS_ONEDNN is True."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return product
 
 
 def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
-    # PyTorch hands float32 products on a CPU to MKL, which reaches a half to a third of oneDNN's speed on an AMD
-    # machine, at one row and at many (docs/log.md). oneDNN's operator has no gradient, and under
-    # forward-mode differentiation (an open level of dual numbers) it would give zeros without a word. PyTorch's own
-    # compiler takes it with constant weights alone.
+    # PyTorch computes float32 products on a CPU by MKL, which reaches a half to a third of oneDNN's speed on an AMD
+    # machine, with one row or many (docs/log.md). oneDNN's operator has no gradient, returns zeros under forward-mode
+    # differentiation (an open level of dual numbers), and compiles only with constant weights.
     return (
         x.dtype == torch.float32 == weight.dtype
         and x.device.type == "cpu"
@@ -53,7 +52,7 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
 
 
 def sum_linear(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
-    """Return x @ weight.T, where every rank has its share of the columns of both."""
+    """Return x @ weight.T; every rank has its part of the columns of both."""
     product = linear(x, weight)
     return product if ranks.size == 1 else ranks.sum(product)
 
@@ -62,7 +61,7 @@ _Attend = TypeVar("_Attend", bound=Callable[..., Tensor])
 
 
 def softmax_attention(attend: _Attend) -> _Attend:
-    """Mark a function as one that computes what `attend` below does, so that `attention_weights` gives its weights."""
+    """Mark a function that computes the same as `attend` below, so that `attention_weights` has its weights."""
     attend.is_softmax_attention = True  # type: ignore[attr-defined]
     return attend
 
@@ -73,8 +72,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 class Scoring(NamedTuple):
     """What attention's scores may depend on besides queries and keys.
 
-    layer: the number of the layer, as the model was built. key_positions: where the keys stand, (kv_len,) or (bsz,
-    kv_len); None: at 0 .. kv_len - 1. score_mod: that of the operations, see `Ops`.
+    layer: the number of the layer, as the model was built. key_positions: the positions of the keys, (kv_len,) or (bsz,
+    kv_len); None for 0 .. kv_len - 1. score_mod: see `Ops`.
     """
 
     layer: int = 0
@@ -94,38 +93,30 @@ def attend(
     visible: Tensor | None = None,
     scoring: Scoring = UNCHANGED,
 ) -> Tensor:
-    """Let every query look at the keys at or before its own position; return (bsz, seqlen, n_heads, head_dim).
+    """Attend from every query to the keys at or before its position; return (bsz, seqlen, n_heads, head_dim).
 
-    xq is (bsz, seqlen, n_heads, head_dim), and query i of a row stands at the row's start + i. keys and values are
-    (bsz, kv_len, n_kv_heads, head_dim), and key j stands at j. Or `visible` says, as bool, which keys a query sees:
-    (seqlen, kv_len), (bsz, seqlen, kv_len), or, where heads see different keys, (bsz, n_kv_heads or n_heads, seqlen,
-    kv_len). All keys and values must then be finite, also those that no query sees. With a `scoring.score_mod` all
+    xq is (bsz, seqlen, n_heads, head_dim); query i of a row has the position start + i. keys and values are (bsz,
+    kv_len, n_kv_heads, head_dim); key j has the position j. Or `visible`, of bool, has the keys that each query sees:
+    (seqlen, kv_len), (bsz, seqlen, kv_len) or, if heads see different keys, (bsz, n_kv_heads or n_heads, seqlen,
+    kv_len). Then all keys and values must be finite, even those that no query sees. With a `scoring.score_mod` all
     scores are in memory at once, (bsz, n_heads, seqlen, kv_len) in float32 or wider.
     """
     if rows.start is not None:
         return _attend_in_step(xq, keys, values, rows.start, visible, scoring)
-    # Rows at different positions are attended one by one, each over its own keys, so that a row gives what it gives
-    # alone.
-    each = _row_by_row(rows, visible, scoring)
-    return torch.cat([_attend_in_step(xq[one], keys[one], values[one], *rest) for one, rest in each])
-
-
-def _row_by_row(
-    rows: Rows, visible: Tensor | None, scoring: Scoring
-) -> Iterator[tuple[slice, tuple[int, Tensor | None, Scoring]]]:
-    """Yield for each row its slice, and its start, `visible` and `scoring`."""
-    stand = scoring.key_positions
+    # Rows with different starts are computed one by one, each over its own keys, to have the bits that they have alone.
+    outputs, positions = [], scoring.key_positions
     for row, start in enumerate(rows.starts):
         one = slice(row, row + 1)
         seen = visible if visible is None or visible.ndim == 2 else visible[one]
-        own = scoring if stand is None or stand.ndim == 1 else scoring._replace(key_positions=stand[one])
-        yield one, (start, seen, own)
+        own = scoring if positions is None or positions.ndim == 1 else scoring._replace(key_positions=positions[one])
+        outputs.append(_attend_in_step(xq[one], keys[one], values[one], start, seen, own))
+    return torch.cat(outputs)
 
 
 def _attend_in_step(
     xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, visible: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """Attend where all rows stand at the same position."""
+    """Attend for rows that all start at `start_pos`."""
     if scoring.score_mod is not None:
         return _attend_by_weights(xq, keys, values, start_pos, visible, scoring)
     seqlen = xq.shape[1]
@@ -133,7 +124,7 @@ def _attend_in_step(
     mask, causal = None, False
     if visible is not None:
         mask = _by_head(visible, xq.shape[2])
-    else:  # what lies past the end is never read: a mask would multiply it by zero, and 0 * nan is nan
+    else:  # keys past the end are cut off: a mask would multiply them by zero, and 0 * nan is nan
         keys, values = keys[:, :end], values[:, :end]
         if seqlen > 1 and start_pos > 0:  # is_causal would align the first query with the first key
             if xq.is_cuda:
@@ -154,12 +145,12 @@ def _attend_in_step(
 
 
 def _attend_behind_past(xq: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend where the last query stands at the last key, and take no memory for scores where a kernel can do without.
+    """Attend for queries whose last one has the position of the last key, without memory for all scores if possible.
 
-    Flash attention takes no mask, but knows this shape of one; so does the kernel for float32 and old GPUs, which
-    does not know heads that share keys.
+    Flash attention supports this mask by name. So does the kernel for float32 and old GPUs, but without heads that
+    share keys.
     """
-    from torch.nn.attention.bias import causal_lower_right  # with it comes PyTorch's compiler, which doubles a start
+    from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, which doubles a start
 
     q, k, v = (each.transpose(1, 2) for each in (xq, keys, values))  # (bsz, n_heads or n_kv_heads, ..., head_dim)
     shared = q.shape[1] // k.shape[1]
@@ -172,19 +163,19 @@ def _attend_behind_past(xq: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
-    """Keep attention on CUDA from cuDNN, which makes a plan for every new length; what is compiled, is so around this.
+    """Return a context without cuDNN attention on CUDA: cuDNN builds a plan for every new length.
 
-    23 to 37 ms a plan have been seen (https://github.com/huggingface/transformers/issues/48163), which a text meets
-    at each of its tokens.
+    A plan takes 23 to 37 ms (https://github.com/huggingface/transformers/issues/48163), and each token of a text is a
+    new length. torch.compile cannot trace the switch, so compiled code skips it.
     """
     on_gpu = device.type == "cuda" and not torch.compiler.is_compiling()
     reachable = on_gpu and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    return _cudnn_off() if reachable else nullcontext()  # another thread that has it off puts it back itself
+    return _cudnn_off() if reachable else nullcontext()  # a thread that switched it off switches it on again
 
 
 @contextmanager
 def _cudnn_off() -> Iterator[None]:
-    # The flag alone: `sdpa_kernel` reads and writes all five, 14 times the time at every attention (docs/log.md).
+    # `sdpa_kernel` reads and writes five flags, which takes 14 times as long at every attention (docs/log.md).
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
@@ -193,13 +184,13 @@ def _cudnn_off() -> Iterator[None]:
 
 
 def _mask(start_pos: int, seqlen: int, device: torch.device) -> Tensor:
-    """Return True where a query may look at a key that stands at its index: (seqlen, start_pos + seqlen)."""
+    """Return the keys that each query sees, (seqlen, start_pos + seqlen), of bool; key j has the position j."""
     positions = torch.arange(start_pos + seqlen, device=device)
     return positions <= positions[start_pos:, None]
 
 
 def _by_head(visible: Tensor, n_heads: int) -> Tensor:
-    """Return `visible`, with any axes, as it broadcasts to scores, (bsz, n_heads, seqlen, kv_len)."""
+    """Return `visible` so that it broadcasts to scores, (bsz, n_heads, seqlen, kv_len)."""
     if visible.ndim < 4:
         return visible if visible.ndim == 2 else visible[:, None]
     if n_heads % visible.shape[1]:
@@ -214,30 +205,31 @@ def attention_weights(
 ) -> Tensor:
     """Return the weights of an explicit softmax, (bsz, n_heads, seqlen, kv_len), in float32 or wider.
 
-    All rows start at `start_pos`. Where `visible` is None, kv_len ends with the last query: what lies past it is not
-    read. A query that may see nothing has weights of 0. The rest as in `attend`.
+    All rows start at `start_pos`. If `visible` is None, kv_len ends with the last query: keys past it are not read. A
+    query that sees no key has weights of 0. The other arguments are those of `attend`.
     """
-    asked = start_pos + torch.arange(xq.shape[1], device=xq.device)[:, None]  # (seqlen, 1)
-    stand = scoring.key_positions
-    stand = torch.arange(keys.shape[1], device=xq.device) if stand is None else stand
+    queries_at = start_pos + torch.arange(xq.shape[1], device=xq.device)[:, None]  # (seqlen, 1)
+    positions = scoring.key_positions
+    positions = torch.arange(keys.shape[1], device=xq.device) if positions is None else positions
     if visible is None:
-        keys, stand = keys[:, : start_pos + xq.shape[1]], stand[..., : start_pos + xq.shape[1]]
-        visible = stand[..., None, :] <= asked
+        keys, positions = keys[:, : start_pos + xq.shape[1]], positions[..., : start_pos + xq.shape[1]]
+        visible = positions[..., None, :] <= queries_at
     wide = torch.promote_types(xq.dtype, torch.float32)
     queries = torch.unflatten(xq.to(wide), 2, (keys.shape[2], -1))
     queries = queries.permute(0, 2, 3, 1, 4)  # (bsz, n_kv_heads, shared, seqlen, head_dim)
     scores = queries @ keys.to(wide).permute(0, 2, 3, 1)[:, :, None] / xq.shape[-1] ** 0.5
     scores = scores.flatten(1, 2)  # (bsz, n_heads, seqlen, kv_len)
     if scoring.score_mod is not None:
-        places = asked[None, None], stand.long().reshape(-1, 1, 1, stand.shape[-1])
-        scores = _checked(scoring.score_mod(scores, *places, scoring.layer), scores, scoring.score_mod)
+        key_positions = positions.long().reshape(-1, 1, 1, positions.shape[-1])
+        changed = scoring.score_mod(scores, queries_at[None, None], key_positions, scoring.layer)
+        scores = _checked(changed, scores, scoring.score_mod)
     hidden = ~_by_head(visible, xq.shape[2])
     weights: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
     return weights
 
 
 def _checked(changed: Tensor, scores: Tensor, score_mod: ScoreMod) -> Tensor:
-    """Return changed scores in the dtype of `scores`. Raises ValueError unless they have the same shape."""
+    """Return the scores of a score_mod in the dtype of `scores`. Raises ValueError unless they have the same shape."""
     shape = getattr(changed, "shape", None)
     if shape != scores.shape:
         found = type(changed).__name__ if shape is None else tuple(shape)
@@ -251,7 +243,7 @@ def _checked(changed: Tensor, scores: Tensor, score_mod: ScoreMod) -> Tensor:
 def _attend_by_weights(
     xq: Tensor, keys: Tensor, values: Tensor, start_pos: int, visible: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """Attend as `_attend_in_step` does, by the weights of an explicit softmax."""
+    """Return what `_attend_in_step` returns, by the weights of an explicit softmax."""
     weights = attention_weights(xq, keys, start_pos, visible, scoring)
     weights = torch.unflatten(weights, 1, (keys.shape[2], -1))  # (bsz, n_kv_heads, shared, seqlen, kv_len)
     values = values[:, : weights.shape[-1]].to(weights.dtype).transpose(1, 2)  # (bsz, n_kv_heads, kv_len, head_dim)
@@ -264,9 +256,9 @@ def _called(function: Callable[..., Tensor]) -> object:
 
 
 def check_attention(ops: "Ops", reader: str, remedy: str) -> None:
-    """Raise ValueError unless `attention_weights` gives the weights of these operations' attention.
+    """Raise ValueError unless `attention_weights` has the weights of these operations' attention.
 
-    `reader` is a clause that says what needs them.
+    `reader`, a clause, and `remedy` are parts of the message.
     """
     if not hasattr(ops.attend, "is_softmax_attention"):
         raise ValueError(
@@ -278,8 +270,8 @@ def check_attention(ops: "Ops", reader: str, remedy: str) -> None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale every vector of x, (..., dim), to a root mean square of one, then each number by its weight, (dim,)."""
-    # Normed in float32 or wider, for 16-bit squares overflow or vanish, and rounded before it is weighed. Were the
-    # weight given, too, 16-bit results would be rounded once, unlike those that models were trained with.
+    # F.rms_norm computes in float32 or wider, because 16-bit squares overflow or vanish. The weight is multiplied
+    # separately: models were trained with 16-bit results that are rounded before and after it.
     return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
 
 
@@ -292,15 +284,15 @@ def last_real(h: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 class Ops(NamedTuple):
-    """One way to do all of them; research code may make its own, PLAIN._replace(name="mine", attend=mine).
+    """A set of operations; research code may make its own: PLAIN._replace(name="mine", attend=mine).
 
-    An `attend` that computes something else than softmax attention goes with no kind of cache that reads weights, and
-    with no recording; one that computes the same is marked with `softmax_attention`.
+    An `attend` that is not marked with `softmax_attention` cannot be used with a kind of cache that reads attention
+    weights, nor recorded.
 
     score_mod changes attention's scores before the mask and the softmax: `score_mod(scores, query_positions,
     key_positions, layer)` returns the new ones. scores are (bsz, n_heads, seqlen, kv_len), in float32 or wider, already
     divided by sqrt(head_dim). The positions are int64 and broadcast to them, (1, 1, seqlen, 1) and (1 or bsz, 1, 1,
-    kv_len). layer is an int. Its result for keys that a query may not see is ignored. If ranks share the model,
+    kv_len). layer is an int. The results for keys that a query may not see are ignored. If ranks share the model,
     n_heads are those of the rank. The name is that of PyTorch's FlexAttention, which calls it for one score at a time.
     """
 
@@ -310,7 +302,7 @@ class Ops(NamedTuple):
     attend: Callable[[Tensor, Tensor, Tensor, Rows, Tensor | None, Scoring], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     silu: Callable[[Tensor], Tensor]  # x * sigmoid(x), element by element
-    exact: bool = False  # whether exact mode made them; leave it out of your own
+    exact: bool = False  # True only for the operations of exact mode
     score_mod: ScoreMod | None = None
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What one generation is asked to do, checked before anything runs.
+"""The options of one generation, checked before anything runs.
 
 Knows ids and limits; does not know models, text or how tokens are made.
 """
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Limits(Protocol):
-    """How large a batch may be, and how long a text."""
+    """The limits of a batch; `ModelArgs` has them."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -31,10 +31,10 @@ class Limits(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step is about to be fed, with an entry for each row that is still in the batch.
+    """The input of one step, with an entry for each row that is still in the batch.
 
-    rows: which rows these are; one that has ended leaves. Row rows[i] gets ids[i], its tokens from position prev_pos[i]
-    up to, not including, cur_pos[i]. cache: the cache that they are fed to; None with the switch off.
+    rows: the numbers of these rows. ids[i] are the tokens of row rows[i] from position prev_pos[i] up to, not
+    including, cur_pos[i]. cache: the cache that is fed; None with the switch off.
     """
 
     rows: list[int]
@@ -45,7 +45,7 @@ class Step:
 
 
 class Prefix(Protocol):
-    """A text that is held already. `held_copy` is a cache that holds all of it; None with the switch off."""
+    """A session, as far as it is needed here. `held_copy` returns a cache of its text; None with the switch off."""
 
     model: Any
     tokens: list[int]
@@ -58,22 +58,22 @@ class Prefix(Protocol):
 
 
 class Options(TypedDict, total=False):
-    """What all forms of generation can be told. In brackets is what holds where nothing is said.
+    """The options of every form of generation, with their defaults in brackets.
 
     temperature (0.6): 0 takes the most likely token each time; higher is more varied, see `llama.sampling.Sampling`.
-    top_p (0.9): draw from the fewest most likely tokens that have this probability together; 1 keeps all.
-    top_k (None): draw from this many most likely tokens; None keeps all.
-    min_p (0.0): draw from tokens at least this much as likely as the most likely one.
-    repetition_penalty (1.0): above 1 makes tokens that are there already less likely.
-    seed (None): an int seeds row i with seed + i, a list gives every row its own, None draws afresh.
+    top_p (0.9): draw from the fewest most likely tokens whose probabilities sum to top_p; 1 keeps all.
+    top_k (None): draw from the top_k most likely tokens; None keeps all.
+    min_p (0.0): draw from tokens at least min_p times as likely as the most likely one.
+    repetition_penalty (1.0): above 1 makes tokens that the row already contains less likely.
+    seed (None): an int seeds row i with seed + i, a list has a seed for each row, None draws a random seed.
     logprobs (False): also return the log-probability of each token under the model, before temperature and penalty.
     echo (False): begin with the prompt.
-    kv_caching (None): None follows the model's setting; True or False holds for this call.
+    kv_caching (None): None follows the model's setting; True and False apply to this call.
     kv_cache (None): the kind of cache for this call, NAME or NAME:PARAMS; None follows the model's.
-    share_prefix (False): feed the tokens that all prompts begin with once, for all rows; the text is the same.
-    prefix (None): a session of the model, with whose text every row begins; its cache holds it: it is not fed again.
-    device (None): where the model must be; nothing is moved.
-    on_step (None): called before each step with what it is about to be fed, a `Step`.
+    share_prefix (False): feed the tokens with which all prompts begin once for all rows; the text is the same.
+    prefix (None): a session of the model; every row continues its text, which is cached and not fed again.
+    device (None): the device on which the model must be; nothing is moved.
+    on_step (None): a function that is called before each step with its input, a `Step`.
     """
 
     temperature: float
@@ -93,12 +93,12 @@ class Options(TypedDict, total=False):
 
 
 def listing_options(*, but: Sequence[str] = ()) -> Callable[[Function], Function]:
-    """Let help() of a function list the Options that it takes, all of them but those that it refuses."""
+    """Return a decorator that adds the Options, except those in `but`, to a function's docstring."""
 
     def listing(function: Function) -> Function:
-        told = [line for line in cleandoc(Options.__doc__ or "").splitlines() if line.partition(" ")[0] not in but]
+        lines = [line for line in cleandoc(Options.__doc__ or "").splitlines() if line.partition(" ")[0] not in but]
         own = cleandoc(function.__doc__ or "")
-        function.__doc__ = "\n".join([own, "", "Options, each by its name:", "", *told[2:]])
+        function.__doc__ = "\n".join([own, "", "Options, each by its name:", "", *lines[2:]])
         return function
 
     return listing
@@ -106,10 +106,10 @@ def listing_options(*, but: Sequence[str] = ()) -> Callable[[Function], Function
 
 @dataclass(frozen=True)
 class Request:
-    """One generation, checked. `room` is how many tokens each row may grow by."""
+    """The checked options of one generation. `max_new`: the most new tokens of each row."""
 
     prompts: list[list[int]]
-    room: list[int]
+    max_new: list[int]
     stop_ids: frozenset[int]
     sampling: Sampling
     kv_caching: bool
@@ -122,19 +122,19 @@ class Request:
 
     @property
     def shared(self) -> int:
-        """How many tokens are fed once for all rows: those that all prompts begin with, but for the last of each."""
+        """The number of tokens that are fed once for all rows: the common prefix, but never a whole prompt."""
         if not self.share_prefix or len(self.prompts) == 1 or (self.echo and self.logprobs):
             return 0
         return min(common_beginning(*self.prompts), min(map(len, self.prompts)) - 1)
 
     @property
     def longest(self) -> int:
-        """The most positions that a row may come to."""
-        return max(len(prompt) + room for prompt, room in zip(self.prompts, self.room, strict=True))
+        """The most positions of any row."""
+        return max(len(prompt) + new for prompt, new in zip(self.prompts, self.max_new, strict=True))
 
 
 def common_beginning(*texts: Sequence[int]) -> int:
-    """Return with how many ids all texts begin alike."""
+    """Return the length of the common prefix of all texts."""
     return sum(1 for _ in takewhile(lambda ids: ids.count(ids[0]) == len(ids), zip(*texts, strict=False)))
 
 
@@ -148,10 +148,10 @@ def make_request(
     *,
     bound: int | None = None,
 ) -> Request:
-    """Return what a user asked for, or raise ValueError (TypeError for an option that does not exist).
+    """Return the checked options. Raises ValueError, and TypeError for an unknown option.
 
-    `limits` and `kv_caching` are the model's; `bound` is how many positions its cache holds, where that limits not how
-    long a text gets. `options["device"]` is not looked at, nor what kind `["kv_cache"]` is: they speak of the model.
+    `limits` and `kv_caching` are the model's; `bound` is the most positions that its cache stores, None without a
+    limit. The caller checks `options["device"]` and the name `options["kv_cache"]`.
     """
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
@@ -164,7 +164,7 @@ def make_request(
     _check_switches(kv_caching=switch, **switches)
     caching = kv_caching if switch is None else switch
     if switches["share_prefix"] and not caching:
-        raise ValueError("share_prefix=True needs the KV cache, which is off: it holds what is fed once")
+        raise ValueError("share_prefix=True needs the KV cache, which is off: the cache stores what is fed once")
     ids = _rows_of_ids("the prompts", prompts)
     (stops,) = _rows_of_ids("stop_ids", [stop_ids])
     _check_prompts(limits, ids)
@@ -172,21 +172,21 @@ def make_request(
     if prefix is not None:
         _check_prefix(prefix, rest)
         ids = [[*prefix.tokens, *row] for row in ids]
-    room = _room(max_gen_len, len(ids))
-    _check_room(limits, ids, room, bound if caching else None)
+    max_new = _max_new(max_gen_len, len(ids))
+    _check_lengths(limits, ids, max_new, bound if caching else None)
     if caching and bound is not None and switches["echo"] and switches["logprobs"]:
         _check_scored(ids, bound)
     row_streams(rest.get("seed"), len(ids))  # refuses bad seeds
-    return Request(ids, room, frozenset(stops), sampling, caching, **rest)
+    return Request(ids, max_new, frozenset(stops), sampling, caching, **rest)
 
 
 def _check_prefix(prefix: Prefix, options: dict[str, Any]) -> None:
     if not prefix.tokens:
         raise ValueError("prefix is a session without a text; feed it one first")
     if options.get("kv_cache") is not None:
-        raise ValueError("kv_cache and prefix say two things: behind a session the cache is of the session's kind")
+        raise ValueError("kv_cache and prefix exclude each other: the cache of a prefix has the session's kind")
     if options.get("echo") and options.get("logprobs"):
-        raise ValueError("echo with logprobs asks for the logits of every position, and a prefix is not fed again")
+        raise ValueError("echo with logprobs needs the logits of every position, and a prefix is not fed again")
 
 
 def _check_switches(**switches: object) -> None:
@@ -220,18 +220,18 @@ def _check_prompts(limits: Limits, prompts: list[list[int]]) -> None:
             )
 
 
-def _room(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
-    """Return how many tokens each of `rows` may grow by."""
+def _max_new(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
+    """Return the most new tokens of each of `rows`."""
     several = isinstance(max_gen_len, Sequence)
-    room = list(max_gen_len) if isinstance(max_gen_len, Sequence) else [max_gen_len] * rows
-    least = 0 if several else 1  # a row of several may stay as it is
-    if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in room):
+    max_new = list(max_gen_len) if isinstance(max_gen_len, Sequence) else [max_gen_len] * rows
+    least = 0 if several else 1  # a row of several may get no tokens
+    if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in max_new):
         raise ValueError(f"max_gen_len={max_gen_len!r} must be a whole number of at least {least}")
-    return room
+    return max_new
 
 
 def _check_scored(prompts: list[list[int]], bound: int) -> None:
-    """Refuse log-probabilities of a prompt that the cache cannot hold: positions are gone that they would depend on."""
+    """Raise ValueError for log-probabilities of a prompt that depend on positions that the cache drops."""
     for row, prompt in enumerate(prompts):
         if len(prompt) > bound:
             raise ValueError(
@@ -240,12 +240,12 @@ def _check_scored(prompts: list[list[int]], bound: int) -> None:
             )
 
 
-def _check_room(limits: Limits, prompts: list[list[int]], room: list[int], bound: int | None) -> None:
-    if len(room) != len(prompts):
-        raise ValueError(f"{len(room)} lengths were given for {len(prompts)} prompts; give one, or one per prompt")
+def _check_lengths(limits: Limits, prompts: list[list[int]], max_new: list[int], bound: int | None) -> None:
+    if len(max_new) != len(prompts):
+        raise ValueError(f"{len(max_new)} lengths were given for {len(prompts)} prompts; give one, or one per prompt")
     if bound is not None:
         return
-    for row, (prompt, tokens) in enumerate(zip(prompts, room, strict=True)):
+    for row, (prompt, tokens) in enumerate(zip(prompts, max_new, strict=True)):
         if len(prompt) + tokens > limits.max_seq_len:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens and max_gen_len={tokens}, together more than "

@@ -1,11 +1,11 @@
-"""Rotary position embedding: a position becomes an angle, and pairs of numbers in a head are rotated by it.
+"""Rotary position embedding (RoPE): each pair of numbers in a head is rotated by an angle that depends on the position.
 
 Knows sizes and positions, no model. A pair is (x[2i], x[2i+1]), as in Meta's checkpoints; Hugging Face pairs
-(x[i], x[i + head_dim/2]), and only llama/checkpoint knows about that.
+(x[i], x[i + head_dim/2]), and llama/checkpoint converts.
 Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
 
 Everything up to cos and sin is float32, whatever the model's dtype: bf16 angles would be off by whole turns past a
-few hundred positions, and float32 is what the released models were trained with.
+few hundred positions, and the released models were trained with float32.
 """
 
 import math
@@ -21,7 +21,7 @@ from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 def rope_frequencies(head_dim: int, theta: float | None) -> Tensor:
     """Return the angle in radians that rotates each pair per position, (head_dim / 2,) float32, fastest first.
 
-    Without a theta there is no RoPE: all angles are 0, and a rotation by 0 changes no bit of a finite number.
+    With a theta of None all angles are 0: a rotation by 0 changes no bit of a finite number.
     """
     if theta is None:
         return torch.zeros(head_dim // 2)
@@ -37,10 +37,10 @@ def scale_frequencies(
     high_freq_factor: float,
     original_max_seq_len: int,
 ) -> Tensor:
-    """Slow the low frequencies down by `factor`, keep the high ones, and blend in between (Llama 3.1).
+    """Return frequencies by the rule of Llama 3.1: low ones divided by `factor`, high ones as they are, blends between.
 
-    Source: `apply_scaling` in https://github.com/meta-llama/llama-models, with its order of operations, on which
-    the last bit depends.
+    Source: `apply_scaling` in https://github.com/meta-llama/llama-models. The order of operations is the same, because
+    the last bit depends on it.
     """
     wavelengths = 2 * math.pi / freqs
     smooth = (original_max_seq_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
@@ -50,21 +50,21 @@ def scale_frequencies(
 
 
 def yarn_frequencies(freqs: Tensor, theta: float, rule: YarnScaling) -> Tensor:
-    """Slow frequencies down the more, the more rarely they turn in a text of the length that was trained on.
+    """Return frequencies by the rule of YaRN, see `YarnScaling`.
 
-    Source: the formulas of https://arxiv.org/abs/2309.00071, in the order of operations of Hugging Face's
-    transformers, on which the last bit depends.
+    Source: the formulas of https://arxiv.org/abs/2309.00071. The order of operations is that of Hugging Face's
+    transformers, because the last bit depends on it.
     """
     count = len(freqs)
 
     def place(turns: float) -> float:
-        """Return which frequency, as a number between two of them, turns so often in that length."""
+        """Return the index, as a float, of the frequency with so many turns in the original length."""
         return count * math.log(rule.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
 
     first, last = place(rule.beta_fast), place(rule.beta_slow)
     if rule.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * count - 1)  # of head_dim, where half as many are: as in the original
+    first, last = max(first, 0), min(last, 2 * count - 1)  # 2 * count: transformers clamps by head_dim
     ramp = (torch.arange(count, dtype=torch.float32) - first) / max(last - first, 0.001)
     kept = 1 - ramp.clamp(0, 1)
     slowed = 1.0 / (rule.factor * theta ** (torch.arange(0, 2 * count, 2, dtype=torch.float32) / (2 * count)))
@@ -72,7 +72,7 @@ def yarn_frequencies(freqs: Tensor, theta: float, rule: YarnScaling) -> Tensor:
 
 
 def scaled_frequencies(args: ModelArgs) -> Tensor:
-    """Return the angle that rotates each pair of a model per position, (head_dim / 2,) float32."""
+    """Return the scaled angles of a model in radians per position, (head_dim / 2,) float32."""
     freqs, scaling = rope_frequencies(args.head_dim, args.rope_theta), args.rope_scaling
     if scaling is None or args.rope_theta is None:
         return freqs
@@ -82,13 +82,13 @@ def scaled_frequencies(args: ModelArgs) -> Tensor:
         return freqs / scaling.factor
     if isinstance(scaling, YarnScaling):
         return yarn_frequencies(freqs, args.rope_theta, scaling)
-    return freqs / torch.tensor(scaling, dtype=torch.float32)  # a divisor for each
+    return freqs / torch.tensor(scaling, dtype=torch.float32)  # one divisor each
 
 
 class RopeTable:
-    """cos and sin of every position so far asked for, made on first use and again for a new device.
+    """A table of cos and sin by position, which is made on first use and grows.
 
-    No nn.Module on purpose: as a buffer it would follow `.to(torch.bfloat16)` and lose its precision.
+    It is not an nn.Module: a buffer would follow `.to(torch.bfloat16)` and lose its precision.
     """
 
     def __init__(self, freqs: Tensor, attention_factor: float = 1.0) -> None:
@@ -97,8 +97,8 @@ class RopeTable:
 
     @staticmethod
     def of(args: ModelArgs) -> "RopeTable":
-        """Make the table of a model."""
-        with torch.device("cpu"):  # real numbers even where the model is built on the meta device
+        """Return the table of a model."""
+        with torch.device("cpu"):  # real numbers even if the model is built on the meta device
             freqs = scaled_frequencies(args)
         scaling = args.rope_scaling
         factor = scaling.attention_factor if isinstance(scaling, LinearScaling | YarnScaling) else 1.0
@@ -107,8 +107,8 @@ class RopeTable:
     def at(self, starts: Sequence[int], seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) for `seqlen` positions from each start, each (1 or bsz, seqlen, 1, head_dim) float32.
 
-        Rows that start together share one. Both numbers of a pair share cos; sin comes signed, -sin for the first and
-        +sin for the second.
+        The first dimension is 1 if all rows start together. Both numbers of a pair have the same cos; sin is -sin for
+        the first number and +sin for the second.
         """
         first, end = starts[0], max(starts) + seqlen
         cos, sin = self.up_to(end, device)
@@ -119,16 +119,16 @@ class RopeTable:
         return cos[positions], sin[positions]
 
     def up_to(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the (cos, sin) of at least the positions 0 .. end - 1, each (positions, 1, head_dim)."""
-        held = self._freqs_cis  # which another thread may replace meanwhile
-        if held is None or held[0].device != device or len(held[0]) < end:
+        """Return (cos, sin) of at least the positions 0 .. end - 1, each (positions, 1, head_dim)."""
+        table = self._freqs_cis  # another thread may replace it meanwhile
+        if table is None or table[0].device != device or len(table[0]) < end:
             length = 1 << (end - 1).bit_length()  # powers of two: a growing text rebuilds the table rarely
-            with torch.inference_mode(False):  # a table made in inference mode could not serve a backward pass
+            with torch.inference_mode(False):  # a backward pass cannot use a table made in inference mode
                 cos, sin = (part * self.attention_factor for part in _cos_sin(self.freqs, length))
-                held = cos.to(device), sin.to(device)
-            if type(cos) is Tensor:  # and none that a tracer, or an export, makes for itself
-                self._freqs_cis = held
-        return held
+                table = cos.to(device), sin.to(device)
+            if type(cos) is Tensor:  # not a tensor of a tracer or an export
+                self._freqs_cis = table
+        return table
 
 
 def _cos_sin(freqs: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -151,6 +151,6 @@ def rotate(x: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # Products and one sum, each rounded by itself: a fused complex product rounds differently at the end of a vector.
+    # Two products and a sum, each rounded: a fused complex product rounds differently at the end of a vector.
     swapped = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
     return (x * cos + swapped * sin).type_as(x)  # 16-bit inputs are promoted to the table's float32

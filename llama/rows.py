@@ -1,4 +1,4 @@
-"""Where the rows of one call stand: a value that is made and checked once a call, and handed to all that compute it.
+"""The rows of one call: their positions and lengths, checked once and passed to every layer.
 
 Knows positions and counts; does not know caches, or what is computed.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 class Rows:
     """The rows of a call.
 
-    starts: the position of each row's first token. width: how many tokens of each row are fed, padding included.
-    lengths: how many of these are real; the others pad the row on the right. prompt_ends: whether each row's last token
-    ends a prompt; kinds of cache that compress a prompt do so then.
+    starts: the position of each row's first token. width: the number of tokens per row, with padding. lengths: the
+    number of tokens per row without padding, which is on the right. prompt_ends: True if the last token of each row
+    ends a prompt; some kinds of cache compress a prompt then.
 
     Derived: start, the position at which all rows start, None if they differ; end, the position behind the last token
-    of the furthest row, padding included.
+    of the furthest row, with padding.
     """
 
     starts: tuple[int, ...]
@@ -36,9 +36,9 @@ class Rows:
     def at(
         starts: Sequence[int], lengths: Sequence[int], *, width: int | None = None, prompt_ends: bool = False
     ) -> "Rows":
-        """Return rows of these starts and lengths, by default as wide as the longest.
+        """Return rows of these starts and lengths. `width` is by default the largest length.
 
-        Raises ValueError unless there are as many of each, at least one, and every number is possible.
+        Raises ValueError unless there is one of each for at least one row, and for impossible numbers.
         """
         width = max(lengths, default=0) if width is None else width
         rows = len(starts)
@@ -52,17 +52,17 @@ class Rows:
     def of(
         tokens: Tensor, start_pos: "int | Sequence[int] | Tensor | Rows", lengths: Sequence[int] | None = None
     ) -> "Rows":
-        """Return the rows of a call that feeds `tokens`, (bsz, seqlen), from `start_pos` on; see `Transformer.forward`.
+        """Return the rows of a call with `tokens`, (bsz, seqlen), at `start_pos`; see `Transformer.forward`.
 
-        Several tokens end a prompt, one does not; a `start_pos` that is a Rows may say otherwise.
-        Raises ValueError for tokens of another shape, and for starts and lengths that are not one per row.
+        `prompt_ends` is True for several tokens per row; pass Rows for `start_pos` to set it. Raises ValueError for
+        tokens of another shape, and for starts and lengths that are not one per row.
         """
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be (bsz, seqlen), both at least 1, not {tuple(tokens.shape)}")
         bsz, seqlen = tokens.shape
         if isinstance(start_pos, Rows):
             if lengths is not None:
-                raise ValueError("lengths are part of the Rows in the place of start_pos; leave them out beside it")
+                raise ValueError("lengths are part of the Rows that are given as start_pos; leave out lengths")
             return start_pos
         if isinstance(start_pos, Tensor):
             start_pos = start_pos.tolist()
@@ -73,5 +73,5 @@ class Rows:
         return Rows.at(starts, lengths, width=seqlen, prompt_ends=seqlen > 1)
 
     def row(self, row: int) -> "Rows":
-        """Return one of the rows alone."""
+        """Return one of the rows."""
         return Rows((self.starts[row],), self.width, (self.lengths[row],), self.prompt_ends)

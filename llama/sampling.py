@@ -1,7 +1,7 @@
-"""Turns logits into token ids: greedy, temperature, top-k, top-p, min-p, repetition penalty.
+"""Choose token ids from logits: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
-Knows nothing of models or text. Every row has a random stream of its own, so what a row draws at a given seed does
-not depend on the rows beside it.
+Does not know models or text. Every row has its own random stream, so its draws for a given seed do not depend on the
+other rows.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Sorting a vocabulary takes longer than a small model takes for a token, so these many are looked at first.
+# Sorting a whole vocabulary can take longer than a step of a small model, so this many tokens are sorted first.
 _CANDIDATES = 1024
 
 Number = float | Tensor
@@ -20,17 +20,17 @@ Number = float | Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. The steps come in this order, each working on what the one before has left.
+    """The settings of sampling, in the order in which they apply; each applies to the result of the one before.
 
-    repetition_penalty: logits of tokens that the row already has are divided by it where positive and multiplied
-        where negative (https://arxiv.org/abs/1909.05858, as in transformers); 1 does nothing. It also holds for greedy.
-    temperature: logits are divided by it; 0 takes the most likely token, whatever is set below.
-    top_k: only the k most likely tokens; None keeps all.
-    top_p: only the fewest most likely tokens whose probabilities reach p together (https://arxiv.org/abs/1904.09751);
+    repetition_penalty: divide positive logits of tokens that the row contains by it, and multiply negative ones
+        (https://arxiv.org/abs/1909.05858, as in transformers); 1 does nothing. It also applies to greedy sampling.
+    temperature: divide logits by it; 0 is greedy: the most likely token, whatever is set below.
+    top_k: keep the k most likely tokens; None keeps all.
+    top_p: keep the fewest most likely tokens whose probabilities sum to p (https://arxiv.org/abs/1904.09751);
         1 keeps all.
-    min_p: only tokens at least min_p times as likely as the most likely one (https://arxiv.org/abs/2407.01082).
+    min_p: keep tokens at least min_p times as likely as the most likely one (https://arxiv.org/abs/2407.01082).
 
-    Tokens are ordered by their logits; of equal ones, the lowest id comes first.
+    Tokens are ordered by their logits, equal logits by id.
     """
 
     temperature: float = 0.6
@@ -65,7 +65,7 @@ class Sampling:
 
 
 class Settings(NamedTuple):
-    """The numbers of a Sampling, None for a step that it leaves out; tensors of one number where a device has them."""
+    """The numbers of a Sampling, None for a step that does nothing; on a GPU, tensors of one number."""
 
     temperature: Number | None  # None: greedy
     top_p: Number | None
@@ -75,7 +75,7 @@ class Settings(NamedTuple):
 
 
 class Sampler:
-    """The choices of one generation: its settings, one random stream per row, and the tokens each row has."""
+    """The state of sampling in one generation: settings, a random stream per row, and the tokens of each row."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Sampler:
     ) -> None:
         self.sampling = sampling
         self.streams = row_streams(seed, len(prompts))
-        self._spared: list[Tensor] = []  # drawn, and then not used
+        self._spared: list[Tensor] = []  # drawn, but not used yet
         self.seen: Tensor | None = None  # (bsz, vocab) bool
         if sampling.repetition_penalty != 1:
             seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device="cpu")
@@ -100,7 +100,7 @@ class Sampler:
         return choose(logits, self.sampling, self.seen, self.draw())
 
     def draw(self) -> Tensor | None:
-        """Return one number in [0, 1) per row, (bsz,) float64 on the CPU; None where nothing is left to chance."""
+        """Return one number in [0, 1) per row, (bsz,) float64 on the CPU; None for greedy sampling."""
         if self.sampling.temperature == 0:
             return None
         if self._spared:
@@ -110,24 +110,26 @@ class Sampler:
         )
 
     def put_back(self, draws: Sequence[Tensor]) -> None:
-        """Let numbers that were drawn for steps that were not taken be drawn again, the first of them first."""
+        """Return draws of steps that were not used; `draw` will return them again, in order."""
         self._spared[:0] = draws
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone, in this order."""
+        """Keep these rows only, in this order."""
         self.streams = [self.streams[row] for row in rows]
         self._spared = [draws[list(rows)] for draws in self._spared]
         self.seen = None if self.seen is None else self.seen[list(rows)]
 
 
 def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, draws: Tensor | None) -> Tensor:
-    """Choose the next token of every row: (bsz, vocab) logits -> (bsz,) int64; and mark it in `seen`, (bsz, vocab).
+    """Choose the next token of every row from (bsz, vocab) logits, and mark it in `seen`; return (bsz,) int64.
 
-    `draws` are what `Sampler.draw` returns.
+    seen: (bsz, vocab) bool, None without a penalty. draws: the result of `Sampler.draw`.
     """
     if seen is not None:
         logits = penalize(logits, seen, sampling.repetition_penalty)
-    chosen = logits.argmax(-1) if draws is None else sample(logits, draws, sampling)  # argmax: the first of equals
+    chosen = (
+        logits.argmax(-1) if draws is None else sample(logits, draws, sampling)
+    )  # argmax returns the first of equals
     if seen is not None:
         seen.scatter_(1, chosen[:, None], True)
     return chosen
@@ -136,10 +138,10 @@ def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, draws: Tenso
 def choose_ahead(
     logits: Tensor, settings: Settings, seen: Tensor, draws: Tensor, *, whole: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Choose as `choose` does, for a device that the host does not wait for; see `must_sort` for `whole`.
+    """Choose as `choose` does, without waiting for the device. `whole`: sort the whole vocabulary, see `must_sort`.
 
-    Returns the ids, and of which rows they are sure, (bsz,) bool, or None for all: what the others chose is to be
-    taken back, and chosen again from the `whole` vocabulary.
+    Returns the ids, and the rows whose ids are certain, (bsz,) bool, or None for all rows. The caller must repeat the
+    choice for the other rows with `whole`.
     """
     if settings.penalty is not None:
         logits = penalize(logits, seen, settings.penalty)
@@ -158,13 +160,13 @@ def choose_ahead(
 
 
 def check_seed(seed: object) -> None:
-    """Raise ValueError unless a generator of PyTorch can be seeded with `seed`."""
+    """Raise ValueError unless a PyTorch generator accepts `seed`."""
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed={seed!r} must be a whole number from -2**63 to 2**64 - 1")
 
 
 def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Generator]:
-    """Return one CPU generator per row: seeded with seed + row, with the row's own of a list, or afresh for None."""
+    """Return a CPU generator per row, seeded with seed + row, with the row's item of a list, or randomly for None."""
     if seed is None:
         seeds = [torch.Generator().seed() for _ in range(rows)]
     elif isinstance(seed, int):
@@ -181,11 +183,11 @@ def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Gener
 def penalize(logits: Tensor, seen: Tensor, penalty: Number) -> Tensor:
     """Make the tokens marked in `seen`, (bsz, vocab) bool, less likely."""
     penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen, penalized.nan_to_num(), logits)  # a penalty past the range of float32 makes 0 * inf
+    return torch.where(seen, penalized.nan_to_num(), logits)  # a penalty outside float32's range gives 0 * inf
 
 
 def sample(logits: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
-    """Choose by one uniform draw in [0, 1) per row: (bsz, vocab) logits and (bsz,) draws -> (bsz,) int64."""
+    """Choose a token per row from (bsz, vocab) logits by (bsz,) uniform draws in [0, 1); return (bsz,) int64."""
     probs, ids, settings = _probabilities(logits, sampling.temperature), None, sampling.settings
     if settings.top_k is not None or settings.top_p is not None:
         probs, ids = most_likely(logits, probs, sampling.top_k, sampling.top_p)
@@ -200,7 +202,7 @@ def _probabilities(logits: Tensor, temperature: Number) -> Tensor:
 
 
 def _drawn(probs: Tensor, ids: Tensor | None, min_p: Number | None, draws: Tensor) -> Tensor:
-    """Drop what min_p does not keep, and draw; `ids` of the probabilities, where these are sorted."""
+    """Apply min_p and draw. `ids` are those of sorted probabilities, None for unsorted ones."""
     if min_p is not None:
         probs = torch.where(probs < min_p * probs.amax(-1, keepdim=True), 0, probs)
     chosen = _draw(probs, draws.to(probs, non_blocking=True))
@@ -210,26 +212,26 @@ def _drawn(probs: Tensor, ids: Tensor | None, min_p: Number | None, draws: Tenso
 def most_likely(logits: Tensor, probs: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
     """Return the most likely tokens' probabilities, 0 for those that top_k and top_p drop, and their ids.
 
-    Both are (bsz, n), from the largest logit on, equal ones by id. A high temperature makes the probabilities of
-    different logits the same number, so they give no order.
+    Both are (bsz, n), in order of falling logits, equal ones by id. Probabilities cannot be sorted instead: at a high
+    temperature those of different logits are equal.
     """
     share = top_p if top_p < 1 else None
     if not must_sort(probs.shape[-1], top_k):
         kept, ids, sure = _candidates(logits, probs, top_k, share)
-        if bool(sure.all()):  # on a GPU a wait, right before that for the ids
+        if bool(sure.all()):  # on a GPU this waits, right before the wait for the ids
             return kept, ids
     return _all_sorted(logits, probs, top_k, share)[:2]
 
 
 def must_sort(vocab: int, top_k: int | None) -> bool:
-    """Tell whether candidates can never do, or are hardly fewer."""
+    """Return True if _CANDIDATES tokens cannot be enough, or are most of the vocabulary."""
     return vocab <= 2 * _CANDIDATES or (top_k is not None and top_k >= _CANDIDATES)
 
 
 def _candidates(
     logits: Tensor, probs: Tensor, top_k: Number | None, top_p: Number | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `most_likely` does, of few tokens alone, and of which rows that is sure to be all, (bsz,) bool."""
+    """Return what `most_likely` does for _CANDIDATES tokens, and the rows for which they are enough, (bsz,) bool."""
     top, ids = logits.topk(_CANDIDATES, sorted=False)
     ids, by_id = ids.sort(-1)
     _, by_logit = top.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
@@ -237,7 +239,7 @@ def _candidates(
     top = probs.gather(-1, ids)
     kept = _keep(top, top_k, top_p, probs)
     least = kept.where(kept > 0, 2).amin(-1)
-    sure = least > top[:, -1]  # the cut falls above the last candidate and what may tie with it
+    sure = least > top[:, -1]  # the cut is above the last candidate and its possible ties
     return kept, ids, sure
 
 
@@ -249,7 +251,7 @@ def _all_sorted(
 
 
 def _keep(top: Tensor, top_k: Number | None, top_p: Number | None, probs: Tensor) -> Tensor:
-    """Zero what top_k and then top_p drop of `top`, sorted from the most likely token on."""
+    """Set to 0 what top_k and then top_p drop. `top` are `probs` in falling order."""
     total = probs.sum(-1, keepdim=True)
     if top_k is not None:
         top = torch.where(torch.arange(top.shape[-1], device=top.device) < top_k, top, 0)
@@ -263,15 +265,15 @@ def _keep(top: Tensor, top_k: Number | None, top_p: Number | None, probs: Tensor
 
 
 def _draw(probs: Tensor, draws: Tensor) -> Tensor:
-    """Return the index at which the running sum of `probs` passes `draws` of its total; never one of probability 0.
+    """Return the index at which the running sum of `probs` exceeds `draws` times its total.
 
-    Written out because torch.multinomial has returned such (https://github.com/pytorch/pytorch/issues/48841).
+    Its probability is never 0; torch.multinomial has returned such (https://github.com/pytorch/pytorch/issues/48841).
     """
     cdf = probs.cumsum(-1)
     total = cdf[:, -1]
     target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
-    return index.clamp(max=probs.shape[-1] - 1)  # past the end only for a row of nan, which the loop reports
+    return index.clamp(max=probs.shape[-1] - 1)  # past the end only for a row of NaN, which the loop reports
 
 
 def _check_between(name: str, value: float, low: float, high: float) -> None:

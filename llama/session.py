@@ -1,7 +1,7 @@
-"""A text that grows, and its cache, which outlive a call: fed, continued, forked and rewound.
+"""A session: a growing text and its cache, which can be fed, continued, forked, rewound and saved.
 
-Only what the cache does not hold is fed. Any number of sessions of one model may live, and compute, at a time. Knows
-ids, positions and what a cache promises; does not know kinds of cache, or what a model is made of.
+Only tokens that are not cached are fed. One model can have any number of sessions, which may compute at the same time.
+Knows ids, positions and the interface of a cache; does not know kinds of cache or the architecture of a model.
 """
 
 import logging
@@ -20,7 +20,6 @@ from llama.kv_cache import Cache
 from llama.request import Options, common_beginning, listing_options, make_request
 from llama.sessions.file import Content, load_session, save_session
 from llama.sessions.held_text import HeldText
-from llama.sessions.origin import Model
 from llama.sessions.stream import SessionStream
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 from llama.untrusted.words import printable
@@ -29,11 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class Session(HeldText):
-    """A text and its cache. Made by `model.session`.
+    """A text and its cache. `model.session` makes one.
 
-    note: a text that goes into its file, for who knows more of the ids than the session does. Where the model's switch
-    is off, everything is fed each time. A session belongs to one caller at a time; the model's weights must stay what
-    they are.
+    note: a text of the caller's that is stored in the file. With the model's switch off, the whole text is fed at each
+    call. Only one call can use a session at a time, and the model's weights must not change.
     """
 
     def __init__(
@@ -48,9 +46,9 @@ class Session(HeldText):
         super().__init__(model, model.new_cache(kv_cache, max_seq_len=max_seq_len))
         self.tokenizer = tokenizer
         self.note: str | None = None
-        self.writer: object = None  # the mark of the stream that made the end of the text, and may go on
+        self.writer: object = None  # the mark of the stream that may continue the text
         self._dropped = False
-        self._lock = threading.Lock()  # held by the one call that is under way
+        self._lock = threading.Lock()  # locked during a call
 
     # ---- the text ----------------------------------------------------------------------------------------------------
 
@@ -60,23 +58,23 @@ class Session(HeldText):
         return self.limits.max_seq_len
 
     def feed(self, text: str | Sequence[int], *, prompt_ends: bool | None = None) -> int:
-        """Let this be the text, of which the part is fed that the cache does not hold; return how many tokens it has.
+        """Replace the text, feed the part of it that is not cached, and return the number of tokens that were fed.
 
-        `text` is the whole text, or its ids, as a chat template renders it anew each turn: what it begins with, and
-        the session holds already, is not fed again. `append` adds to the text. Kinds of cache that compress a prompt do
-        so at the end of what is fed from position 0 on, or as `prompt_ends` says.
+        `text` is the whole text or its ids, for example as a chat template renders it at each turn: the prefix that is
+        cached is not fed again. `append` adds to the text. `prompt_ends`: see `Rows`; None means True if the text is
+        fed from position 0.
         """
         ids = encode_prompt(self.tokenizer, text)
         with self.computing():
             self._check(ids)
             same = common_beginning(self.tokens, ids)
             if same < len(self.tokens):
-                logger.info("the text parts from the one before at token %d of %d", same, len(self.tokens))
+                logger.info("the text differs from the one before at token %d of %d", same, len(self.tokens))
             self._cut(same)
             return self._feed(ids, prompt_ends)
 
     def append(self, text: str | Sequence[int]) -> int:
-        """Add to the text, and feed what was added; return how many tokens were fed."""
+        """Add to the text and feed it; return the number of tokens that were fed."""
         with self.computing():
             if isinstance(text, str):
                 text = self.tokenizer.encode(text, bos=False, eos=False, begins=not self.tokens)
@@ -85,7 +83,7 @@ class Session(HeldText):
             return self._feed(ids)
 
     def rewind(self, position: int) -> None:
-        """Forget what stands at `position` and after it."""
+        """Remove the tokens from `position` on."""
         with self._in_use():
             if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= len(self.tokens):
                 raise ValueError(
@@ -95,7 +93,7 @@ class Session(HeldText):
             self.writer = None
 
     def fork(self) -> "Session":
-        """Return a session of the same text, which goes its own way; what is held is shared where the kind can."""
+        """Return an independent session with the same text. Some kinds of cache share memory until one is written."""
         with self._in_use():
             branch = copy(self)
             branch.tokens, branch.cache, branch.fed, branch.writer = list(self.tokens), self.cache.copy(), 0, None
@@ -105,16 +103,16 @@ class Session(HeldText):
         return {name: value for name, value in vars(self).items() if name not in ("_lock", "writer")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock(), writer=None)  # a copy is in the middle of no call
+        vars(self).update(state, _lock=threading.Lock(), writer=None)  # no call uses the copy
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Keep the session in a file, from which `model.load_session` goes on.
+        """Save the session to a file for `model.load_session`.
 
-        The file has the ids and what is held of them, and says by digests of which model and tokenizer. Only its owner
-        may read it; one that is there is replaced as a whole. Raises ValueError where it cannot be written.
+        The file has the ids, the cache, and digests of the model and the tokenizer. Only its owner can read it. An
+        existing file is replaced as a whole. Raises ValueError if the file cannot be written.
         """
         with self._in_use():
-            self._look_at_the_model()
+            self._check_source()
             self.cache.check_name()
             held = self._held
             content = Content(
@@ -131,18 +129,18 @@ class Session(HeldText):
             save_session(path, content, self.model, self.tokenizer)
 
     def drop(self) -> None:
-        """Give the memory back; the session cannot be used any more."""
+        """Free the memory. The session cannot be used afterwards."""
         with self._in_use():
             self._forget()
             self._dropped = True
 
-    # ---- going on ----------------------------------------------------------------------------------------------------
+    # ---- generation --------------------------------------------------------------------------------------------------
 
     @listing_options(but=("kv_cache", "prefix"))
     def generate(
         self, max_gen_len: int = 64, *, stop: str | Sequence[str] = (), **options: Unpack[Options]
     ) -> Completion:
-        """Continue the text, and keep what was made. `stop`: strings before which it ends. Returns a Completion."""
+        """Continue the text, up to a `stop` string, and return the Completion."""
         with self.stream(max_gen_len, stop=stop, **options) as stream:
             return stream.finish()
 
@@ -150,18 +148,19 @@ class Session(HeldText):
     def stream(
         self, max_gen_len: int = 64, *, stop: str | Sequence[str] = (), **options: Unpack[Options]
     ) -> SessionStream:
-        """Return an iterator over the pieces of the text as they are made; its `result` is what `generate` returns.
+        """Return an iterator over the pieces of the continuation; its `result` is what `generate` returns.
 
-        The model may serve others between two pieces. The text has the tokens that were made, wherever it is left.
+        Other calls of the model may run between two pieces. If the iterator is closed early, the text keeps the tokens
+        that were generated.
         """
         with self._in_use():
             if not self.tokens:
                 raise ValueError("the session has no text yet; feed it one first")
         for name in ("kv_cache", "prefix"):
             if options.get(name) is not None:
-                raise ValueError(f"{name} is no option here: a session has a cache, and a text, of its own")
+                raise ValueError(f"{name} is no option here: a session has its own cache and its own text")
         if options.get("echo") and options.get("logprobs"):
-            raise ValueError("a session keeps no logits of its text; ask model.generate for echo with logprobs")
+            raise ValueError("a session does not store logits of its text; use model.generate for echo with logprobs")
         stops = self.tokenizer.stop_tokens
         caching, bound = self.model.kv_caching, self.bound
         request = make_request(self.limits, caching, [self.tokens], max_gen_len, stops, options, bound=bound)
@@ -169,10 +168,10 @@ class Session(HeldText):
         stream = Stream(self._tokens(batch), batch, self.tokenizer, [list(self.tokens)], stop)
         return SessionStream(self, stream, kv_caching=request.kv_caching)
 
-    # ---- within ------------------------------------------------------------------------------------------------------
+    # ---- for this package --------------------------------------------------------------------------------------------
 
     def held_copy(self, *, kv_caching: bool) -> Cache | None:
-        """Return a cache that holds the session's text, for texts that begin with it; None with the switch off."""
+        """Return a copy of the cache, with the whole text, for texts that continue it; None with the switch off."""
         if not kv_caching:
             return None
         with self.computing(kv_caching):
@@ -181,11 +180,11 @@ class Session(HeldText):
             return self.cache.copy()
 
     def restore(self, content: Content) -> None:
-        """Have the text, and hold what is held of it, that another session was saved with. Raises ValueError."""
+        """Replace the text and the cache by saved ones. Raises ValueError."""
         if self.bound != content.bound:
             raise ValueError(
-                f"kv_cache={self.kv_cache!r} held {content.bound} positions at most where the session was saved, and "
-                f"holds {self.bound} here; load the model with the max_seq_len of then"
+                f"kv_cache={self.kv_cache!r} held {content.bound} positions at most when the session was saved, and "
+                f"holds {self.bound} here; load the model with the same max_seq_len"
             )
         if content.held:
             self.cache.restore(content.layers, 1, content.held, self.model.source)
@@ -195,51 +194,51 @@ class Session(HeldText):
 
     @contextmanager
     def computing(self, kv_caching: bool | None = None) -> Iterator[None]:
-        """Keep the session to what stands under `with`, which may change the text, and look at the model before.
+        """Lock the session and the model's ranks for code that feeds the text; free a cache that cannot be continued.
 
-        `kv_caching`: the switch of that; None: the model's.
+        `kv_caching`: the switch of that code; None for the model's.
         """
         with self._in_use(), self.model.ranks.one_at_a_time():
             self.writer = None
-            self._look_at_the_model()
+            self._check_source()
             if not (self.model.kv_caching if kv_caching is None else kv_caching) and self._held:
-                self._forget()  # off holds nothing
+                self._forget()  # with the switch off there is no cache
             yield
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep the session to one call: every other one, of any thread, gets a RuntimeError until it has ended."""
+        """Lock the session for one call. Raises RuntimeError during another call, in any thread."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this session is in the middle of a call; wait for it, or fork the session")
         try:
             if self._dropped:
-                raise ValueError("this session was dropped, and holds nothing any more; make a new one")
+                raise ValueError("this session was dropped and cannot be used; make a new one")
             yield
         finally:
             self._lock.release()
 
     def _check(self, ids: list[int]) -> None:
-        """Refuse a text that the session cannot have."""
+        """Raise ValueError for a text that the limits do not allow."""
         make_request(self.limits, self.model.kv_caching, [ids], [0], (), {}, bound=self.bound)
 
 
 class Sessions:
-    """Mix into a LanguageModel to let it keep texts."""
+    """A mixin that adds sessions to a LanguageModel."""
 
     def session(
         self: LanguageModel, tokenizer: TextCodec, *, max_seq_len: int | None = None, kv_cache: str | None = None
     ) -> Session:
-        """Return a new session: a text, and its cache, apart from the model's other work.
+        """Return a new session: a text and its cache.
 
-        `max_seq_len` limits the text, by default as the model does; `kv_cache` names the kind, by default the model's.
+        `max_seq_len` limits the text, and `kv_cache` names the kind of cache; the defaults are the model's.
         """
         return Session(self, tokenizer, max_seq_len=max_seq_len, kv_cache=kv_cache)
 
-    def load_session(self: Model, path: str | PathLike[str], tokenizer: TextCodec | None = None) -> Session:
-        """Return a session as `session.save` left it, which goes on as if it had never been on disk.
+    def load_session(self: Any, path: str | PathLike[str], tokenizer: TextCodec | None = None) -> Session:
+        """Return the session that `session.save` stored. It continues as if it had never been saved.
 
-        Without a tokenizer it takes and gives ids alone. Raises ValueError for a file that is no session or was
-        damaged, and for one of another model, tokenizer, dtype or mode.
+        Without a tokenizer the session accepts and returns ids only. Raises ValueError for a file that is not a session
+        or is damaged, and for a session of another model, tokenizer, dtype or mode.
         """
         content, codec = load_session(path, self, tokenizer)
         try:

@@ -1,8 +1,7 @@
-"""What makes the next tokens of a batch, and what runs a model's forwards: what is asked of a stepper and of a runner.
+"""The interfaces of a stepper, which makes the next tokens of a batch, and of a runner, which runs a model's forwards.
 
-A stepper is made for one batch, has the batch's cache while it steps, and takes the rows that have ended out of both.
-`llama.generation` has the plain one. A runner is a faster way to run forwards, in the one slot that a model has for it.
-Does not know how either works.
+A stepper belongs to one batch and its cache, and removes ended rows from both. `llama.generation` has the plain one. A
+runner is a faster way to run forwards; a model has at most one. Does not know how either works.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -26,7 +25,7 @@ Model = TypeVar("Model", contravariant=True)  # the class of models that a runne
 class Stepper(Protocol):
     """Makes the tokens of one batch.
 
-    cache: what it feeds; None with the switch off. logits: those behind each row that is in the batch, (rows, vocab),
+    cache: the cache that it feeds; None with the switch off. logits: those after each row in the batch, (rows, vocab),
     from which the next tokens are chosen; None while they are not known.
     """
 
@@ -34,21 +33,21 @@ class Stepper(Protocol):
     logits: Tensor | None
 
     def prefill(self) -> Iterator[Token]:
-        """Feed the prompts; yield what is echoed of them."""
+        """Feed the prompts; yield their tokens if `echo` is set."""
         ...
 
     def __iter__(self) -> Iterator[Chosen]:
-        """Yield what each step chooses, for as long as the caller asks; the batch's texts have it by then."""
+        """Yield the choice of each step, without end; it has been appended to the batch's texts."""
         ...
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How forwards are executed, as a value: by which operations or runner, and from which kind of weights.
+    """How forwards are executed: by which operations or runner, and from which kind of weights.
 
-    runner: "plain", "exact", the name of operations of your own, "native", or what a GPU's graphs are made of.
-    weights: "int8", "int4", "stored" or "mapped"; None where they are floats. activations: 8 where products with these
-    round what they multiply to 8 bits; else 16. exact: whether the bits are held to what `Transformer.exact` says.
+    runner: "plain", "exact", the name of your own operations, "native", or the kernels of a GPU's graphs. weights:
+    "int8", "int4", "stored" or "mapped"; None for floats. activations: 8 if the inputs of products are rounded to 8
+    bits, else 16. exact: whether exact mode is on.
     """
 
     runner: str
@@ -67,10 +66,10 @@ class Execution:
 class Runner(Protocol[Model]):
     """A faster way to run forwards; `llama.fast.choose` picks one.
 
-    forwards: how many it has run. takes_prompts: whether prompts are among them. watch: called right before each
-    forward of its steppers, which pass the model's hooks by, with the rows and how many tokens each is fed. exact:
-    whether it is held to the same bits, see `Transformer.exact`, and so raises ValueError where it would leave a
-    forward to the plain path; None: it cannot be. code: what decides its bits, as far as it tells.
+    forwards: the number of forwards that it has run. takes_prompts: whether it runs prompts. watch: called before each
+    forward of its steppers, which do not call the model's hooks, with the number of rows and of tokens per row. exact:
+    whether exact mode is on, so that it raises ValueError instead of leaving a forward to the plain path; None if it
+    does not support exact mode. code: a name of what decides its bits.
     """
 
     name: str
@@ -89,14 +88,14 @@ class Runner(Protocol[Model]):
         *,
         logits: Literal["all", "last"],
     ) -> Tensor | None:
-        """Return what the model's forward returns, or None where the plain path has to serve."""
+        """Return what the model's forward returns, or None to leave the call to the plain path."""
         ...
 
     def stepper(self, model: Model, batch: Batch, cache: Cache | None) -> Stepper | None:
-        """Return what makes the tokens of a batch, or None where the plain path has to.
+        """Return a stepper for a batch, or None to leave the batch to the plain path.
 
-        `cache` holds the first `batch.held` tokens of every row in its row 0; None: the stepper makes one if the batch
-        asks for it.
+        Row 0 of `cache` has the first `batch.held` tokens of every row. If `cache` is None, the stepper makes one,
+        unless the batch has the switch off.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""Ids -> text as it grows: whole characters only, nothing past a stop string; and prompts -> ids.
+"""Turn ids into text while they are generated, in whole characters and up to a stop string; and prompts into ids.
 
-Knows what it needs of a tokenizer, and which rows of a batch still grow; does not know models or how ids are made.
+Knows a tokenizer's interface and the rows of a batch; does not know models or how ids are made.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -12,14 +12,14 @@ from llama.batch import Batch, Token
 
 
 class TextStream(Protocol):
-    """Turns ids into text, whole characters only."""
+    """Turns ids into text, in whole characters."""
 
     def feed(self, id: int, /) -> str: ...
     def flush(self) -> str: ...
 
 
 class TextCodec(Protocol):
-    """What text needs of a tokenizer. `begins`: the text begins one; else it goes on from another, as streams do."""
+    """A tokenizer, as far as it is needed here. `begins`: False if the text continues another one."""
 
     @property
     def bos_id(self) -> int | None: ...
@@ -33,10 +33,10 @@ class TextCodec(Protocol):
 
 
 class Completion(TypedDict):
-    """What `generate` returns for a prompt.
+    """The result of `generate` for one prompt.
 
-    `finish_reason` is None while a stream goes on, or where it was broken off. `logprobs`, one for each of `ids`, are
-    there only where they were asked for.
+    `finish_reason` is None while a stream is open, and if it was closed early. `logprobs`, one for each of `ids`, exist
+    only if they were requested.
     """
 
     generation: str
@@ -46,9 +46,9 @@ class Completion(TypedDict):
 
 
 def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int], *, bos: bool = True) -> list[int]:
-    """Return a prompt's ids, with BOS as the file asks for; an empty text is BOS alone where there is one.
+    """Return a prompt's ids, with BOS if the tokenizer adds it. An empty text gives BOS, if the tokenizer has one.
 
-    Without `bos` a text has none, for it goes on from another.
+    Pass `bos=False` for a text that continues another one.
     """
     if isinstance(prompt, bytes):
         raise ValueError(f"a prompt is a str or a list of token ids, not bytes: {prompt[:40]!r}; decode it first")
@@ -60,15 +60,15 @@ def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int], *, bos: boo
     return ids if ids or not bos or tokenizer.bos_id is None else [tokenizer.bos_id]
 
 
-# A row, some of its text, and the token that it came with: none, or no text, where a character needs several tokens.
+# A row, a part of its text, and its token. A token can have no text yet; text from the end of a row has no token.
 Piece = tuple[int, str, Token | None]
 
 
 class Stream(Iterator[tuple[int, str]]):
-    """The texts of one generation, made while it is iterated; `results` holds what there is so far.
+    """An iterator that generates texts; `results` has the texts so far.
 
-    The model may serve others meanwhile, other streams too. To leave a loop over it early, `close` it, or put the loop
-    into `with model.stream(...) as stream:`; else the memory of its cache is held for as long as the stream is.
+    Other calls and streams of the model may run between two pieces. To leave a loop early, call `close`, or write the
+    loop in `with model.stream(...) as stream:`; otherwise the cache is not freed while the stream exists.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Stream(Iterator[tuple[int, str]]):
         piece = self.advance()
         if piece is None:
             raise StopIteration
-        self._batch.disturbed = True  # until the next piece is asked for, the caller may change the model
+        self._batch.disturbed = True  # the caller may change the model before the next piece
         return piece
 
     def advance(self) -> tuple[int, str] | None:
-        """Return the next piece, None at the end, to a caller who leaves the model as it is."""
+        """Return the next piece, or None at the end. For callers that do not change the model between pieces."""
         for row, text, token in self._pieces:
             result = self.results[row]
             result["generation"] += text
@@ -117,12 +117,12 @@ class Stream(Iterator[tuple[int, str]]):
         return None
 
     def finish(self) -> None:
-        """Make the rest, for a caller who leaves the model as it is."""
+        """Generate the rest. For callers that do not change the model meanwhile."""
         while self.advance() is not None:
             pass
 
     def close(self) -> None:
-        """End the generation here, drop its cache, and let what was held back of the texts into `results`."""
+        """End the generation, free its cache, and add the pending text to `results`."""
         self._pieces.close()
         for result, text in zip(self.results, self._texts, strict=True):
             result["generation"] += text.flush()
@@ -139,7 +139,7 @@ class Stream(Iterator[tuple[int, str]]):
 def _pieces(
     tokens: Generator[Token, None, None], batch: Batch, texts: "Sequence[RowText]", echo: Sequence[str]
 ) -> Generator[Piece, None, None]:
-    """Yield the texts of all rows, piece by piece, and what a row still holds back as soon as it has ended."""
+    """Yield the pieces of all rows, and the pending text of a row as soon as the row ends."""
     yield from ((row, prompt, None) for row, prompt in enumerate(echo))
     unfinished = set(range(len(texts)))
     with closing(tokens):
@@ -164,32 +164,32 @@ def _flush(batch: Batch, texts: "Sequence[RowText]", rows: set[int]) -> Iterator
 
 
 class RowText:
-    """The text of one row, let out as soon as no stop string can begin in it."""
+    """The text of one row. Text that may be the beginning of a stop string stays pending."""
 
     def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
         self.stream, self.stops = stream, stops
-        self.held = ""
+        self.pending = ""
         self.stopped = False
 
     def feed(self, id: int) -> str:
-        return self._let_out(self.stream.feed(id), last=False)
+        return self._released(self.stream.feed(id), last=False)
 
     def flush(self) -> str:
-        return self._let_out(self.stream.flush(), last=True)
+        return self._released(self.stream.flush(), last=True)
 
-    def _let_out(self, piece: str, *, last: bool) -> str:
+    def _released(self, piece: str, *, last: bool) -> str:
         if self.stopped:
             return ""
-        text = self.held + piece
+        text = self.pending + piece
         found = [text.index(stop) for stop in self.stops if stop in text]
         if found:
             self.stopped = True
             return text[: min(found)]
         keep = 0 if last else max((_overlap(text, stop) for stop in self.stops), default=0)
-        self.held = text[len(text) - keep :]
+        self.pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
+    """Return the length of the longest end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,7 +1,7 @@
 """The settings of a model (cache, exact mode, operations), the caches that it makes, and the checks of a call.
 
-A setting holds for the calls that follow it. A call is checked before anything is computed or written. Knows that
-layers have an attention with a flag; does not know what a layer computes.
+A setting applies to all later calls. A call is checked before anything is computed or written. Knows that layers have
+an attention with a flag; does not know what a layer computes.
 """
 
 import os
@@ -25,23 +25,24 @@ from llama.stepper import Execution, Runner
 
 
 class Flagged(Protocol):
-    """An attention, of which only the flag is known here."""
+    """An attention, as far as it is used here."""
 
     kv_caching: bool
 
 
 class OwnCache(threading.local):
-    """The cache that a model keeps for calls that are given none: one for each thread. Copies begin without one."""
+    """The cache that a model has for calls without a `cache`: one per thread. Copies of a model begin without one."""
 
     cache: Cache | None = None
 
 
 class Switches(nn.Module):
-    """The part of a model that is switched. identity: one object for all models that have the same weights."""
+    """The settings of a model. identity: one object for all models with the same weights."""
 
     args: ModelArgs
     ranks: Ranks
     layers: nn.ModuleList
+    norm: Any  # the last norm; its weight has the device and dtype of the model
     rope: RopeTable
     ops: Ops
     runner: Runner[Any] | None
@@ -54,22 +55,24 @@ class Switches(nn.Module):
 
     @property
     def share(self) -> ModelArgs:
-        """The sizes of what this rank holds; layers may have been taken out of the model, or added."""
+        """The sizes of this rank's part of the model, with the layers that it has now."""
         args = self.args if self.ranks.size == 1 else self.args.share(self.ranks.size)
         return args if args.n_layers == len(self.layers) else replace(args, n_layers=len(self.layers))
 
     @property
     def device(self) -> torch.device:
-        raise NotImplementedError
+        device: torch.device = self.norm.weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the activations, which int8 weights do not have."""
-        raise NotImplementedError
+        """The dtype of the activations; int8 weights have another one."""
+        dtype: torch.dtype = self.norm.weight.dtype
+        return dtype
 
     @property
     def kv_caching(self) -> bool:
-        """Whether past keys and values are kept. Setting it to False drops the model's own cache, in every thread."""
+        """Whether keys and values are cached. Setting it to False drops the model's own cache, in every thread."""
         return cast(Flagged, self.layers[0].attention).kv_caching
 
     @kv_caching.setter
@@ -82,10 +85,10 @@ class Switches(nn.Module):
             self._own = OwnCache()
 
     def with_kv_caching(self, value: bool) -> Self:
-        """Return this model if its switch stands so, else a twin whose switch does.
+        """Return this model if its `kv_caching` is `value`, else a twin with that value.
 
-        A twin has the same weights, hooks and operations, in modules of its own, so that both may compute at once; what
-        is assigned to a module of one afterwards may not reach the other. Its `original` is this model.
+        A twin has the same weights, hooks and operations in other modules, so that both can compute at the same time.
+        Attributes that are assigned to a module later may not appear in the twin. Its `original` is this model.
         """
         if value == self.kv_caching:
             return self
@@ -98,7 +101,7 @@ class Switches(nn.Module):
 
     @property
     def kv_cache(self) -> str:
-        """The kind of the caches that `new_cache` makes. Setting it drops the model's own cache, in every thread."""
+        """The kind of cache that `new_cache` makes. Setting it drops the model's own cache, in every thread."""
         return self._kv_cache
 
     @kv_cache.setter
@@ -108,30 +111,30 @@ class Switches(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """Whether the bits of a position's logits depend on nothing but the tokens up to it, inference alone.
+        """Whether the bits of a position's logits depend only on the tokens up to it, in inference.
 
-        Not on the cache being on or off, on how a text is cut into calls, or on the rows beside it. Setting it to True
-        compares the model with itself, and raises ValueError where a bit differs. Where a runner serves the model, it
-        is what is compared, and what it cannot serve raises ValueError from then on.
+        They do not depend on `kv_caching`, on how a text is cut into calls, or on other rows. Setting it to True
+        compares the model with itself, and raises ValueError if a bit differs. If the model has a runner, the runner is
+        compared, and calls that it cannot serve raise ValueError from then on.
         """
         return self.ops.exact or (self.runner is not None and self.runner.exact is True)
 
     @exact.setter
     def exact(self, value: bool) -> None:
-        from llama.exact.switch import set_exact  # the one import that is deferred: plain models need none of it
+        from llama.exact.switch import set_exact  # deferred: plain models do not need it
 
         set_exact(self, value)
 
     @property
     def execution(self) -> Execution:
-        """How forwards are executed now."""
+        """How forwards are executed."""
         kinds = {str(module.stored_as) for module in self.modules() if hasattr(module, "stored_as")}
         bits = min((vars(module).get("activations", 16) for module in self.modules()), default=16)
         name = str(self.ops) if self.runner is None else self.runner.name
         return Execution(name, min(kinds, default=None), bits, self.exact)
 
     def use(self, ops: Ops) -> None:
-        """Do every operation of the model in this way."""
+        """Set the operations of all modules."""
         for module in self.modules():
             if hasattr(module, "ops"):
                 module.ops = ops  # type: ignore[assignment]
@@ -142,7 +145,7 @@ class Switches(nn.Module):
             self.exact = False
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._own = OwnCache()
-        if exact:  # on another device or in another dtype it has to be shown anew
+        if exact:  # compare again on the new device or in the new dtype
             self.exact = True
         return self
 
@@ -151,11 +154,10 @@ class Switches(nn.Module):
     def new_cache(
         self, kind: str | None = None, *, rows: int = 0, length: int = 0, max_seq_len: int | None = None
     ) -> Cache:
-        """Return an empty cache for a text, or a batch, of this model; by default of the model's kind.
+        """Return an empty cache for a text or a batch. `kind` and `max_seq_len` are by default the model's.
 
-        Kinds that preallocate take room for `rows` x `length` positions when they are first written. `max_seq_len`
-        limits the text, by default as the model does. Raises ValueError for a kind that is not known, and for one that
-        rounds or drops positions while the model is in exact mode.
+        Kinds that preallocate allocate `rows` x `length` positions in the first call. Raises ValueError for an unknown
+        kind, and for a lossy one in exact mode.
         """
         args = self.share
         args = args if max_seq_len is None else replace(args, max_seq_len=max_seq_len)
@@ -167,7 +169,7 @@ class Switches(nn.Module):
 
     @property
     def cache(self) -> Cache | None:
-        """The model's own cache for this thread, which calls without a `cache` feed; None before the first of them."""
+        """The model's own cache for this thread, which calls without a `cache` use; None before the first of them."""
         return self._own.cache
 
     def free_cache(self) -> None:
@@ -176,8 +178,11 @@ class Switches(nn.Module):
 
     @property
     def source(self) -> Source:
-        """Who computes what a cache is fed now."""
-        raise NotImplementedError
+        """What computes keys and values, for comparison with that of a cache."""
+        weight, exact = self.norm.weight, self.ops.exact and "plain"
+        if self.runner is not None and self.runner.exact:
+            exact = self.runner.code
+        return Source(self.identity, exact, weight.dtype, weight.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_own", "process", "original")}
@@ -186,14 +191,14 @@ class Switches(nn.Module):
         super().__setstate__({**state, "_own": OwnCache(), "process": os.getpid()})  # type: ignore[no-untyped-call]
 
     def own_cache(self) -> Cache:
-        """Return the model's own cache for this thread, made now if there is none."""
+        """Return the model's own cache for this thread; make it if there is none."""
         if self._own.cache is None:
             self._own.cache = self.new_cache()
         return self._own.cache
 
 
 def _switched(layer: nn.Module, kv_caching: bool) -> nn.Module:
-    """Return a shallow copy of a layer with the switch set. A layer without an attention is returned as it is."""
+    """Return a shallow copy of a layer with the flag set, or the layer itself if it has no attention."""
     if not hasattr(layer, "attention"):
         return layer
     made = copy(layer)
@@ -210,7 +215,7 @@ def check_call(model: Switches, tokens: Tensor, rows: Rows, cache: Cache | None,
     """Raise ValueError for rows that the tokens, the limits or the cache do not allow, and for unknown `logits`."""
     if tokens.shape != (len(rows.starts), rows.width):
         raise ValueError(
-            f"tokens are {tuple(tokens.shape)}, and start_pos says {len(rows.starts)} rows of {rows.width}; make the "
+            f"tokens are {tuple(tokens.shape)}, but start_pos has {len(rows.starts)} rows of {rows.width}; make the "
             "Rows for these tokens"
         )
     furthest = max(rows.starts)
@@ -231,12 +236,12 @@ def check_call(model: Switches, tokens: Tensor, rows: Rows, cache: Cache | None,
     model.args.check_room(len(rows.starts), 0 if cache is not None and cache.bound else rows.end)
     if logits not in ("all", "last"):
         raise ValueError(f"logits={logits!r} must be 'all' or 'last'")
-    if torch.compiler.is_compiling():  # into a graph goes the plain path
+    if torch.compiler.is_compiling():  # a compiled graph contains the plain path
         if model.runner is not None and model.runner.exact:
             raise ValueError(
-                "exact mode computes by native code here, which no graph can hold; do not compile the model"
+                "exact mode uses native code here, which cannot be compiled into a graph; do not compile the model"
             )
-    elif model.process != os.getpid() and torch.get_num_threads() > 1:  # threads do not live on in a forked process
+    elif model.process != os.getpid() and torch.get_num_threads() > 1:  # a forked process does not have the threads
         raise RuntimeError(
             "this process was forked from the one that made the model, and a fork does not copy PyTorch's threads: "
             "computing would wait for them for ever; call torch.set_num_threads(1) here first, or start processes "
@@ -245,7 +250,7 @@ def check_call(model: Switches, tokens: Tensor, rows: Rows, cache: Cache | None,
 
 
 def check_fits(model: Switches, cache: Cache) -> None:
-    """Raise ValueError where a text of this model cannot be held by the cache."""
+    """Raise ValueError if the cache has other sizes than the model."""
     args, layers = model.share, cache.layers
     if len(layers) != args.n_layers or len(set(map(id, layers))) < len(layers):
         raise ValueError(

@@ -1,15 +1,13 @@
-"""What the library computes, as digests: recorded on one commit and compared on another, on the same machine.
+"""Record digests of the library's outputs on one commit and compare them on another, on the same machine.
 
     python scripts/compare_outputs.py outputs.json              # records; on the next commit, compares
     python scripts/compare_outputs.py outputs.json --record     # records again
 
-Beside the JSON file stands outputs.session.
-
-For a change that must not change results. Of the demo model: exact-mode logits in four dtypes, fed in one pass and in
-steps; greedy and sampled ids of 20 prompts with the cache on and off, together, one by one and behind a prefix that
-they share; the same with every kind of cache; logits of native code in four forms of the weights; a chat of five turns;
-a session in exact mode, saved when the file was recorded and continued by each later run; and the shape of a
-benchmark's report, without its figures. Bits belong to a machine and to its count of threads.
+For a change that must not change results. All outputs are those of the demo model: exact-mode logits in four dtypes,
+in one pass and in steps; greedy and sampled ids of 20 prompts with the cache on and off, in a batch, one by one, after
+a shared prefix, and with every kind of cache; logits of native code with four formats of weights; a chat of five turns;
+a session in exact mode, saved to outputs.session when the file is recorded and continued by each later run; and the
+fields of a benchmark's report. Bits depend on the machine and on the number of threads.
 """
 
 import hashlib
@@ -41,7 +39,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 7}
 
 
 def main(*prompts: str, record: bool = False) -> int:
-    """Record digests of what is computed into a JSON file, or compare with what it holds.
+    """Record digests of outputs in a JSON file, or compare with those in the file.
 
     Args:
         prompts: The file.
@@ -69,16 +67,16 @@ def main(*prompts: str, record: bool = False) -> int:
 
 
 def recorded(file: Path) -> dict[str, str]:
-    """Return the digests in a file; raise ValueError where it holds none."""
+    """Return the digests in a file; raise ValueError if it has none."""
     try:
         found = json.loads(read_text(file, limit=10_000_000))
         return {name: found[name] for name in found}
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} holds no digests ({error}); give another file, or --record to replace it") from None
+        raise ValueError(f"{file} has no digests ({error}); give another file, or --record to replace it") from None
 
 
 def outputs(saved: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name of every output, and its digest; `saved` is a file of a session, written if it is not there."""
+    """Yield (name, digest) of every output; `saved` is a session file, which is written if it does not exist."""
     for dtype in ("fp32", "bf16", "fp16", "fp64"):
         model, tokenizer = load("demo", dtype=dtype, exact=True)
         yield from logits_of(f"exact {dtype}", model, tokens_of(tokenizer))
@@ -154,7 +152,7 @@ def logits_of(name: str, model: Transformer, tokens: Tensor) -> Iterator[tuple[s
 
 
 def shape_of(value: Any) -> Any:
-    """Return the names in a JSON value, without its figures, of which some may be lacking on a busy machine."""
+    """Return the names in a JSON value without the numbers, some of which are missing on a busy machine."""
     if isinstance(value, dict):
         return {name: shape_of(part) for name, part in value.items()}
     return None

@@ -1,11 +1,10 @@
-"""How much of a model quantised weights keep: next-token distributions against float32's, on text that is given.
+"""Compare the next-token distributions of quantised weights with those of float32 on given texts.
 
     python scripts/compare_quantized.py [FILE ...] [--quantize int8] [--ckpt_dir DIR] [--tokens 512]
 
 Both models read the same tokens (teacher forcing), in windows of `tokens`, without a cache. For every text: the mean KL
-divergence of their distribution from float32's, how often both find the same token the most likely, and both
-perplexities. Without a file it reads what the float32 model writes, greedily and at temperature 1, and this library's
-own documentation.
+divergence from float32's distribution, how often both have the same most likely token, and both perplexities. Without a
+file the texts are those that the float32 model generates, greedily and at temperature 1, and this library's docs.
 """
 
 import math
@@ -37,7 +36,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 @dataclass
 class Agreement:
-    """Sums over positions."""
+    """Sums over the positions of windows."""
 
     positions: int = 0
     kl: float = 0.0
@@ -47,7 +46,7 @@ class Agreement:
     quantized_nll: float = 0.0
 
     def add(self, ours: Tensor, theirs: Tensor, ids: Tensor) -> None:
-        """Count the positions of one window; ours are the log-probabilities of quantised weights, theirs of float32."""
+        """Add one window: `ours` are log-probabilities of quantised weights, `theirs` of float32, (n, vocab)."""
         self.positions += len(ids)
         self.kl += float((theirs.exp() * (theirs - ours)).sum())
         self.same += int((theirs.argmax(-1) == ours.argmax(-1)).sum())
@@ -72,14 +71,14 @@ def main(
     """Compare quantised weights with float32 on texts.
 
     Args:
-        prompts: Files to read; by default texts of the model's own, and documentation.
-        quantize: How weights are held: int8, int4, or stored: of a .gguf file, against its weights widened.
-        activations: 16 or 8, the bits in which they are multiplied by the weights.
+        prompts: Files to read; by default generated texts and this library's docs.
+        quantize: The format of the weights: int8, int4, or stored (a .gguf file, compared with its widened weights).
+        activations: 16 or 8, the bits of the inputs of quantised products.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         tokens: Tokens of a window.
     """
     if tokens < 2:
-        raise ValueError(f"tokens={tokens} must be at least 2: the first of a window has nothing to be predicted from")
+        raise ValueError(f"tokens={tokens} must be at least 2: the first token of a window is not predicted")
     plain, tokenizer = load(ckpt_dir, device="cpu", dtype="fp32", fast=True)
     quantized, _ = load(ckpt_dir, device="cpu", dtype="fp32", fast=True, quantize=quantize, activations=activations)
     plain.kv_caching = quantized.kv_caching = False
@@ -104,7 +103,7 @@ def read(files: tuple[str, ...], tokenizer: Tokenizer, tokens: int) -> dict[str,
 
 
 def own_texts(model: Transformer, tokenizer: Tokenizer, tokens: int) -> dict[str, list[Tensor]]:
-    """Return what the model writes, greedily and at temperature 1, and documentation, as windows of ids."""
+    """Return windows of ids of generated texts, greedy and at temperature 1, and of this library's docs."""
     texts = {}
     for name, temperature in (("its own, greedy", 0.0), ("its own, temperature 1", 1.0)):
         made = model.generate(
@@ -118,7 +117,7 @@ def own_texts(model: Transformer, tokenizer: Tokenizer, tokens: int) -> dict[str
 
 
 def cut(ids: list[int], tokens: int) -> list[Tensor]:
-    """Return the ids in windows of `tokens`, without a last one that is shorter, unless it is the only one."""
+    """Return the ids in windows of `tokens`; a shorter last window is dropped, unless it is the only one."""
     whole = len(ids) // tokens or 1
     return [torch.tensor(ids[i * tokens : (i + 1) * tokens]) for i in range(whole)]
 

@@ -1,4 +1,4 @@
-"""Does sharing a model cost speed? Decode tokens/s of 2 ranks with 1 thread each beside 1 process with 2 threads.
+"""Compare the decode speed of 2 ranks with 1 thread each and of 1 process with 2 threads.
 
     python scripts/compare_ranks.py [--turns 3]
 
@@ -41,7 +41,7 @@ WAYS = {
 
 
 def decode_rate() -> None:
-    """Print this job's tokens/s after the first token; rank 0 alone prints."""
+    """Print this job's tokens/s after the first token, on rank 0."""
     device = torch.device("cpu")
     ranks = join(device)
     model = random_model(ARGS, dtype=torch.float32, device=device)
@@ -56,11 +56,11 @@ def decode_rate() -> None:
 
 
 def main(*, turns: int = 3, rate: bool = False) -> int:
-    """Print the speed of 2 ranks beside that of 1 process.
+    """Print the speed of 2 ranks and of 1 process.
 
     Args:
         turns: How often each is measured.
-        rate: Print the tokens/s of this job alone, as one of those that are compared does.
+        rate: Print only the tokens/s of this job.
     """
     if turns < 1:
         raise ValueError(f"turns={turns} must be at least 1")

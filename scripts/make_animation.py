@@ -1,7 +1,6 @@
-"""A page of llama/watch as an animated picture: python scripts/make_animation.py.
+"""Make an animated picture of a page of llama/watch: python scripts/make_animation.py.
 
-Chromium turns the page to a step, by its address, and is photographed; Pillow joins the pictures. Needs selenium, and
-Chromium with its driver. Knows the page by the names of its parts alone.
+Takes a screenshot of each step in Chromium and joins them by Pillow. Needs selenium, and Chromium with its driver.
 """
 
 import base64
@@ -15,7 +14,7 @@ from llama import cli
 from llama.host.files import check_writable, replace_file
 
 FLAGS = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking hide-scrollbars"
-PARTS = ("#words", ".legend")  # the first and the last part of the page that are in the picture
+PARTS = ("#words", ".legend")  # the first and the last part of the page in the picture
 LARGEST = 1_000_000  # bytes
 COLOURS = 128
 MARGIN = 14  # pixels
@@ -32,11 +31,11 @@ def main(
     """Make an animated GIF of a page that --watch has written.
 
     Args:
-        page: The page; the default is what `llama-kv watch` writes.
-        picture: Where the picture goes, FILE.gif.
-        width: Of the picture, in pixels.
-        frames: How many of the steps are shown, evenly spread; the first three are always there.
-        ms: How long each is shown, in thousandths of a second; the first and the last five times as long.
+        page: The page; the default is the one that `llama-kv watch` writes.
+        picture: The picture to write, FILE.gif.
+        width: The width of the picture in pixels.
+        frames: The number of steps to show, evenly spread; the first three are always shown.
+        ms: The milliseconds of each frame; the first and the last one have five times as many.
     """
     if frames < 2:
         raise ValueError(f"--frames={frames} must be at least 2, for the first step and the last")
@@ -44,7 +43,7 @@ def main(
     with tempfile.TemporaryDirectory() as profile:
         driver = browser(Path(profile))
         try:
-            pictures = photographed(driver, Path(page).resolve(strict=True).as_uri(), width=width, frames=frames)
+            pictures = screenshots(driver, Path(page).resolve(strict=True).as_uri(), width=width, frames=frames)
         finally:
             driver.quit()
     content = animated(pictures, ms)
@@ -65,8 +64,8 @@ def browser(profile: Path) -> Any:
     return webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
 
 
-def photographed(driver: Any, address: str, *, width: int, frames: int) -> list[bytes]:
-    """Return what some steps look like, in order, as PNG."""
+def screenshots(driver: Any, address: str, *, width: int, frames: int) -> list[bytes]:
+    """Return PNG pictures of some steps, in order."""
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     driver.get(address)
@@ -92,7 +91,7 @@ def photographed(driver: Any, address: str, *, width: int, frames: int) -> list[
 
 
 def animated(pictures: list[bytes], ms: int) -> bytes:
-    """Return PNG pictures as one GIF that begins again for ever."""
+    """Return PNG pictures as one GIF that repeats."""
     from PIL import Image
 
     whole = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]

@@ -1,4 +1,4 @@
-"""ModelArgs reads Meta's params.json as Meta's code does, and says by name what it cannot take."""
+"""ModelArgs reads Meta's params.json as Meta's code does, and names the values that it rejects."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 
-# The params.json of the released models, whole.
+# The params.json of the released models.
 COMMON: dict[str, Any] = {"vocab_size": 128256, "norm_eps": 1e-05, "rope_theta": 500000.0}
 SIZES: dict[str, dict[str, Any]] = {
     "3.2 1B": {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256},
@@ -89,7 +89,7 @@ def test_limits_and_switch_default_to_the_promised_values() -> None:
 
 
 def test_unknown_key_is_refused_by_name() -> None:
-    """Catches silently wrong models: the popular cure for a new key in params.json was to delete it."""
+    """A new key in params.json must not be ignored: deleting it gives a wrong model."""
     with pytest.raises(TypeError, match="use_sliding_window"):
         ModelArgs(**COMMON, use_sliding_window=True)
 

@@ -1,4 +1,4 @@
-"""What each rank's layers compute comes together to what one process computes; here all ranks are in one process."""
+"""The parts of all ranks together equal the result of one process; here all ranks are in one process."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ TOLERANCE = 1e-12  # float64 sums in another order
 
 
 class One(Ranks):
-    """One of several ranks, which keeps what it made to itself."""
+    """One of several ranks, without communication."""
 
     def __init__(self, rank: int, size: int = SIZE) -> None:
         self.rank, self.size = rank, size
@@ -62,7 +62,7 @@ def test_outputs_are_shared_out_side_by_side_and_inputs_as_terms_of_a_sum() -> N
 
 
 def test_heads_that_several_ranks_hold_are_not_trained() -> None:
-    """A rank's own gradient would not be that of the head. To run such a model is fine."""
+    """A rank's gradient would not be that of the whole head. Inference is allowed."""
     with cut_for(One(0)):
         shared, own = ColumnParallelLinear(DIM, 16, least=DIM), ColumnParallelLinear(DIM, 16)
     assert (shared.held_once, own.held_once) == (False, True)

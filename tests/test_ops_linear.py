@@ -1,4 +1,4 @@
-"""A matrix product is the same whichever kernel makes it, and gradients flow through it."""
+"""A matrix product is the same in every kernel, and gradients flow through it."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_gradients_flow(frozen: str | None) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp uses it itself
 def test_gradients_flow_forward() -> None:
-    """oneDNN's operator, left to itself, gives tangents of zero here, and says nothing."""
+    """oneDNN's operator alone would silently give tangents of zero here."""
     x, weight, tangent = torch.randn(3, 4), torch.randn(6, 4), torch.randn(3, 4)
     for grad_enabled in (True, False):
         with torch.set_grad_enabled(grad_enabled):

@@ -1,4 +1,4 @@
-"""The tutorial runs, and prints what is recorded in it. CONTRIBUTING.md has the line that records it anew."""
+"""The tutorial runs, and prints its recorded outputs. CONTRIBUTING.md has the line that records them again."""
 
 import re
 from copy import deepcopy
@@ -22,11 +22,13 @@ def printed(cell: Any) -> str:
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Run the tutorial in a kernel of its own, and return its code cells; nbclient raises the error of a cell."""
+    """Run the tutorial in a new kernel, and return its code cells; nbclient raises the error of a cell."""
     book = deepcopy(RECORDED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))  # or its history goes home
+        patch.setenv(
+            "IPYTHONDIR", str(tmp_path_factory.mktemp("ipython"))
+        )  # otherwise IPython writes its history into the home directory
         patch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         nbclient.NotebookClient(book, timeout=300, record_timing=False).execute(cwd=str(TUTORIAL.parent))
     return [cell for cell in book.cells if cell.cell_type == "code"]

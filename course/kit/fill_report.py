@@ -1,6 +1,6 @@
-"""Write what the benchmark measured into report.md: python fill_report.py [results/.../results.json].
+"""Write the results of the benchmark into report.md: python fill_report.py [results/.../results.json].
 
-Without a file, the newest one under results/ is taken. Only what stands between the two comments of the table changes.
+Without a file, it reads the newest one under results/. Only the table between the two comments changes.
 """
 
 import json
@@ -26,7 +26,7 @@ def main(words: list[str]) -> int:
 
 
 def newest(folder: Path) -> Path:
-    """Return the results of the newest run. Raises ValueError where there is none."""
+    """Return the file of the newest run. Raises ValueError if there is none."""
     found = sorted(folder.glob("*/results.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError("there are no results yet; run python benchmark_inference.py --preset table first")
@@ -34,7 +34,7 @@ def newest(folder: Path) -> Path:
 
 
 def fill(report: Path, results: dict[str, Any]) -> None:
-    """Put a row for each cell that was measured into the table of a report. Raises ValueError where it has none."""
+    """Write a row for each measured cell into the table of a report. Raises ValueError if it has no table."""
     text = report.read_text("utf-8")
     rows = ["| batch | cache | seconds | peak MB | tokens/s | cache MB |", "|---|---|---|---|---|---|"]
     measured = [found for found in results["rows"] if found["figures"] == "cell" and found.get("seconds")]

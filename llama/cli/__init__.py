@@ -1,12 +1,11 @@
-"""Command lines: words in, typed arguments out, and every error in one line.
+"""Command lines: a function's annotations decide how words become its arguments, and every error is one line.
 
-fire turns a function into a command and its docstring into help, but it also guesses: it reads `3.10` as a number,
-`[1]` as a list, and runs the command before it complains about an unknown flag. So the words are sorted here first,
-by the function's annotations, and fire is handed only what it cannot misread. Knows nothing of models.
+fire turns a function into a command and its docstring into help, but it also guesses: it reads `3.10` as a number and
+`[1]` as a list, and runs the command before it complains about an unknown flag. So the words are sorted and read here
+first, and fire gets only numbers in their place. Knows nothing of models.
 """
 
 import difflib
-import functools
 import inspect
 import io
 import logging
@@ -21,9 +20,9 @@ from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin
 
 from llama.cli import console
-from llama.host.cores import say_if_crowded, use_threads
+from llama.host.cores import use_threads, warn_if_oversubscribed
 
-# A word of two dashes and a name, or of one dash and nothing but a name: `-5 degrees` is a prompt.
+# Two dashes and a name, or one dash and only a name: `-5 degrees` is a prompt.
 _FLAG = re.compile(r"--\w|-[A-Za-z][\w-]*(=|\Z)")
 _BOOLS = {"true": True, "false": False}
 _MEANT_AS_BOOLS = {*_BOOLS, "0", "1", "yes", "no", "on", "off", "none"}
@@ -32,29 +31,29 @@ _DEBUG_HELP = """
         Show the traceback of an error."""
 _THREADS_HELP = """
     --threads=THREADS
-        Threads of the CPU that compute, in processes that the command starts, too; by default what MKL_NUM_THREADS or
-        OMP_NUM_THREADS says, or one for each core that this process may use; run, chat and watch use fewer if other
-        work occupies cores."""
+        Threads of the CPU that compute, also in processes that the command starts; by default MKL_NUM_THREADS or
+        OMP_NUM_THREADS, or one for each core that this process may use; commands that compute use fewer if other work
+        occupies cores."""
 
 
-def main(command: Callable[..., int], words: list[str] | None = None, *, name: str | None = None) -> None:
-    """Run `command` on words, by default this process's arguments, and exit with what it returns; see `run`."""
+def main(command: Callable[..., int], words: list[str] | None = None, *, name: str | None = None) -> NoReturn:
+    """Run `command` on words, by default the arguments of this process, and exit with its code; see `run`."""
     end_with(lambda: run(command, sys.argv[1:] if words is None else words, name=name))
 
 
 def end_with(work: Callable[[], int]) -> NoReturn:
-    """Exit with what `work` returns.
+    """Exit with the code that `work` returns.
 
-    Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in it.
-    A standard stream may be closed, full, or left by its reader.
+    Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in it. A standard stream may be closed or full, or its reader may
+    have ended.
     """
     with console.stopping():
         console.open_streams()
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a character that the page cannot hold must not lose the others
+            sys.stdout.reconfigure(errors="replace")  # print the rest if the encoding lacks a character
         try:
             code = work()
-        except KeyboardInterrupt as stop:  # one more, while the first was answered
+        except KeyboardInterrupt as stop:  # a second signal, during the handling of the first
             code = console.exit_code(stop)
     sys.exit(console.unwritten() or code)
 
@@ -62,16 +61,13 @@ def end_with(work: Callable[[], int]) -> NoReturn:
 def run(command: Callable[..., int], words: list[str], *, name: str | None = None) -> int:
     """Call `command(*prompts, **flags)` and return its exit code.
 
-    Plain words are the prompts. The command's keyword parameters are the flags, their annotations (str, int, float,
-    bool, `X | None`, `list[str]` for a flag that may be repeated) decide how a value is read. An error in the words,
-    or one that the command raises as ValueError, OSError, RuntimeError, OverflowError or MemoryError, or a user's code
-    as SystemExit, becomes one line on stderr and exit code 2; --debug shows its traceback. --threads holds for every
-    command, see `llama.host.cores`. `name` is what the help calls it, by default the file that was started.
+    Plain words are the prompts. The command's keyword parameters are the flags; their annotations (str, int, float,
+    bool, `X | None`, `list[str]` for a flag that may be repeated) decide how a value is read. Wrong words are one line
+    on stderr and exit code 2, and so are ValueError, OSError, RuntimeError, OverflowError and MemoryError of the
+    command, and SystemExit of a user's code; --debug shows the traceback. Every command has --threads, see
+    `llama.host.cores`. `name` is the command's name in the help, by default the file that was started.
     """
-    said = logging.StreamHandler()
-    said.setFormatter(_Visible("%(message)s"))
-    logging.basicConfig(handlers=[said])
-    logging.getLogger("llama").setLevel(logging.INFO)  # says on stderr what was chosen for the user
+    _log_to_stderr()
     own = flag_types(command)
     types = {**own, "threads": int | None, "debug": bool, "help": bool}
     given = sort_words(words, types)
@@ -82,9 +78,9 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
             return 0
         values = read_values(given, types)
         use_threads(values.get("threads"))
-        # What names no device computes little; what takes threads itself gives them to processes that it watches.
+        # A command without `device` computes little; one with `threads` starts processes, which it warns about itself.
         if "device" in own and "threads" not in own:
-            say_if_crowded(console.say)
+            warn_if_oversubscribed(console.say)
         return call_through_fire(command, {key: value for key, value in values.items() if key in own})
     except KeyboardInterrupt as stop:
         console.say(console.in_words(stop))
@@ -94,30 +90,32 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
     except (ValueError, OSError, RuntimeError, OverflowError, MemoryError, SystemExit) as error:
         if "debug" in switched_on:
             console.say(traceback.format_exc().rstrip(), longest=sys.maxsize)
-        return console.unwritten() or _refused(error)
+        if not (code := console.unwritten()):
+            console.say(f"error: {_rank()}{in_one_line(error)}")
+        return code or 2
 
 
-class _Visible(logging.Formatter):
-    """Messages of the library, which name files, as a terminal may show them."""
+def _log_to_stderr() -> None:
+    """Print the log of this library on standard error: what it chose for the user."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        return console.visible(super().format(record))
+    class Visible(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return console.visible(super().format(record))
 
-
-def _refused(error: BaseException) -> int:
-    """Say what is wrong; return the exit code."""
-    console.say(f"error: {_rank()}{in_one_line(error)}")
-    return 2
+    handler = logging.StreamHandler()
+    handler.setFormatter(Visible("%(message)s"))
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("llama").setLevel(logging.INFO)
 
 
 def _rank() -> str:
-    """Return which process of a torchrun this is, as text; all of them write to one terminal."""
+    """Return "rank N: " in a process of a torchrun, because all of them write to one terminal; else ""."""
     size = os.environ.get("WORLD_SIZE", "")
     return f"rank {os.environ.get('RANK', '?')}: " if re.fullmatch("[0-9]{1,9}", size) and int(size) > 1 else ""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return what an error says."""
+    """Return the message of an error as one line."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
@@ -129,7 +127,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def flag_types(command: Callable[..., int]) -> dict[str, Any]:
-    """Return the type of everything that the command takes, by name; plain words are a list, whatever their name."""
+    """Return the type of each parameter of the command by name; plain words are "prompts", a list."""
     parameters = inspect.signature(command).parameters.values()
     plain = inspect.Parameter.VAR_POSITIONAL
     return {
@@ -138,8 +136,8 @@ def flag_types(command: Callable[..., int]) -> dict[str, Any]:
 
 
 def help_text(command: Callable[..., int], name: str) -> str:
-    """Return fire's help, without the one-letter flags that it would take and we do not, and with those of `run`."""
-    from fire.helptext import HelpText  # here, so that Ctrl-C is known before anything is imported that takes long
+    """Return fire's help without its one-letter flags, which are not supported, and with the flags of `run`."""
+    from fire.helptext import HelpText  # here, so that Ctrl-C is handled before slow imports
     from fire.trace import FireTrace
 
     text = HelpText(command, FireTrace(command, name=name))
@@ -148,9 +146,9 @@ def help_text(command: Callable[..., int], name: str) -> str:
 
 
 def sort_words(words: list[str], types: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """Return the (name, value) of all that is given, unread; a plain word is a prompt, None a value that is missing.
+    """Return (name, text) of every prompt and flag; a plain word is a prompt, and None is a missing value.
 
-    Refuses nothing, so that --debug and --help are known whatever else is wrong. An unknown flag keeps its dashes.
+    Raises nothing, so that --debug and --help work beside any mistake. An unknown flag keeps its dashes.
     """
     given: list[tuple[str, str | None]] = []
     queue = list(words)
@@ -177,7 +175,7 @@ def _next_value(kind: Any, queue: list[str]) -> str | None:
 
 
 def read_values(given: list[tuple[str, str | None]], types: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of what is given, read by their types; raise ValueError for what is wrong."""
+    """Return the values by name, read by their types; raise ValueError for unknown, missing or wrong ones."""
     values: dict[str, Any] = {}
     for name, text in given:
         if name not in types:
@@ -222,17 +220,14 @@ def _unknown(flag: str, text: str | None, types: dict[str, Any]) -> str:
 
 
 def call_through_fire(command: Callable[..., int], values: dict[str, Any]) -> int:
-    """Let fire make the call, with the words and values replaced by their numbers, which it cannot misread."""
+    """Let fire call the command: it gets the number of each value and reads it back as the value."""
     import fire
+    from fire.decorators import SetParseFn
 
     flags = {name: value for name, value in values.items() if name != "prompts"}
-    numbers = [*values.get("prompts", []), *flags.values()]
-    codes: list[int] = []
-
-    @functools.wraps(command)
-    def numbered(*places: int, **named: int) -> None:
-        codes.append(command(*(numbers[i] for i in places), **{name: numbers[i] for name, i in named.items()}))
-
-    plain = len(numbers) - len(flags)
-    fire.Fire(numbered, command=[*map(str, range(plain)), *(f"--{name}={plain + i}" for i, name in enumerate(flags))])
-    return codes[0]
+    numbered = [*values.get("prompts", []), *flags.values()]
+    SetParseFn(lambda number: numbered[int(number)])(command)
+    plain = len(numbered) - len(flags)
+    words = [*map(str, range(plain)), *(f"--{name}={plain + i}" for i, name in enumerate(flags))]
+    code: int = fire.Fire(command, command=words, serialize=lambda code: None)  # prints nothing
+    return code

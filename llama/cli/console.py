@@ -1,4 +1,4 @@
-"""What a command shares with whoever runs it: three streams, which may be closed or full, and signals that end it.
+"""The standard streams of a command, which may be closed or full, and the signals that end it.
 
 Knows processes and terminals; does not know what a command does.
 """
@@ -13,11 +13,11 @@ from typing import Any, TextIO
 
 from llama.untrusted.words import without_middle
 
-LEFT = 128 + 13  # the exit code where nobody reads any more: SIGPIPE's, which Windows does not have
-LONGEST_LINE = 1000  # characters of a message; what a library says may be longer than anyone reads
+LEFT = 128 + 13  # the exit code of SIGPIPE, which Windows lacks: the reader of standard output has ended
+LONGEST_LINE = 1000  # characters of a message
 
-# What a terminal would obey: shown as the picture that Unicode has for it, or as its number. The last ones turn the
-# direction of what follows, and so make it look like another text.
+# Characters that control a terminal, shown as Unicode's picture or as their number. The last ones change the direction
+# of the text after them, so that it looks like another text.
 _VISIBLE = {
     code: chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else f"\\x{code:02x}"
     for code in (*range(32), *range(127, 160))
@@ -26,7 +26,7 @@ _VISIBLE = {
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, SIGTERM or SIGHUP, in a command that ends alike by each."""
+    """Raised by Ctrl-C, SIGTERM and SIGHUP; `number` is the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def exit_code(stop: KeyboardInterrupt) -> int:
 
 
 def is_ctrl_c(stop: KeyboardInterrupt) -> bool:
-    """Return whether a person pressed a key, who may want something else now; other signals end all."""
+    """Return whether it was Ctrl-C, after which a conversation continues; other signals end the process."""
     return exit_code(stop) == 128 + signal.SIGINT
 
 
@@ -48,7 +48,7 @@ def in_words(stop: KeyboardInterrupt) -> str:
 
 
 def quiet_imports() -> None:
-    """Let Ctrl-C end the process in one line until `stopping` begins: there is nothing yet that needs tidying up."""
+    """Let Ctrl-C end the process with one line until `stopping` begins; there is nothing to clean up before that."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
@@ -60,10 +60,10 @@ def _leave(number: int, frame: Any) -> None:
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP raise Stopped in the block; behind it they end the process at once.
+    """Let Ctrl-C, SIGTERM and SIGHUP raise Stopped in the block; after it they end the process at once.
 
-    Signals that are ignored stay so. A launcher, such as torchrun, ends its processes by the last two, which stay its
-    own. SIGHUP, which Windows lacks, comes where the terminal is closed: temporary folders are removed then, too.
+    Ignored signals stay ignored. torchrun ends its processes by SIGTERM and SIGHUP, so these keep their handlers there.
+    SIGHUP, which Windows lacks, means that the terminal was closed: temporary folders are removed then, too.
     """
     ours = [signal.SIGINT] if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _leave) else []
     ends = [signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)] if "WORLD_SIZE" not in os.environ else []
@@ -83,9 +83,9 @@ def stop(number: int, frame: Any) -> None:
 
 
 def open_streams() -> None:
-    """Let closed standard streams lead nowhere; else the next file to be opened would be taken for one of them.
+    """Open closed standard streams on the null device; else the next opened file would get the number of one of them.
 
-    A closed standard input stays None in Python: whoever wants to read there says so.
+    A closed standard input stays None in Python, so that reading from it is an error.
     """
     for number in range(3):
         try:
@@ -101,21 +101,21 @@ def open_streams() -> None:
 
 
 def standard_input() -> TextIO:
-    """Return standard input; raise ValueError where it is closed."""
+    """Return standard input; raise ValueError if it is closed."""
     if sys.stdin is None:
-        raise ValueError("standard input is closed, so there is nothing to read; leave out what closes it (<&-)")
+        raise ValueError("standard input is closed, so there is nothing to read; remove <&- from the command line")
     return sys.stdin
 
 
 def visible(text: str) -> str:
-    """Return the text with what a terminal would obey made visible; newlines and tabs stay."""
+    """Return the text with visible control characters; newlines and tabs stay."""
     return text.translate(_VISIBLE)
 
 
 def put(text: str = "", end: str = "\n", *, dim: bool = False, alarm: str | None = None) -> None:
-    """Print a text on standard output: visible on a terminal; a file or a pipe gets it as it is.
+    """Print a text on standard output, on a terminal with visible control characters, elsewhere unchanged.
 
-    dim: print it dim where the terminal can. alarm: print lines that begin with this word red there.
+    On a terminal with colours, `dim` dims the text, and lines that begin with the word `alarm` are red.
     """
     on_terminal = sys.stdout.isatty()
     said = visible(text) if on_terminal else text
@@ -128,19 +128,18 @@ def put(text: str = "", end: str = "\n", *, dim: bool = False, alarm: str | None
 
 
 def say(text: str, *, longest: int = LONGEST_LINE) -> None:
-    """Print a message on standard error, if anyone is there to read it.
+    """Print a message on standard error, with visible control characters, unless the stream is closed or full.
 
-    It is visible in a file and a pipe, too: a message is read by people, and what is piped ends on their terminal.
+    Control characters are made visible in a file and a pipe, too, because messages end on a terminal.
     """
     with suppress(OSError, ValueError):  # full, left or closed
         print(visible(without_middle(text, longest)), file=sys.stderr, flush=True)
 
 
 def unwritten() -> int:
-    """Write out what the standard streams still hold; return 0, or the exit code where standard output takes no more.
+    """Flush the standard streams; return 0, or the exit code if standard output cannot be written.
 
-    That is 141, without a word, where its reader has left, as `head` does, and else 2. Python itself would say so in
-    words of its own when it ends.
+    The code is 141, without a message, if its reader has ended, as `head` does; else 2, with a message.
     """
     _flush(sys.stderr)
     error = _flush(sys.stdout)
@@ -153,7 +152,7 @@ def unwritten() -> int:
 
 
 def _flush(stream: TextIO) -> OSError | None:
-    """Write out what a stream holds; where that fails, let it lead nowhere from now on and return why."""
+    """Flush a stream; if that fails, redirect it to the null device and return the error."""
     try:
         stream.flush()
     except OSError as error:

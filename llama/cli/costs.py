@@ -1,95 +1,69 @@
-"""What a KV cache takes, printed: python -m llama.costs [--ckpt_dir X]; without it, of well-known models.
+"""The command that prints the bytes of a checkpoint's KV cache.
 
-Of a checkpoint the headers are read, no weights. The arithmetic is that of llama/costs/__init__.py.
+Reads only the headers of a checkpoint. The arithmetic is that of llama/costs/__init__.py.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from llama.api import pick_device, pick_dtype
+from llama.args import ModelArgs
+from llama.checkpoint import Checkpoint, open_checkpoint
+from llama.checkpoint.demo import demo_model_path
+from llama.checkpoint.doctor import ways_to_load
 from llama.cli import console
-from llama.costs import (
-    CLASSICS,
-    MB,
-    RELEASED,
-    cache_bytes,
-    kv_bytes,
-    largest_batch,
-    largest_length,
-    parameters,
-    size,
-    table,
-    weights_bytes,
-)
+from llama.costs import MB, cache_bytes, kv_bytes, largest_batch, largest_length, size, table, weights_bytes
+from llama.host.machine import available_memory, dtype_name
 
-if TYPE_CHECKING:
-    from llama.args import ModelArgs
-    from llama.checkpoint import Checkpoint
-
-_MOST = 1e9  # of what a person may ask for
+_MOST = 1e9  # the limit of the flags
 _BATCHES = (1, 8, 16, 64)
 _FORMULA = "2 x layers x kv_heads x head_dim x positions x rows x bytes"
 
 
 def main(
     *,
-    ckpt_dir: str | None = None,
+    ckpt_dir: str = "demo",
     tokenizer_path: str | None = None,
     memory_gb: float | None = None,
     itemsize: int | None = None,
 ) -> int:
-    """Print what the KV cache of a checkpoint takes, or of well-known models, and what fits into a memory.
+    """Print the bytes of the KV cache of a checkpoint, and which sizes fit into memory.
 
     Args:
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo"; no weights are read.
-        tokenizer_path: The tokenizer, where it does not stand beside the weights.
-        memory_gb: The memory to fill, in units of 2^30 bytes; by default what this machine has left, and for well-known
-            models 24.
-        itemsize: The bytes of a number, 2 for fp16 and bf16, 4 for fp32; of a checkpoint by default those that it would
-            be loaded in here, and of well-known models 2.
+        tokenizer_path: The tokenizer, if it is not beside the weights.
+        memory_gb: The memory to fill, in units of 2^30 bytes; by default the free memory.
+        itemsize: The bytes of a number, 2 for fp16 and bf16, 4 for fp32; by default those of the dtype that load picks
+            on this machine.
     """
     if memory_gb is not None and not 0 < memory_gb <= _MOST:
         raise ValueError(f"memory_gb={memory_gb} must be above 0, and at most {_MOST:g}")
     if itemsize is not None and not 0 < itemsize <= _MOST:
         raise ValueError(f"itemsize={itemsize} must be above 0, and at most {_MOST:g}")
-    if ckpt_dir is None:
-        if tokenizer_path is not None:
-            raise ValueError("--tokenizer_path goes with --ckpt_dir; give both, or none")
-        console.put(classic_tables(itemsize or 2))
-        console.put(fitting_table(_bytes(memory_gb or 24.0), itemsize or 2))
-        return 0
-    from llama.api import pick_device, pick_dtype  # here, so that the tables of well-known models need no torch
-    from llama.checkpoint import open_checkpoint
-    from llama.checkpoint.demo import demo_model_path
-    from llama.host.machine import available_memory
-
     device = pick_device("auto")
     path = demo_model_path() if ckpt_dir == "demo" else ckpt_dir
     checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_path)
-    memory = available_memory(device) if memory_gb is None else _bytes(memory_gb)
+    memory = available_memory(device) if memory_gb is None else int(memory_gb * 1024 * MB)
     itemsize = itemsize or pick_dtype("auto", device).itemsize
     console.put(formula(ckpt_dir, checkpoint.args, itemsize))
     console.put(cache_table(checkpoint.whole_texts(), itemsize))
     if memory is not None:
         owner = "this machine" if device.type == "cpu" else device
-        left = f", which {owner} has left" if memory_gb is None else ""
-        console.put(ways_table(checkpoint, memory, f"What fits into {size(memory)}{left}, activations apart"))
+        left = f" that {owner} has left" if memory_gb is None else ""
+        title = f"Sizes that fit into the {size(memory)}{left}, without activations"
+        console.put(ways_table(checkpoint, memory, title))
     return 0
 
 
-def _bytes(gigabytes: float) -> int:
-    return int(gigabytes * 1024 * MB)
-
-
-def formula(name: str, args: "ModelArgs", itemsize: int) -> str:
-    """Return the formula of the cache's bytes, and what it is with a model's numbers."""
+def formula(name: str, args: ModelArgs, itemsize: int) -> str:
+    """Return the formula of the cache's bytes, with names and with a model's numbers."""
     sizes = (args.n_layers, args.n_kv_heads, args.head_dim)
     rows = f"2 x {' x '.join(map(str, sizes))} x positions x rows x {itemsize}"
     whole = f"{kv_bytes(*sizes, positions=1, itemsize=itemsize):,} bytes x positions x rows"
     return f"The KV cache of {name} takes\n\n    {_FORMULA}\n  = {rows}\n  = {whole}\n"
 
 
-def cache_table(args: "ModelArgs", itemsize: int) -> str:
-    """Return what a model's cache takes, over context and batch."""
+def cache_table(args: ModelArgs, itemsize: int) -> str:
+    """Return the bytes of a model's cache by context and batch."""
     contexts = [*(n for n in (256, 1024, 4096, 16384, 65536) if n < args.max_seq_len), args.max_seq_len]
     rows = [
         [f"{n:,}", *(size(cache_bytes(args, rows=batch, length=n, itemsize=itemsize)) for batch in _BATCHES)]
@@ -99,11 +73,8 @@ def cache_table(args: "ModelArgs", itemsize: int) -> str:
     return table(f"KV cache in {8 * itemsize}-bit numbers", heads, rows)
 
 
-def ways_table(checkpoint: "Checkpoint", memory: int, title: str) -> str:
-    """Return of each way to load a checkpoint what fits into `memory` bytes: rows, and how long they become."""
-    from llama.checkpoint.doctor import ways_to_load
-    from llama.host.machine import dtype_name
-
+def ways_table(checkpoint: Checkpoint, memory: int, title: str) -> str:
+    """Return for each dtype and quantisation of a checkpoint the rows and lengths that fit into `memory` bytes."""
     args = checkpoint.whole_texts()
     length, batches = min(2048, args.max_seq_len), (1, 8)
 
@@ -120,48 +91,3 @@ def ways_table(checkpoint: "Checkpoint", memory: int, title: str) -> str:
 
     longest = [f"longest text of {rows} row{'s' * (rows > 1)}" for rows in batches]
     return table(title, ["dtype", "quantize", "weights", f"rows of {length:,}", *longest], list(lines()))
-
-
-def classic_tables(itemsize: int) -> str:
-    """Return what the cache of one row takes in well-known models, in numbers of `itemsize` bytes."""
-    short, long = (512, 2048, 8192), (1024, 2048, 4096, 8192, 16384, 32768)
-    small = [name for name in CLASSICS if name != "GPT-3"]
-    llamas = {name: (args.n_layers, args.n_kv_heads, args.head_dim) for name, args in RELEASED.items()}
-
-    def rows(shapes: dict[str, tuple[int, int, int]], lengths: Sequence[int]) -> list[list[str]]:
-        return [
-            [
-                f"{name} ({', '.join(map(str, shape))})",
-                f"{kv_bytes(*shape, positions=1, itemsize=itemsize):,}",
-                *(size(kv_bytes(*shape, positions=length, itemsize=itemsize)) for length in lengths),
-            ]
-            for name, shape in shapes.items()
-        ]
-
-    def columns(lengths: Sequence[int]) -> list[str]:
-        return ["model (layers, KV heads, head size)", "bytes a token", *(f"{length} tokens" for length in lengths)]
-
-    what = f"one row, {8 * itemsize}-bit numbers"
-    return "\n".join(
-        [
-            table(f"KV cache, {what}", columns(short), rows({name: CLASSICS[name] for name in small}, short)),
-            table(f"KV cache of GPT-3, {what}", columns(long), rows({"GPT-3": CLASSICS["GPT-3"]}, long)),
-            table(f"KV cache of every Llama 3.x, {what}", columns(long), rows(llamas, long)),
-        ]
-    )
-
-
-def fitting_table(memory: int, itemsize: int) -> str:
-    """Return what fits into `memory` bytes: the rows of 288 and of 8192 positions, and the length of 1, 8, 16 rows."""
-    batches, lengths = (1, 8, 16), (288, 8192)
-    rows = [
-        [
-            name,
-            size(parameters(args) * itemsize),
-            *(f"{largest_batch(args, memory=memory, length=length, itemsize=itemsize):,}" for length in lengths),
-            *(f"{largest_length(args, memory=memory, rows=batch, itemsize=itemsize):,}" for batch in batches),
-        ]
-        for name, args in RELEASED.items()
-    ]
-    heads = ["model", "weights", *(f"rows of {n}" for n in lengths), *(f"length of {n} rows" for n in batches)]
-    return table(f"What fits into {size(memory)} in {8 * itemsize}-bit numbers, activations apart", heads, rows)

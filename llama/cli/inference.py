@@ -1,6 +1,6 @@
-"""Text from a Llama model on the command line: prompts and flags -> load, stream -> print.
+"""The command that completes prompts: prompts and flags -> load, stream -> print.
 
-Knows the library by its front door. Nothing that takes long is imported before the flags are read.
+Uses the public functions of the library. Slow imports come after the flags are checked.
 """
 
 import json
@@ -16,9 +16,9 @@ from llama.cli import console
 from llama.host.cores import FreeCores
 
 if TYPE_CHECKING:
-    from llama.generation import Stream
     from llama.model import Transformer
     from llama.request import Options, Step
+    from llama.streaming import Stream
     from llama.tokenizer import Tokenizer
 
 # Meta's example prompts, example_text_completion.py in https://github.com/meta-llama/llama3.
@@ -38,7 +38,7 @@ PROMPTS = (
         cheese =>""",
 )
 
-PROMPT_LIMIT = 16_000_000  # bytes: far above the longest context, of 128 Ki tokens
+PROMPT_LIMIT = 16_000_000  # bytes; the longest context, of 128 Ki tokens, has far fewer
 
 
 def main(
@@ -76,127 +76,142 @@ def main(
     """Complete prompts with a Llama model; with no arguments, Meta's four example prompts with the demo model.
 
     Args:
-        prompts: The texts to continue, as plain words or after --prompts; they arrive as they were typed.
+        prompts: The texts to continue, as plain words or after --prompts; used exactly as typed.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
-        tokenizer_path: Meta's tokenizer.model, where it does not stand in ckpt_dir.
-        prompt_file: A file that is one more prompt, all of its lines together, without its last line end; "-" is
-            standard input. Lines of JSON are refused.
-        max_gen_len: The most tokens to add to each prompt, 64 by default; to an answer in a conversation 512.
-        temperature: 0 takes the most likely token each time; higher is more varied.
-        top_p: Draw from the most likely tokens that have this probability together.
+        tokenizer_path: Meta's tokenizer.model, if it is not in ckpt_dir.
+        prompt_file: A file that is one more prompt, without its last line end; "-" is standard input.
+        max_gen_len: The most tokens to add to each prompt, by default 64; in a conversation 512 for each answer.
+        temperature: 0 takes the most likely token each time; higher values give more varied texts.
+        top_p: Draw from the most likely tokens whose probabilities add up to this number.
         top_k: Draw from this many most likely tokens.
-        min_p: Draw from tokens at least this much as likely as the most likely one.
-        repetition_penalty: Above 1 makes tokens that are there already less likely.
+        min_p: Draw from tokens that are at least this fraction as likely as the most likely one.
+        repetition_penalty: Values above 1 make tokens of the text less likely.
         seed: Prompt i draws from the random stream seed + i.
         stop: End a text before this string; may be given several times.
-        kv_caching: Keep the keys and values of past tokens; --kv_caching=False computes them anew at each step.
-        kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, window:1024+4, int8, int4, paged; or
-            FILE.py:NAME[:PARAMS] for one of your own. By layer: "static@:2,-1;int4".
-        share_prefix: Feed the tokens that all prompts begin with once, for all of them.
-        fast: Take the fastest way to compute that this machine has, native code on a CPU or CUDA graphs on a GPU, and
-            say which.
-        fast_kernels: What steps on a CUDA GPU are made of: fused are our own kernels, which nobody has measured. Give
-            --fast with it.
-        quantize: How weights are held: int8 in 8 bits, a quarter of fp32's memory, int4 most of them in 4; stored as a
-            .gguf file has them. Give --fast with it.
-        activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does: faster, less accurate.
-        repack: --repack=False leaves stored weights in the file, mapped: there at once and shared by processes, but
-            slower at every step.
-        exact: Give every position's logits the same bits with the cache on and off, alone and in any batch; slower,
-            unless --fast serves the model: native code keeps its bits.
-        stream: Print the text as it is made; of several prompts, the first one's.
-        chat: Take each prompt as a user's message and answer it; without prompts, hold a conversation: one message a
-            line, typed or piped, with /undo, /save FILE, /load FILE, /stats and /quit.
-        trace: Print what each step is fed: one token a row with the cache, the growing prefix without.
-        watch: Write a page of HTML here, FILE.html, on which one steps through the first prompt's text and sees what
-            the cache holds, what is computed in vain without it, and what both take. The text is made three times more.
-        device: Where it computes: auto, cpu, cuda or mps.
-        dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
-        max_seq_len: The longest text, prompt and answer together; by default what the checkpoint was made for.
-        max_batch_size: The most prompts at once; by default without limit.
-        timeout: Seconds that the ranks of a torchrun wait for one that does not answer, before they end.
+        kv_caching: Cache keys and values; --kv_caching=False computes those of all past tokens at every step.
+        kv_cache: One of static, concat, window:1024+4, int8, int4, paged, FILE.py:NAME; by layer static@:2;int4.
+        share_prefix: Feed the common prefix of all prompts once.
+        fast: Use the fastest implementation that this machine supports, native code on a CPU or CUDA graphs on a GPU.
+        fast_kernels: With --fast on a CUDA GPU, fused selects our own kernels, whose speed has not been measured.
+        quantize: The format of the weights in memory: int8, int4, or stored (as in the .gguf file). Best with --fast.
+        activations: With quantize, 8 rounds the inputs of quantised products to 8 bits: faster, less accurate.
+        repack: With stored weights, --repack=False maps the file: loads at once, but every step is slower.
+        exact: Compute the same bits with the cache on and off, alone and in any batch. Slower, unless with --fast.
+        stream: Print the text of the first prompt while it is generated.
+        chat: Answer each prompt as a user's message; without prompts, hold a conversation, one message a line.
+        trace: Print the tokens that each step is fed: one a row with the cache, the growing prefix without.
+        watch: Write an HTML page that shows the first prompt's text step by step, with and without the cache.
+        device: The device to compute on: auto, cpu, cuda or mps.
+        dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
+        max_seq_len: The longest text, prompt and answer together; by default that of the checkpoint.
+        max_batch_size: The most prompts at once; by default no limit.
+        timeout: Seconds after which a rank of a torchrun that does not answer is lost.
     """
-    cores = FreeCores()  # looks while torch and the model are loaded
+    cores = FreeCores()  # measures the load while torch is imported
     conversation = chat and not prompts and prompt_file is None
-    if (stream or conversation) and trace:
-        asked_for = "--stream" if stream else "--chat without prompts"
-        raise ValueError(f"{asked_for} and --trace would print into one another; give one of them")
-    if watch is not None:
-        check_watch(watch, conversation=conversation, fast=fast)
-    if conversation:
-        console.standard_input()  # a closed one is refused before a model is loaded
+    check_outputs(conversation, stream=stream, trace=trace, watch=watch, fast=fast, fast_kernels=fast_kernels)
     texts = [] if conversation else read_prompts(prompts, prompt_file)
-    options: Options = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "kv_caching": kv_caching,
-        "share_prefix": share_prefix,
-    }
+    options: Options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+    options |= {"repetition_penalty": repetition_penalty, "kv_caching": kv_caching, "share_prefix": share_prefix}
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
-    if fast_kernels not in (None, "fused") or (fast_kernels is not None and not fast):
-        raise ValueError(f"--fast_kernels={fast_kernels}: there is fused, which goes with --fast; give both, or none")
-    modes: dict[str, Any] = {
-        "fast": fast_kernels or fast,
-        "quantize": quantize,
-        "activations": activations,
-        "repack": repack,
-        "exact": exact,
-    }
+    modes: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    modes |= {"fast": fast_kernels or fast, "exact": exact}
     longest = 64 if max_gen_len is None else max_gen_len
-    check_without_a_model(len(texts) or 1, longest, stop, options, limits, modes, device=device, dtype=dtype)
-
-    from llama import load  # here, so that a mistyped flag is refused without waiting for torch
-    from llama.api import pick_device
-    from llama.exact import slowdown_words
-    from llama.ranks import torchrun
-
-    if watch is not None and torchrun.world_size() > 1:
-        raise ValueError("--watch sees one process, and each of a torchrun computes a part; run it without torchrun")
-    if conversation and torchrun.world_size() > 1:
-        raise ValueError("--chat without prompts would be typed to one rank of the torchrun alone; give prompts")
-    torchrun.join(torchrun.own_device(pick_device(device)), timeout=torchrun.check_timeout(timeout))
-    if pick_device(device).type == "cpu":
-        cores.choose_threads(console.say)
-    model, tokenizer = load(ckpt_dir, tokenizer_path=tokenizer_path, device=device, dtype=dtype, **modes, **limits)
-    cache = f"KV cache on ({kv_cache})" if kv_caching else "KV cache off"
+    check_options(len(texts) or 1, longest, stop, options, max_batch_size=max_batch_size)
+    join_ranks(device, timeout, one_process="--watch" if watch else "--chat without prompts" if conversation else None)
+    model, tokenizer = load_model(
+        cores, ckpt_dir, device=device, dtype=dtype, tokenizer_path=tokenizer_path, **modes, **limits
+    )
     if conversation:
-        return hold_conversation(model, tokenizer, max_gen_len, stop, options, about=f"{cache}, {where(model)}")
+        return hold_conversation(model, tokenizer, max_gen_len, stop, options, kv_cache=kv_cache)
     if trace:
         options["on_step"] = Trace(tokenizer)
     asked = as_messages(texts, tokenizer) if chat else texts
-    pieces = model.stream(tokenizer, asked, longest, stop=stop, **options)
-    with only_rank_0_prints(model.ranks.rank):
-        started = time.perf_counter()
-        code = show(texts, pieces, live=stream)
-        seconds = time.perf_counter() - started
-        if exact and code == 0:
-            console.put(slowdown_words(model))
-        size = f"batch {len(texts)}, {cache}, {where(model)}{shared(model)}"
-        console.put(f"{speed(pieces, seconds)}, prompts included ({size})")
+    code = complete(model, tokenizer, texts, asked, longest, stop, options, kv_cache=kv_cache, live=stream)
     if watch is not None and code == 0:
-        name = Path(ckpt_dir).absolute().name  # "." has none of its own
-        console.put(watched(Path(watch), model, tokenizer, asked, longest, stop, options, name=name))
+        console.put(write_watch_page(Path(watch), model, tokenizer, asked, longest, stop, options, ckpt_dir=ckpt_dir))
     return code
 
 
-def check_watch(path: str, *, conversation: bool, fast: bool) -> None:
-    """Refuse, before a model is loaded, a page that could not be written or that would show something else."""
-    from llama.host.files import check_writable
+def check_outputs(
+    conversation: bool, *, stream: bool, trace: bool, watch: str | None, fast: bool, fast_kernels: str | None
+) -> None:
+    """Raise ValueError for flags that exclude each other, a page that cannot be written, or a closed standard input."""
+    if (stream or conversation) and trace:
+        first = "--stream" if stream else "--chat without prompts"
+        raise ValueError(f"{first} and --trace would mix their output; give one of them")
+    if watch is not None:
+        from llama.host.files import check_writable
 
+        if conversation:
+            raise ValueError("--watch shows one text, and --chat without prompts makes many; give a prompt")
+        if fast:
+            raise ValueError("--watch records the plain path, which --fast does not use; leave out --fast")
+        check_writable(Path(watch))
+    if fast_kernels not in (None, "fused") or (fast_kernels is not None and not fast):
+        raise ValueError(f"--fast_kernels={fast_kernels} must be fused, together with --fast; give both, or none")
     if conversation:
-        raise ValueError("--watch shows one text, and --chat without prompts makes many; give a prompt")
-    if fast:
-        raise ValueError(
-            "--watch looks into the plain path, step by step, and --fast computes past it; leave out --fast"
-        )
-    check_writable(Path(path))
+        console.standard_input()  # raises if it is closed
 
 
-def watched(
+def load_model(cores: FreeCores, ckpt_dir: str, *, device: str, **options: Any) -> "tuple[Transformer, Tokenizer]":
+    """Return a model and its tokenizer; on a busy machine, reduce the threads of the CPU first."""
+    from llama.api import load, pick_device
+
+    if pick_device(device).type == "cpu":
+        cores.choose_threads(console.say)
+    return load(ckpt_dir, device=device, **options)
+
+
+def join_ranks(device: str, timeout: float, *, one_process: str | None) -> None:
+    """Join the ranks of the torchrun that started this process, if any.
+
+    `one_process` names a flag that needs one process; raises ValueError if it is given under torchrun.
+    """
+    from llama.api import pick_device
+    from llama.ranks import torchrun
+
+    if one_process is not None and torchrun.world_size() > 1:
+        raise ValueError(f"{one_process} needs one process, and this is a rank of several; run it without torchrun")
+    torchrun.join(torchrun.own_device(pick_device(device)), timeout=torchrun.check_timeout(timeout))
+
+
+def complete(
+    model: "Transformer",
+    tokenizer: "Tokenizer",
+    texts: list[str],
+    prompts: Sequence[str | list[int]],
+    max_gen_len: int,
+    stop: list[str],
+    options: "Options",
+    *,
+    kv_cache: str,
+    live: bool,
+) -> int:
+    """Print every prompt's text and the speed; return the exit code."""
+    from llama.exact import slowdown_words
+
+    pieces = model.stream(tokenizer, prompts, max_gen_len, stop=stop, **options)
+    with only_rank_0_prints(model.ranks.rank):
+        started = time.perf_counter()
+        code = show(texts, pieces, live=live)
+        seconds = time.perf_counter() - started
+        if model.exact and code == 0:
+            console.put(slowdown_words(model))
+        ranks = f", {model.ranks.size} ranks" if model.ranks.size > 1 else ""
+        size = f"batch {len(texts)}, {setting(model, options, kv_cache)}{ranks}"
+        console.put(f"{speed(pieces, seconds)}, prompts included ({size})")
+    return code
+
+
+def setting(model: "Transformer", options: "Options", kv_cache: str) -> str:
+    """Return as text: the cache, the dtype and device, and how the model computes if not in the plain way."""
+    cache = f"KV cache on ({kv_cache})" if options["kv_caching"] else "KV cache off"
+    how = "" if str(model.execution) == "plain" else f", {model.execution}"
+    return f"{cache}, {str(model.norm.weight.dtype).removeprefix('torch.')} on {model.device}{how}"
+
+
+def write_watch_page(
     path: Path,
     model: "Transformer",
     tokenizer: "Tokenizer",
@@ -205,32 +220,33 @@ def watched(
     stop: list[str],
     options: "Options",
     *,
-    name: str,
+    ckpt_dir: str,
 ) -> str:
-    """Write the page on which the first prompt's text is made again, step by step; return a line about it."""
+    """Write the page of the first prompt's text; return one line about it."""
     from llama.watch.write import write_page
 
-    both = ("kv_caching", "share_prefix", "on_step")  # said by the recording itself
-    each: Any = {name: value for name, value in options.items() if name not in both}
-    said = write_page(path, model, tokenizer, prompts[0], max_gen_len, name=name, stop=stop, **each)
-    return said if len(prompts) == 1 else f"{said}; it shows the first of {len(prompts)} prompts"
+    own = ("kv_caching", "share_prefix", "on_step")  # set by the recording
+    each: Any = {name: value for name, value in options.items() if name not in own}
+    name = Path(ckpt_dir).absolute().name  # "." has no name of its own
+    line = write_page(path, model, tokenizer, prompts[0], max_gen_len, name=name, stop=stop, **each)
+    return line if len(prompts) == 1 else f"{line}; it shows the first of {len(prompts)} prompts"
 
 
 @contextmanager
 def only_rank_0_prints(rank: int) -> Iterator[None]:
-    """Keep the other ranks of a torchrun from printing the same once more; their errors go to stderr."""
+    """Discard standard output of the other ranks of a torchrun; their errors go to stderr."""
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere) if rank else nullcontext():
         yield
 
 
 def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
-    """Return the prompts as typed and the one in the file; where there are none, Meta's."""
+    """Return the prompts as typed and the one in the file, or Meta's if there are none."""
     texts = list(prompts)
     if prompt_file == "-":
-        from llama.ranks.torchrun import world_size  # here, so that a file that is not there is refused without torch
+        from llama.ranks.torchrun import world_size  # here, because it imports torch
 
         if world_size() > 1:
-            raise ValueError("--prompt_file=- would be read by one rank of the torchrun alone; give a file")
+            raise ValueError("--prompt_file=- can be read by one rank only; give a file")
     if prompt_file is not None:
         texts.append(read_prompt(prompt_file).removesuffix("\n"))
         check_one_prompt(texts[-1], "standard input" if prompt_file == "-" else prompt_file)
@@ -238,7 +254,7 @@ def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]
 
 
 def read_prompt(file: str) -> str:
-    """Return what stands in a file or comes from standard input; refuse what is longer than any context."""
+    """Return the text of a file, or of standard input for "-"; raise ValueError if it is longer than PROMPT_LIMIT."""
     from llama.untrusted.files import read_text
 
     if file != "-":
@@ -246,14 +262,16 @@ def read_prompt(file: str) -> str:
     try:
         text = console.standard_input().read(PROMPT_LIMIT + 1)
     except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is no {error.encoding.upper()} text; convert it first") from None
+        raise ValueError(f"standard input is not {error.encoding.upper()}; convert it first") from None
     if len(text) > PROMPT_LIMIT:
-        raise ValueError(f"standard input holds more than the {PROMPT_LIMIT / 1e6:,.0f} MB that are read of a prompt")
+        raise ValueError(
+            f"standard input has more than the limit of {PROMPT_LIMIT / 1e6:,.0f} MB for a prompt; shorten it"
+        )
     return text
 
 
 def check_one_prompt(text: str, name: str) -> None:
-    """Refuse several lines that are each an object or a string of JSON: records, of which each has a prompt."""
+    """Raise ValueError if every line is an object or a string of JSON: such a file has one prompt in each record."""
     lines = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     try:
         records = len(lines) > 1 and all(isinstance(json.loads(line), dict | str) for line in lines)
@@ -266,33 +284,17 @@ def check_one_prompt(text: str, name: str) -> None:
         )
 
 
-def check_without_a_model(
-    rows: int,
-    max_gen_len: int,
-    stop: list[str],
-    options: "Options",
-    limits: dict[str, Any],
-    modes: dict[str, Any],
-    *,
-    device: str,
-    dtype: str,
+def check_options(
+    rows: int, max_gen_len: int, stop: list[str], options: "Options", *, max_batch_size: int | None
 ) -> None:
-    """Refuse what would be refused anyway, before a checkpoint is read or the demo model downloaded."""
-    from llama.api import check_modes, pick_device, pick_dtype
+    """Raise ValueError for wrong numbers before a checkpoint is read or the demo model downloaded."""
     from llama.args import ModelArgs
-    from llama.kv_cache import KVCache, cache_kind
-    from llama.kv_cache.names import kinds_named
     from llama.request import make_request
 
     if "" in stop:
-        raise ValueError("--stop is empty, so it would end every text before it began; give it a character")
-    on = pick_device(device)
-    check_modes(on, pick_dtype(dtype, on), **modes)
-    longest = sys.maxsize if limits["max_seq_len"] is None else limits["max_seq_len"]  # the checkpoint's is not known
-    for kind, _ in kinds_named(cache_kind(limits["kv_cache"])):
-        KVCache.of(ModelArgs(**{**limits, "max_seq_len": longest, "kv_cache": kind}))
-    least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=limits["max_batch_size"])
-    make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest prompts there could be
+        raise ValueError("--stop is empty, so it would end every text at once; give at least one character")
+    least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=max_batch_size)
+    make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest possible prompts
 
 
 def hold_conversation(
@@ -302,20 +304,20 @@ def hold_conversation(
     stop: list[str],
     options: "Options",
     *,
-    about: str,
+    kv_cache: str,
 ) -> int:
-    """Answer what is typed or piped; return the exit code."""
+    """Answer typed or piped messages; return the exit code."""
     from llama.cli.terminal import converse
 
     model.kv_caching = options["kv_caching"] is not False
     each: dict[str, Any] = {
         name: value for name, value in options.items() if name not in ("kv_caching", "share_prefix")
     }
-    return converse(model, tokenizer, max_gen_len, stop=stop, about=about, **each)
+    return converse(model, tokenizer, max_gen_len, stop=stop, about=setting(model, options, kv_cache), **each)
 
 
 def as_messages(texts: list[str], tokenizer: "Tokenizer") -> list[list[int]]:
-    """Return the ids of dialogs in which a user has said each text and is to be answered."""
+    """Return for each text the ids of a dialog in which it is the user's message, up to the answer."""
     from llama.tokenizer.chat import ChatFormat
 
     format = ChatFormat(tokenizer)
@@ -323,11 +325,11 @@ def as_messages(texts: list[str], tokenizer: "Tokenizer") -> list[list[int]]:
 
 
 def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
-    """Print every prompt and its continuation, of the first one as it is made if `live`; return the exit code.
+    """Print every prompt and its continuation, the first one while it is generated if `live`; return the exit code.
 
     If a signal (exit code 130, 143 or 129) or an error ends the run, the text so far is printed. The error is raised.
     """
-    done = ""  # of the first page, while it is made
+    done = ""  # the printed part of the first text
     try:
         if live:
             done = f"{texts[0]}\n> "
@@ -348,23 +350,13 @@ def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
 
 
 def speed(pieces: "Stream", seconds: float) -> str:
-    """Return how many tokens were made and how fast, as text."""
+    """Return the number of generated tokens and their speed, as text."""
     tokens = sum(len(result["ids"]) for result in pieces.results)
     return f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
 
 
-def where(model: "Transformer") -> str:
-    """Return the model's dtype and device, and how it computes where that is not the plain way, as text."""
-    way = "" if str(model.execution) == "plain" else f", {model.execution}"
-    return f"{str(model.norm.weight.dtype).removeprefix('torch.')} on {model.device}{way}"
-
-
-def shared(model: "Transformer") -> str:
-    return f", {model.ranks.size} ranks" if model.ranks.size > 1 else ""
-
-
 class Trace:
-    """Prints what each step is fed, of the rows that still grow."""
+    """Prints the tokens that each step is fed, for every active row."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.tokenizer, self.step = tokenizer, 0

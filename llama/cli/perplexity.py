@@ -6,8 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llama.api import load
+from llama.api import load, pick_device
 from llama.cli import console
+from llama.host.cores import FreeCores
 from llama.host.machine import dtype_name
 from llama.kv_cache import cache_kind
 from llama.quality.perplexity import CONTEXT, PROMPT_LEN, Score, cached_perplexity, perplexity
@@ -33,28 +34,30 @@ def main(
     repack: bool = True,
     json: bool = False,
 ) -> int:
-    """Print a model's perplexity on a text, without a cache in one pass a window, or through a kind of cache.
+    """Print a model's perplexity on a text, without a cache in one pass a window, or with a kind of cache.
 
     Args:
         text: The file to score, UTF-8.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
-        context: The tokens of a window; 1024 by default, or what the model can read where that is less.
-        stride: How far behind each other windows begin; half a context by default. Each token is scored once.
-        tokens: Score the first so many tokens of the text; all by default.
-        kv_cache: A kind of cache, static, concat or file.py:kind: feed the text token by token, so that it is read.
-        prompt_len: With kv_cache, the tokens of a window that are fed in one pass before; 64 by default.
-        dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64.
-        device: Where it computes: auto, cpu, cuda or mps.
-        fast: Use the fastest way to run a forward that this machine has.
-        quantize: How weights are held: int8, int4, stored (as a .gguf file has them), or none.
-        activations: 8 rounds what is multiplied by such weights to 8 bits; else 16.
-        repack: With stored weights: --repack=False leaves them in their file, mapped.
+        context: The tokens of a window; by default 1024, or the model's max_seq_len if that is less.
+        stride: The distance between the starts of windows; by default half a context. Each token is scored once.
+        tokens: How many tokens of the text to score; by default all.
+        kv_cache: A kind of cache, such as static, concat or file.py:kind, through which the text is fed token by token.
+        prompt_len: With kv_cache, the tokens of a window that are fed in one pass before the others; by default 64.
+        dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64.
+        device: The device to compute on: auto, cpu, cuda or mps.
+        fast: Use the fastest implementation of the forward that this machine supports.
+        quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none.
+        activations: With quantize, 8 rounds the inputs of quantised products to 8 bits; the default is 16.
+        repack: With stored weights, --repack=False leaves them in their file, mapped.
         json: Print JSON.
     """
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
     words = read_text(path, limit=TEXT_LIMIT)
     kind = "static" if kv_cache is None else cache_kind(kv_cache)
     packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    if pick_device(device).type == "cpu":
+        FreeCores().choose_threads(console.say)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, **packing)
     ids = encode_prompt(tokenizer, words)[:tokens]
     context = min(CONTEXT, model.args.max_seq_len) if context is None else context
@@ -63,19 +66,19 @@ def main(
     else:
         prompt_len = PROMPT_LEN if prompt_len is None else prompt_len
         score = cached_perplexity(model, ids, context=context, prompt_len=prompt_len)
-    facts = {"text": text, "text_tokens": len(ids), "bos": tokenizer.adds_bos, "model": ckpt_dir}
+    facts: dict[str, object] = {"text": text, "text_tokens": len(ids), "bos": tokenizer.adds_bos, "model": ckpt_dir}
     facts |= {"dtype": dtype_name(model.norm.weight.dtype), "device": str(model.device)}
     facts |= {"execution": str(model.execution), "kv_cache": kv_cache, "prompt_len": prompt_len}
     scored = {"perplexity": score.perplexity, **asdict(score)}
-    console.put(json_format.dumps({**scored, **facts}, indent=2) if json else report(score, facts))
+    console.put(json_format.dumps({**scored, **facts}, indent=2) if json else score_lines(score, facts))
     return 0
 
 
-def report(score: Score, facts: Mapping[str, object]) -> str:
-    """Return a score, and what was scored and how, in a few lines."""
+def score_lines(score: Score, facts: Mapping[str, object]) -> str:
+    """Return a score, its text and its settings, as lines of text."""
     how = "off, one pass a window"
     if facts["kv_cache"] is not None:
-        how = f"{facts['kv_cache']}, read: token by token behind {facts['prompt_len']} in one pass"
+        how = f"{facts['kv_cache']}, {facts['prompt_len']} tokens of a window in one pass, the others one by one"
     scored = f"{score.tokens:,} scored of {facts['text_tokens']:,}, {'BOS first' if facts['bos'] else 'no BOS'}"
     return "\n".join(
         [
@@ -92,7 +95,7 @@ def report(score: Score, facts: Mapping[str, object]) -> str:
 def _check_flags(
     text: str | None, *, stride: int | None, tokens: int | None, kv_cache: str | None, prompt_len: int | None
 ) -> Path:
-    """Return the file to read; refuse, before a model is loaded, what no model could do."""
+    """Return the file to read; raise ValueError for flags that are wrong with any model."""
     if world_size() > 1:
         raise ValueError("this command scores in one process; start it without torchrun")
     if text is None:
@@ -100,7 +103,7 @@ def _check_flags(
     if tokens is not None and tokens < 2:
         raise ValueError(f"tokens={tokens} must be at least 2: the first has nothing before it")
     if kv_cache is None and prompt_len is not None:
-        raise ValueError(f"prompt_len={prompt_len} goes with kv_cache, whose kind is to be read; leave one of them out")
+        raise ValueError(f"prompt_len={prompt_len} needs --kv_cache; give both, or none")
     if kv_cache is not None and stride is not None:
-        raise ValueError(f"stride={stride} follows from context - prompt_len with kv_cache; leave stride out")
+        raise ValueError(f"stride={stride} cannot be set with kv_cache: it is context - prompt_len; leave stride out")
     return Path(text)

@@ -1,7 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, and elsewhere a plain line every ten seconds.
-
-A log of a cluster shows no moving bar, and in silence one cannot tell work from a hang. Knows nothing of the work.
-"""
+"""Progress of long work: a bar on a terminal, and in a file or pipe a plain line every ten seconds."""
 
 import os
 import sys
@@ -16,7 +13,7 @@ EVERY_S = 10.0
 
 
 class _Bar(tqdm):  # type: ignore[misc]
-    """A bar on standard error whose words, and the lines written above it, act on no terminal."""
+    """A bar on standard error that makes control characters visible, also in lines written above it."""
 
     def __str__(self) -> str:
         return console.visible(super().__str__())
@@ -28,10 +25,10 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 
 class _Lines(_Bar):
-    """Counts as a bar does, and says in lines how far it is; nothing of what is over within ten seconds."""
+    """Counts as a bar does, and prints a line every ten seconds; nothing for shorter work."""
 
     disable: bool
-    monitor_interval = 0  # no thread of its own: whoever made the bar may fork
+    monitor_interval = 0  # no thread of its own: the process may fork
 
     def __init__(self, **look: Any) -> None:
         self._due = time.monotonic() + EVERY_S
@@ -43,7 +40,7 @@ class _Lines(_Bar):
             console.say(str(self).strip(": "))
 
     def clear(self, nolock: bool = False) -> None:
-        """Leave the lines: they are no bar that would be drawn anew."""
+        """Do nothing: printed lines stay."""
 
     def close(self) -> None:
         if not self.disable:
@@ -52,7 +49,7 @@ class _Lines(_Bar):
 
 
 def progress_bar(what: str = "", *, total: float | None = None, unit: str = "it", **look: Any) -> "tqdm[None]":
-    """Return a bar of so many units, bytes where the unit is "B"; `look` is tqdm's. Of several ranks, the first's."""
+    """Return a bar of `total` units; "B" is bytes, `look` are tqdm's options. Only rank 0 of a torchrun shows it."""
     silent = sys.stderr is None or os.environ.get("RANK", "0") != "0"
     kind = _Lines if silent or not sys.stderr.isatty() else _Bar
     look = {"unit_scale": unit == "B", "leave": False, "disable": silent, **look}
@@ -60,8 +57,5 @@ def progress_bar(what: str = "", *, total: float | None = None, unit: str = "it"
 
 
 def seconds_bar(what: str = "") -> "tqdm[None]":
-    """Return a bar in seconds that were expected: what is left it tells by how those that passed went.
-
-    Its `total` is the seconds that all is expected to take.
-    """
+    """Return a bar that counts expected seconds and shows the time left; set its `total` to the expected seconds."""
     return progress_bar(what, total=1.0, bar_format="{desc} |{bar}| {elapsed}, about {remaining} left")

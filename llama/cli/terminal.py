@@ -1,6 +1,6 @@
-"""A conversation in lines: messages and commands in, answers out as they are made, from a terminal or a pipe.
+"""A conversation on a terminal or in a pipe: lines are messages or commands, and answers are printed as they are made.
 
-Knows `Chat`, and what a terminal shows. Does not know how an answer is made.
+Knows `Chat` and terminals. Does not know how an answer is made.
 """
 
 import signal
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from llama.model import Transformer
     from llama.tokenizer import Tokenizer
 
-COMMANDS = "/undo, /save FILE, /load FILE, /stats, /quit"
-ANSWER_LEN = 512  # the most tokens of an answer, where nothing else is asked for
-LOW = 0.2  # of the context: with less left, every answer says how much
+CHAT_COMMANDS = "/undo, /save FILE, /load FILE, /stats, /quit"
+ANSWER_LEN = 512  # the default for the most tokens of an answer
+LOW = 0.2  # the share of the context below which every answer says how much is left
 
 
 def converse(
@@ -33,18 +33,18 @@ def converse(
     about: str = "",
     **options: Any,
 ) -> int:
-    """Answer the lines of standard input, one message a line, until they end or say /quit; return the exit code.
+    """Answer the lines of standard input, one message a line, up to the end or /quit; return the exit code.
 
-    On a terminal there is a prompt, with history by the arrow keys, `about` stands before the first one, and Ctrl-C
-    ends an answer; in a pipe it ends all. What goes wrong in a turn is one line on stderr, and the conversation goes
-    on. Answer n draws from the random stream seed + n. The options are those of `Chat.say`.
+    On a terminal, `about` is printed first, the arrow keys show earlier lines, and Ctrl-C ends an answer; in a pipe
+    Ctrl-C ends the command. An error in a turn is one line on stderr, and the conversation continues. Answer n draws
+    from the random stream seed + n. The options are those of `Chat.say`.
     """
     longest = ANSWER_LEN if max_gen_len is None else max_gen_len
-    return Conversation(Chat(model, tokenizer), longest, {**options, "stop": stop}, seed).run(about)
+    return TerminalChat(Chat(model, tokenizer), longest, {**options, "stop": stop}, seed).run(about)
 
 
-class Conversation:
-    """A chat, and the lines that go in and out of it."""
+class TerminalChat:
+    """A chat, its commands, and the lines that are printed."""
 
     def __init__(self, chat: Chat, max_gen_len: int, options: dict[str, Any], seed: int) -> None:
         self.chat = chat
@@ -60,16 +60,16 @@ class Conversation:
 
     def run(self, about: str) -> int:
         if self.interactive:
-            self.note(f"{about}; {COMMANDS}; Ctrl-C ends an answer")
+            self.note(f"{about}; {CHAT_COMMANDS}; Ctrl-C ends an answer")
         for line in terminal_lines(self.note) if self.interactive else piped_lines():
             if line.strip() == "/quit":
                 break
             try:
                 self.take(line)
             except BrokenPipeError:
-                raise  # nobody reads any more
+                raise  # the reader of standard output has ended
             except (ValueError, RuntimeError, OSError) as error:
-                self.complain(error)
+                self.print_error(error)
             except KeyboardInterrupt as stop:
                 if not self.interactive or not console.is_ctrl_c(stop):
                     raise
@@ -77,7 +77,7 @@ class Conversation:
         return 0
 
     def take(self, line: str) -> None:
-        """Do what a line says, or answer it."""
+        """Run the command in a line, or answer the message."""
         if not line.strip():
             return
         if not line.startswith("/"):
@@ -86,15 +86,17 @@ class Conversation:
         command, _, rest = line.partition(" ")
         if command not in self.commands:
             raise ValueError(
-                f"{command} is not known: there are {COMMANDS}; begin a message that starts with / by a space"
+                f"{command} is not known: there are {CHAT_COMMANDS}; put a space before a message that starts with /"
             )
         takes_a_file, rest = command in ("/save", "/load"), rest.strip()
         if takes_a_file != bool(rest):
-            raise ValueError(f"{command} needs a file: {command} FILE" if takes_a_file else f"{command} stands alone")
+            raise ValueError(
+                f"{command} needs a file: {command} FILE" if takes_a_file else f"{command} takes no argument"
+            )
         self.commands[command](*[rest] * takes_a_file)
 
     def answer(self, text: str) -> None:
-        seed = next(self.seeds) % 2**64  # however large the first one is
+        seed = next(self.seeds) % 2**64
         pieces = self.chat.say(text, self.max_gen_len, seed=seed, **self.options)
         try:
             with interrupts(self.interactive) as pressed:
@@ -109,7 +111,7 @@ class Conversation:
         console.put()
 
     def summary(self) -> str:
-        """Return what the last answer took, and how much room there is left where that is little."""
+        """Return the tokens and times of the last answer, and the tokens left if these are few."""
         last, left, limit = self.chat.last, self.chat.left, self.chat.session.max_seq_len
         if last is None:
             return "no answer"
@@ -121,11 +123,11 @@ class Conversation:
         elif last.finish_reason == "length":
             said.append(f"cut after {last.made} tokens")
         if left is not None and left < LOW * limit:
-            said.append(f"{left} of {limit} tokens left (/undo makes room, {self.endless()} needs none)")
+            said.append(f"{left} of {limit} tokens left (/undo frees some, {self.endless()} has no limit)")
         return ", ".join(said)
 
     def endless(self) -> str:
-        """Return flags under which a conversation may go on for ever."""
+        """Return flags for a conversation without a limit."""
         on = "" if self.chat.model.kv_caching else " with the cache on"
         return f"--kv_cache {endless(self.chat.session.max_seq_len)}{on}"
 
@@ -152,19 +154,19 @@ class Conversation:
         said = f"{len(chat.messages)} messages, {session.position} tokens{left}"
         self.note(f"{said}; {session.fed} tokens fed in all; {held}")
 
-    # ---- the page ----------------------------------------------------------------------------------------------------
+    # ---- output ------------------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """Print a line about the conversation, dim where a terminal can."""
+        """Print a line about the conversation, dim on a terminal."""
         console.put(text, dim=True)
 
-    def complain(self, error: Exception) -> None:
+    def print_error(self, error: Exception) -> None:
         text = in_one_line(error)
         if isinstance(error, ContextFull):
             text = (
                 f"the context is full: it has {error.tokens} of {error.limit} tokens, and this message needs "
                 f"{error.new} and some for an answer; /undo takes the last exchange back, and {self.endless()} or a "
-                "larger --max_seq_len, given at the start, makes more room"
+                "larger --max_seq_len at the start allows longer conversations"
             )
         console.say(f"error: {text}")
 
@@ -172,7 +174,7 @@ class Conversation:
 def terminal_lines(note: Callable[[str], None]) -> Iterator[str]:
     """Yield what is typed at a prompt, up to Ctrl-D."""
     with suppress(ImportError):  # not every system has it
-        import readline  # noqa: F401  (gives `input` its history; not above, for it may write where it is imported)
+        import readline  # noqa: F401  (adds history to `input`; imported here because it may print when imported)
     while True:
         try:
             line = input("> ")
@@ -192,14 +194,14 @@ def piped_lines() -> Iterator[str]:
     """Yield the lines of standard input as they come."""
     lines = console.standard_input()
     if isinstance(lines, TextIOWrapper):
-        lines.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 must not lose the others
+        lines.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 does not end the others
     for line in iter(lines.readline, ""):
         yield line.rstrip("\r\n")
 
 
 @contextmanager
 def interrupts(wanted: bool) -> Iterator[list[int]]:
-    """Note the first Ctrl-C, so that it cannot break into a step; a second one is a KeyboardInterrupt."""
+    """Record the first Ctrl-C, so that it does not interrupt a step; a second one raises KeyboardInterrupt."""
     pressed: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 

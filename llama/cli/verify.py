@@ -1,7 +1,7 @@
 """Certify that switching the KV cache changes nothing: python -m llama.verify [--dtype bf16] [--runs 50] [--exact].
 
-Runs are drawn by their seeds, measured and judged by `certificate`, and kept in a JSON file in which they add up; what
-is printed is the sum of that file. Knows models by their paths, files and words; nothing of what a violation is.
+A run's prompts follow from its seed; `certificate` measures and judges it. Runs are stored in a JSON file, and the
+command prints the sum of that file. Knows models by their paths; does not know which difference is a violation.
 """
 
 import hashlib
@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from llama.api import load
+from llama.api import load, pick_device
+from llama.cli import console
 from llama.cli.progress import progress_bar
-from llama.costs import size
 from llama.exact import slowdown
+from llama.host.cores import FreeCores
 from llama.host.files import check_writable
-from llama.host.machine import available_memory, environment
+from llama.host.machine import environment
 from llama.kv_cache import KVCache, cache_kind
 from llama.kv_cache.names import kinds_named
 from llama.model import Transformer
@@ -32,7 +33,7 @@ from llama.ranks.torchrun import world_size
 from llama.tokenizer import Tokenizer
 from llama.verify import certificate
 from llama.verify.passes import reference_of
-from llama.verify.results import Run, add_run, group_of, read_runs, report
+from llama.verify.results import CertificateRun, add_run, comparable, read_runs, report
 from llama.verify.tolerance import TOLERANCE_FACTOR
 
 
@@ -56,29 +57,29 @@ def main(
 ) -> int:
     """Certify that a model writes the same with its KV cache on and off, down to rounding; or, if exact, to the bit.
 
-    Exits with 0 where all runs of the file are certified, 1 where one found a bug, 2 on bad input. A run with a bug
-    stays in the file; move the file away once the bug is mended.
+    Exits with 0 if all runs of the file are certified, 1 if one found a bug, 2 on bad input. A run with a bug stays in
+    the file; move the file away once the bug is fixed.
 
     Args:
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
-        dtype: Numbers that it computes in: auto, fp32, bf16, fp16 or fp64.
+        dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64.
         batch_size: The rows of a run.
-        tokens: How many tokens each row grows by, greedily; at least 2.
-        prompt_len: Prompts are random ids, from 1 to this many a row.
-        seed: Of the first run, which draws its prompts; by default the first number that the file does not have.
-        runs: How many runs to add to the file; 0 prints what it holds.
-        exact: Measure exact mode, and allow not a bit to differ.
-        fast: With exact: the exact mode of native code, where that serves the model.
-        quantize: With exact and fast: int8, int4, or stored, see llama-kv run.
-        activations: With quantize: 8 rounds what is multiplied by such weights to 8 bits.
-        repack: With stored weights: --repack=False leaves them in their file, mapped.
-        kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. One that
-            keeps less than it is given is refused: llama-kv bench --preset caches measures those.
-        device: Where it computes: auto, cpu, cuda or mps.
+        tokens: The number of greedy tokens in each row; at least 2.
+        prompt_len: The longest prompt; prompts are random ids, from 1 to this many a row.
+        seed: The seed of the first run, which draws its prompts; by default the first one that the file does not have.
+        runs: How many runs to add to the file; 0 prints the file's report.
+        exact: Measure exact mode, in which no bit may differ.
+        fast: With exact, use the exact mode of native code, if it supports the model.
+        quantize: With exact and fast, quantise the weights to int8, int4, or stored; see llama-kv run.
+        activations: With quantize, 8 rounds the inputs of quantised products to 8 bits.
+        repack: With stored weights, --repack=False leaves them in their file, mapped.
+        kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. A lossy kind
+            is rejected: llama-kv bench --preset caches measures those.
+        device: The device to compute on: auto, cpu, cuda or mps.
         output: The file in which runs add up.
     """
     if world_size() > 1:
-        raise ValueError("this command certifies one process; exact mode across ranks is what the tests compare")
+        raise ValueError("this command certifies one process; start it without torchrun")
     if (fast or quantize is not None) and not exact:
         flags = "--exact" if fast else "--exact --fast"
         raise ValueError(f"native code is certified to the bit, and not down to rounding; give {flags}, too")
@@ -87,84 +88,81 @@ def main(
     before = read_runs(path)
     if runs == 0:
         if not before:
-            raise ValueError(f"{path} holds no runs yet; make some with --runs 1")
+            raise ValueError(f"{path} has no runs yet; make some with --runs 1")
         return report(before, path)
     kind = lossless_kind(kv_cache)
     check_writable(path)
     packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    if pick_device(device).type == "cpu":
+        FreeCores().choose_threads(console.say)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact, fast=fast, **packing)
-    execution = model.execution
-    config = {
-        "model": ckpt_dir,
-        "weights": weights_id(model),
-        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "batch_size": batch_size,
-        "tokens": tokens,
-        "prompt_len": prompt_len,
-        "exact": execution.exact,
-        "runner": execution.runner,
-        "quantize": execution.weights,
-        "activations": execution.activations,
-        "kv_cache": kv_cache,
-        "slack": TOLERANCE_FACTOR[model.norm.weight.itemsize],
-    }
-    check_room(model, tokenizer, config)
+    sizes = {"batch_size": batch_size, "tokens": tokens, "prompt_len": prompt_len}
+    config = {"model": ckpt_dir, "kv_cache": kv_cache, **sizes, **facts_of(model)}
+    check_lengths(model, tokenizer, tokens=tokens, prompt_len=prompt_len)
     for run in make_runs(model, tokenizer, config, choose_seeds(before, config, seed, runs)):
         add_run(path, run)
     return report(read_runs(path), path)
 
 
-# ---- what is asked for -----------------------------------------------------------------------------------------------
+def facts_of(model: Transformer) -> dict[str, Any]:
+    """Return the facts of a loaded model that belong to a run's configuration."""
+    execution = model.execution
+    return {
+        "weights": weights_id(model),
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "exact": execution.exact,
+        "runner": execution.runner,
+        "quantize": execution.weights,
+        "activations": execution.activations,
+        "slack": TOLERANCE_FACTOR[model.norm.weight.itemsize],
+    }
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_numbers(*, seed: int | None, runs: int, **sizes: int) -> None:
-    """Refuse what no model could do."""
+    """Raise ValueError for numbers that no model can use."""
     least = {"batch_size": 1, "tokens": 2, "prompt_len": 1}  # the cache is first read for the second token
     for name, number in sizes.items():
         if number < least[name]:
             raise ValueError(f"{name}={number} must be at least {least[name]}")
     if runs < 0:
-        raise ValueError(f"runs={runs} must be at least 0, which prints the sum of the file")
+        raise ValueError(f"runs={runs} must be at least 0, which prints the report of the file")
     if seed is not None and seed < 0:
         raise ValueError(f"seed={seed} must not be negative")
     if seed is not None and runs == 0:
-        raise ValueError(f"seed={seed} means nothing with runs=0, which makes none; leave one of them out")
+        raise ValueError(f"seed={seed} has no effect with runs=0; leave one of them out")
 
 
 def lossless_kind(text: str) -> str:
-    """Return the name of the kind that is asked for; refuse one that says itself that it changes what it is given."""
+    """Return the name of the kind of cache; raise ValueError for a lossy kind."""
     kind = cache_kind(text)
     if not all(KVCache.named(part).lossless for part, _ in kinds_named(kind)):
         raise ValueError(
-            f"kv_cache={text!r} does not keep all it is given, so it is not equal by design and cannot be certified; "
-            f"llama-kv bench --preset caches --kv_cache {shlex.quote(text)} measures how far off it is"
+            f"kv_cache={text!r} is lossy, so it cannot be certified to change nothing; "
+            f"llama-kv bench --preset caches --kv_cache {shlex.quote(text)} measures its quality"
         )
     return kind
 
 
-def check_room(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Refuse, before anything slow, texts longer than the model's limit and what does not fit into memory."""
-    rows, tokens, prompt_len = config["batch_size"], config["tokens"], config["prompt_len"]
+def check_lengths(model: Transformer, tokenizer: Tokenizer, *, tokens: int, prompt_len: int) -> None:
+    """Raise ValueError, before anything slow, for texts beyond the model's limit."""
     if prompt_len + tokens > model.args.max_seq_len:
         raise ValueError(
-            f"prompt_len={prompt_len} and tokens={tokens} together pass max_seq_len={model.args.max_seq_len}; "
-            "shorten one of them"
+            f"prompt_len={prompt_len} plus tokens={tokens} is more than max_seq_len={model.args.max_seq_len}; "
+            "reduce one of them"
         )
     if tokenizer.adds_bos and prompt_len < 2:
-        raise ValueError("prompt_len=1 leaves room for BOS alone, so that all prompts would be one; give at least 2")
-    needed = certificate.bytes_needed(model, rows=rows, length=prompt_len + tokens, tokens=tokens)
-    free = available_memory(model.device)
-    if free is not None and needed > free:
-        raise ValueError(
-            f"{rows} rows of {prompt_len + tokens} positions need {size(needed)} beside the model, for its float64 "
-            f"copy and the logits, and {model.device} has {size(free)} left; give a smaller batch_size, fewer tokens, "
-            "or another device"
-        )
+        raise ValueError("prompt_len=1 fits BOS only, so all prompts would be equal; give at least 2")
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
 
 def weights_id(model: Transformer) -> str:
-    """Return 16 hexadecimal digits that tell models apart: SHA-256 of a sample of each tensor, some 1000 numbers."""
+    """Return 16 hexadecimal digits that identify the weights: SHA-256 of some 1000 numbers of each tensor."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         some = weight.flatten()[:: max(1, weight.numel() // 1000)].contiguous()
@@ -172,9 +170,9 @@ def weights_id(model: Transformer) -> str:
     return digest.hexdigest()[:16]
 
 
-def choose_seeds(runs: Sequence[Run], config: dict[str, Any], seed: int | None, wanted: int) -> list[int]:
-    """Return `wanted` seeds that no run had with which these are added up; from `seed` on, or whichever come first."""
-    used = {run["seed"] for run in runs if group_of(run["config"]) == group_of(config)}
+def choose_seeds(runs: Sequence[CertificateRun], config: dict[str, Any], seed: int | None, wanted: int) -> list[int]:
+    """Return `wanted` seeds that no comparable run has used: from `seed` on, or the first free ones."""
+    used = {run["seed"] for run in runs if comparable(run["config"]) == comparable(config)}
     if seed is None:
         free = (number for number in count() if number not in used)
         return [next(free) for _ in range(wanted)]
@@ -188,30 +186,32 @@ def choose_seeds(runs: Sequence[Run], config: dict[str, Any], seed: int | None, 
 
 
 def draw_prompts(seed: int, rows: int, longest: int, vocab_size: int, bos: int | None) -> list[list[int]]:
-    """Return `rows` prompts of up to `longest` random ids, BOS first where there is one and never alone."""
+    """Return `rows` prompts of up to `longest` random ids. If `bos` is given, it comes first and never alone."""
     dice = random.Random(seed)
     head = [] if bos is None else [bos]
     lengths = [dice.randint(1, longest - len(head)) for _ in range(rows)]
     return [[*head, *(dice.randrange(vocab_size) for _ in range(length))] for length in lengths]
 
 
-def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]) -> Iterator[Run]:
-    """Make the runs of `seeds`, each when it is asked for."""
-    timed = model.exact and model.runner is None  # native code does in exact mode what it does without
-    with progress(model, timed + 1 + certificate.STAGES * len(seeds)) as begin:
+def make_runs(
+    model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]
+) -> Iterator[CertificateRun]:
+    """Yield the run of each seed as soon as it is measured."""
+    timed = model.exact and model.runner is None  # native code takes the same time in both modes
+    with progress(timed + 1 + certificate.STAGES * len(seeds)) as begin:
         cost = None
         if timed:
-            begin("timing what exact mode costs")
+            begin("timing exact mode")
             cost = dict(zip(("prefill", "step"), slowdown(model), strict=True))
         machine = environment(model.device)
-        begin("a copy in float64")
+        begin("copying the model to float64")
         reference = reference_of(model)
         bos = tokenizer.bos_id if tokenizer.adds_bos else None
         for number, seed in enumerate(seeds, 1):
             prompts = draw_prompts(seed, config["batch_size"], config["prompt_len"], model.args.vocab_size, bos)
             started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-            of_this = partial(begin, number=f"run {number} of {len(seeds)}: ")
-            figures = certificate.measure(model, reference, prompts, config["tokens"], seed=seed, on_stage=of_this)
+            on_stage = partial(begin, prefix=f"run {number} of {len(seeds)}: ")
+            figures = certificate.measure_run(model, reference, prompts, config["tokens"], seed=seed, on_stage=on_stage)
             yield {
                 "config": config,
                 "seed": seed,
@@ -224,28 +224,15 @@ def make_runs(model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], 
 
 
 @contextmanager
-def progress(model: Transformer, parts: int) -> Iterator[Callable[..., None]]:
-    """Show which of how many parts is being made, and how many forwards the model has run for it.
+def progress(stages: int) -> Iterator[Callable[..., None]]:
+    """Yield a function to call with the name of each of so many stages when it begins; show them as a bar."""
+    with progress_bar(total=stages, unit="stage") as bar:
+        begun = 0
 
-    What it gives is called with the name of each part when it begins.
-    """
-    with progress_bar(total=parts, unit="part") as bar:
-        begun = forwards = 0
+        def begin(stage: str, *, prefix: str = "") -> None:
+            nonlocal begun
+            begun += 1
+            bar.update(int(begun > 1))  # the stage before has ended
+            bar.set_description(prefix + stage)
 
-        def begin(part: str, *, number: str = "") -> None:
-            nonlocal begun, forwards
-            begun, forwards = begun + 1, 0
-            bar.update(int(begun > 1))  # the part before is made
-            bar.set_postfix_str("", refresh=False)
-            bar.set_description(number + part)
-
-        def count_forward(*_: Any) -> None:
-            nonlocal forwards
-            forwards += 1
-            bar.set_postfix_str(f"forward {forwards}")
-
-        hook = model.register_forward_hook(count_forward)  # which the copy in float64 will have, too
-        try:
-            yield begin
-        finally:
-            hook.remove()
+        yield begin

@@ -1,8 +1,8 @@
-"""Bytes and FLOPs of a Llama, worked out from its sizes alone: plain arithmetic, no torch.
+"""Compute the bytes and FLOPs of a Llama from its sizes: plain arithmetic, no torch.
 
-`python -m llama.costs` prints what a KV cache takes, of a checkpoint or in well-known models.
-Units: bytes, and FLOPs where a multiplication and an addition are two. "rows" are texts in a batch, "length" is
-positions a row, `itemsize` the bytes of a number.
+`python -m llama.costs` prints the bytes of a checkpoint's KV cache.
+Units: bytes, and FLOPs, of which a multiplication and an addition are two. "rows" are texts in a batch, "length" is the
+positions of a row, `itemsize` the bytes of a number.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,8 @@ from llama.untrusted.gguf_sizes import FILE_BLOCKS
 
 MB = 2**20
 
-# Meta's params.json of the released models (https://github.com/meta-llama/llama-models), with the head tied where the
-# released weights have none of its own.
+# Meta's params.json of the released models (https://github.com/meta-llama/llama-models), with a tied head if the
+# released weights have no head.
 _LLAMA3 = {"vocab_size": 128256, "n_kv_heads": 8, "norm_eps": 1e-5, "rope_theta": 500000.0}
 _1B = {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256, "tied_head": True}
 _3B = {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "multiple_of": 256, "tied_head": True}
@@ -38,31 +38,21 @@ RELEASED: dict[str, ModelArgs] = {
     "llama-3.3-70b": _released(_70B, scaled=True),
 }
 
-# (layers, KV heads, head size) of models that the literature counts with; all of them cache every head.
-CLASSICS: dict[str, tuple[int, int, int]] = {
-    "GPT-2 Small": (12, 12, 64),
-    "GPT-2 Large": (36, 20, 64),
-    "LLaMA-7B": (32, 32, 128),
-    "GPT-3": (96, 96, 128),
-}
+GROUP, LANES = 32, 16  # weights that share a scale and a zero, and outputs of a tile: as in llama/quant/packed.py
 
-
-GROUP, LANES = 32, 16  # weights that share a scale and a zero, outputs side by side: as in llama/quant/packed.py
-
-
-# How matrices are held: None as they are, "int8" or "int4", or, where a file decides, the bytes of each by its name.
+# The format of matrices: None for `itemsize` bytes a number, "int8", "int4", or the bytes of each matrix by its name.
 Layout = str | Mapping[str, int] | None
 
 
 def parameters(args: ModelArgs) -> int:
-    """Return how many numbers a model has; a tied head counts once."""
+    """Return the number of parameters; a tied head counts once."""
     return weights_bytes(args, itemsize=1)
 
 
 def weights_bytes(args: ModelArgs, *, itemsize: int, quantize: Layout = None) -> int:
-    """Return the bytes of a model's weights, a tied head's once.
+    """Return the bytes of a model's weights; a tied head counts once.
 
-    With `quantize` only vectors, norms and biases, are of `itemsize`, and the ends of int4 are in int8.
+    With `quantize` only norms and biases have numbers of `itemsize`; int4 models have an int8 embedding and head.
     """
     biases = (args.n_heads + 2 * args.n_kv_heads) * args.head_dim if args.attention_bias else 0
     head_norms = 2 * args.head_dim if args.qk_norm else 0
@@ -78,14 +68,14 @@ def weights_bytes(args: ModelArgs, *, itemsize: int, quantize: Layout = None) ->
 
 
 def head_bytes(args: ModelArgs, *, itemsize: int, quantize: Layout = None) -> int:
-    """Return the bytes of the head, where it is tied of one of its own."""
+    """Return the bytes of the head, or of the embedding if it is tied."""
     if isinstance(quantize, Mapping):
         return quantize.get("output.weight", quantize["tok_embeddings.weight"])
     return matrix_bytes(args.vocab_size, args.dim, itemsize=itemsize, quantize="int8" if quantize else None)
 
 
 def matrix_bytes(outputs: int, inputs: int, *, itemsize: int, quantize: str | None = None) -> int:
-    """Return the bytes of a matrix: of int8 one for each weight, of int4 a half, and four for each group of them."""
+    """Return the bytes of a matrix; int8 has 1 byte a weight, int4 a half, and both have 4 bytes a group."""
     if quantize is None:
         return outputs * inputs * itemsize
     filled_up = -(-outputs // LANES) * LANES
@@ -93,13 +83,13 @@ def matrix_bytes(outputs: int, inputs: int, *, itemsize: int, quantize: str | No
 
 
 def file_bytes(numbers: int, kind: str) -> int:
-    """Return the bytes of so many numbers, whole blocks of them, in a .gguf file that holds them in this type."""
+    """Return the bytes of `numbers` numbers, a multiple of the block size, in this type of a .gguf file."""
     block, nbytes = FILE_BLOCKS[kind]
     return numbers // block * nbytes
 
 
 def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, *, positions: int, itemsize: int) -> int:
-    """Return the bytes of the keys and values of so many positions, over all rows."""
+    """Return the bytes of the keys and values of `positions` positions, counted over all rows."""
     return 2 * n_layers * n_kv_heads * head_dim * positions * itemsize
 
 
@@ -109,29 +99,26 @@ def cache_bytes(args: ModelArgs, *, rows: int, length: int, itemsize: int) -> in
 
 
 def logits_bytes(args: ModelArgs, *, rows: int, positions: int, itemsize: int = 4) -> int:
-    """Return the bytes of the logits of `positions` positions a row: 1 for the last alone, which is all that decoding
-    looks at, or the whole prompt's, which is what fills the published tables.
-    """
+    """Return the bytes of the logits of `positions` positions a row: 1 for decoding, the prompt's for all logits."""
     return rows * positions * args.vocab_size * itemsize
 
 
 def forwards(*, input_len: int, output_len: int, kv_caching: bool) -> list[tuple[int, int]]:
-    """Return (start_pos, seqlen) of every forward that makes `output_len` new tokens; the last of them is never fed."""
+    """Return (start_pos, seqlen) of every forward for `output_len` new tokens; the last of these is never fed."""
     if kv_caching:
         return [(0, input_len), *((pos, 1) for pos in range(input_len, input_len + output_len - 1))]
     return [(0, length) for length in range(input_len, input_len + output_len)]
 
 
 def token_forwards(*, input_len: int, output_len: int, kv_caching: bool) -> int:
-    """Return how many tokens a row feeds through the model to make `output_len` new ones."""
+    """Return the number of tokens that a row feeds for `output_len` new ones."""
     return sum(seqlen for _, seqlen in forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching))
 
 
 def forward_flops(args: ModelArgs, *, seqlen: int, start_pos: int = 0, scored: int = 1) -> int:
     """Return the FLOPs of feeding one row `seqlen` tokens from `start_pos` on, with the logits of `scored` of them.
 
-    Counts the matrix products and attention, in which query i looks at start_pos + i + 1 keys; a kernel that computes
-    masked pairs too does more.
+    Counts the matrix products, and attention of query i to start_pos + i + 1 keys, without masked pairs.
     """
     heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim
     weights = args.n_layers * args.dim * (heads + 3 * args.ffn_dim)
@@ -141,9 +128,9 @@ def forward_flops(args: ModelArgs, *, seqlen: int, start_pos: int = 0, scored: i
 
 
 def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int, quantize: Layout = None) -> int:
-    """Return the bytes that a cached decode step must read: every weight once, and the keys and values so far.
+    """Return the bytes that a cached decode step reads: every weight once, and the cached keys and values.
 
-    Of an untied embedding only the rows' own vectors are read.
+    An untied embedding counts with one vector a row.
     """
     alike = head_bytes(args, itemsize=itemsize, quantize=quantize)
     embedding = quantize["tok_embeddings.weight"] if isinstance(quantize, Mapping) else alike
@@ -153,10 +140,10 @@ def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int, quant
 
 
 def network_bytes(args: ModelArgs, *, ranks: int, rows: int, seqlen: int, itemsize: int, scored: int = 1) -> int:
-    """Return the bytes that each rank sends in a forward of rows x seqlen tokens, and as many that it receives.
+    """Return the bytes that each rank sends, and receives, in a forward of rows x seqlen tokens.
 
-    Each layer adds up over the ranks twice, the embedding once, and the logits of `scored` positions are gathered. To
-    add up n numbers in a ring, a rank sends 2 (ranks - 1) / ranks of them, in the most common of several ways.
+    There are two sums over the ranks in each layer and one for the embedding, and the logits of `scored` positions are
+    gathered. For a sum of n numbers in a ring, the usual algorithm, a rank sends 2 n (ranks - 1) / ranks.
     """
     summed = (2 * args.n_layers + 1) * rows * seqlen * args.dim * itemsize
     gathered = rows * scored * args.vocab_size * itemsize
@@ -164,9 +151,10 @@ def network_bytes(args: ModelArgs, *, ranks: int, rows: int, seqlen: int, itemsi
 
 
 def activation_bytes(args: ModelArgs, *, tokens: int, itemsize: int, ranks: int = 1) -> int:
-    """Return the most bytes that a layer holds at one time while `tokens` tokens, over all rows, go through it.
+    """Return the peak bytes of a layer's activations for `tokens` tokens, counted over all rows.
 
-    Of the plain modules, without gradients, with an attention kernel that keeps no scores. `args` are one rank's share.
+    Valid for the plain modules without gradients and an attention kernel without stored scores. `args` are those of one
+    rank.
     """
     wide = max(4, itemsize)  # norms and RoPE compute in float32 or wider
     queries, keys = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
@@ -175,25 +163,24 @@ def activation_bytes(args: ModelArgs, *, tokens: int, itemsize: int, ranks: int 
     mlp = (3 * args.dim + 3 * args.ffn_dim) * itemsize  # x, h, its norm; silu(w1), w3 and their product
     if ranks == 1:
         return tokens * max(norm, rope, mlp)
-    # x, its norm, and what wo or w2 made, in whose place the sum over the ranks comes; beside them what it was made of.
+    # x, its norm, and the output of wo or w2, which the sum over the ranks replaces; and the input of wo or w2.
     added = (3 * args.dim + max(3 * queries + 2 * keys, args.ffn_dim)) * itemsize
     return tokens * max(norm, rope, mlp, added)
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The bytes of tensors at the moment of a generation when they are most, part by part.
+    """The bytes of tensors at the peak of a generation, part by part; it is in forward number `forward`.
 
-    It stands in forward number `forward`. A layer's activations and the logits do not live at the same time: `at_head`
-    tells which of the two makes the peak.
+    A layer's activations and the logits are not in memory at the same time; `at_head`: the logits make the peak.
     """
 
     forward: int
     weights: int
     cache: int
     logits: int  # as returned, in float32 or wider
-    narrow_logits: int  # the same before they are widened, where the model computes in 16 bits
-    previous_logits: int  # of the forward before, which the loop still holds
+    narrow_logits: int  # the same before they are widened, if the model computes in 16 bits
+    previous_logits: int  # of the forward before, which the loop still references
     activations: int
     head_activations: int
     workspace: int
@@ -225,12 +212,11 @@ def peak_memory(
     quantize: Layout = None,
     held: Callable[[int], int] | None = None,
 ) -> PeakMemory:
-    """Predict the peak of a greedy generation by the plain path, on each of the ranks that share the model.
+    """Predict the peak memory of a greedy generation by the plain path, on each rank.
 
-    `all_logits`: every forward computes those of all its positions, as much published code does. `workspace`: what the
-    device's libraries take for themselves. `quantize`: the matrices are, and what widening them takes is not counted.
-    `held`: the bytes that the cache has on one rank once so many positions of each row were fed; by default those of a
-    static one, which takes all its room at once.
+    `all_logits`: every forward computes the logits of all positions, as much published code does. `workspace`: bytes of
+    the device's libraries. `quantize`: the format of the matrices; buffers that widen them are not counted. `held`: the
+    bytes of the cache on one rank after so many positions of each row; by default those of a static cache.
     """
     fed = [seqlen for _, seqlen in forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching)]
     wide, own = max(4, itemsize), args.share(ranks)
@@ -242,8 +228,8 @@ def peak_memory(
         scored, scored_before = (tokens, before) if all_logits else (1, min(before, 1))
         logits = logits_bytes(args, rows=rows, positions=scored, itemsize=wide)
         narrow = logits_bytes(args, rows=rows, positions=scored, itemsize=itemsize) if itemsize < wide else 0
-        norm = 0 if narrow else scored  # it is gone when scores are widened, and there when they are not
-        # Each rank's words, once its own and once as they came from all, while they are put side by side.
+        norm = 0 if narrow else scored  # the norm's output is freed before logits are widened
+        # The logits of a rank's share of the vocabulary, and those of all ranks, while they are joined.
         gathered = logits_bytes(args, rows=rows, positions=scored, itemsize=itemsize) * (ranks + 1) // ranks
         joining = gathered if ranks > 1 and not narrow else 0
         return PeakMemory(
@@ -258,30 +244,30 @@ def peak_memory(
             workspace=workspace,
         )
 
-    # Between the second forward and the last nothing but the context grows.
+    # From the second forward to the last only the context grows.
     return max((at(forward) for forward in {0, min(1, len(fed) - 1), len(fed) - 1}), key=lambda peak: peak.total)
 
 
 def largest_batch(args: ModelArgs, *, memory: int, length: int, itemsize: int, quantize: Layout = None) -> int:
-    """Return how many rows of `length` fit beside the weights in `memory` bytes: cache and last logits; 0 if none."""
+    """Return the number of rows of `length` whose cache and last logits fit into `memory` bytes beside the weights."""
     row = cache_bytes(args, rows=1, length=length, itemsize=itemsize) + logits_bytes(args, rows=1, positions=1)
     return max(0, (memory - weights_bytes(args, itemsize=itemsize, quantize=quantize)) // row)
 
 
 def largest_length(args: ModelArgs, *, memory: int, rows: int, itemsize: int, quantize: Layout = None) -> int:
-    """Return how long `rows` rows may become beside the weights in `memory` bytes, up to the model's limit."""
+    """Return the longest length of `rows` rows that fit into `memory` bytes beside the weights, up to max_seq_len."""
     weights = weights_bytes(args, itemsize=itemsize, quantize=quantize)
     free = memory - weights - logits_bytes(args, rows=rows, positions=1)
     return max(0, min(args.max_seq_len, free // cache_bytes(args, rows=rows, length=1, itemsize=itemsize)))
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown, the first column to the left and the others to the right."""
+    """Return a Markdown table with the first column aligned left and the others right."""
     lines = [list(heads), ["---", *["---:"] * (len(heads) - 1)], *map(list, rows)]
     return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in lines), ""])
 
 
 def size(nbytes: int) -> str:
-    """Return bytes as text: 9.0 MB, 36.0 GB, where MB is 2^20 and GB 2^30 bytes."""
+    """Return bytes as text: 9.0 MB, 36.0 GB (MB is 2^20 bytes, GB 2^30)."""
     gigabytes = nbytes >= 1024 * MB
     return f"{nbytes / (1024 * MB if gigabytes else MB):,.1f} {'GB' if gigabytes else 'MB'}"

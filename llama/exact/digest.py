@@ -1,6 +1,6 @@
-"""Numbers in, a digest out, at the speed of memory: to tell tensors apart that differ by accident, not by intent.
+"""Digests of tensors, computed at the speed of memory. They detect accidental changes, not intended ones.
 
-Knows tensors; does not know what they are for.
+Knows tensors only.
 """
 
 import hashlib
@@ -9,17 +9,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Words of 64 bits that are taken side by side: as many as stay in a CPU's cache, and enough for several threads.
+# The number of 64-bit words that are processed together: they fit a CPU's cache, and are enough for several threads.
 LANES = 2**16
-_FACTOR = -7046029254386353131  # 2^64 over the golden ratio, odd, so that no bit of a lane is lost
-_FOLD = 29  # products carry bits upwards only; this carries them down again
+_FACTOR = -7046029254386353131  # 2^64 over the golden ratio; odd, so that no bit of a lane is lost
+_FOLD = 29  # a product moves bits upwards only; the shift moves them down
 
 
 class Digest:
-    """Takes named tensors, in an order that counts; `hex` tells what they were: names, shapes, dtypes and bits.
+    """A digest of named tensors in order: of their names, shapes, dtypes and bits.
 
-    Each word of 64 bits is added to what its lane was before, times an odd factor. So it counts by where it stands, and
-    two that change places, or a single bit, change the digest. Whoever wants to can make two inputs of one digest.
+    Each lane is multiplied by an odd factor and added to the next 64-bit word. So a digest depends on the position of a
+    word: swapping two words, or changing one bit, changes it. It does not resist intended collisions.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Digest:
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the digest of named tensors, whose order counts."""
+    """Return the digest of named tensors in order."""
     digest = Digest()
     for name, tensor in tensors:
         digest.take(name, tensor)
@@ -56,12 +56,12 @@ def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def digest_of_text(text: str) -> str:
-    """Return the digest of a text, as many digits as that of tensors."""
+    """Return the digest of a text, with as many digits as that of tensors."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor in its own order as int64, (words,), the last one filled up with zeros."""
+    """Return the bits of a tensor, in order of its elements, as int64, (words,), padded with zeros."""
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     missing = -len(raw) % 8
     if missing or raw.data_ptr() % 8 or raw.storage_offset() % 8:

@@ -1,6 +1,6 @@
-"""Linux's control groups, which share out a machine: the folders in which they say what this process may have.
+"""Linux's control groups, which limit the resources of processes: the folders of the groups of this process.
 
-Knows where groups stand, of both generations; what stands in their files, callers know.
+Knows the layout of both generations. The callers know the files in the folders.
 https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/index.html
 """
 
@@ -11,14 +11,14 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 def own_groups() -> str:
-    """Return what the kernel says of the groups of this process; nothing where it has none."""
-    return text_of(Path("/proc/self/cgroup")) or ""
+    """Return the kernel's list of the groups of this process; "" if there is none."""
+    return kernel_text(Path("/proc/self/cgroup")) or ""
 
 
 def folders_of(controller: str, groups: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield (generation, folder) of the groups that share out `controller`, a group before its ancestors.
+    """Yield (generation, folder) of the groups that `controller` limits, a group before its ancestors.
 
-    groups: as `own_groups` returns it. root: where groups are mounted. Every ancestor's limit holds as well.
+    groups: as `own_groups` returns it. root: where groups are mounted. The limit of every ancestor holds too.
     """
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -29,8 +29,8 @@ def folders_of(controller: str, groups: str, root: Path) -> Iterator[tuple[int, 
         yield from ((generation, folder) for folder in (inmost, *inmost.parents) if folder.is_relative_to(top))
 
 
-def text_of(file: Path) -> str | None:
-    """Return what stands in a file of the kernel's, or None where it has no such file."""
+def kernel_text(file: Path) -> str | None:
+    """Return the text of one of the kernel's files, or None if there is no such file."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

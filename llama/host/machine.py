@@ -1,7 +1,6 @@
-"""What machine this is, what it can do at best, and how much memory it has left.
+"""Facts about this machine: hardware and software, the highest rates that it reaches, and the memory it has left.
 
-Knows nothing of models. Facts that a machine does not tell are None; nothing is guessed. Of peers only the installed
-version is looked up: importing them to ask would change what is measured.
+Knows nothing of models. A fact that cannot be read is None; nothing is guessed.
 """
 
 import os
@@ -18,30 +17,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama.host.cgroups import ROOT, folders_of, own_groups, text_of
+from llama.host.cgroups import ROOT, folders_of, kernel_text, own_groups
 from llama.host.version import __version__
 from llama.ops import HAS_ONEDNN, linear, onednn_linear
 
-# How this library calls the dtypes that it computes in, everywhere: in flags, in reports, in certificates.
+# The names of dtypes in flags, reports and certificates.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _PACKAGE = Path(__file__).parents[1]
 _PEERS = ("transformers", "llama_cpp_python")
 
-# Beyond every cache: the largest of a CPU socket hold 256 to 1152 MiB spread over 8 to 12 parts, of a GPU 126 MiB.
+# Larger than any cache: those of a CPU socket have 256 to 1152 MiB in 8 to 12 parts, those of a GPU 126 MiB.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31, "mps": 2**29}
 _SIDES = (256, 512, 1024, 2048, 4096, 8192)
-_FINALISTS = 3  # ways that are tried again, as long as there is time
+_FINALISTS = 3  # the operations that are measured again in the remaining time
 
-# limit, use and, in memory.stat, the part of the use that the kernel gives back when asked (cached files)
+# limit, use and, in memory.stat, the part of the use that the kernel frees when needed (cached files)
 _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 class Ceilings(TypedDict):
-    """What a machine can do at best: bytes read, and FLOPs of a matrix product in `dtype`, a second.
+    """The highest measured rates: bytes read and FLOPs of a matrix product in `dtype`, each a second.
 
-    `read_by` and `flops_by` name what reached them.
+    `read_by` and `flops_by` name the operations that reached them.
     """
 
     read_bytes_per_second: float
@@ -52,16 +51,16 @@ class Ceilings(TypedDict):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return how this library calls a dtype, or PyTorch's name of one that it does not compute in."""
+    """Return the name in DTYPES of a dtype, or PyTorch's name if it has none."""
     return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return the facts that a number needs beside it, ready for JSON.
+    """Return the facts that belong to a measured number, ready for JSON.
 
-    `llama_kv` is the version of this package, installed or not. `threads` is the count that PyTorch is set to now.
-    `commit` is that of the checkout the package runs from, and `dirty` tells whether the package differs from it; both
-    are None where it was installed without one.
+    `llama_kv` is the version of this package. `threads` is the count that PyTorch uses now. `commit` is that of the
+    checkout that the package runs from, `dirty` whether the package differs from it; both are None without a checkout.
+    `peers` are installed versions; importing the packages would change what is measured.
     """
     return {
         "python": platform.python_version(),
@@ -82,20 +81,14 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 2.0) -> Ceilings:
-    """Measure how fast this process reads memory and multiplies matrices of `dtype`, in about `seconds`.
+    """Measure for about `seconds` how fast this process reads memory and multiplies matrices of `dtype`.
 
-    The best of all ways, sizes and samples counts, so that other work on the machine lowers a ceiling least. Whatever
-    the kernels make of `dtype` is the ceiling: fp16 on a CPU without instructions for it is slow, and no model could be
-    faster.
+    Returns the best rate of all operations, sizes and samples, which other work on the machine lowers least. A dtype
+    without instructions of its own, such as fp16 on many CPUs, has a low ceiling, and no model can pass it.
     """
-    threads = torch.get_num_threads()
-    try:
-        with torch.inference_mode():
-            read, read_by = _best_rate(_reads(device), device, seconds / 2)
-            torch.set_num_threads(threads)
-            flops, flops_by = _best_rate(_products(device, dtype), device, seconds / 2)
-    finally:
-        torch.set_num_threads(threads)
+    with torch.inference_mode():
+        read, read_by = _best_rate(_reads(device), device, seconds / 2)
+        flops, flops_by = _best_rate(_products(device, dtype), device, seconds / 2)
     return {
         "read_bytes_per_second": read,
         "read_by": read_by,
@@ -106,95 +99,85 @@ def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 2.0) 
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Return how many bytes this process can still take on the device, or None where nothing tells.
+    """Return the bytes that this process can still allocate on the device, or None if unknown.
 
-    On Linux, cgroups limit what the machine has; elsewhere it is all memory that there is, an upper bound.
+    On Linux, the limits of cgroups count; on other systems it is the whole physical memory, an upper bound.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    rooms = [_meminfo_available(), _cgroup_room(own_groups(), ROOT)]
-    return min((room for room in rooms if room is not None), default=_physical_memory())
+    free = [_meminfo_available(), _cgroup_free(own_groups(), ROOT)]
+    return min((nbytes for nbytes in free if nbytes is not None), default=_physical_memory())
 
 
-class _Way(NamedTuple):
-    """A way to do `amount` bytes or FLOPs."""
+class _Operation(NamedTuple):
+    """An operation that reads `amount` bytes or computes `amount` FLOPs."""
 
     name: str
     amount: int
     work: Callable[[], object]
 
 
-def _reads(device: torch.device) -> Iterator[_Way]:
-    """Yield ways to read a tensor that no cache holds."""
+def _reads(device: torch.device) -> Iterator[_Operation]:
+    """Yield operations that read a tensor larger than any cache."""
     size = min(_READ_BYTES[device.type], (available_memory(device) or 2**62) // 4)
-    # Ones, not zeros: pages of zeros that were never written to may all be one page, which a cache holds.
+    # Ones, not zeros: pages of zeros that were never written may all be one page, which fits a cache.
     matrix = torch.ones(max(2, size // 4 // 8192), 8192, device=device)
     flat, vector = matrix.view(-1), matrix[:1].clone()
     half = flat.numel() // 2
-    # Which is fastest differs between machines: on an AMD CPU sum and dot are, max comes close, and a matrix-vector
-    # product reaches 65 to 80 % of them. That product is among them all the same: the model reads its weights in this
-    # very way, and must not seem to beat the ceiling. What a copy writes passes the same bus and counts.
-    ways: dict[str, Callable[[], object]] = {
+    # The fastest one depends on the machine: on an AMD CPU sum and dot, and a matrix-vector product reaches 65 to 80 %
+    # of them. It is in the list because the model reads its weights in this way and must not pass the ceiling. The
+    # bytes that a copy writes pass the same bus and count.
+    operations: dict[str, Callable[[], object]] = {
         "sum": flat.sum,
         "dot": partial(torch.dot, flat[:half], flat[half : 2 * half]),
         "matrix-vector product": partial(linear, vector, matrix),
-        "max": flat.max,
         "copy": partial(flat[:half].copy_, flat[half : 2 * half]),
     }
-    all_threads = torch.get_num_threads()
-    # Half of the threads are enough to fill some buses, and then do not get into each other's way.
-    for threads in dict.fromkeys((all_threads, max(1, all_threads // 2))) if device.type == "cpu" else (all_threads,):
-        for name, work in ways.items():
-            torch.set_num_threads(threads)
-            yield _Way(f"{name}, threads: {threads}", flat.nbytes, partial(_with_threads, threads, work))
+    for name, work in operations.items():
+        yield _Operation(f"{name}, threads: {torch.get_num_threads()}", flat.nbytes, work)
 
 
-def _with_threads(threads: int, work: Callable[[], object]) -> object:
-    torch.set_num_threads(threads)
-    return work()
-
-
-def _products(device: torch.device, dtype: torch.dtype) -> Iterator[_Way]:
-    """Yield products of matrices, square and tall, small ones first, in every way that this library or a peer has."""
-    # Not zeros: a GPU draws less power for them and runs faster.
+def _products(device: torch.device, dtype: torch.dtype) -> Iterator[_Operation]:
+    """Yield products of matrices, square and tall, small ones first, by this library's functions and PyTorch's."""
+    # Not zeros: with them a GPU draws less power and runs faster.
     noise = torch.randn(2**20, generator=torch.Generator(device).manual_seed(0), device=device).to(dtype)
-    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"linear": linear, "PyTorch's linear": functional.linear}
+    functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"linear": linear, "PyTorch's linear": functional.linear}
     if device.type == "cpu" and dtype == torch.bfloat16 and HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        ways["oneDNN"] = onednn_linear
+        functions["oneDNN"] = onednn_linear
     for side in _SIDES:
         x = noise.repeat(-(-4 * side * side // noise.numel()))[: 4 * side * side].view(4 * side, side)
         for rows in (side, 4 * side):
-            for name, way in ways.items():
-                product = partial(way, x[:rows], x[:side].contiguous())
-                yield _Way(f"{name}, {rows} x {side} x {side}", 2 * rows * side * side, product)
+            for name, function in functions.items():
+                product = partial(function, x[:rows], x[:side].contiguous())
+                yield _Operation(f"{name}, {rows} x {side} x {side}", 2 * rows * side * side, product)
 
 
-def _best_rate(ways: Iterable[_Way], device: torch.device, seconds: float) -> tuple[float, str]:
-    """Return the best rate of all ways, and the name of the one that reached it.
+def _best_rate(operations: Iterable[_Operation], device: torch.device, seconds: float) -> tuple[float, str]:
+    """Return the best rate of all operations, and the name of the operation that reached it.
 
-    Each is tried once while half of the time lasts, and the best then share what is left: in a moment of quiet any of
-    them may show what the machine can.
+    Each runs once, until half of the time is over; the fastest ones then run again until its end, so that a short
+    disturbance by other work does not decide.
     """
-    spent, tried = 0.0, list[tuple[float, _Way]]()
-    for way in ways:
-        way.work()
-        took = _seconds_of(way.work, device)
-        tried = sorted([*tried, (way.amount / took, way)], key=lambda one: one[0], reverse=True)[:_FINALISTS]
+    spent, rates = 0.0, dict[_Operation, float]()
+    for one in operations:
+        one.work()
+        took = _seconds_of(one.work, device)
+        rates[one] = one.amount / took
         spent += 2 * took
         if spent > seconds / 2:
             break
-    rates = {way: rate for rate, way in tried}
+    finalists = sorted(rates, key=rates.__getitem__, reverse=True)[:_FINALISTS]
     while spent < seconds:
-        for way in rates:
-            took = _seconds_of(way.work, device)
-            rates[way] = max(rates[way], way.amount / took)
+        for one in finalists:
+            took = _seconds_of(one.work, device)
+            rates[one] = max(rates[one], one.amount / took)
             spent += took
-    best = max(rates, key=lambda way: rates[way])
+    best = max(rates, key=rates.__getitem__)
     return rates[best], best.name
 
 
 def _seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    # A GPU gets several in a row, so that launching the first and waiting for the last weigh little.
+    # Several in a row on a GPU, so that the time of the launch and of the final wait matters little.
     times = 1 if device.type == "cpu" else 10
     wait_for(device)
     began = time.perf_counter()
@@ -205,7 +188,7 @@ def _seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done all that it was given; a CPU has."""
+    """Wait until a GPU has finished its queue; on a CPU return at once."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -213,7 +196,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def _cpu_name() -> str:
-    for line in (text_of(Path("/proc/cpuinfo")) or "").splitlines():
+    for line in (kernel_text(Path("/proc/cpuinfo")) or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -232,9 +215,9 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _checkout(folder: Path) -> dict[str, str | bool | None]:
-    """Return the commit that the folder is checked out from, and whether its files differ from that commit."""
+    """Return the commit of the checkout that the folder is in, and whether its files differ from that commit."""
     git = partial(_output_of, "git", "--no-optional-locks", "-C", str(folder))
-    # An installed package may lie inside another project's checkout, in a virtual environment that git ignores.
+    # An installed package may be inside another project's checkout, in a virtual environment that git ignores.
     if git("ls-files", "--error-unmatch", "__init__.py") is None or (commit := git("rev-parse", "HEAD")) is None:
         return {"commit": None, "dirty": None}
     changes = git("status", "--porcelain", "--", ".")
@@ -242,7 +225,7 @@ def _checkout(folder: Path) -> dict[str, str | bool | None]:
 
 
 def _output_of(*command: str) -> str | None:
-    """Return what the program prints, or None where it is missing, fails or hangs."""
+    """Return the standard output of a program, or None if it is missing, fails or hangs."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -264,25 +247,25 @@ def _physical_memory() -> int | None:
 
 
 def _meminfo_available() -> int | None:
-    for line in (text_of(Path("/proc/meminfo")) or "").splitlines():
+    for line in (kernel_text(Path("/proc/meminfo")) or "").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def _cgroup_room(groups: str, root: Path) -> int | None:
-    """Return the bytes that the tightest of our memory cgroups leaves us, or None where none sets a limit.
+def _cgroup_free(groups: str, root: Path) -> int | None:
+    """Return the bytes that are left in the tightest of our memory cgroups, or None if none has a limit.
 
     groups, root: see `llama.host.cgroups.folders_of`.
     """
     names = {1: _CGROUP_V1, 2: _CGROUP_V2}
-    rooms = [_room_in(folder, *names[generation]) for generation, folder in folders_of("memory", groups, root)]
-    return min((room for room in rooms if room is not None), default=None)
+    free = [_free_in(folder, *names[generation]) for generation, folder in folders_of("memory", groups, root)]
+    return min((nbytes for nbytes in free if nbytes is not None), default=None)
 
 
-def _room_in(folder: Path, limit_file: str, use_file: str, reclaimable_key: str) -> int | None:
-    limit, use = text_of(folder / limit_file), text_of(folder / use_file)
+def _free_in(folder: Path, limit_file: str, use_file: str, reclaimable_key: str) -> int | None:
+    limit, use = kernel_text(folder / limit_file), kernel_text(folder / use_file)
     if limit is None or use is None or limit.strip() == "max":
         return None
-    stat = dict(line.split(maxsplit=1) for line in (text_of(folder / "memory.stat") or "").splitlines())
+    stat = dict(line.split(maxsplit=1) for line in (kernel_text(folder / "memory.stat") or "").splitlines())
     return max(0, int(limit) - int(use) + int(stat.get(reclaimable_key, 0)))

@@ -1,4 +1,4 @@
-"""One layer's attention in one call, as a kind of cache may look at it. Nothing is computed unless it is asked for.
+"""One layer's attention in one call, for kinds of cache that observe it. Results are computed on request.
 
 Knows tensors and positions; does not know kinds of cache.
 """
@@ -14,11 +14,11 @@ from llama.rows import Rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attended:
-    """What a kind of cache is given by `KVCache.observe`.
+    """The argument of `KVCache.observe`.
 
-    module: the layer's `Attention`. rows: those of the call. x: its input, (bsz, seqlen, dim), normed. xq: its queries
-    as RoPE has rotated them, (bsz, seqlen, n_heads, head_dim). keys, values: what `update` returned, (bsz, kv_len,
-    n_kv_heads, head_dim). visible: what `visible` returned. scoring: what the scores depend on besides.
+    module: the layer's `Attention`. rows: the rows of the call. x: the layer's normed input, (bsz, seqlen, dim). xq:
+    the queries after RoPE, (bsz, seqlen, n_heads, head_dim). keys, values: the result of `update`, (bsz, kv_len,
+    n_kv_heads, head_dim). visible: the result of `visible`. scoring: what else the scores depend on.
     """
 
     module: Any
@@ -31,23 +31,18 @@ class Attended:
     scoring: Scoring
 
     def row(self, row: int) -> "Attended":
-        """Return one row alone, without the tokens that pad it, and without keys that lie past its end.
+        """Return one row without its padding.
 
-        Keys are cut where they stand at 0, 1, 2, ...; where `visible` says what a query sees, all of them stay.
+        If `visible` is None, keys behind the row's end are left out; otherwise all keys stay.
         """
-        one, length, visible, stand = (
-            slice(row, row + 1),
-            self.rows.lengths[row],
-            self.visible,
-            self.scoring.key_positions,
-        )
-        kv_len = self.keys.shape[1]
+        one, length, kv_len = slice(row, row + 1), self.rows.lengths[row], self.keys.shape[1]
+        visible, positions = self.visible, self.scoring.key_positions
         if visible is None:
             kv_len = min(kv_len, self.rows.starts[row] + length)
         else:
             visible = (visible if visible.ndim == 2 else visible[one])[..., :length, :]
-        if stand is not None:
-            stand = (stand if stand.ndim == 1 else stand[one])[..., :kv_len]
+        if positions is not None:
+            positions = (positions if positions.ndim == 1 else positions[one])[..., :kv_len]
         return replace(
             self,
             rows=replace(self.rows.row(row), width=length),
@@ -56,25 +51,25 @@ class Attended:
             keys=self.keys[one, :kv_len],
             values=self.values[one, :kv_len],
             visible=visible,
-            scoring=self.scoring._replace(key_positions=stand),
+            scoring=self.scoring._replace(key_positions=positions),
         )
 
     def queries_before_rope(self) -> Tensor:
-        """Return the queries as they are before RoPE, (bsz, seqlen, n_heads, head_dim)."""
+        """Return the queries before RoPE, (bsz, seqlen, n_heads, head_dim)."""
         queries: Tensor = self.module.q_norm(self.module.wq(self.x).unflatten(-1, (-1, self.xq.shape[-1])))
         return queries
 
     def attention(self, last: int) -> Tensor:
-        """Return how the last `last` queries of a row weigh its keys, (n_heads, last, kv_len), in float32 or wider.
+        """Return the attention weights of a row's last `last` queries, (n_heads, last, kv_len), in float32 or wider.
 
-        The weights are those of an explicit softmax, with the model's `score_mod`; a query gives all keys together 1.
-        Raises ValueError for several rows, or one that is padded: take `row` first. Raises it, too, for more queries
-        than there are, and where the model's operations have an attention that is not known to be a softmax.
+        They come from an explicit softmax, with the model's `score_mod`; the weights of a query sum to 1. Raises
+        ValueError for several rows or a padded one (call `row` first), for more queries than the row has, and for a
+        model whose attention is not known to be a softmax.
         """
         width = self.rows.width
         if self.rows.lengths != (width,) or not 0 < last <= width:
             raise ValueError(
-                f"attention({last}) of rows of {width} tokens, of which {self.rows.lengths} are real: take "
+                f"attention({last}) of rows of {width} tokens, {self.rows.lengths} without padding: take "
                 "attended.row(i) first, and ask for 1 to as many queries as it has tokens"
             )
         check_attention(

@@ -1,7 +1,7 @@
 """All layers of a cache: the keys and values of one text, or of the rows of a batch.
 
-A cache is a value beside the model: made by `model.new_cache`, fed as `model(tokens, start_pos, cache=cache)`, copied,
-cut, counted and dropped. Knows the kinds' contract; does not know models, files, or what is generated.
+A cache is a value of its own: `model.new_cache` makes it, `model(tokens, start_pos, cache=cache)` feeds it.
+Knows the contract of the kinds; does not know models, files or generation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ from llama.rope import RopeTable
 
 
 class Source(NamedTuple):
-    """Who computed what a cache holds, as far as that decides its numbers.
+    """What computed the contents of a cache, as far as it decides their numbers.
 
-    weights: one object for all models that have the same weights. exact: False, or what decides the bits of exact mode.
+    weights: one object for all models with the same weights. exact: False, or a name of what decides exact mode's bits.
     """
 
     weights: object
@@ -50,65 +50,65 @@ class Cache:
 
     @staticmethod
     def of(args: ModelArgs, kind: str, rope: RopeTable | None = None) -> "Cache":
-        """Make an empty cache of the kind that is named, for all layers or by layer. Raises ValueError.
+        """Return an empty cache of the named kind, one for all layers or one by layer. Raises ValueError.
 
-        The grammar is in `llama.kv_cache.names`; a FILE.py has been run by `cache_kind`.
+        `llama.kv_cache.names` has the grammar; `cache_kind` must have run a FILE.py.
         """
         rope, kinds = rope or RopeTable.of(args), kinds_by_layer(kind, args.n_layers)
         args_of = {own: replace(args, kv_cache=own) for own in set(kinds)}
         return Cache([KVCache.of(args_of[own], layer, rope) for layer, own in enumerate(kinds)], kind)
 
-    # ---- what it holds -----------------------------------------------------------------------------------------------
+    # ---- memory ------------------------------------------------------------------------------------------------------
 
     @property
     def empty(self) -> bool:
-        """Whether it holds no memory."""
+        """Whether no memory is allocated."""
         return not self.layers[0].nbytes
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it holds now; what copies share counts in each."""
+        """The bytes that are stored now. Memory that copies share counts in each copy."""
         return sum(layer.nbytes for layer in self.layers)
 
     def predicted_bytes(
         self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
     ) -> int:
-        """Return what it would hold, whatever it holds now, once rows were fed so, see `KVCache.predicted_bytes`."""
+        """Return the sum over all layers of `KVCache.predicted_bytes`."""
         return sum(
             layer.predicted_bytes(prompts=prompts, ends=ends, reserved=reserved, itemsize=itemsize)
             for layer in self.layers
         )
 
     def position_bytes(self, itemsize: int) -> int:
-        """Return the bytes that one position of a row takes in all layers, see `KVCache.position_bytes`."""
+        """Return the bytes that one position of one row takes in all layers."""
         return sum(layer.position_bytes(itemsize) for layer in self.layers)
 
     def check_name(self) -> None:
-        """Raise ValueError where `kind` would not name every layer's kind, so that a file could not tell it."""
+        """Raise ValueError unless `kind`, which a file stores, names the kind of every layer."""
         for layer, kind in zip(self.layers, kinds_by_layer(self.kind, len(self.layers)), strict=True):
             if type(layer) is not KVCache.named(kind) or layer.args.kv_cache != kind:
                 raise ValueError(
-                    f"a file would name the session's cache {self.kind!r}, and layer {layer.layer} has another kind, "
-                    f"{type(layer).__name__}; make it by model.session(tokenizer, kv_cache=NAME), of a class that is "
+                    f"the session's cache is named {self.kind!r}, but layer {layer.layer} has another kind, "
+                    f"{type(layer).__name__}; make it by model.session(tokenizer, kv_cache=NAME), from a class that is "
                     "registered: class Mine(KVCache, kind=NAME)"
                 )
 
     def reserve(self, rows: int, length: int) -> None:
-        """Drop what is held; kinds that preallocate take room for `rows` x `length` when they are first written."""
+        """Drop what is stored; kinds that preallocate allocate `rows` x `length` in the next call."""
         for layer in self.layers:
             layer.reserve(rows, length)
         self.source = None
 
     def free(self) -> None:
-        """Hold no memory until the next call."""
+        """Free all memory until the next call."""
         for layer in self.layers:
             layer.free()
         self.source = None
 
-    # ---- texts that last ---------------------------------------------------------------------------------------------
+    # ---- rows and positions ------------------------------------------------------------------------------------------
 
     def copy(self) -> "Cache":
-        """Return a cache that holds the same and goes its own way; kinds that can share memory until one is written."""
+        """Return an independent cache with the same contents. Some kinds share memory until one is written."""
         source = self.source
         with self.feeding(source, begins=False):
             made = Cache([layer.copy() for layer in self.layers], self.kind)
@@ -125,21 +125,21 @@ class Cache:
         return all(layer.truncate(position) for layer in self.layers)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Let row i hold what row `rows[i]` holds; what the others held is given up. No row is named twice."""
+        """Move row `rows[i]` to row i; drop the rows that are not named. No row is named twice."""
         for layer in self.layers:
             layer.select_rows(rows)
 
     def repeat_first_row(self, rows: int) -> None:
-        """Let each of `rows` rows hold what row 0 holds."""
+        """Copy row 0 into each of `rows` rows."""
         for layer in self.layers:
             layer.repeat_first_row(rows)
 
     def state(self, rows: int | None = None, length: int | None = None) -> list[dict[str, Tensor]]:
-        """Return what each layer holds as tensors by name, see `KVCache.state`."""
+        """Return each layer's `KVCache.state`."""
         return [layer.state(rows, length) for layer in self.layers]
 
     def restore(self, layers: Sequence[Mapping[str, Tensor]], rows: int, length: int, source: Source) -> None:
-        """Hold what `state(rows, length)` of a cache of the same kind and sizes gave. Raises ValueError."""
+        """Replace the contents by `state(rows, length)` of a cache of the same kind and sizes. Raises ValueError."""
         for layer, state in zip(self.layers, layers, strict=True):
             layer.restore(state, rows, length)
         self.source = source
@@ -148,7 +148,7 @@ class Cache:
 
     @contextmanager
     def feeding(self, source: Source | None, *, begins: bool) -> Iterator[None]:
-        """Reserve the cache for one call of `source`. Pass `begins` if all rows start at 0: old contents do not matter.
+        """Lock the cache for one call of `source`. Pass `begins` if all rows start at 0: old contents do not matter.
 
         Raises RuntimeError during another call, and ValueError if the contents come from another source.
         """
@@ -181,14 +181,14 @@ class Cache:
 
 
 def _another(before: Source, now: Source) -> str:
-    """Return the refusal to go on with what was computed otherwise."""
+    """Return the message for a call that continues the contents of another source."""
     if before.weights is not now.weights:
         return (
-            "this cache was fed by another model, whose keys and values mean something else; feed the text again from "
-            "start_pos=0, or give each model a cache of its own"
+            "this cache was fed by another model, whose keys and values differ; feed the text again from start_pos=0, "
+            "or give each model a cache of its own"
         )
     then, here = [f"{one.dtype} on {one.device}{', exact' if one.exact else ''}" for one in (before, now)]
     return (
-        f"what this cache holds was computed in another way ({then}) than the model computes now ({here}); feed the "
-        "text again from start_pos=0"
+        f"the contents of this cache were computed in another way ({then}) than the model computes now ({here}); feed "
+        "the text again from start_pos=0"
     )

@@ -10,20 +10,20 @@ from llama.rows import Rows
 
 
 class ConcatCache(KVCache, kind="concat"):
-    """Grows by concatenation, as most teaching code does: every step copies all keys and values once more."""
+    """Grows by concatenation: every step copies all keys and values."""
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
         bsz = len(rows.starts)
         self.args.check_room(bsz, rows.end)
-        self._refuse_gap(max(rows.starts), rows=bsz)
+        self._check_gap(max(rows.starts), rows=bsz)
         if self.keys is not None and self.keys.shape[0] < bsz:
-            self.free()  # more rows than before can only be a new batch, from position 0 on
+            self.free()  # more rows than before: a new batch, from position 0
         if rows.start is not None:
             self.keys = xk if self.keys is None else torch.cat((self.keys[:bsz, : rows.start], xk), dim=1)
             self.values = xv if self.values is None else torch.cat((self.values[:bsz, : rows.start], xv), dim=1)
         else:
-            self.keys, self.values = self._room(self.keys, rows.end, xk), self._room(self.values, rows.end, xv)
+            self.keys, self.values = self._resized(self.keys, rows.end, xk), self._resized(self.values, rows.end, xv)
             self._write(rows, xk, xv)
         return self.keys, self.values
 
@@ -40,7 +40,7 @@ class ConcatCache(KVCache, kind="concat"):
         self._in_order(state, rows, length)
         super().restore(state, rows, length)
 
-    def _refuse_gap(self, furthest: int, *, rows: int) -> None:
+    def _check_gap(self, furthest: int, *, rows: int) -> None:
         held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
         if furthest > 0 and (furthest > held or rows > held_rows):
             raise ValueError(
@@ -49,10 +49,8 @@ class ConcatCache(KVCache, kind="concat"):
             )
 
     @staticmethod
-    def _room(held: Tensor | None, end: int, like: Tensor) -> Tensor:
-        """Return a copy of what is held, with room for exactly `end` positions."""
-        bsz = len(like)
-        if held is None:
-            return like.new_empty((bsz, end, *like.shape[2:]))
-        missing = max(end - held.shape[1], 0)
-        return torch.cat((held[:bsz, :end], like.new_empty((bsz, missing, *like.shape[2:]))), dim=1)
+    def _resized(held: Tensor | None, end: int, like: Tensor) -> Tensor:
+        """Return a copy of `held` with exactly `end` positions for the rows of `like`."""
+        assert held is not None  # rows with different starts continue a text
+        missing = like.new_empty((len(like), max(end - held.shape[1], 0), *like.shape[2:]))
+        return torch.cat((held[: len(like), :end], missing), dim=1)

@@ -1,4 +1,4 @@
-"""What kinds share that have to know how far each row was written: where a position stands depends on it."""
+"""The base of kinds that count how far each row was written, because the place of a position depends on it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from llama.rope import RopeTable
 
 
 class CountingCache(KVCache):
-    """A kind that does not hold every position as it came, so that not every position can be written again."""
+    """A kind that drops or rounds some positions, so that a text cannot continue from every position."""
 
     def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
         super().__init__(args, layer, rope)
@@ -30,13 +30,13 @@ class CountingCache(KVCache):
         self._ends = [self._ends[row] for row in rows]
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
-        """Return what is held, and as `ends`, (rows,), up to where each row was written."""
+        """Return the stored tensors, and the position behind each row's last token as `ends`, (rows,)."""
         return {**super().state(rows, length), "ends": torch.tensor(self._ends[:rows], dtype=torch.int64, device="cpu")}
 
     def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
         ends = state["ends"].flatten().tolist() if "ends" in state else []
         if len(ends) != rows or not all(isinstance(end, int) and end >= length for end in ends):
-            raise ValueError(f"ends={ends} must say of {rows} rows up to where, at least {length}, they were written")
+            raise ValueError(f"ends={ends} must be the ends of {rows} rows, each at least {length}")
         super().restore({name: tensor for name, tensor in state.items() if name != "ends"}, rows, length)
         self._ends = ends
 
@@ -44,11 +44,11 @@ class CountingCache(KVCache):
         return all(self._refusal(position, end) is None for end in self._ends)
 
     def _refusal(self, start: int, end: int) -> str | None:
-        """Say why a row that was written up to `end` cannot go on from `start`, which is not behind that."""
+        """Return why a row with the end `end` cannot continue at `start` <= `end`; None if it can."""
         raise NotImplementedError
 
     def _refuse_what_is_gone(self, starts: Sequence[int]) -> None:
-        """Refuse a start that leaves a gap, or before which something is gone."""
+        """Raise ValueError for a start that leaves a gap, or that needs positions that were dropped."""
         for row, start in enumerate(starts):
             end = self._ends[row] if row < len(self._ends) else 0
             if start > end:
@@ -61,5 +61,4 @@ class CountingCache(KVCache):
                 raise ValueError(why)
 
     def _note_ends(self, starts: Sequence[int], real: Sequence[int]) -> None:
-        """Remember how far each row was written."""
         self._ends[: len(starts)] = [start + count for start, count in zip(starts, real, strict=True)]

@@ -1,8 +1,8 @@
-"""How a kind of cache is named: KIND for all layers, or KIND@LAYERS;...;KIND.
+"""The grammar of a cache's name: KIND for all layers, or KIND@LAYERS;...;KIND.
 
 KIND is NAME, NAME:PARAMS, FILE.py:NAME or FILE.py:NAME:PARAMS. LAYERS are numbers and Python ranges, joined by commas:
 `static@:2,-1;int4` is static in the first two layers and the last one, and int4 in the others. The first part that
-names a layer holds. A part without @ comes last, and names all layers that are left.
+names a layer applies. A part without @ comes last and names all remaining layers.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """The parts of one kind's name; `file` and `params` are "" where they are left out."""
+    """The parts of one KIND; `file` and `params` are "" if they are left out."""
 
     file: str
     name: str
@@ -22,9 +22,9 @@ class Kind(NamedTuple):
 
 
 def kinds_named(text: str) -> list[tuple[str, str | None]]:
-    """Return each KIND that is named, and its LAYERS; None for all that are left.
+    """Return each KIND and its LAYERS; None for all remaining layers.
 
-    Raises ValueError for an empty KIND or LAYERS, and for parts behind one that names all layers that are left.
+    Raises ValueError for an empty KIND or LAYERS, and for a part behind one without @.
     """
     named: list[tuple[str, str | None]] = []
     for part in text.split(";"):
@@ -40,7 +40,7 @@ def kinds_named(text: str) -> list[tuple[str, str | None]]:
 def kinds_by_layer(text: str, n_layers: int) -> list[str]:
     """Return the kind of each layer, NAME or NAME:PARAMS, of a model of `n_layers`.
 
-    Raises ValueError for a layer that no part names, and for LAYERS that are none of this model.
+    Raises ValueError for a layer that no part names, and for LAYERS that the model does not have.
     """
     kinds: dict[int, str] = {}
     for kind, layers in kinds_named(text):
@@ -55,7 +55,7 @@ def kinds_by_layer(text: str, n_layers: int) -> list[str]:
 
 
 def _numbers(text: str, layers: str, n_layers: int) -> list[int]:
-    """Return the layers that numbers and ranges, joined by commas, name."""
+    """Return the layers that LAYERS names."""
     found: list[int] = []
     for one in layers.split(","):
         if re.fullmatch(r"-?\d{1,9}|(-?\d{1,9})?:(-?\d{1,9})?(:(-?[1-9]\d{0,8})?)?", one) is None:
@@ -74,7 +74,7 @@ def _numbers(text: str, layers: str, n_layers: int) -> list[int]:
 
 
 def read_kind(text: str) -> Kind:
-    """Return the parts of one kind's name."""
+    """Return the parts of one KIND."""
     head, dot, rest = text.rpartition(".py:")
     file = f"{head}.py" if dot else ""
     name, _, params = (rest if dot else text).partition(":")
@@ -82,9 +82,9 @@ def read_kind(text: str) -> Kind:
 
 
 def cache_kind(text: str) -> str:
-    """Return what is named, with NAME in place of FILE.py:NAME, after running the file, which defines it.
+    """Run each FILE.py of `text` once, and return `text` with NAME in place of FILE.py:NAME.
 
-    A file is run once. Raises ValueError, in a sentence, for one that cannot be run, and as `kinds_named` does.
+    Raises ValueError for a file that cannot be run, and as `kinds_named` does.
     """
     parts = []
     for named, layers in kinds_named(text):
@@ -100,16 +100,16 @@ def _run(text: str, path: Path) -> None:
     module = f"llama_kv_kind_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
     if module in sys.modules:
         return
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    if path.exists() and not path.is_file():  # reading a pipe would block
         raise ValueError(f"kv_cache={text!r}: {path} is no regular file")
     spec = spec_from_file_location(module, path)
     assert spec is not None
     assert spec.loader is not None
-    loaded = sys.modules[module] = module_from_spec(spec)  # by name, so that what it defines can be pickled
+    loaded = sys.modules[module] = module_from_spec(spec)  # pickle finds its classes by this name
     try:
         spec.loader.exec_module(loaded)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever a user's file may raise
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's file may raise anything
         del sys.modules[module]
         if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
-            raise  # not the file's: commands raise one of their own for a key that was pressed
+            raise  # a command's own error for a pressed key, not one of the file
         raise ValueError(f"kv_cache={text!r}: {path} cannot be run: {type(error).__name__}: {error}") from error

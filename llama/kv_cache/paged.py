@@ -1,4 +1,4 @@
-"""A paged cache: blocks of positions out of one pool, taken as a text grows, and shared by texts that begin alike.
+"""A paged cache: blocks of positions from one pool, allocated as a text grows, and shared by texts with one prefix.
 
 Source: Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 """
@@ -24,9 +24,9 @@ BLOCK = 16  # positions
 class Pool:
     """The blocks of one layer, which the caches of several texts may share.
 
-    shares: how many rows of all caches have each block. spare: the blocks that no row has, the next to be taken last.
-    left: the tables of caches that are gone. Garbage is collected anywhere, in any thread, in the middle of a take too,
-    so such a cache leaves without waiting; its blocks are given back at once where nobody takes, else before the next.
+    shares: the number of rows, of all caches, that use each block. spare: the blocks that no row uses; the last one is
+    taken next. left: the tables of deleted caches, whose blocks return to the pool before the next ones are taken:
+    Python may delete a cache in any thread, even in one that has the lock.
     """
 
     def __init__(self, cache: "PagedCache") -> None:
@@ -34,35 +34,29 @@ class Pool:
         self.spare: list[int] = []
         self.caches: WeakSet[PagedCache] = WeakSet((cache,))
         self.left: deque[list[int]] = deque()
-        self.lock = Lock()  # texts that share it compute in turn, but are dropped in any thread
+        self.lock = Lock()  # copies of a cache may be written, freed and copied in different threads
 
     def give_back(self, table: list[int]) -> None:
-        """Take a row's share of its blocks; the lock is held."""
+        """Return a row's blocks to the pool. The caller has the lock."""
         for block in table:
             self.shares[block] -= 1
             if not self.shares[block]:
                 self.spare.append(block)
 
-    def leave(self, cache: "PagedCache") -> None:
-        """Go on without a cache, which has left its tables; the lock is held."""
-        self.caches.discard(cache)
-        if self.caches:  # else nobody will take
-            self.settle()
-
     def settle(self) -> None:
-        """Give back what was left; the lock is held."""
+        """Return the blocks of deleted caches to the pool. The caller has the lock."""
         while self.left:
             self.give_back(self.left.popleft())
 
 
 class PagedCache(KVCache, kind="paged"):
-    """A table of blocks for each row: position p stands in block table[p // BLOCK], slot p % BLOCK.
+    """A table of blocks for each row: position p is in block table[p // BLOCK], slot p % BLOCK.
 
     keys and values are the pool, (blocks, BLOCK, n_kv_heads, head_dim). It grows by an eighth when no block is free, so
-    that texts that grow are seldom copied; `paged:BLOCKS` limits it. A block that several rows have is copied before
-    one of them writes into it. A row that leaves gives its blocks back. Attention wants keys in one piece, so the
-    plain path gathers the blocks of every row at every step: a copy of the cache; native code reads them in place.
-    A copy shares the pool, and all the blocks, until one of the two writes.
+    that it is seldom copied; `paged:BLOCKS` limits it. A block that several rows use is copied before one of them
+    writes into it. A row that leaves returns its blocks. PyTorch's attention needs contiguous keys, so the plain path
+    copies the blocks of every row at every step; native code reads them in place.
+    A copy shares the pool and all blocks until one of the two writes.
     """
 
     shares_memory = True
@@ -75,19 +69,19 @@ class PagedCache(KVCache, kind="paged"):
     def configure(self, params: str) -> None:
         if params and not (params.isascii() and params.isdigit() and int(params) > 0):
             raise ValueError(
-                f"kv_cache={self.args.kv_cache!r}: a paged cache takes how many blocks of {BLOCK} positions there may "
-                "be, such as paged:512, or nothing"
+                f"kv_cache={self.args.kv_cache!r}: give the most blocks of {BLOCK} positions, such as paged:512, "
+                "or no parameter"
             )
         self.most_blocks = int(params) if params else None
 
     def predicted_bytes(
         self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
     ) -> int:
-        changes = Counter[int]()  # by step, the prompts' call being 0: how many more blocks are in use than before
+        changes = Counter[int]()  # of the blocks in use, by step; the call of the prompts is step 0
         for prompt, end in zip(prompts, ends, strict=True):
             changes[0] += -(-prompt // BLOCK)
             changes.update(range(-prompt % BLOCK + 1, end - prompt + 1, BLOCK))
-            changes[end - prompt + 1] -= -(-end // BLOCK)  # the row leaves before this step, which may not come
+            changes[end - prompt + 1] -= -(-end // BLOCK)  # the row leaves before this step
         blocks = used = 0
         for step in range(max(changes)):
             used += changes[step]
@@ -101,14 +95,14 @@ class PagedCache(KVCache, kind="paged"):
     def free(self) -> None:
         self.pool.left += self.tables
         with self.pool.lock:
-            self.pool.leave(self)
+            self.pool.caches.discard(self)
         super().free()
         self.tables, self.pool = [], Pool(self)
 
     def copy(self) -> Self:
-        if type(self) is not PagedCache:  # what it holds besides is not known here
+        if type(self) is not PagedCache:  # a subclass may have other contents
             return super().copy()
-        other = object.__new__(type(self))  # a session is forked in no time: nothing of it is made anew
+        other = object.__new__(type(self))  # fast: no table of angles is made
         with self.pool.lock:
             vars(other).update(vars(self))
             other.tables = [list(table) for table in self.tables]
@@ -118,14 +112,8 @@ class PagedCache(KVCache, kind="paged"):
         return other
 
     def __del__(self) -> None:
-        if "pool" not in vars(self):
-            return  # it was never made
-        self.pool.left += self.tables
-        if self.pool.lock.acquire(blocking=False):
-            try:
-                self.pool.leave(self)
-            finally:
-                self.pool.lock.release()
+        if "pool" in vars(self):  # __init__ may have failed
+            self.pool.left += self.tables
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "pool"}
@@ -138,7 +126,7 @@ class PagedCache(KVCache, kind="paged"):
         self.pool.spare += [block for block in reversed(range(len(self.pool.shares))) if not held[block]]
 
     def repeat_first_row(self, rows: int) -> None:
-        """Let each of `rows` rows share the blocks of row 0."""
+        """Share the blocks of row 0 with each of `rows` rows."""
         with self.pool.lock:
             for row in range(1, len(self.tables)):
                 self._give_back(row)
@@ -153,7 +141,7 @@ class PagedCache(KVCache, kind="paged"):
             self.tables = [self.tables[row] for row in rows]
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
-        """Return the keys and values of all rows, (rows, length, n_kv_heads, head_dim), as other kinds have them."""
+        """Return keys and values in order of position, (rows, length, n_kv_heads, head_dim)."""
         length = max(map(len, self.tables[:rows]), default=0) * BLOCK if length is None else length
         if self.keys is None or self.values is None or not length:
             return {}
@@ -184,17 +172,17 @@ class PagedCache(KVCache, kind="paged"):
             pool.flatten(0, 1)[slots] = new.flatten(0, 1)[kept]
         keys, values = self._gathered(self.keys, rows.end, bsz), self._gathered(self.values, rows.end, bsz)
         for row, (start, count) in enumerate(zip(rows.starts, rows.lengths, strict=True)):
-            if count < width:  # what is not kept is attended to under a mask, and so must be finite
+            if count < width:  # padding is not stored, but must be finite under the mask
                 keys[row, start : start + width], values[row, start : start + width] = xk[row], xv[row]
         return keys, values
 
     def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
-        """Give every row blocks of its own for the positions that it is about to write, or raise with none taken."""
+        """Take blocks for the positions that each row writes, copying shared ones. If it raises, none was taken."""
         with self.pool.lock:
             self.pool.settle()
             self.tables += [[] for _ in range(len(starts) - len(self.tables))]
             needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken
-            left = list(self.pool.shares)  # by how many rows each block is had once others have copied it
+            left = list(self.pool.shares)  # shares, after the copies that are counted so far
             for row, (start, count) in enumerate(zip(starts, real, strict=True)):
                 table, end = self.tables[row], -(-(start + count) // BLOCK)
                 for place in range(start // BLOCK, min(end, len(table))):
@@ -223,7 +211,7 @@ class PagedCache(KVCache, kind="paged"):
         self.tables[row] = []
 
     def _grow(self, more: int, like: Tensor) -> None:
-        """Have at least `more` blocks beyond those that there are. Raises ValueError past the pool's limit."""
+        """Enlarge the pool by at least `more` blocks. Raises ValueError past its limit."""
         held = 0 if self.keys is None else self.keys.shape[0]
         if more <= 0:
             return
@@ -240,14 +228,14 @@ class PagedCache(KVCache, kind="paged"):
         self.pool.spare[:0] = range(size - 1, held - 1, -1)
 
     def _enlarged(self, blocks: int, needed: int) -> int:
-        """Return how many blocks a pool of `blocks` has after it was enlarged for `needed`."""
+        """Return the new size of a pool of `blocks` when `needed` are needed."""
         size = max(needed, blocks + blocks // 8)
         return size if self.most_blocks is None else min(size, self.most_blocks)
 
     def _slots(
         self, starts: Sequence[int], real: Sequence[int], seqlen: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return for each token that is kept its slot in the pool, and which one of all rows' tokens it is."""
+        """Return the slot in the pool of each token that is not padding, and its index among all rows' tokens."""
         slots: list[int] = []
         kept: list[int] = []
         for row, (start, count) in enumerate(zip(starts, real, strict=True)):

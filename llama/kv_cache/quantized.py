@@ -1,7 +1,7 @@
-"""Quantised caches: keys and values in 8 or 4 bits, and the newest of them as they come.
+"""Quantised caches: keys and values in 8 or 4 bits, and the newest of them in full precision.
 
-Source: Liu et al., KIVI, https://arxiv.org/abs/2402.02750. Keys have channels that are large in every token, so keys
-are quantised per channel, over a group of tokens; values have none, so they are quantised per token.
+Source: Liu et al., KIVI, https://arxiv.org/abs/2402.02750. Some channels of keys are large in every token, so keys are
+quantised per channel, over a group of tokens. Values have no such channels and are quantised per token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,17 @@ from llama.kv_cache.counting import CountingCache
 from llama.rope import RopeTable
 from llama.rows import Rows
 
-# docs/log.md shows what else was tried. Tokens that share a channel's scale of the keys, and numbers of a token that
-# share one of the values; and the dtype of scales and zeros.
+# GROUP tokens share a scale per channel of the keys; GROUP numbers of a token's values share one (docs/log.md).
 GROUP = 32
-SCALES = torch.float16
+SCALES = torch.float16  # the dtype of scales and zeros
 _SIDES = ("key", "value")
 
 
 class QuantizedCache(CountingCache):
     """Groups of GROUP positions in `bits` bits, and the newest group of every row in full precision.
 
-    A call attends in full precision to what it was given, so a prompt does to all of it; a group is quantised once it
-    is full. The number x is held as code = round((x - zero) / scale). By row, group and KV head:
+    A call reads its own keys and values in full precision, for example all of a prompt; a group is quantised when it is
+    full. The number x is stored as code = round((x - zero) / scale). By row, group and KV head:
 
         key_codes                   (rows, groups, n_kv_heads, head_dim, GROUP x bits / 8) uint8, see `_packed`
         key_scale, key_zero         (rows, groups, n_kv_heads, 1, head_dim): of each channel
@@ -35,8 +34,8 @@ class QuantizedCache(CountingCache):
         value_scale, value_zero     (rows, groups, n_kv_heads, parts, GROUP): of each token, see `value_parts`
         keys, values                (rows, GROUP, n_kv_heads, head_dim): the newest; position p has the slot p % GROUP
 
-    A step multiplies each channel of a group's keys with one number of the query, and each token of its values with one
-    weight; the numbers that one is multiplied with lie side by side.
+    A step multiplies each channel of a group's keys by one number of the query, and each token of its values by one
+    weight. The numbers with a common factor are adjacent in memory.
     """
 
     lossless = False
@@ -51,7 +50,7 @@ class QuantizedCache(CountingCache):
                 setattr(self, f"{side}_{part}", None)
 
     def position_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a position in a full group, with its share of the scales."""
+        """Return the bytes of a position in a full group, with its part of the scales."""
         return self._group_bytes() // GROUP
 
     def predicted_bytes(
@@ -90,7 +89,7 @@ class QuantizedCache(CountingCache):
         return keys, values
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
-        """Return what is held: groups that are full, and, as `keys` and `values`, what the newest one has."""
+        """Return the full groups, and the newest one as `keys` and `values`."""
         end = max(self._ends[:rows], default=0)
         state = super().state(rows, length)
         return {name: part if name == "ends" else part[:, : _written(name, end)] for name, part in state.items()}
@@ -109,12 +108,12 @@ class QuantizedCache(CountingCache):
         if start % GROUP == 0 or start >= _newest(end):
             return None
         return (
-            f"start_pos={start} lies within a group of {GROUP} positions that is quantised, for {end} were fed; "
-            f"go on from {start // GROUP * GROUP}"
+            f"start_pos={start} lies within a group of {GROUP} positions that is quantised, because {end} were fed; "
+            f"continue from {start // GROUP * GROUP}"
         )
 
     def _take(self, rows: int, groups: int, like: Tensor) -> None:
-        """Have room for `groups` groups of `rows` rows; more than that by doubling, up to the model's limit."""
+        """Allocate at least `groups` groups of `rows` rows; grow by doubling, up to the model's limit."""
         codes = self.key_codes
         held_rows, held = (0, 0) if codes is None else codes.shape[:2]
         if held_rows >= rows and held >= groups:
@@ -135,7 +134,7 @@ class QuantizedCache(CountingCache):
         return sizes
 
     def _whole(self, side: str, starts: Sequence[int], new: Tensor) -> Tensor:
-        """Return all there is, (bsz, kv_len, n_kv_heads, head_dim): groups dequantised, and the rest as it came."""
+        """Return all keys or values, (bsz, kv_len, n_kv_heads, head_dim), with the full groups dequantised."""
         codes, scale, zero = (getattr(self, f"{side}_{part}") for part in ("codes", "scale", "zero"))
         newest = getattr(self, f"{side}s")
         bsz, seqlen = new.shape[:2]
@@ -154,7 +153,7 @@ class QuantizedCache(CountingCache):
         return whole
 
     def _keep(self, side: str, row: int, start: int, end: int, whole: Tensor) -> None:
-        """Quantise the groups of a row that [start, end) filled, and hold the newest one as it came."""
+        """Quantise the groups of a row that [start, end) filled, and store the newest one in full precision."""
         first, full = start // GROUP, end // GROUP
         if full > first:
             groups = whole[first * GROUP : full * GROUP].view(-1, GROUP, *whole.shape[1:]).transpose(1, 2)
@@ -164,7 +163,7 @@ class QuantizedCache(CountingCache):
                 held = quantize(groups, bits=self.bits, parts=value_parts(groups.shape[-1]))
             for part, numbers in zip(("codes", "scale", "zero"), held, strict=True):
                 getattr(self, f"{side}_{part}")[row, first:full] = numbers
-        begin = _newest(end)  # also where it is full: its tokens may be fed once more
+        begin = _newest(end)  # even if it is full: its tokens may be fed again
         if end > start:
             getattr(self, f"{side}s")[row, : end - begin] = whole[begin:end]
 
@@ -178,8 +177,8 @@ class Int8Cache(QuantizedCache, kind="int8"):
 class Int4Cache(QuantizedCache, kind="int4"):
     """Keys and values in 4 bits, two to a byte.
 
-    Keys are held as they are before RoPE, which turns the channels of a group by up to 31 positions and so makes their
-    range wider: at 8 bits that costs nothing, at 4 bits 0.5 to 2 % of the most likely tokens (docs/log.md).
+    Keys are stored before RoPE: within a group RoPE rotates them by up to 31 positions, which widens the range of a
+    channel. At 8 bits that costs nothing, at 4 bits it changes 0.5 to 2 % of the most likely tokens (docs/log.md).
     Source: Hooper et al., KVQuant, https://arxiv.org/abs/2401.18079.
     """
 
@@ -188,14 +187,14 @@ class Int4Cache(QuantizedCache, kind="int4"):
 
 
 def value_parts(head_dim: int) -> int:
-    """Return in how many parts, each with a scale of its own, a token's values of a head are quantised."""
+    """Return the number of scales for one token's values of one head."""
     return head_dim // GROUP if head_dim % GROUP == 0 else 1
 
 
 def quantize(x: Tensor, *, bits: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes of x, (..., count, length), packed, and the scale and zero of each part of each of its rows.
+    """Return the packed codes, the scales and the zeros of x, (..., count, length).
 
-    Codes are (..., count, length x bits / 8), scales and zeros (..., parts, count).
+    Codes are (..., count, length x bits / 8). Scales and zeros, `parts` for each row of x, are (..., parts, count).
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], parts, -1)
     low, high = wide.amin(-1), wide.amax(-1)  # (..., count, parts)
@@ -208,14 +207,14 @@ def quantize(x: Tensor, *, bits: int, parts: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, bits: int) -> Tensor:
-    """Return the numbers that `quantize` gave codes of, (..., count, length), in float32."""
+    """Return the numbers of the codes that `quantize` returned, (..., count, length), in float32."""
     numbers = _unpacked(codes, bits).float()
     numbers = numbers.reshape(*numbers.shape[:-1], scale.shape[-2], -1)
     return (numbers * scale.float().mT[..., None] + zero.float().mT[..., None]).flatten(-2)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Return codes as they are held: of 4 bits, each byte of a run has one of its first half and one of its last."""
+    """Return codes as they are stored: a byte has two 4-bit codes, one of each half of a run."""
     if bits == 8:
         return codes
     first, last = codes.reshape(*codes.shape[:-1], -1, 2, _run(codes.shape[-1]) // 2).unbind(-2)
@@ -230,15 +229,15 @@ def _unpacked(codes: Tensor, bits: int) -> Tensor:
 
 
 def _run(length: int) -> int:
-    """Return how many codes are packed with one another."""
+    """Return the number of codes in a run."""
     return GROUP if length % GROUP == 0 else length
 
 
 def _written(name: str, end: int) -> int:
-    """Return how much of a buffer, along its second dimension, a row has written that goes up to `end`."""
+    """Return the length of a buffer's second dimension that a row with this end has written."""
     return end - _newest(end) if name in ("keys", "values") else end // GROUP
 
 
 def _newest(end: int) -> int:
-    """Return where the newest group begins of a row that was written up to `end`."""
+    """Return the first position of the newest group of a row with this end."""
     return max(end - 1, 0) // GROUP * GROUP

@@ -1,4 +1,4 @@
-"""The static cache: memory taken once, and written in place."""
+"""The static cache: memory that is allocated once and written in place."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,10 +9,10 @@ from llama.rows import Rows
 
 
 class StaticCache(KVCache, kind="static"):
-    """Buffers taken once and written in place: (rows, length, n_kv_heads, head_dim).
+    """Buffers that are allocated once and written in place: (rows, length, n_kv_heads, head_dim).
 
-    `reserve` decides their size; a write that needs more, up to the limits, moves them into larger ones. Slots that
-    were never written hold whatever was in memory, and slots past a row's position whatever an earlier text left there.
+    `reserve` sets their size; a write that needs more, up to the limits, moves them into larger ones. Positions that
+    were not written have undefined contents, and positions behind the end of a row may have those of an earlier text.
     """
 
     preallocates = True
@@ -42,7 +42,7 @@ class StaticCache(KVCache, kind="static"):
         super().restore(state, rows, length)
 
     def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the whole buffers, with room for `rows` x `length` at least: for who writes into them by himself."""
+        """Return the whole buffers, at least `rows` x `length`, for callers that write into them."""
         if not self.fits(rows, length):
             self._grow(rows, length, like=like)
         assert self.keys is not None
@@ -50,12 +50,12 @@ class StaticCache(KVCache, kind="static"):
         return self.keys, self.values
 
     def fits(self, rows: int, length: int) -> bool:
-        """Tell whether the buffers that are held have room for `rows` x `length`."""
+        """Return True if the buffers have at least `rows` x `length` positions."""
         return self.keys is not None and self.keys.shape[0] >= rows and self.keys.shape[1] >= length
 
     def _grow(self, rows: int, length: int, like: Tensor) -> None:
         held_rows, held = self.reserved if self.keys is None else self.keys.shape[:2]
-        if self.keys is not None and length > held:  # or a text fed token by token would be copied each time
+        if self.keys is not None and length > held:  # or every step would copy the text
             length = min(max(length, 2 * held), self.args.max_seq_len)
         shape = (max(rows, held_rows), max(length, held), self.args.n_kv_heads, self.args.head_dim)
         self._enlarge(dict.fromkeys(("keys", "values"), (shape, like.dtype)), like.device)

@@ -1,4 +1,4 @@
-"""A window over the text: the last positions, and the first ones as attention sinks, in memory that does not grow.
+"""A window over the text: the last positions, and the first ones as attention sinks, in constant memory.
 
 Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453.
 """
@@ -15,18 +15,18 @@ from llama.kv_cache.counting import CountingCache
 from llama.rope import RopeTable
 from llama.rows import Rows
 
-DEFAULT_SINKS = 4  # of which the paper finds that more help no further
+DEFAULT_SINKS = 4  # the paper finds that more do not help
 
 
 class WindowCache(CountingCache, kind="window"):
-    """`window:W+S` lets each query see the last W positions, its own among them, and the first S, the sinks.
+    """`window:W+S`: each query sees the last W positions, including its own, and the first S, the sinks.
 
-    Keys are held as they are before RoPE, and rotated by their place in the query's window: the sinks have the places
-    0 to S - 1 and the window those behind them, so no angle grows with the text. Until S + W positions are there,
-    places are positions. A query of a chunk sees its own window, however a text is cut.
+    Keys are stored before RoPE and rotated by their place in the query's window: the sinks have the places 0 to S - 1,
+    the window has the next ones, so no angle grows with the text. For the first S + W positions, place and position are
+    equal. A query within a chunk sees its own window, so results do not depend on how a text is cut.
 
-    keys and values are (rows, up to S + W, n_kv_heads, head_dim). Position p has the slot p, until all are taken; then
-    the S first stay where they are, and the others go round, see `_slots`.
+    keys and values are (rows, up to S + W, n_kv_heads, head_dim). Position p has the slot p until all slots are in use;
+    then the S first keep theirs, and the others go round, see `_slots`.
     """
 
     lossless = False
@@ -41,7 +41,7 @@ class WindowCache(CountingCache, kind="window"):
     def configure(self, params: str) -> None:
         self.window, self.sinks = window_and_sinks(self.args, params)
         self.bound = self.window + self.sinks
-        self.last = self.bound - 1  # the place of a query whose window is whole
+        self.last = self.bound - 1  # the place of a query with a full window
 
     def predicted_bytes(
         self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
@@ -75,7 +75,7 @@ class WindowCache(CountingCache, kind="window"):
         return self._positions
 
     def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
-        seen, self._seen = self._seen, None  # as large as a prompt's scores: no layer holds it until its next call
+        seen, self._seen = self._seen, None  # as large as a prompt's scores: free it before the next layer
         return seen
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class WindowCache(CountingCache, kind="window"):
         self._refuse_what_is_gone(starts)
         self.args.check_room(bsz, 0)
         self._take(bsz, min(rows.end, self.window + self.sinks), like=xk)
-        whole = None if rows.width == 1 else self._chunk(starts, xk, xv)  # before what it looks at is written over
+        whole = None if rows.width == 1 else self._chunk(starts, xk, xv)  # reads what _keep overwrites
         self._keep(starts, rows.lengths, xk, xv)
         self._note_ends(starts, rows.lengths)
         return self._step(starts) if whole is None else whole
@@ -94,11 +94,11 @@ class WindowCache(CountingCache, kind="window"):
             return None
         return (
             f"start_pos={start}: the window of {self.window} has dropped positions before {end - self.window}, "
-            "which that one looks at; feed the text from 0 on, or take a larger window"
+            "which this position needs; feed the text from 0 on, or take a larger window"
         )
 
     def _take(self, rows: int, length: int, like: Tensor) -> None:
-        """Have room for `length` positions of `rows` rows; more of them by doubling, up to the bound."""
+        """Allocate at least `length` positions of `rows` rows; grow by doubling, up to the bound."""
         held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
         if held_rows >= rows and held >= length:
             return
@@ -110,11 +110,11 @@ class WindowCache(CountingCache, kind="window"):
         self._enlarge(dict.fromkeys(("keys", "values"), (shape, like.dtype)), like.device)
 
     def _slots(self, positions: Tensor) -> Tensor:
-        """Return where positions stand, or will."""
+        """Return the slots of positions."""
         return torch.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % self.window)
 
     def _keep(self, starts: Sequence[int], real: Sequence[int], xk: Tensor, xv: Tensor) -> None:
-        """Write each row's real tokens, of many the first and the last ones."""
+        """Write those tokens of each row that stay: sinks and the last W, without padding."""
         assert self.keys is not None
         assert self.values is not None
         for row, (start, count) in enumerate(zip(starts, real, strict=True)):
@@ -125,28 +125,28 @@ class WindowCache(CountingCache, kind="window"):
             self.keys[row, slots], self.values[row, slots] = xk[row, kept - start], xv[row, kept - start]
 
     def _step(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return what the newest token of each row looks at, in the order of the slots."""
+        """Return the keys and values for the newest token of each row, in the order of the slots."""
         assert self.keys is not None
         assert self.values is not None
         bsz, furthest = len(starts), min(max(starts), self.last)
         slots = torch.arange(furthest + 1, device=self.keys.device)
         together = len(set(starts)) == 1
         newest = torch.tensor(starts[:1] if together else starts, device=slots.device)[:, None]
-        # The newest position of each slot; in one that a row has not reached yet, one before the window.
+        # The newest position of each slot; if a row has not reached the slot yet, a position before the window.
         positions = torch.where(slots < self.sinks, slots, newest - (newest - slots) % self.window)
         places = torch.where(slots < self.sinks, slots, positions - (newest - self.last).clamp(min=0))
         keys, values = self.keys[:bsz, : furthest + 1], self.values[:bsz, : furthest + 1]
         self._seen, self._positions = None, positions[0] if together else positions
         if not together:
             seen = torch.where(slots < self.sinks, slots <= newest, positions >= self.sinks)  # (bsz, slots)
-            unseen = ~seen[..., None, None]  # and may hold anything, which no mask would take out
+            unseen = ~seen[..., None, None]  # undefined: a NaN would pass a mask
             keys, values, self._seen = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0), seen[:, None]
         return self.rotated(keys, places[0] if together else places.clamp(min=0), furthest), values
 
     def _chunk(self, starts: Sequence[int], xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what several tokens of each row look at: sinks, the window before them, and themselves.
+        """Return the keys and values for several tokens of each row: sinks, the window before them, and their own.
 
-        A query whose place lies past the last one gets the sinks once more, as far before it as they stand before that.
+        A query past the last place sees a copy of the sinks, rotated so that their distance is that of the last place.
         """
         assert self.keys is not None
         assert self.values is not None
@@ -156,8 +156,8 @@ class WindowCache(CountingCache, kind="window"):
         old_len = min(self.window - 1, max(starts))
         positions = first + torch.arange(-old_len, seqlen, device=xk.device)  # (bsz, old_len + seqlen)
         queries = positions[:, old_len:]
-        base = (first - self.last).clamp(min=0)  # which position has the place 0
-        late = (queries - base - self.last).clamp(min=0)  # (bsz, seqlen): how far a query stands past the last place
+        base = (first - self.last).clamp(min=0)  # the position with the place 0
+        late = (queries - base - self.last).clamp(min=0)  # (bsz, seqlen): each query's distance past the last place
         copies = torch.arange(max(furthest - self.last, 0) + 1, device=xk.device)
         sinks = torch.arange(min(self.sinks, self.keys.shape[1]), device=xk.device)
         places = torch.cat(
@@ -172,7 +172,7 @@ class WindowCache(CountingCache, kind="window"):
         unseen = ~self._seen.any(1)[..., None, None]
         parts = []
         for held, new in ((self.keys, xk), (self.values, xv)):
-            # A text that begins has its first tokens among the new ones, not in their slots yet.
+            # The first tokens of a new text are among the new ones, not in their slots yet.
             own = torch.where((sinks >= first)[..., None, None], self._begun(sinks, first, new), held[:bsz, sinks])
             whole = torch.cat((own.repeat(1, len(copies), 1, 1), held[rows, slots], new), dim=1)
             parts.append(whole.masked_fill(unseen, 0))
@@ -180,13 +180,13 @@ class WindowCache(CountingCache, kind="window"):
 
     @staticmethod
     def _begun(sinks: Tensor, first: Tensor, new: Tensor) -> Tensor:
-        """Return the new tokens that are sinks, in their order; anything where there are none."""
+        """Return the new tokens that are sinks, in order; undefined where there are none."""
         columns = (sinks - first).clamp(0, new.shape[1] - 1)  # (bsz, sinks)
         return new[torch.arange(len(new), device=new.device)[:, None], columns]
 
 
 def window_and_sinks(args: ModelArgs, params: str) -> tuple[int, int]:
-    """Return W and S of "W+S" or "W"; by default a window that fills max_seq_len. Raises ValueError."""
+    """Return W and S of "W+S" or "W"; for "" a window that fills max_seq_len. Raises ValueError."""
     if not params:
         sinks = min(DEFAULT_SINKS, args.max_seq_len - 1)
         return args.max_seq_len - sinks, sinks

@@ -1,8 +1,8 @@
-"""How well a model predicts a text, by itself and with a kind of KV cache. The command is `llama.cli.perplexity`.
+"""The perplexity of a model on a text, with and without a kind of KV cache.
 
-A kind of cache that keeps less than all keys and values, or keeps them rounded, changes what comes out. Here is how
-much: perplexity, the divergence of what is expected at each position, and how often the same token is the most likely.
-Knows models and ids. Log-likelihoods are in nats, ids are a list.
+A kind of cache that drops or rounds keys and values changes the model's predictions. Perplexity, the KL divergence at
+each position and the share of equal most likely tokens measure how much. Knows models and ids. Log-likelihoods are in
+nats, ids are a list.
 """
 
 import math
@@ -18,13 +18,13 @@ from llama.cli.progress import progress_bar
 from llama.kv_cache import Cache
 from llama.model import Transformer
 
-CONTEXT, PROMPT_LEN = 1024, 64  # of a window; of what is fed in one pass before the steps
-_CHUNK = 64  # positions whose log-probabilities are computed at a time: 32 MB for a vocabulary of 128,256
+CONTEXT, PROMPT_LEN = 1024, 64  # tokens of a window, and those of them that are fed in one pass before the steps
+_CHUNK = 64  # positions whose losses are computed at a time: 32 MB for a vocabulary of 128,256
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a text was predicted: the tokens that were scored, and the mean of their negative log-likelihoods."""
+    """The number of scored tokens of a text, and the mean of their negative log-likelihoods."""
 
     tokens: int
     mean_nll: float
@@ -33,16 +33,16 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Return exp(mean_nll): among how many equally likely tokens the model chose, so to speak."""
+        """Return exp(mean_nll)."""
         return _exp(self.mean_nll)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far expectations are from those of a reference, over the same positions of the same text.
+    """How far predictions are from those of a reference, over the same positions of the same text.
 
-    mean_kl: the mean of KL(reference || other). top1_agreement: the share of positions at which both find the same
-    token the most likely.
+    mean_kl: the mean of KL(reference || other). top1_agreement: the share of positions at which both have the same
+    most likely token.
     """
 
     tokens: int
@@ -62,11 +62,11 @@ class Comparison:
 
 
 def windows(length: int, *, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, first, end) for each window of a text: tokens begin .. end - 1 are fed, those from `first` scored.
+    """Yield (begin, first, end) of each window: tokens begin .. end - 1 are fed, and those from `first` on are scored.
 
-    Windows are of `context` tokens, the last may be shorter, and each begins `stride` behind the one before. So every
-    token is scored once, behind at least context - stride others but in the first window; the first token of a text,
-    and where stride equals context of each window, has nothing before it and is not scored.
+    A window has `context` tokens (the last one may have fewer) and begins `stride` tokens after the one before. So
+    every token is scored once, after at least context - stride tokens except in the first window. A token with nothing
+    before it is not scored: the first of the text, and the first of every window if stride equals context.
     Source: "Perplexity of fixed-length models", https://huggingface.co/docs/transformers/perplexity
     """
     scored = 1
@@ -81,11 +81,10 @@ def windows(length: int, *, context: int, stride: int) -> Iterator[tuple[int, in
 
 @torch.inference_mode()
 def perplexity(model: Transformer, ids: Sequence[int], *, context: int = CONTEXT, stride: int | None = None) -> Score:
-    """Score a text without a cache, in windows of `context` tokens that begin `stride` (half of it) behind each other.
+    """Score a text without a cache, one pass a window; `stride` is half of `context` by default, see `windows`.
 
-    One pass a window. The documented code of Hugging Face (see `windows`) weights a window by one token less than it
-    scores; here every token weighs the same. Raises ValueError for a text of less than two tokens, and for windows that
-    the model cannot read.
+    The documented code of Hugging Face weights a window by one token less than it scores; here all tokens have the same
+    weight. Raises ValueError for fewer than two tokens, and for windows longer than the model's limit.
     """
     stride = max(context // 2, 1) if stride is None else stride
     _check_windows(model, len(ids), context=context, stride=stride)
@@ -104,10 +103,10 @@ def perplexity(model: Transformer, ids: Sequence[int], *, context: int = CONTEXT
 def cached_perplexity(
     model: Transformer, ids: Sequence[int], *, context: int = CONTEXT, prompt_len: int = PROMPT_LEN
 ) -> Score:
-    """Score a text with the model's own kind of cache, which is read for every scored token but a window's first.
+    """Score a text through the model's kind of cache, token by token after the first `prompt_len` of each window.
 
-    As `perplexity` with stride = context - prompt_len, but of each window `prompt_len` tokens are fed in one pass and
-    the others one by one. The first `prompt_len` tokens of the text are not scored. Raises ValueError as `perplexity`.
+    The windows are those of stride = context - prompt_len. The first `prompt_len` tokens of the text are not scored.
+    Raises ValueError as `perplexity` does.
     """
     _check_prompt(len(ids), prompt_len=prompt_len, context=context)
     stride = context - prompt_len
@@ -127,12 +126,11 @@ def cached_perplexity(
 def expected(
     model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
 ) -> Generator[Tensor, None, None]:
-    """Yield what the model expects at each position from `prompt_len` on: log-probabilities, (vocab,).
+    """Yield the predicted log-probabilities, (vocab,), of each position from `prompt_len` on, with teacher forcing.
 
-    They are of ids[prompt_len], ids[prompt_len + 1], ... to the last, whatever these are (teacher forcing). The first
-    `prompt_len` ids are fed in one pass, the others one by one, through `cache`, an empty one; by default a new one of
-    the model's kind. They are float64 where the device has it: two caches that differ by little more than rounding
-    would differ by the rounding of float32 here.
+    The first `prompt_len` ids are fed in one pass, the others one by one, through `cache`, which must be empty; by
+    default a new one of the model's kind. float64 if the device has it: float32 would round away small differences
+    between two kinds of cache.
     """
     with closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as steps:
         for logits in steps:
@@ -142,10 +140,10 @@ def expected(
 def next_logits(
     model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
 ) -> Generator[Tensor, None, None]:
-    """Yield the logits, (vocab,), of which `expected` gives the log-probabilities."""
+    """Yield the logits, (vocab,), of the positions of `expected`."""
     _check_prompt(len(ids), prompt_len=prompt_len)
     cache = model.new_cache(rows=1, length=len(ids) - 1) if cache is None else cache
-    model.args.check_room(1, 0 if cache.bound else len(ids) - 1)  # now, not after all the steps before the limit
+    model.args.check_room(1, 0 if cache.bound else len(ids) - 1)  # before the first step, not at the limit
     tokens = torch.tensor(ids, device=model.device)[None]  # (1, length)
     starts = [0, *range(prompt_len, len(ids) - 1)]
     cached = model.with_kv_caching(True)
@@ -156,15 +154,15 @@ def next_logits(
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Return the log-softmax of logits, (vocab,), in float64 where the device has it."""
+    """Return the log-softmax of logits, (vocab,), in float64 if the device has it."""
     return logits.log_softmax(-1, dtype=logits.dtype if logits.device.type == "mps" else torch.float64)
 
 
 def compare(model: Transformer, kind: str, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN) -> Comparison:
-    """Compare what a model expects of a text through a cache of this kind with its own kind's; see `expected`.
+    """Compare a model's predictions of a text through a cache of this kind with those through the model's own kind.
 
-    Both go in lockstep, so that no more than two positions' log-probabilities are held. Raises ValueError for a kind
-    that is not known, and as `expected`.
+    Both run in lockstep, so the log-probabilities of only one position are in memory. Raises ValueError for an unknown
+    kind, and as `expected` does.
     """
     cache = model.new_cache(kind, rows=1, length=len(ids) - 1)
     with (
@@ -175,19 +173,19 @@ def compare(model: Transformer, kind: str, ids: Sequence[int], *, prompt_len: in
 
 
 def compared(
-    ours: Iterable[Tensor], theirs: Iterable[Tensor], ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
+    reference: Iterable[Tensor], other: Iterable[Tensor], ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
 ) -> Comparison:
-    """Return how far `theirs` are from `ours`, both what `expected` yields for the same ids."""
+    """Compare two iterables of log-probabilities, as `expected` yields them for the same ids."""
     kl = same = nll = other_nll = 0.0
-    wanted = ids[prompt_len:]
-    with progress_bar("scoring", total=len(wanted), unit="token") as bar:
-        for full, changed, token in zip(ours, theirs, wanted, strict=True):
+    targets = ids[prompt_len:]
+    with progress_bar("scoring", total=len(targets), unit="token") as bar:
+        for full, changed, token in zip(reference, other, targets, strict=True):
             kl += float(F.kl_div(changed, full, reduction="sum", log_target=True))  # KL(full || changed)
             same += int(full.argmax()) == int(changed.argmax())
             nll -= float(full[token])
             other_nll -= float(changed[token])
             bar.update()
-    n = len(wanted)
+    n = len(targets)
     return Comparison(n, prompt_len, kl / n, same / n, nll / n, other_nll / n)
 
 
@@ -211,7 +209,7 @@ def _check_windows(model: Transformer, length: int, *, context: int, stride: int
             "give another context, or load the model with a larger max_seq_len"
         )
     if not 1 <= stride <= context:
-        raise ValueError(f"stride={stride} must be from 1 to context={context}, or tokens would be passed over")
+        raise ValueError(f"stride={stride} must be from 1 to context={context}, or tokens would be skipped")
     if length < 2:
         raise ValueError(f"the text has {length} tokens, and the first has nothing before it; give a longer text")
 
@@ -223,6 +221,6 @@ def _check_prompt(length: int, *, prompt_len: int, context: int | None = None) -
         raise ValueError(f"context={context} must be above prompt_len={prompt_len}, or no token would be scored")
     if length <= prompt_len:
         raise ValueError(
-            f"the text has {length} tokens, and those past prompt_len={prompt_len} are scored; "
+            f"the text has {length} tokens, and only those after prompt_len={prompt_len} are scored; "
             "give a longer text, or a smaller prompt_len"
         )

@@ -1,6 +1,6 @@
-"""The processes that share one model, seen from one of them: who it is, and what they do together.
+"""The collective operations of the processes that share one model.
 
-`Ranks` is a process that has the model to itself; `llama.ranks.torchrun` makes those of a torchrun. Knows tensors.
+`Ranks` is one process with the whole model; `llama.ranks.torchrun` makes the ranks of a torchrun. Knows tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,19 +17,19 @@ class Ranks:
     size: int = 1
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return x, which is the same on every rank; its gradient is the sum of every rank's."""
+        """Return x, which is equal on all ranks; its gradient is the sum over all ranks."""
         return x
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's x. x itself may be overwritten."""
+        """Return the sum of all ranks' x. x may be overwritten."""
         return x
 
     def join(self, x: Tensor) -> Tensor:
-        """Return every rank's x side by side, along the last dimension."""
+        """Return all ranks' x, concatenated along the last dimension."""
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's x, in their order. Without gradients."""
+        """Return all ranks' x in the order of the ranks. Without gradients."""
         return [x]
 
     def decide(self, x: Tensor) -> Tensor:
@@ -37,13 +37,13 @@ class Ranks:
         return self.gather(x)[0]
 
     def one_at_a_time(self) -> AbstractContextManager[None]:
-        """Keep what stands under `with` to one generation of this process: several would mix what ranks say."""
+        """Return a context for one generation at a time: two would interleave their collective operations."""
         return nullcontext()
 
     def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
-        """Raise ValueError, on every rank, where a fact, by its name, is not the same on all of them.
+        """Raise ValueError on every rank, with the names, if facts differ between ranks.
 
-        One process does not ask for its facts: to find them may take a while, as a tokenizer's fingerprint does.
+        One process does not call `facts`, which may be slow: a tokenizer's fingerprint is.
         """
 
 
@@ -52,13 +52,13 @@ _CURRENT: ContextVar[Ranks] = ContextVar("ranks", default=ALONE)
 
 
 def current_ranks() -> Ranks:
-    """Return those that a model which is built now is cut for."""
+    """Return the ranks among which a model that is built now is split."""
     return _CURRENT.get()
 
 
 @contextmanager
 def cut_for(ranks: Ranks) -> Iterator[None]:
-    """Let models that are built within be cut for these ranks."""
+    """Split models that are built inside the block among these ranks."""
     token = _CURRENT.set(ranks)
     try:
         yield

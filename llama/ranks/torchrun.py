@@ -1,7 +1,7 @@
-"""The ranks of a torchrun: how processes become one job, and what they say to each other.
+"""The ranks of a torchrun: how processes join one job, and their collective operations.
 
-The engine is torch.distributed (NCCL on GPUs, gloo on CPUs), which reports a lost rank after a timeout, and fairscale's
-regions, but not its groups: those wait 30 minutes whatever they are told. Knows processes, not what a model is made of.
+Uses torch.distributed (NCCL on GPUs, gloo on CPUs), which reports a lost rank after a timeout, and the regions of
+fairscale, but not its groups, which always wait 30 minutes. Knows processes, not models.
 """
 
 import atexit
@@ -30,22 +30,22 @@ class RankLost(RuntimeError):
 
 
 def world_size() -> int:
-    """Return how many processes torchrun started together with this one; 1 without torchrun."""
+    """Return the number of processes of this torchrun; 1 without torchrun."""
     return _number("WORLD_SIZE", 1, least=1)
 
 
 def world_rank() -> int:
-    """Return which of them this process is."""
+    """Return the rank of this process."""
     return _number("RANK", 0, below=world_size())
 
 
 def local_size() -> int:
-    """Return how many of them are on this host, and share its memory."""
+    """Return the number of ranks on this host, which share its memory."""
     return _number("LOCAL_WORLD_SIZE", 1, least=1)
 
 
 def default_timeout() -> float:
-    """Return after how many seconds a rank that does not answer is lost: the environment's LLAMA_TIMEOUT, or 60."""
+    """Return the seconds after which a rank that does not answer is lost: LLAMA_TIMEOUT in the environment, or 60."""
     text = os.environ.get("LLAMA_TIMEOUT") or "60"
     try:
         return check_timeout(float(text))
@@ -54,14 +54,14 @@ def default_timeout() -> float:
 
 
 def check_timeout(seconds: float) -> float:
-    """Return a time that can be waited; raise ValueError for any other."""
+    """Return `seconds`; raise ValueError if it is not a possible timeout."""
     if not 0 < seconds <= LONGEST_TIMEOUT:
         raise ValueError(f"--timeout={seconds} must be a number of seconds above 0, at most {LONGEST_TIMEOUT:g}")
     return seconds
 
 
 def _number(name: str, default: int, *, least: int = 0, below: int = 1 << 31) -> int:
-    """Return a whole number that torchrun leaves in the environment; an empty one is none."""
+    """Return a whole number from the environment, which torchrun sets; `default` if it is unset or empty."""
     text = os.environ.get(name) or str(default)
     if not (re.fullmatch("[0-9]{1,10}", text) and least <= int(text) < below):
         limits = f"a whole number from {least}" + (f" to {below - 1}" if below < 1 << 31 else "")
@@ -72,9 +72,9 @@ def _number(name: str, default: int, *, least: int = 0, below: int = 1 << 31) ->
 
 
 def job_store(timeout: float) -> Any:
-    """Return the store of this torchrun, in which its processes leave each other words; it waits `timeout` seconds.
+    """Return the key-value store of this job; reads wait for `timeout` seconds.
 
-    One torchrun may see several jobs: its restarts, and a benchmark's processes, one after the other. Each has its own.
+    A torchrun may run several jobs: restarts, and the processes of a benchmark one after the other. Each has its own.
     """
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -86,7 +86,7 @@ def job_store(timeout: float) -> Any:
 
 
 def own_device(device: torch.device) -> torch.device:
-    """Return the GPU of this rank, where several share a host; any other device as it is."""
+    """Return the GPU of this rank; any other device unchanged."""
     if world_size() == 1 or device.type != "cuda":
         return device
     gpu = _number("LOCAL_RANK", 0)
@@ -97,9 +97,9 @@ def own_device(device: torch.device) -> torch.device:
 
 
 def join(device: torch.device, *, timeout: float | None = None) -> Ranks:
-    """Return the ranks of the torchrun that started this process, or ALONE; the second call returns the first's.
+    """Return the ranks of the torchrun that started this process, or ALONE; later calls return the same ranks.
 
-    `timeout` is in seconds, by default `default_timeout()`. Raises RankLost where not all come.
+    `timeout` is in seconds, by default `default_timeout()`. Raises RankLost if not all ranks join in time.
     """
     if world_size() == 1:
         return ALONE
@@ -112,22 +112,22 @@ def join(device: torch.device, *, timeout: float | None = None) -> Ranks:
 
 
 class TorchRanks(Ranks):
-    """The processes of one torchrun. RankLost comes out of what they do together, `timeout` s after one was lost."""
+    """The processes of one torchrun. Collective operations raise RankLost `timeout` seconds after a rank was lost."""
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         from fairscale.nn.model_parallel import initialize, mappings
 
         self.rank, self.size, self._regions = world_rank(), world_size(), mappings
-        self._collectives = self._agreements = 0  # how many there have been
+        self._collectives = self._agreements = 0  # counts of calls
         self._generating = Lock()
         backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
         with _saying(f"the ranks cannot reach each other ({backend.upper()}_SOCKET_IFNAME names the network to take)"):
             self._store = job_store(timeout)
-            self.agree(dict)  # that all are there: the engine's error would be less plain
+            self.agree(dict)  # waits for all ranks: the error of init_process_group would be less clear
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
         initialize._MODEL_PARALLEL_GROUP = dist.group.WORLD
         atexit.register(dist.destroy_process_group)
-        atexit.register(initialize.destroy_model_parallel)  # comes first: gloo's threads end with the last reference
+        atexit.register(initialize.destroy_model_parallel)  # runs first: gloo's threads end with the last reference
 
     def enter(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._regions.copy_to_model_parallel_region(x))
@@ -157,11 +157,11 @@ class TorchRanks(Ranks):
             self._generating.release()
 
     def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
-        # Through the store, not as tensors: what differs may be the very number of collectives that are to come.
+        # Through the store, not as tensors: the ranks may differ in the number of collectives to come.
         self._agreements += 1
         own = {**facts(), "number of collectives before": self._collectives}
         digests = {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in own.items()}
-        key = f"facts/{self._agreements}/rank"  # where one is missing, the store's error names its key
+        key = f"facts/{self._agreements}/rank"  # if a rank is missing, the store's error names its key
         with _saying("a rank has not come so far, or the master is gone"):
             self._store.set(f"{key} {self.rank}", json.dumps(digests))
             everyones = [json.loads(self._store.get(f"{key} {rank}")) for rank in range(self.size)]
@@ -184,7 +184,7 @@ class TorchRanks(Ranks):
 
 @contextmanager
 def _saying(what: str) -> Iterator[None]:
-    """Raise RankLost where the engine reports a loss: what that means here, and then the engine's own words."""
+    """Raise RankLost for an error of the engine: `what` it means here, and the engine's message."""
     try:
         yield
     except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""The parts of a session: its text, its stream, its file, and what a file says of the model that fed it."""
+"""The parts of a session: its ids and cache, its stream, its file, and the digests of its model in the file."""

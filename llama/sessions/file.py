@@ -1,11 +1,11 @@
-"""A session on disk: its ids and the content of its caches as safetensors, and what they were computed from.
+"""Session files: the ids and the contents of the caches as safetensors, and the origin of both.
 
-Keys and values are right for one model only, so the file records digests of the model, and any other model is refused.
+Keys and values are valid for one model only, so the file has digests of the model, and loading rejects any other model.
 The file names a kind of cache, never code, and is never unpickled.
 
 Format: `untrusted/safetensors_header.py`; `_Facts` are stored as a text in the metadata. The safetensors library maps
 files into memory, and a mapped file that is truncated ends the process; so files are read here.
-Knows tensors and files; does not know the Session, what a kind of cache stores, nor what decides a model's numbers.
+Knows tensors and files; does not know the Session, the tensors of a kind of cache, or what decides a model's numbers.
 """
 
 import json
@@ -24,8 +24,9 @@ from llama.host.files import replace_private
 from llama.host.machine import available_memory
 from llama.kv_cache import KVCache
 from llama.kv_cache.names import kinds_named, read_kind
-from llama.sessions.origin import Model, check_origin, fingerprint, origin, weights_digest
+from llama.sessions.origin import check_origin, fingerprint, origin, weights_digest
 from llama.streaming import TextCodec
+from llama.switches import Switches
 from llama.untrusted.files import open_regular
 from llama.untrusted.safetensors_header import Span, read_header
 
@@ -43,11 +44,11 @@ _SHARED = ("kv_cache", "bound", "held", "written", "note")  # fields of Content 
 
 @dataclass(frozen=True)
 class Content:
-    """A session as plain values: its text, and the part of it that is cached.
+    """A session as plain values.
 
-    held: the number of ids that the caches store; written: up to where they were written, see Session.
-    bound: the most positions that a cache stores, None without a limit. logits: those behind the text, if they are
-    known. layers: the state of each layer's cache, by name; empty if `held` is 0. note: the owner's own text.
+    held: the number of ids that are cached; written: the end of what was written, see HeldText. bound: the most
+    positions that a cache stores, None without a limit. logits: those after the text, if they are known. layers: the
+    state of each layer's cache, by name; empty if `held` is 0. note: the caller's text.
     """
 
     kv_cache: str
@@ -63,10 +64,9 @@ class Content:
 
 @dataclass(frozen=True)
 class _Facts:
-    """The values beside the tensors, in the order of the file. Raises ValueError for values of other types.
+    """The values besides the tensors, in the order of the file. Raises ValueError for values of other types.
 
-    `place` is where exact mode computed, None without it. The first files of this format had neither `note` nor
-    `activations`.
+    `place`: see `origin`. The first files of this format had neither `note` nor `activations`.
     """
 
     kv_cache: str
@@ -101,7 +101,7 @@ class _Facts:
 
 
 class IdsOnly:
-    """The tokenizer of a session that was loaded without one: ids need none, and texts are refused."""
+    """The tokenizer of a session that was loaded without one: it rejects texts."""
 
     bos_id: int | None = None
     adds_bos = False
@@ -116,8 +116,8 @@ class IdsOnly:
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
-            "this session was loaded without a tokenizer, so it takes and gives ids alone; "
-            "give one to text: model.load_session(path, tokenizer)"
+            "this session was loaded without a tokenizer, so it accepts and returns ids only; "
+            "for text, load it with one: model.load_session(path, tokenizer)"
         )
 
     encode = decode = stream = _refuse
@@ -126,7 +126,7 @@ class IdsOnly:
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save_session(path: str | PathLike[str], content: Content, model: Model, tokenizer: TextCodec) -> None:
+def save_session(path: str | PathLike[str], content: Content, model: Switches, tokenizer: TextCodec) -> None:
     """Write the file, readable by its owner only, or replace it as a whole. Raises ValueError if that fails."""
     _check_alone(model)
     tensors = _tensors(content)
@@ -144,14 +144,14 @@ def save_session(path: str | PathLike[str], content: Content, model: Model, toke
 
 
 def _tensors(content: Content) -> dict[str, Tensor]:
-    """Return the file's tensors by name, on the CPU, the widest numbers first, so that all are aligned."""
+    """Return the file's tensors by name, on the CPU; the widest dtypes come first, so that all are aligned."""
     named = {"ids": torch.tensor(content.ids, dtype=torch.int64, device="cpu")}
     if content.logits is not None:
         named["logits"] = content.logits
     for layer, state in enumerate(content.layers):
         named |= {f"layers.{layer}.{name}": tensor for name, tensor in state.items()}
     if strange := {name: tensor.dtype for name, tensor in named.items() if tensor.dtype not in _NAMES}:
-        raise ValueError(f"kv_cache={content.kv_cache!r} holds what a file cannot: {strange}")
+        raise ValueError(f"kv_cache={content.kv_cache!r} has tensors of dtypes that a file cannot store: {strange}")
     named = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
     return dict(sorted(named.items(), key=lambda item: -item[1].itemsize))
 
@@ -180,10 +180,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load_session(path: str | PathLike[str], model: Model, tokenizer: TextCodec | None) -> tuple[Content, TextCodec]:
-    """Return the saved session, its tensors on the model's device, and the tokenizer, or one for ids alone.
+def load_session(path: str | PathLike[str], model: Switches, tokenizer: TextCodec | None) -> tuple[Content, TextCodec]:
+    """Return the saved session, with its tensors on the model's device, and the tokenizer; an IdsOnly if it is None.
 
-    Raises ValueError, each with its reason, if the file is not a session, was damaged, or belongs to something else.
+    Raises ValueError with the reason if the file is not a session, is damaged, or belongs to another model.
     """
     _check_alone(model)
     try:
@@ -212,14 +212,14 @@ def _read_facts(file: BinaryIO) -> tuple[_Facts, dict[str, Span]]:
         header = read_header(file, size, dtypes=dtypes, header_limit=_HEADER_LIMIT, tensor_limit=1 << 18, most_of={})
     except ValueError as error:
         raise ValueError(f"it is not a session, or is damaged: {error}") from error
-    said = header.metadata
-    if said.get("format") != FORMAT:
+    metadata = header.metadata
+    if metadata.get("format") != FORMAT:
         raise ValueError("it is a safetensors file, but not a session; give one that session.save wrote")
-    if (version := said.get("version")) != VERSION:
+    if (version := metadata.get("version")) != VERSION:
         raise ValueError(f"its format has version {version!r:.20}, this library reads {VERSION}; feed the text again")
     try:
-        if digest_of_text(said["session"]) == said["digest"]:
-            return _Facts(**json.loads(said["session"])), header.tensors
+        if digest_of_text(metadata["session"]) == metadata["digest"]:
+            return _Facts(**json.loads(metadata["session"])), header.tensors
     except (KeyError, ValueError, TypeError, RecursionError):
         pass
     raise _damaged("its description in the header")
@@ -232,20 +232,20 @@ def _check_kind(kv_cache: str) -> None:
             raise ValueError(f"it names the code of its cache, {named!r:.80}; a session may not, and none is run")
         if kind.name not in KVCache.kinds:
             raise ValueError(
-                f"it was saved with kv_cache={named!r:.80}, a kind that is not known here; register it first, by "
-                "importing or running the file that defines it"
+                f"it was saved with kv_cache={named!r:.80}, a kind that is not known here; register it first: "
+                "import or run the file that defines it"
             )
 
 
-def _read_tensors(file: BinaryIO, facts: _Facts, spans: Mapping[str, Span], model: Model) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, to the bit as they were saved."""
+def _read_tensors(file: BinaryIO, facts: _Facts, spans: Mapping[str, Span], model: Switches) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, with their saved bits."""
     size = max((span.end for span in spans.values()), default=0)
     for device in {torch.device("cpu"), model.device}:
         free = available_memory(device)
         if free is not None and size > free:
             raise ValueError(f"it has {size} bytes of tensors, more than the {free} free on {device}; free some")
     tensors = {}
-    with torch.inference_mode(False):  # or a cache could not be written outside inference mode
+    with torch.inference_mode(False):  # else the cache could not be written outside inference mode
         for name, span in spans.items():
             tensors[name] = torch.empty(span.shape, dtype=_DTYPES[span.dtype], device="cpu")
             if span.end - span.begin != file.readinto(_bytes_of(tensors[name])):  # type: ignore[attr-defined]
@@ -255,8 +255,8 @@ def _read_tensors(file: BinaryIO, facts: _Facts, spans: Mapping[str, Span], mode
     return tensors
 
 
-def _content(facts: _Facts, tensors: dict[str, Tensor], model: Model) -> Content:
-    """Return the session; raise ValueError for names and ids that no session of this model has."""
+def _content(facts: _Facts, tensors: dict[str, Tensor], model: Switches) -> Content:
+    """Return the session. Raises ValueError for names and ids that no session of this model can have."""
     ids, logits = tensors.pop("ids", None), tensors.pop("logits", None)
     vocab, limit = model.args.vocab_size, model.args.max_seq_len
     if ids is None or ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) < facts.held:
@@ -271,7 +271,7 @@ def _content(facts: _Facts, tensors: dict[str, Tensor], model: Model) -> Content
     for name, tensor in tensors.items():
         word, layer, part = (*name.split(".", 2), "", "")[:3]
         if word != "layers" or not part or layer not in map(str, range(len(layers))):
-            raise _damaged(f"{name!r:.40}, which is nothing of a session,")
+            raise _damaged(f"{name!r:.40}, which no session has,")
         layers[int(layer)][part] = tensor.to(model.device)
     return Content(
         **{name: getattr(facts, name) for name in _SHARED},
@@ -282,16 +282,16 @@ def _content(facts: _Facts, tensors: dict[str, Tensor], model: Model) -> Content
     )
 
 
-def _check_alone(model: Model) -> None:
+def _check_alone(model: Switches) -> None:
     if model.ranks.size > 1:
         raise ValueError(
-            f"a session of a model that {model.ranks.size} processes share is held by all of them, and a file by one; "
-            "start without torchrun to save or load it"
+            f"a session of a model that {model.ranks.size} processes share cannot be saved or loaded; start without "
+            "torchrun"
         )
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """Return what the system reports, without the path, which the message has already."""
+    """Return the system's message without the path, which our message contains."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 

@@ -1,6 +1,6 @@
-"""A text of ids, and the part of it that a cache holds: what has to be fed, what may be kept, what has to be forgotten.
+"""The ids of a text and its cache: which tokens are cached, which must be fed, and when the cache is invalid.
 
-Knows positions and what a cache promises; does not know text, limits, or who else may use the text.
+Knows positions and the interface of a cache; does not know text, limits or other users of the text.
 """
 
 import logging
@@ -23,55 +23,55 @@ logger = logging.getLogger(__name__)
 class HeldText:
     """A text and its cache.
 
-    tokens: the ids. cache: what holds them; empty where the model's switch is off. fed: how many tokens the model was
-    fed for the text so far, again ones too.
+    tokens: the ids. cache: their cache; empty with the model's switch off. fed: the number of tokens that the model was
+    fed for the text so far; tokens that were fed twice count twice.
     """
 
     def __init__(self, model: Any, cache: Cache) -> None:
         self.model, self.cache = model, cache
         self.tokens: list[int] = []
         self.fed = 0
-        self._held = 0  # how many tokens the cache holds
-        self._written = 0  # up to where it may have been written, by a call that failed or a text that was cut
-        self._logits: Tensor | None = None  # those that follow the text, (1, vocab), where they are known
-        self._source = model.source  # who computed what is held, and the logits
+        self._held = 0  # the number of tokens that are cached
+        self._written = 0  # the end of what may be written, also by a call that failed or for tokens that were cut
+        self._logits: Tensor | None = None  # those after the text, (1, vocab), if they are known
+        self._source = model.source  # of the cache and the logits
 
     @property
     def position(self) -> int:
-        """Where the next token will stand: the length of the text."""
+        """The position of the next token: the length of the text."""
         return len(self.tokens)
 
     @property
     def logits(self) -> Tensor | None:
-        """A copy of the logits behind the text, (vocab,), from which the next token is chosen.
+        """A copy of the logits after the text, (vocab,), from which the next token is chosen.
 
-        None where they are not known: before the first `feed`, after `rewind`, behind tokens that were generated, of
-        which the newest was not fed yet, and where the model computes in another way now. `append([])` computes them.
+        None if they are not known: before the first `feed`, after `rewind`, after generated tokens (the newest is not
+        fed yet), and after a change of how the model computes. `append([])` computes them.
         """
         return None if self._logits is None or self._source != self.model.source else self._logits[0].clone()
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its cache holds; what forks share counts in each."""
+        """The bytes of the cache. Memory that forks share counts in each fork."""
         return self.cache.nbytes
 
     @property
     def kv_cache(self) -> str:
-        """The kind of its cache, as `llama.kv_cache.names` reads it."""
+        """The name of the cache's kind."""
         return self.cache.kind
 
     @property
     def bound(self) -> int | None:
-        """How many positions its cache holds at most; None: as many as the text has."""
+        """The most positions that the cache stores; None without a limit."""
         return self.cache.bound
 
     def is_known(self, model: Any) -> bool:
-        """Tell whether the logits behind the text are known, and the cache, where it is on, holds all of it."""
+        """Return True if the logits after the text are known and, with the switch on, all of the text is cached."""
         return self._logits is not None and self._held == len(self.tokens) * model.kv_caching
 
     @inferring
     def _tokens(self, batch: Batch) -> Generator[Token, None, None]:
-        """Yield the tokens by which the text grows, and keep them."""
+        """Generate tokens, add them to the text and yield them."""
         model = self.model.with_kv_caching(batch.request.kv_caching)
         batch.begin(model.args.vocab_size, model.device)
         known = self.is_known(model)
@@ -95,7 +95,7 @@ class HeldText:
                     return
 
     def _feed(self, ids: list[int], prompt_ends: bool | None = None, *, model: Any = None) -> int:
-        """Feed what the cache does not hold of these ids, which begin with the text."""
+        """Feed those of these ids that are not cached; the ids begin with the text. Return the number fed."""
         model = self.model if model is None else model
         if ids == self.tokens and self.is_known(model) and self._held:
             return 0
@@ -110,7 +110,7 @@ class HeldText:
         return len(ids) - begin
 
     def _begin(self, most: int) -> int:
-        """Return how many tokens need no feeding, at most `most`; the cache can go on from there."""
+        """Return the position, at most `most`, from which to feed; truncate the cache, or free it, for that."""
         begin = min(self._held, most)
         self._written = max(self._written, self._held)
         if begin <= 0:
@@ -134,7 +134,7 @@ class HeldText:
 
     @contextmanager
     def _noting(self, end: int) -> Iterator[None]:
-        """Note where the cache may have been written up to by what did not come to its end."""
+        """Record that the cache may be written up to `end` if the code under `with` fails."""
         try:
             yield
         except GeneratorExit:
@@ -143,8 +143,8 @@ class HeldText:
             self._written, self._logits = max(self._written, end, len(self.tokens)), None
             raise
 
-    def _look_at_the_model(self) -> None:
-        """Forget what is held where it was computed in another way than the model computes now."""
+    def _check_source(self) -> None:
+        """Free the cache if the model computes in another way now. Raises ValueError for a lossy kind in exact mode."""
         if self._source != self.model.source:
             if self._held:
                 logger.info("the model computes in another way than before: all of the session is fed again")

@@ -1,25 +1,23 @@
-"""What a session was computed from: a model's sizes, mode, machine and weights, and a tokenizer, as values to compare.
+"""The origin of a session as values to compare: the model's sizes, mode, machine and weights, and the tokenizer.
 
-Knows of a model what `Model` declares; does not know sessions or files.
+Does not know sessions or files.
 """
 
 import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
 from llama.exact.digest import digest_of, digest_of_text
-from llama.ranks import Ranks
-from llama.stepper import Execution, Runner
 from llama.streaming import TextCodec
+from llama.switches import Switches
 from llama.untrusted.words import printable
 
-_LIMITS = {"max_batch_size", "max_seq_len", "kv_caching", "kv_cache"}  # of ModelArgs, what changes no number
+_LIMITS = {"max_batch_size", "max_seq_len", "kv_caching", "kv_cache"}  # fields of ModelArgs that change no number
 _REMEDIES = {
     "dtype": "load the model in that dtype",
     "exact": "set model.exact to that value",
@@ -27,30 +25,10 @@ _REMEDIES = {
 }
 
 
-class Model(Protocol):
-    """What is needed of a model."""
+def origin(model: Switches) -> dict[str, Any]:
+    """Return what decides the numbers that a model computes, except its weights, as JSON values.
 
-    @property
-    def args(self) -> ModelArgs: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def exact(self) -> bool: ...
-    @property
-    def execution(self) -> Execution: ...
-    @property
-    def runner(self) -> Runner[Any] | None: ...
-    @property
-    def ranks(self) -> Ranks: ...
-    def state_dict(self, *, keep_vars: bool) -> Mapping[str, Tensor]: ...
-
-
-def origin(model: Model) -> dict[str, Any]:
-    """Return what decides the numbers that a model computes, except its weights, as JSON would return it.
-
-    place: where exact mode computes, None without it.
+    place: the software and hardware that decide the bits of exact mode; None without it.
     """
     sizes = {name: value for name, value in asdict(model.args).items() if name not in _LIMITS}
     return {
@@ -62,7 +40,7 @@ def origin(model: Model) -> dict[str, Any]:
     }
 
 
-def check_origin(model: Model, saved: Mapping[str, Any]) -> None:
+def check_origin(model: Switches, saved: Mapping[str, Any]) -> None:
     """Raise ValueError if a saved `origin` differs from the model's; activations of None fit every model."""
     here = origin(model)
     sizes, now = saved["sizes"], here.pop("sizes")
@@ -76,7 +54,7 @@ def check_origin(model: Model, saved: Mapping[str, Any]) -> None:
             )
 
 
-def weights_digest(model: Model) -> str:
+def weights_digest(model: Switches) -> str:
     """Return a digest of all weights: names, shapes, dtypes and bits; a weight with two names counts once."""
     first: dict[int, tuple[str, Tensor]] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
@@ -85,7 +63,7 @@ def weights_digest(model: Model) -> str:
 
 
 def fingerprint(tokenizer: TextCodec, vocab_size: int) -> str:
-    """Return a text that tokenizers share only if they read ids alike: their own, else a digest of all ids' texts."""
+    """Return a text that is equal for tokenizers with equal ids: the tokenizer's own, or a digest of all ids' texts."""
     own = getattr(tokenizer, "fingerprint", None)
     if callable(own):
         return str(own())
@@ -100,8 +78,8 @@ def _text_of(tokenizer: TextCodec, id: int) -> str | None:
         return None
 
 
-def _place(model: Model) -> str:
-    """Return what may decide the bits of a sum: the names that can be read, and how products round."""
+def _place(model: Switches) -> str:
+    """Return what may decide the bits of a sum: names of software and hardware, and a digest of rounded products."""
     from llama.exact.probe import rounding_digest  # deferred: only exact mode needs it
 
     device = model.device

@@ -1,6 +1,6 @@
-"""The pieces of a session's text while it grows.
+"""The iterator over the pieces of a session's text.
 
-Knows that a text has one writer at a time; does not know how a token is made.
+Knows that a text has one writer at a time; does not know how a token is generated.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from llama.streaming import Completion, Stream
 
 
 class Streamed(Protocol):
-    """What a stream needs of a session. writer: the mark of the stream that made the text's end, and may go on."""
+    """A session, as far as a stream uses it. writer: the mark of the stream that may continue the text."""
 
     model: Any
     writer: object
@@ -22,12 +22,12 @@ class Streamed(Protocol):
 
 
 class SessionStream(Iterator[str]):
-    """The pieces of a session's text while it grows. `result` holds what there is so far."""
+    """An iterator over the pieces of a session's text. `result` is the Completion so far."""
 
     def __init__(self, session: Streamed, stream: Stream, *, kv_caching: bool) -> None:
         self._session, self._stream, self._kv_caching = session, stream, kv_caching
         self._model_was = self._model_is()
-        self._mark = session.writer = object()  # not the stream: a cycle would keep the cache until it is collected
+        self._mark = session.writer = object()  # not `self`: a reference cycle would delay freeing the cache
 
     def _model_is(self) -> tuple[object, ...]:
         return self._session.model.source, self._session.model.kv_caching
@@ -42,22 +42,22 @@ class SessionStream(Iterator[str]):
         return piece
 
     def finish(self) -> Completion:
-        """Make the rest, and return all."""
+        """Generate the rest, and return the Completion."""
         with torch.inference_mode(), self._going_on():
             self._stream.finish()
         return self.result
 
     def close(self) -> None:
-        """End the text here."""
+        """End the generation."""
         self._stream.close()
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Keep the session to this stream; raise RuntimeError where its text, or the model, is not as it was left."""
+        """Lock the session. Raises RuntimeError if its text or the model has changed since the last piece."""
         session = self._session
         if session.writer is not self._mark or self._model_was != self._model_is():
             raise RuntimeError(
-                "the session's text, or the model, was changed since this stream made its last piece; stream anew"
+                "the session's text, or the model, was changed since this stream made its last piece; start a new one"
             )
         with session.computing(self._kv_caching):
             session.writer = self._mark

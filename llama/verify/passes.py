@@ -1,6 +1,6 @@
-"""The ways to compute the same logits: with the KV cache on and off, fed in one pass, in steps, in pieces, row by row.
+"""The passes that compute the same logits: cache on or off, in one forward, in steps, in pieces, one row alone.
 
-Knows the model and how it can be fed. Does not know what is compared with what, nor what of a difference is rounding.
+Knows the model and how tokens can be fed. Does not know which passes are compared, nor which difference is rounding.
 """
 
 import copy
@@ -21,21 +21,24 @@ FREE_CACHED, FREE_UNCACHED = "free cached", "free uncached"
 WIDE_STEPS, WIDE_PIECES = f"float64 {STEPS}", f"float64 {PIECES}"
 
 Texts = Sequence[Sequence[int]]
-Chunk = tuple[int, int, Tensor]  # a row, a position in it, and the logits from there on, (n, vocab)
+Chunk = tuple[int, int, Tensor]  # a row, a position in it, and the logits from that position on, (n, vocab)
 
 
 def reference_of(model: Transformer) -> Transformer:
-    """Return a float64 copy: the same rounded weights and the same float32 rotations, and no rounding after them."""
+    """Return a float64 copy with the same rounded weights and the same float32 rotations."""
     reference = copy.deepcopy(model)
-    reference.exact = False  # exact operations are among what is judged; a researcher's own define the model
-    reference.runner = None  # and so is native code
+    reference.exact = False  # exact operations are under test; operations that a researcher added define the model
+    reference.runner = None  # native code is under test, too
     device = torch.device("cpu") if model.device.type == "mps" else model.device  # Metal has no float64
     return reference.to(device, torch.float64)
 
 
 @dataclass(frozen=True)
 class FreeRun:
-    """A greedy generation by the real loop: its ids, each forward's logits (bsz, vocab) and width, or why it failed."""
+    """A greedy generation by the real loop: its ids, and each forward's logits (bsz, vocab) and width.
+
+    failure: the violation if the logits were not finite; else None.
+    """
 
     name: str
     ids: list[list[int]]
@@ -45,9 +48,9 @@ class FreeRun:
 
 
 def run_free(model: Transformer, prompts: Texts, tokens: int, *, kv_caching: bool) -> FreeRun:
-    """Continue every prompt by `tokens` ids. Raises ValueError on what generation refuses."""
+    """Continue every prompt by `tokens` ids. Raises ValueError as `generate_tokens` does."""
     run = FreeRun(FREE_CACHED if kv_caching else FREE_UNCACHED, [[] for _ in prompts], [], [])
-    with heard(model, run.logits, run.widths):
+    with record_logits(model, run.logits, run.widths):
         try:
             run.ids[:], _ = model.generate_tokens(prompts, tokens, stop_ids=(), temperature=0, kv_caching=kv_caching)
         except NonFiniteLogits as error:
@@ -56,14 +59,14 @@ def run_free(model: Transformer, prompts: Texts, tokens: int, *, kv_caching: boo
 
 
 @contextmanager
-def heard(model: Transformer, logits: list[Tensor], widths: list[int]) -> Iterator[None]:
-    """Add the logits at the rows' ends, (bsz, vocab), and the width of each forward that is run under `with`."""
+def record_logits(model: Transformer, logits: list[Tensor], widths: list[int]) -> Iterator[None]:
+    """Append the last logits of each row, (bsz, vocab), and the width of every forward inside the block."""
 
-    def keep(_: torch.nn.Module, given: tuple[Any, ...], made: Tensor) -> None:
-        widths.append(given[0].shape[1])
-        logits.append(made[:, -1])
+    def record(_: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        widths.append(inputs[0].shape[1])
+        logits.append(output[:, -1])
 
-    hook = model.register_forward_hook(keep)
+    hook = model.register_forward_hook(record)
     try:
         yield
     finally:
@@ -81,15 +84,15 @@ def at_steps(prompts: Texts, run: FreeRun, steps: Sequence[int]) -> Iterator[Chu
 def all_passes(
     model: Transformer, reference: Transformer, texts: list[list[int]], tokens: int, seed: int
 ) -> dict[str, Iterator[Chunk]]:
-    """Return what computes the logits of the texts, each when it is asked for.
+    """Return the passes over `texts` by name. Each one computes when it is iterated.
 
-    Stood up so that all texts end at the same column, they are cut at columns: behind the prompts and then before each
-    token, as generation does it, or anywhere that leaves every row a first token.
+    The texts are aligned at their last column and cut at columns: behind the prompts and then before each token, as
+    generation feeds them, or at random columns that leave every row a first token.
     """
     longest, shortest = max(map(len, texts)), min(map(len, texts))
-    steps, places = range(longest - tokens + 1, longest), range(longest - shortest + 1, longest)
+    steps, columns = range(longest - tokens + 1, longest), range(longest - shortest + 1, longest)
     dice = random.Random(seed)
-    pieces = sorted(dice.sample(places, dice.randint(1, min(8, len(places)))))
+    pieces = sorted(dice.sample(columns, dice.randint(1, min(8, len(columns)))))
     return {
         WIDE_STEPS: _through_cache(reference, texts, steps),
         WIDE_PIECES: _through_cache(reference, texts, pieces),
@@ -100,7 +103,7 @@ def all_passes(
 
 
 def in_one_pass(model: Transformer, texts: Texts) -> Iterator[Chunk]:
-    """Yield the logits of every text, fed without the cache."""
+    """Yield the logits of every text, computed without the cache."""
     logits = model.with_kv_caching(False)(padded(texts, model.device))
     yield from ((row, 0, logits[row, : len(text)]) for row, text in enumerate(texts))
 

@@ -1,7 +1,7 @@
-"""The ways of a session: a text in turns, forked, rewound, saved and loaded, and begun by it for other rows.
+"""The passes through a session: fed in turns, forked, rewound, saved and loaded, and as the prefix of other rows.
 
-Each looks at the logits behind the places that a session comes to. Knows the model and what a session can do. Does not
-know what is compared with what, nor what of a difference is rounding.
+Each pass yields logits at some positions of a text. Knows the model and what a session can do. Does not know which
+passes are compared, nor which difference is rounding.
 """
 
 import random
@@ -20,54 +20,53 @@ from llama.request import Options, Step
 from llama.session import Session
 from llama.sessions.file import IdsOnly
 from llama.streaming import TextStream
-from llama.verify.passes import Chunk, Texts, heard
+from llama.verify.passes import Chunk, Texts, record_logits
 
 IN_TURNS, FORKED, REWOUND = "session in turns", "session forked", "session rewound"
 SAVED, BEHIND, FED_ONCE = "session saved and loaded", "behind a session's text", "common beginning fed once"
 
-SHARE = 4  # one text in so many goes a way: all of them would take as long as half of the rest
-TURNS = 4  # in which a text is fed, where it is long enough
-ANSWER = 2  # tokens that are generated at a time: one from the logits that are known, and one from a step
-ROWS = 3  # that begin alike, the last of which goes astray
-HELD = 6  # rows of the longest text that a way holds at once: three sessions, which may have room for twice their text
+SHARE = 4  # each pass runs on one text in four: all texts would add half of the time of the other passes
+TURNS = 4  # the most turns in which a text is fed
+ANSWER = 2  # tokens generated at a time: one from the logits of the last feed, and one from a step
+PREFIX_ROWS = 3  # rows with a common prefix; the last one continues with other tokens
 
-Place = tuple[int, Tensor]  # a position in a text, and the logits there, (1, vocab)
-Way = Callable[[Transformer, list[int], random.Random], Iterator[Place]]
+Position = tuple[int, Tensor]  # a position in a text, and the logits there, (1, vocab)
+Pass = Callable[[Transformer, list[int], random.Random], Iterator[Position]]
 
 
 def session_passes(model: Transformer, texts: Texts, seed: int) -> dict[str, Iterator[Chunk]]:
-    """Return what computes some of the logits of the texts through sessions, each way when it is asked for.
+    """Return the passes through sessions by name, over one text in SHARE. Each one computes when it is iterated.
 
-    `seed` draws which texts go a way, one in SHARE, and where they are cut.
+    `seed` draws which texts each pass runs on, and where they are cut.
     """
-    return {name: _some_rows(model, texts, way, random.Random(f"{seed}, {name}")) for name, way in _WAYS.items()}
+    return {name: _some_rows(model, texts, run, random.Random(f"{seed}, {name}")) for name, run in _PASSES.items()}
 
 
-def _some_rows(model: Transformer, texts: Texts, way: Way, dice: random.Random) -> Iterator[Chunk]:
+def _some_rows(model: Transformer, texts: Texts, run: Pass, dice: random.Random) -> Iterator[Chunk]:
     cached = model.with_kv_caching(True)
     for row in sorted(dice.sample(range(len(texts)), -(-len(texts) // SHARE))):
-        yield from ((row, position, logits) for position, logits in way(cached, list(texts[row]), dice))
+        yield from ((row, position, logits) for position, logits in run(cached, list(texts[row]), dice))
 
 
-# ---- the ways --------------------------------------------------------------------------------------------------------
+# ---- the passes ------------------------------------------------------------------------------------------------------
 
 
-def _in_turns(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Place]:
-    """Feed the text in turns, and let the model answer each; what it says instead of the text is fed over."""
+def _in_turns(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+    """Feed the text in turns and generate an answer after each; the next feed replaces tokens that differ."""
     session = model.session(Ids())
     for end, following in pairwise([*_ends(text, dice), len(text) + 1]):
         session.feed(text[:end])
-        _, known = _behind(session, end)
+        _, last = _last_logits(session, end)
         answer: list[Tensor] = []
-        with heard(model, answer, []), suppress(NonFiniteLogits):
+        with record_logits(model, answer, []), suppress(NonFiniteLogits):
             session.generate(min(ANSWER, following - end), temperature=0)
-        yield from _while_alike(text, end, [known, *answer])
+        yield from _until_divergence(text, end, [last, *answer])
 
 
-def _forked(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Place]:
-    """Fork at every turn: one goes on with the text, the other goes back a token and writes something else beside it.
+def _forked(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+    """Fork at every turn. One branch continues the text; the other goes back a token and appends other tokens.
 
-    The one that goes on is by turns the fork, and what it was forked from.
+    The branch that continues is alternately the fork and the original.
     """
     session = model.session(Ids())
     ends = _ends(text, dice)
@@ -77,29 +76,29 @@ def _forked(model: Transformer, text: list[int], dice: random.Random) -> Iterato
         if number % 2 == 0:
             session, other = other, session
         other.rewind(start - 1)
-        for beside in (text[start - 1 : start], text[start:end]):  # first into the room that the two had together
-            other.append(_astray(beside, model.args.vocab_size))
+        for tokens in (text[start - 1 : start], text[start:end]):  # the first write goes into memory they shared
+            other.append(_other_ids(tokens, model.args.vocab_size))
         session.append(text[start:end])
-        yield _behind(session, end)
+        yield _last_logits(session, end)
 
 
-def _rewound(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Place]:
-    """Write something else, go back and go on with the text, in turns; at last go back to where the first one ended."""
+def _rewound(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+    """At every turn append other tokens, rewind and append the text; at the end rewind to the end of the first turn."""
     session = model.session(Ids())
     ends = _ends(text, dice)
     session.feed(text[: ends[0]])
     for start, end in pairwise(ends):
-        session.append(_astray(text[start:end], model.args.vocab_size))
+        session.append(_other_ids(text[start:end], model.args.vocab_size))
         session.rewind(start)
         session.append(text[start:end])
-        yield _behind(session, end)
+        yield _last_logits(session, end)
     session.rewind(ends[0])
-    session.append([])  # computes its last token anew
-    yield _behind(session, ends[0])
+    session.append([])  # computes its last token again
+    yield _last_logits(session, ends[0])
 
 
-def _saved(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Place]:
-    """Save the first turn and load it; the logits that were saved are looked at too."""
+def _saved(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+    """Save the session after its first turn and load it; the saved logits are compared too."""
     session = model.session(Ids())
     ends = _ends(text, dice)
     session.feed(text[: ends[0]])
@@ -107,42 +106,42 @@ def _saved(model: Transformer, text: list[int], dice: random.Random) -> Iterator
         file = Path(folder) / "session"
         session.save(file)
         session = model.load_session(file, Ids())
-    yield _behind(session, ends[0])
+    yield _last_logits(session, ends[0])
     for start, end in pairwise(ends):
         session.append(text[start:end])
-        yield _behind(session, end)
+        yield _last_logits(session, end)
 
 
-def _begun_by_a_session(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Place]:
-    """Begin rows with the text of a session, which is not fed again."""
+def _as_prefix(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+    """Continue rows from a session's text, which is not fed again."""
     session = model.session(Ids())
     start = dice.randint(1, len(text) // 2)
     session.feed(text[:start])
     yield from _in_rows(model, text, start, dice, given=start, prefix=session, temperature=0)
 
 
-def _fed_once(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Place]:
-    """Begin rows with what they have in common, which is fed for one of them."""
+def _share_prefix(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+    """Continue rows whose common prefix is fed once."""
     start = dice.randint(1, len(text) // 2)
     yield from _in_rows(model, text, start, dice, given=0, share_prefix=True, temperature=0)
 
 
-_WAYS: dict[str, Way] = {
+_PASSES: dict[str, Pass] = {
     IN_TURNS: _in_turns,
     FORKED: _forked,
     REWOUND: _rewound,
     SAVED: _saved,
-    BEHIND: _begun_by_a_session,
-    FED_ONCE: _fed_once,
+    BEHIND: _as_prefix,
+    FED_ONCE: _share_prefix,
 }
-SESSIONS = tuple(_WAYS)
+SESSIONS = tuple(_PASSES)
 
 
-# ---- what they share -------------------------------------------------------------------------------------------------
+# ---- shared parts ----------------------------------------------------------------------------------------------------
 
 
-class _Silence:
-    """The text of ids that nobody reads."""
+class _NoText:
+    """A text stream that decodes every id to nothing."""
 
     def feed(self, id: int, /) -> str:
         return ""
@@ -152,62 +151,62 @@ class _Silence:
 
 
 class Ids(IdsOnly):
-    """Stands where a tokenizer would: a session takes and gives ids, and generates them too."""
+    """A stand-in for a tokenizer, with which a session can also generate ids."""
 
     def __init__(self) -> None:
         super().__init__("ids")
 
     def stream(self) -> TextStream:
-        return _Silence()
+        return _NoText()
 
 
 def _ends(text: Sequence[int], dice: random.Random) -> list[int]:
-    """Return where each of up to TURNS turns ends, the last one with the text, of at least 2 tokens."""
+    """Return the end of each of up to TURNS turns; the last is that of the text, which has at least 2 tokens."""
     return [*sorted(dice.sample(range(1, len(text)), min(TURNS, len(text)) - 1)), len(text)]
 
 
-def _astray(ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Return as many other ids."""
+def _other_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Return the same number of ids, each different from the given one."""
     return [(id + 1) % vocab_size for id in ids]
 
 
-def _behind(session: Session, end: int) -> Place:
-    """Return what a session, whose text should be text[:end], knows behind it."""
+def _last_logits(session: Session, end: int) -> Position:
+    """Return the logits after the text of a session, which should be text[:end]."""
     logits = session.logits
-    assert logits is not None, "a session knows the logits behind what it was fed"
+    assert logits is not None, "a session that was fed has the logits of its last token"
     return end - 1, logits[None]
 
 
 def _in_rows(
     model: Transformer, text: list[int], start: int, dice: random.Random, *, given: int, **options: Unpack[Options]
-) -> Iterator[Place]:
-    """Continue rows that begin with text[:start], and yield what those come to that go on with the text.
+) -> Iterator[Position]:
+    """Continue rows that begin with text[:start], and yield the logits of those that follow the text.
 
-    Each gets the text from `given` on. The last row goes astray, where the model takes more than one.
+    Each prompt is the text from `given` on. The last row has other tokens, if the model takes more than one row.
     """
-    places, limit = range(start + 1, len(text) + 1), model.args.max_batch_size or ROWS
-    ends = sorted(dice.sample(places, min(len(places), ROWS - 1, max(1, limit - 1))))
+    choices, limit = range(start + 1, len(text) + 1), model.args.max_batch_size or PREFIX_ROWS
+    ends = sorted(dice.sample(choices, min(len(choices), PREFIX_ROWS - 1, max(1, limit - 1))))
     prompts = [text[given:end] for end in ends]
     if limit > 1:
-        prompts.append([*text[given:start], *_astray(text[start : ends[-1]], model.args.vocab_size)])
-    room = [min(ANSWER, len(text) - end + 1) for end in (*ends, ends[-1])][: len(prompts)]
-    made: list[Tensor] = []
+        prompts.append([*text[given:start], *_other_ids(text[start : ends[-1]], model.args.vocab_size)])
+    max_new = [min(ANSWER, len(text) - end + 1) for end in (*ends, ends[-1])][: len(prompts)]
+    recorded: list[Tensor] = []
     steps: list[tuple[int, Step]] = []  # each with the index of its logits
-    with heard(model, made, []), suppress(NonFiniteLogits):
-        options["on_step"] = lambda step: steps.append((len(made), step))
-        model.generate_tokens(prompts, room, stop_ids=(), **options)
+    with record_logits(model, recorded, []), suppress(NonFiniteLogits):
+        options["on_step"] = lambda step: steps.append((len(recorded), step))
+        model.generate_tokens(prompts, max_new, stop_ids=(), **options)
     for row, (end, following) in enumerate(pairwise([*ends, len(text) + 1])):
-        of_row = [  # but for what was fed once
-            made[index][place : place + 1]
+        of_row = [  # without the pass over a common prefix, whose rows end before `end`
+            recorded[index][place : place + 1]
             for index, step in steps
             for place, (fed, cur_pos) in enumerate(zip(step.rows, step.cur_pos, strict=True))
             if fed == row and cur_pos >= end
         ]
-        yield from _while_alike(text[: following - 1], end, of_row)
+        yield from _until_divergence(text[: following - 1], end, of_row)
 
 
-def _while_alike(text: Sequence[int], end: int, steps: Sequence[Tensor]) -> Iterator[Place]:
-    """Yield the logits of greedy steps, the first behind text[:end], for as long as they choose what stands there."""
+def _until_divergence(text: Sequence[int], end: int, steps: Sequence[Tensor]) -> Iterator[Position]:
+    """Yield the logits of greedy steps from text[:end] on, up to the first whose choice is not the text's next id."""
     for position, logits in enumerate(steps[: len(text) - end + 1], end - 1):
         yield position, logits
         if text[position + 1 : position + 2] != [int(logits.argmax())]:

@@ -19,7 +19,7 @@
   const within = (ranges, position) => ranges.some(([first, end]) => first <= position && position < end);
   const count = (ranges) => ranges.reduce((sum, [first, end]) => sum + end - first, 0);
 
-  // What a position is in this step, with the cache or without, in one layer; and in any of them.
+  // The state of a position in this step: with the cache in one layer, in any layer, and without the cache.
   function stateOn(moment, position, layer) {
     const [start, fed] = moment.fed[0];
     if (position >= start + fed) return position < data.layout.reserved ? "room" : "";
@@ -170,7 +170,7 @@
     showText($("text-off"), data.texts[1], end, (position) => stateOff(moment, position, before));
   }
 
-  // Room for the whole text from the first step on, so that nothing below moves when it grows.
+  // Reserve the height of the whole text, so that nothing below moves when it grows.
   function reserveText() {
     for (const [side, texts] of [["on", data.texts[0]], ["off", data.texts[1]]]) {
       const target = $(`text-${side}`);
@@ -242,7 +242,7 @@
       [text || "·", share, `${chosen ? "✓ " : ""}${percent(share)}`, chosen]));
   }
 
-  // The weights of the chosen layer and head, or the mean of its heads, and where they stand.
+  // The positions and weights of the chosen layer and head, or of the mean of its heads.
   function attention(moment) {
     if (moment.attention === null) return null;
     const raw = Uint8Array.from(atob(moment.attention), (letter) => letter.charCodeAt(0));
@@ -271,8 +271,8 @@
     pen.fillStyle = colour("grid");
     pen.fillRect(0, height - 1, width, 1);
     if (looks === null) {
-      $("attention").setAttribute("aria-label", "The attention weights of this step are not kept.");
-      $("scale").textContent = "not kept for this step";
+      $("attention").setAttribute("aria-label", "This page has no attention weights of this step.");
+      $("scale").textContent = "left out for this step";
       $("looks").replaceChildren();
       return;
     }
@@ -300,20 +300,20 @@
     showTexts(moment);
     drawGrids(moment);
     const held = count(seenBy(moment, 0));
-    const filled = data.layout.reserved > held ? `of ${data.layout.reserved} positions filled` : "positions held";
+    const filled = data.layout.reserved > held ? `of ${data.layout.reserved} positions filled` : "positions cached";
     tally($("tally-on"), held.toLocaleString("en"), `${filled}, ${moment.counters[0][3][0]}`);
-    tally($("tally-off"), moment.wasted.toLocaleString("en"), "token-forwards in vain so far");
+    tally($("tally-off"), moment.wasted.toLocaleString("en"), "token forwards computed again so far");
     showCounters(moment);
     showLikely(moment);
     showAttention(moment);
     try {
       history.replaceState(null, "", `#step=${step}`);
     } catch {
-      // a page within a page has no address of its own
+      // an embedded page has no address
     }
   }
 
-  // ---- what a reader does --------------------------------------------------------------------------------------
+  // ---- input ----------------------------------------------------------------------------------------------------
 
   function stop() {
     clearInterval(timer);
@@ -328,7 +328,7 @@
     if (step === last) show(1);
     $("play").textContent = "Pause";
     $("play").setAttribute("aria-pressed", "true");
-    $("words").setAttribute("aria-live", "off"); // or a screen reader would never come to an end
+    $("words").setAttribute("aria-live", "off"); // a screen reader could not finish a step
     timer = setInterval(() => (step < last ? show(step + 1) : stop()), Math.max(150, Math.min(700, 30000 / last)));
     return undefined;
   }

@@ -1,7 +1,7 @@
-"""A recording as one page of HTML that needs nothing else: no font, no picture, no script from outside.
+"""Show a recording as one HTML page that loads no font, picture or script from outside.
 
-All words and figures are made here, escaped, and put into the page as JSON; page.js only shows them. Without JavaScript
-the last step stands there as a table. Knows nothing of models: only what was recorded.
+All texts and numbers are made here, escaped, and embedded as JSON; page.js shows them. Knows
+recordings, not models.
 """
 
 import base64
@@ -17,14 +17,14 @@ from typing import Any
 
 from llama.cli import palette
 from llama.untrusted.words import printable
-from llama.watch.record import Moment, Recording, Work
+from llama.watch.record import Moment, Recording, StepWork
 
-MOST_ATTENTION = 1_200_000  # bytes of attention weights; what is more is left out, and the page says so
+MOST_ATTENTION = 1_200_000  # bytes of attention weights; the page says what is left out
 COUNTERS = ("tokens fed", "FLOPs", "bytes read", "bytes held", "time")
 
 
 def page(recording: Recording, *, model: str = "a Llama model") -> str:
-    """Return the recording as one HTML page, complete in itself; `model` is what readers know it by."""
+    """Return the recording as one HTML page; `model` is the name to show."""
     style, script = palette.css() + _file("page.css"), _file("page.js")
     prompt = printable("".join(recording.texts[: recording.prompt_len]), 60)
     return Template(_file("page.html")).substitute(
@@ -33,7 +33,6 @@ def page(recording: Recording, *, model: str = "a Llama model") -> str:
         script=script,
         title=escape(f"The KV cache at work: {prompt}"),
         byline=escape(_byline(recording, prompt, model)),
-        table=_table(recording),
         notes="".join(f"<li>{escape(note)}</li>" for note in [*recording.notes, *_left_out(recording)]),
         data=_json(recording),
     )
@@ -44,7 +43,7 @@ def _file(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return what tells a browser that this text, and no other, may style the page or run in it."""
+    """Return the source expression of a content security policy that allows only this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -56,28 +55,28 @@ def _byline(recording: Recording, prompt: str, model: str) -> str:
     )
 
 
-# ---- words and figures of a step -------------------------------------------------------------------------------------
+# ---- the texts and numbers of a step ---------------------------------------------------------------------------------
 
 
 def sentence(number: int, moment: Moment) -> str:
-    """Return in plain words what happens in a step; they are counted from 1."""
+    """Return a description of a step; steps are counted from 1."""
     on, off = moment.on, moment.off
     if on.fed == off.fed:
         return (
-            f"Step {number}: {_counted(on.fed)} fed, the whole prompt. The cache is empty, so both ways compute "
-            "all of it; what the cache keeps now is not computed again."
+            f"Step {number}: {_counted(on.fed)} fed, the whole prompt. The cache is empty, so both modes compute all "
+            "of it. The cache stores the result, which is not computed again."
         )
     read = max(map(len, moment.seen)) - on.fed
     return (
         f"Step {number}: {_counted(on.fed)} fed, {_counted(read, 'position')} read from the cache. Without it: "
-        f"{_counted(off.fed)} computed, {off.fed - on.fed} of them in vain, for they were computed before."
+        f"{_counted(off.fed)} computed, {off.fed - on.fed} of them again."
     )
 
 
-def formulas(recording: Recording, work: Work, cached: int) -> list[str]:
-    """Return how each of the COUNTERS of a step comes about, in the numbers of this model.
+def formulas(recording: Recording, work: StepWork, cached: int) -> list[str]:
+    """Return for each of the COUNTERS of a step its formula with this model's numbers.
 
-    `cached`: how many positions the newest token found in the cache, its own too; 0 with the cache off.
+    `cached`: the number of positions that the newest token reads, its own included; 0 with the cache off.
     """
     args, layout = recording.args, recording.layout
     heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim
@@ -104,32 +103,32 @@ def formulas(recording: Recording, work: Work, cached: int) -> list[str]:
     return [formula.replace(" x ", " \u00d7 ") for formula in made]
 
 
-def _held(recording: Recording, work: Work, cached: int) -> str:
-    """Return how the bytes come about that the caches hold, which are measured whatever the formula gives."""
-    args, room = recording.args, max(recording.layout.reserved, cached)
+def _held(recording: Recording, work: StepWork, cached: int) -> str:
+    """Return the formula of the bytes of the caches; the number is the measured one if the formula gives another."""
+    args, positions = recording.args, max(recording.layout.reserved, cached)
     if not cached:
-        return "no cache, nothing is held = 0"
-    full = args.n_layers * recording.layout.newest_bytes * room
+        return "no cache = 0"
+    full = args.n_layers * recording.layout.newest_bytes * positions
     whole = (
         f"2 x {args.n_layers} layers x {args.n_kv_heads} KV heads x {args.head_dim} numbers x {recording.itemsize} "
-        f"bytes x {room} positions = {full:,}"
+        f"bytes x {positions} positions = {full:,}"
     )
     if work.bytes_held == full:
         return whole
-    return f"as the keys and values come, it would be {whole}; measured on these caches = {work.bytes_held:,}"
+    return f"without quantisation or eviction {whole}; measured on these caches = {work.bytes_held:,}"
 
 
 def _counted(count: int, what: str = "token") -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _values(work: Work) -> list[float]:
-    """Return the figures of the COUNTERS."""
+def _values(work: StepWork) -> list[float]:
+    """Return the values of the COUNTERS."""
     return [work.fed, work.flops, work.bytes_read, work.bytes_held, work.ms]
 
 
 def amount(counter: int, value: float) -> str:
-    """Return a figure of one of the COUNTERS, short: "270 M", "513.1 MB" (MB is 2^20 bytes), "26.1 ms"."""
+    """Return a value of one of the COUNTERS as short text: "270 M", "513.1 MB" (MB is 2^20 bytes), "26.1 ms"."""
     if counter == 0:
         return f"{value:,.0f}"
     if counter == 4:
@@ -141,11 +140,11 @@ def amount(counter: int, value: float) -> str:
     return f"{value:,.0f}{units[unit]}" if unit == 0 or value >= 100 else f"{value:,.1f}{units[unit]}"
 
 
-# ---- what the script is given ----------------------------------------------------------------------------------------
+# ---- the data of page.js ---------------------------------------------------------------------------------------------
 
 
 def _json(recording: Recording) -> str:
-    """Return all that page.js shows, as JSON in which nothing can end the element that it stands in."""
+    """Return the data as JSON, escaped so that it cannot end the script element that contains it."""
     text = json.dumps(_data(recording), ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -178,17 +177,17 @@ def _data(recording: Recording) -> dict[str, Any]:
     }
 
 
-def _sides(recording: Recording) -> tuple[list[Work], list[Work]]:
+def _sides(recording: Recording) -> tuple[list[StepWork], list[StepWork]]:
     return [moment.on for moment in recording.moments], [moment.off for moment in recording.moments]
 
 
 def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return the figures so far: sums, but for the bytes held, of which there are as many as there are now."""
+    """Return the values so far: sums, except for the bytes held, whose value is the newest."""
     return [b if place == 3 else a + b for place, (a, b) in enumerate(zip(one, other, strict=True))]
 
 
 def _counters(recording: Recording, moment: Moment, side: int, so_far: Sequence[float]) -> list[list[Any]]:
-    """Return for each counter the figure of this step, that so far, both as text, the latter as it is; the formula."""
+    """Return for each counter (this step as text, so far as text, so far as a number, formula)."""
     work = (moment.on, moment.off)[side]
     cached = 0 if side else max(map(len, moment.seen))
     words = formulas(recording, work, cached)
@@ -199,7 +198,7 @@ def _counters(recording: Recording, moment: Moment, side: int, so_far: Sequence[
 
 
 def _ranges(seen: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """Return positions as [first, behind the last] of each run of them, by layer; once where all layers are alike."""
+    """Return the runs of positions of each layer as [first, end], or of one layer if all layers have the same."""
     layers = seen[:1] if len(set(seen)) == 1 else seen
     made = []
     for positions in layers:
@@ -214,7 +213,7 @@ def _ranges(seen: Sequence[Sequence[int]]) -> list[list[list[int]]]:
 
 
 def kept_attention(recording: Recording) -> tuple[list[int], int]:
-    """Return of which layers the attention weights fit the page, and how many of the first steps have none."""
+    """Return the layers whose attention weights fit the page, and the number of first steps without weights."""
     moments, n_layers = recording.moments, recording.args.n_layers
     for every in range(1, n_layers + 1):
         layers = list(range(0, n_layers, every))
@@ -225,35 +224,14 @@ def kept_attention(recording: Recording) -> tuple[list[int], int]:
 
 
 def _left_out(recording: Recording) -> list[str]:
-    """Say of which layers and steps the page has no attention weights."""
+    """Return a note on the layers and steps whose attention weights the page leaves out."""
     layers, first = kept_attention(recording)
     if len(layers) == recording.args.n_layers and not first:
         return []
     which = f"one layer in {layers[1]}" if len(layers) > 1 else "the first layer"
-    steps = f", and from step {first + 1} on," if first else ""
-    return [f"This run is too long for a page with all attention weights: those of {which}{steps} are kept."]
+    steps = f" from step {first + 1} on" if first else ""
+    return [f"This run is too long for a page with all attention weights: it has those of {which}{steps}."]
 
 
 def _packed(moment: Moment, layers: Sequence[int]) -> str:
     return base64.b64encode(b"".join(moment.attention[layer] for layer in layers)).decode()
-
-
-# ---- without a script ------------------------------------------------------------------------------------------------
-
-
-def _table(recording: Recording) -> str:
-    """Return the last step, in words and as a table."""
-    number, moment = len(recording.moments), recording.moments[-1]
-    sums = [list(accumulate(map(_values, side), _added))[-1] for side in _sides(recording)]
-    on, off = (_counters(recording, moment, side, sums[side]) for side in (0, 1))
-    rows = "".join(
-        f'<tr><th scope="row">{name}</th><td>{a[0]}</td><td>{a[1]}</td><td>{b[0]}</td><td>{b[1]}</td></tr>'
-        f'<tr class="formula"><td colspan="5">On: {escape(a[3])}<br>Off: {escape(b[3])}</td></tr>'
-        for name, a, b in zip(COUNTERS, on, off, strict=True)
-    )
-    likely = ", ".join(f"“{printable(one.text, 40)}” {one.probability:.0%}" for one in moment.likely)
-    return (
-        f"<p>{escape(sentence(number, moment))}</p>\n<p>{escape(printable(''.join(recording.texts), 4000))}</p>\n"
-        f"<table><thead><tr><th></th><th>with the cache</th><th>so far</th><th>without</th><th>so far</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table>\n<p>Most likely next: {escape(likely)}</p>"
-    )

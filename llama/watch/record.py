@@ -1,14 +1,13 @@
-"""A real generation, with the cache and without, as plain values: what each step was fed, read, wrote, held and took.
+"""Record a real generation, with the cache and without: tokens, bytes, FLOPs, attention and time of every step.
 
-One run feeds a cache that notes what each step's newest token finds in it. Two more, one of each mode, are timed, with
-a cache that notes nothing and with none. All go by the plain modules, of which the cache sees every step. Knows models
-and caches; does not know how a recording is shown.
+One run uses a cache that records the attention of each step's newest token. Two more runs, one with the cache and one
+without, are timed. All use the plain modules. Knows models and caches; does not know how a recording is shown.
 """
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, Unpack
@@ -30,16 +29,16 @@ from llama.request import Options, Step
 from llama.rows import Rows
 from llama.streaming import TextCodec, encode_prompt
 
-LIKELY = 5  # of the most likely next tokens
-MOST_STEPS = 512  # of which one looks at each; without a cache, they take minutes
-LEVELS = 255  # an attention weight w is kept as round(LEVELS * w), in 8 bits
+LIKELY = 5  # the number of most likely next tokens of a step
+MOST_STEPS = 512  # of a recording; without a cache, they take minutes
+LEVELS = 255  # an attention weight w is stored as round(LEVELS * w), in 8 bits
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one mode did in a step: `fed` tokens from position `start` on, and what that took.
+class StepWork:
+    """One step in one mode: `fed` tokens from position `start` on, and their costs.
 
-    bytes_held: of the caches of all layers. bytes_read: the weights, once, and what comes out of the cache.
+    bytes_held: the bytes of the caches of all layers. bytes_read: the weights, once, and the cached keys and values.
     """
 
     start: int
@@ -52,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token that the model found likely, by its own probabilities: before temperature, top-p and the like."""
+    """A likely next token and its probability before temperature, top-p and the like."""
 
     text: str
     probability: float
@@ -63,23 +62,23 @@ class Candidate:
 class Moment:
     """One step of a generation, in both modes.
 
-    seen: for each layer the positions that the newest token looked at, in ascending order; those that the step was not
-    fed came out of the cache. attention: for each layer the weights that it gave them, n_heads x len(seen), in 8 bits.
+    seen: for each layer the positions that the newest token attends to, in ascending order; positions that the step
+    was not fed are cached. attention: for each layer its weights of these positions, n_heads x len(seen), in 8 bits.
     """
 
-    on: Work
-    off: Work
+    on: StepWork
+    off: StepWork
     seen: tuple[tuple[int, ...], ...]
     attention: tuple[bytes, ...]
     likely: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the caches hold positions: in `bits` bits once a group of `group` is full, in blocks of `block`; 0: not so.
+class CacheLayout:
+    """How the caches store positions: full groups of `group` in `bits` bits, in blocks of `block`; 0 if not.
 
-    position_bytes: what a position takes in a layer, once its group is full; newest_bytes: before that, as it came.
-    reserved: for how many positions there was room from the first step on; 0: they grow, or hold no more than so many.
+    position_bytes: the bytes of a position of a full group in a layer; newest_bytes: those of a newer position.
+    reserved: the number of positions allocated from the first step on; 0 for a cache that grows or has a fixed size.
     """
 
     kind: str
@@ -91,7 +90,7 @@ class Layout:
     reserved: int
 
     def parts(self, positions: int) -> list[tuple[int, int]]:
-        """Return how many of so many positions take how many bytes each in a layer: full groups, and what is newer."""
+        """Return (count, bytes of each in a layer) of the positions in full groups and of the newer ones."""
         newest = positions % self.group if self.group else 0
         parts = (positions - newest, self.position_bytes), (newest, self.newest_bytes)
         return [(count, nbytes) for count, nbytes in parts if count]
@@ -99,10 +98,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Recording:
-    """A generation that was watched. `texts` and `texts_off` are the tokens of the whole text in the two modes."""
+    """A recorded generation. `texts` and `texts_off` are the tokens of the text in the two modes, decoded."""
 
     args: ModelArgs
-    layout: Layout
+    layout: CacheLayout
     where: str
     itemsize: int
     prompt_len: int
@@ -122,15 +121,15 @@ def record(
     progress: Callable[[], None] = lambda: None,
     **options: Unpack[Options],
 ) -> Recording:
-    """Generate from a prompt, a text or its ids, three times alike, and return what happened.
+    """Generate from a prompt, a text or its ids, three times, and return the recording.
 
-    `options` as in `model.generate`, as far as they choose tokens or the kind of cache; the seed is 1 unless another is
-    given, so that the runs draw alike. `progress` is called at every step of every run. The model is unchanged, and may
-    do other work meanwhile. Raises ValueError as `generate` does, where several processes share the model, and where
-    `attend` of its operations is not marked as softmax attention: its weights would not be those that are shown.
+    `options` are those of `model.generate` that choose tokens or the kind of cache; the default seed is 1, so that the
+    runs draw the same tokens. `progress` is called at every step of every run. The model does not change, and other
+    threads may use it. Raises ValueError as `generate` does, if several processes share the model, and if `attend` of
+    its operations is not marked as softmax attention: the weights shown would be wrong.
     """
     _check(model, options)
-    plain = copy(model)  # of the same modules
+    plain = copy(model)  # with the same modules
     plain.runner = None
     empty = plain.new_cache(options.get("kv_cache"))
     ids = encode_prompt(tokenizer, prompt)
@@ -151,21 +150,22 @@ def record(
     load.start()
     on, off = run(plain, kv_caching=True), run(plain, kv_caching=False)
     others = load.stop()
-    costs = _Costs.of(plain, _layout(empty.layers[0], model.dtype.itemsize, seen[0].room))
+    layout = _layout(empty.layers[0], model.dtype.itemsize, seen[0].reserved)
+    work = _costs(plain, layout)
     busy = _busy(others, off.began[-1] - on.began[0])
     notes = [*_differences(shown, on, off, lossless=all(layer.lossless for layer in empty.layers)), *busy, *cut]
-    steps = zip(seen, on.works(costs, seen), off.works(costs), strict=False)  # the shortest, should they differ
+    steps = zip(seen, on.works(work, seen), off.works(work), strict=False)  # the shortest, if the runs differ
     return Recording(
         args=model.args,
-        layout=costs.layout,
+        layout=layout,
         where=f"{str(model.dtype).removeprefix('torch.')} on {model.device}",
-        itemsize=costs.itemsize,
+        itemsize=model.dtype.itemsize,
         prompt_len=len(ids),
         texts=_pieces(tokenizer, shown.ids),
         texts_off=_pieces(tokenizer, off.ids),
         moments=tuple(
-            Moment(work, other, tuple(what.positions), tuple(what.attention), _likely(tokenizer, what, shown.ids))
-            for what, work, other in steps
+            Moment(cached, uncached, tuple(what.positions), tuple(what.attention), _likely(tokenizer, what, shown.ids))
+            for what, cached, uncached in steps
         ),
         notes=tuple(notes),
     )
@@ -182,23 +182,23 @@ def _check(model: Transformer, options: Options) -> None:
 
 
 def _steps_to_show(model: Transformer, empty: Cache, prompt_len: int, max_gen_len: int) -> tuple[int, list[str]]:
-    """Return how many steps are shown at most, and where that is less than was asked for, why."""
-    most, why, limit = MOST_STEPS, "more cannot be looked at on a page", model.args.max_seq_len
+    """Return the number of steps to record, and a note if that is less than `max_gen_len`."""
+    most, why, limit = MOST_STEPS, "a page shows no more", model.args.max_seq_len
     if empty.bound is not None and limit - prompt_len < most:
         most, why = limit - prompt_len, f"without the cache a text ends at max_seq_len={limit}"
         if most < 1:
-            raise ValueError(f"the prompt has {prompt_len} tokens, and {why}, which a recording shows, too; shorten it")
+            raise ValueError(f"the prompt has {prompt_len} tokens, and {why}; give a shorter prompt")
     if max_gen_len <= most:
         return max_gen_len, []
     return most, [f"Of up to {max_gen_len} steps the first {most} are shown: {why}."]
 
 
 def _busy(others: float | None, seconds: float) -> list[str]:
-    """Say that others, who kept so many cores busy, disturbed the times."""
+    """Return a note if other work kept so many cores busy that the times are useless."""
     if others is None or seconds < LEAST_SECONDS or not disturbs(others, os.cpu_count() or 1):
         return []
     return [
-        f"Other work kept {others:.1f} cores busy while the times were taken; alone, they may be many times shorter."
+        f"Other work kept {others:.1f} cores busy during the timed runs; on an idle machine they may be much faster."
     ]
 
 
@@ -207,50 +207,38 @@ def _busy(others: float | None, seconds: float) -> list[str]:
 
 @dataclass
 class _Seen:
-    """What was seen of one step, layer by layer; and the likely next tokens, as ids with their probabilities."""
+    """One step of the recorded run: by layer the attention, and the likely next ids with their probabilities."""
 
-    end: int = 0  # the position behind the newest token
+    end: int = 0  # the position after the newest token
     positions: list[tuple[int, ...]] = field(default_factory=list)
     attention: list[bytes] = field(default_factory=list)
     likely: list[tuple[int, float]] = field(default_factory=list)
     bytes_held: int = 0
-    room: int = 0
+    reserved: int = 0
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """What a step costs by the model's sizes; `matrices` are the bytes of each where they are quantised."""
+def _costs(model: Transformer, layout: CacheLayout) -> Callable[..., StepWork]:
+    """Return a function that computes the costs of a step from the model's sizes."""
+    args, itemsize = model.args, model.dtype.itemsize
+    matrices = None
+    if model.execution.weights is not None:
+        weights = weights_of(model).items()
+        matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
 
-    args: ModelArgs
-    itemsize: int
-    layout: Layout
-    matrices: Mapping[str, int] | None
-
-    @classmethod
-    def of(cls, model: Transformer, layout: Layout) -> "_Costs":
-        matrices = None
-        if model.execution.weights is not None:
-            weights = weights_of(model).items()
-            matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
-        return cls(model.args, model.dtype.itemsize, layout, matrices)
-
-    def work(self, start: int, fed: int, *, cached: int, bytes_held: int, ms: float) -> Work:
-        """Return what it costs to feed these tokens where the newest one finds `cached` positions, its own too."""
+    def work(start: int, fed: int, *, cached: int, bytes_held: int, ms: float) -> StepWork:
+        """Return the costs of feeding `fed` tokens; the newest one reads `cached` positions, its own included."""
         before = max(cached - fed, 0)
-        weights = step_bytes(self.args, rows=fed, context=0, itemsize=self.itemsize, quantize=self.matrices)
-        return Work(
-            start=start,
-            fed=fed,
-            flops=forward_flops(self.args, seqlen=fed, start_pos=before),
-            bytes_read=weights + self.args.n_layers * sum(map(math.prod, self.layout.parts(before))),
-            bytes_held=bytes_held,
-            ms=ms,
-        )
+        flops = forward_flops(args, seqlen=fed, start_pos=before)
+        read = step_bytes(args, rows=fed, context=0, itemsize=itemsize, quantize=matrices)
+        read += args.n_layers * sum(map(math.prod, layout.parts(before)))
+        return StepWork(start, fed, flops, read, bytes_held, ms)
+
+    return work
 
 
 @dataclass
 class _Run:
-    """A generation as `on_step` sees it: what each step was fed, from where to where, when it began, what was held."""
+    """The (start, end) of each step of a generation, its time, and the bytes of its cache; called as `on_step`."""
 
     progress: Callable[[], None]
     steps: list[tuple[int, int]] = field(default_factory=list)
@@ -264,20 +252,20 @@ class _Run:
         self.progress()
         self.began.append(time.perf_counter())
 
-    def works(self, costs: _Costs, seen: Sequence[_Seen] | None = None) -> Iterator[Work]:
-        """Yield what every step did; with the cache on, `seen` says what it found there."""
+    def works(self, work: Callable[..., StepWork], seen: Sequence[_Seen] | None = None) -> Iterator[StepWork]:
+        """Yield the work of every step; `seen` is the recorded run, given if the cache was on."""
         for number, ((start, end), held) in enumerate(zip(self.steps, self.held, strict=True)):
             ms = (self.began[number + 1] - self.began[number]) * 1000
             cached = 0 if seen is None else max(map(len, seen[number].positions))
             held = held if seen is None else seen[number].bytes_held
-            yield costs.work(start, end - start, cached=cached, bytes_held=held, ms=ms)
+            yield work(start, end - start, cached=cached, bytes_held=held, ms=ms)
 
 
-# ---- what the cache sees ---------------------------------------------------------------------------------------------
+# ---- recording attention ---------------------------------------------------------------------------------------------
 
 
 class _Recorded(KVCache):
-    """Mixed into a kind of cache: it notes which positions the newest query looks at, and how it weighs them."""
+    """Mixed into a kind of cache: records the positions and weights of the newest query's attention."""
 
     _recording: list[_Seen]
 
@@ -291,7 +279,7 @@ class _Recorded(KVCache):
 
 
 class _Watched(Generation):
-    """A model whose caches are recorded: what the loop needs of it, see `llama.generation.LanguageModel`."""
+    """A model with recorded caches: the protocol `llama.generation.LanguageModel`."""
 
     def __init__(self, model: Transformer, seen: list[_Seen]) -> None:
         self._model, self._seen = model, seen
@@ -307,7 +295,7 @@ class _Watched(Generation):
         return made
 
     def _recorded(self, layer: KVCache) -> KVCache:
-        """Return an empty cache of the same kind, for the same layer, that notes what it sees."""
+        """Return an empty cache of the same kind and layer that records attention."""
         kind: Any = type(f"Recorded{type(layer).__name__}", (_Recorded, type(layer)), {})
         made: _Recorded = kind(layer.args, layer.layer, layer.rope)
         made._recording = self._seen
@@ -321,53 +309,53 @@ class _Watched(Generation):
         made: Tensor = self._model(tokens, start_pos, cache=cache, logits=logits)
         top = made[0, -1].softmax(-1).topk(min(LIKELY, made.shape[-1]))
         self._seen[-1].likely = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        self._seen[-1].bytes_held, self._seen[-1].room = cache.nbytes, cache.layers[0].slots or 0
+        self._seen[-1].bytes_held, self._seen[-1].reserved = cache.nbytes, cache.layers[0].slots or 0
         return made
 
 
 def look(
     query: Tensor, keys: Tensor, end: int, visible: Tensor | None, scoring: Scoring
 ) -> tuple[tuple[int, ...], bytes]:
-    """Return which positions a query, (1, 1, n_heads, head_dim), looks at by any head, and n_heads weights in 8 bits.
+    """Return the positions visible to a query, (1, 1, n_heads, head_dim), in any head, and n_heads weights of each.
 
-    `keys` are (1, kv_len, n_kv_heads, head_dim), `visible` and `scoring` as in `llama.ops.attend`; the query stands at
-    end - 1. The weights are of an explicit softmax in float32 or wider.
+    `keys` are (1, kv_len, n_kv_heads, head_dim), `visible` and `scoring` as in `llama.ops.attend`; the query's position
+    is end - 1. The weights are those of an explicit softmax in float32 or wider, in 8 bits.
     """
     device, kv_len, positions = keys.device, keys.shape[1], scoring.key_positions
-    stand = torch.arange(kv_len, device=device) if positions is None else positions.reshape(-1, kv_len)[0]
-    shown = (stand < end)[None] if visible is None else visible.reshape(-1, *visible.shape[-2:])[:, -1]  # by head, or 1
+    place = torch.arange(kv_len, device=device) if positions is None else positions.reshape(-1, kv_len)[0]
+    shown = (place < end)[None] if visible is None else visible.reshape(-1, *visible.shape[-2:])[:, -1]  # by head, or 1
     index = shown.any(0).nonzero()[:, 0]
-    index = index[stand[index].argsort()]
-    scoring = scoring._replace(key_positions=stand[index])
+    index = index[place[index].argsort()]
+    scoring = scoring._replace(key_positions=place[index])
     weights = attention_weights(query, keys[:, index], end - 1, shown[None, :, None, index], scoring)[0, :, 0]
     levels = (weights * LEVELS).round().to(torch.uint8).cpu()
-    return tuple(stand[index].tolist()), bytes(levels.flatten().tolist())
+    return tuple(place[index].tolist()), bytes(levels.flatten().tolist())
 
 
-# ---- what was seen, in plain values ----------------------------------------------------------------------------------
+# ---- plain values ----------------------------------------------------------------------------------------------------
 
 
-def _layout(cache: KVCache, itemsize: int, room: int) -> Layout:
+def _layout(cache: KVCache, itemsize: int, reserved: int) -> CacheLayout:
     args, grouped = cache.args, isinstance(cache, QuantizedCache)
-    return Layout(
+    return CacheLayout(
         kind=args.kv_cache,
         position_bytes=cache.position_bytes(itemsize),
         newest_bytes=kv_bytes(1, args.n_kv_heads, args.head_dim, positions=1, itemsize=itemsize),
         bits=cache.bits if isinstance(cache, QuantizedCache) else 0,
         group=GROUP if grouped else 0,
         block=BLOCK if isinstance(cache, PagedCache) else 0,
-        reserved=room if cache.preallocates else 0,
+        reserved=reserved if cache.preallocates else 0,
     )
 
 
 def _pieces(tokenizer: TextCodec, ids: Sequence[int]) -> tuple[str, ...]:
-    """Return the text that each token completes; "" for one that leaves a character half done."""
+    """Return the text that each token completes; "" for a token that ends within a character."""
     text = tokenizer.stream()
     return tuple(text.feed(id) for id in ids)
 
 
 def _likely(tokenizer: TextCodec, seen: _Seen, ids: Sequence[int]) -> tuple[Candidate, ...]:
-    """Return the likely tokens of a step, of which the text has taken one, if it went on."""
+    """Return the likely tokens of a step; the one that was drawn is `chosen`."""
     chosen = ids[seen.end] if seen.end < len(ids) else None
     made = []
     for id, probability in seen.likely:
@@ -377,24 +365,20 @@ def _likely(tokenizer: TextCodec, seen: _Seen, ids: Sequence[int]) -> tuple[Cand
 
 
 def _differences(shown: _Run, on: _Run, off: _Run, *, lossless: bool) -> list[str]:
-    """Say where the runs did not make the same text."""
+    """Return notes on the first tokens at which the runs differ."""
+    rounding = "two tokens were nearly equally likely, and rounding decided"
+    lossy = "this kind of cache drops or rounds what it stores"
     notes = []
-    where = _first_difference(shown.ids, on.ids)
-    if where is not None:
-        notes.append(f"From token {where} on the run that was timed made another text than the one that is shown.")
-    where = _first_difference(shown.ids, off.ids)
-    if where is not None:
-        why = (
-            "two tokens were nearly as likely, and rounding decided"
-            if lossless
-            else "this kind of cache does not give back all that it was given"
-        )
-        notes.append(f"From token {where} on the run without the cache makes another text: {why}.")
+    if (token := _first_difference(shown.ids, on.ids)) is not None:
+        notes.append(f"From token {token} on the timed run with the cache made another text than the one shown.")
+    if (token := _first_difference(shown.ids, off.ids)) is not None:
+        why = rounding if lossless else lossy
+        notes.append(f"From token {token} on the run without the cache made another text: {why}.")
     return notes
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the number of the first token, from 1 on, that the two do not share; None: they are alike."""
+    """Return the number of the first different token, counted from 1, or None if the two are equal."""
     if one == other:
         return None
     pairs = zip(one, other, strict=False)

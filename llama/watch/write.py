@@ -1,4 +1,4 @@
-"""Record a generation and write its page, and say meanwhile how far it is."""
+"""Record a generation and write its page, with a progress bar."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +24,13 @@ def write_page(
     stop: str | Sequence[str] = (),
     **options: Unpack[Options],
 ) -> str:
-    """Write the page of a generation, as a whole, and return in a line what it shows.
+    """Write the page of a generation, and return one line about it.
 
-    `name` is what the page calls the model; the rest as in `record`. Raises ValueError, and OSError where the file
-    cannot be written; the page is then where `keep_file` has put it.
+    `name` is the model's name on the page; the rest as in `record`. Raises ValueError as `record` does, and OSError if
+    the file cannot be written; `keep_file` then names the file that has the page.
     """
     with progress_bar("recording", unit="step") as bar:
         recording = record(model, tokenizer, prompt, max_gen_len, stop=stop, progress=bar.update, **options)
     content = page(recording, model=name).encode()
     keep_file(path, content)
-    return f"{path}: {len(recording.moments)} steps to look at, {len(content) / 1024:,.0f} kB; open it in a browser"
+    return f"{path}: {len(recording.moments)} steps, {len(content) / 1024:,.0f} kB; open it in a browser"

@@ -516,8 +516,8 @@ def test_kinds_have_bytes_time_and_quality_of_one_length_in_one_row() -> None:
     assert judged[2].endswith("its quality is not judged: it has dropped or compressed nothing there.")
     assert len(judged) == 3  # none about lossless kinds
     report["rows"] = [row for row in report["rows"] if row["cell"] != 4 or row["figures"] == "cell"]
-    for heading in ("Bytes, time and quality at 2,048 tokens", "Bytes and time by context"):
-        assert rows_of(report_markdown(report), heading)[-1][:3] == ["window:1024+4", "not measured", "not observed"]
+    for name in ("Bytes, time and quality at 2,048 tokens", "Bytes and time by context"):
+        assert rows_of(report_markdown(report), name)[-1][:3] == ["window:1024+4", "not measured", "not observed"]
 
 
 def test_only_quantised_kinds_on_the_plain_path_are_said_to_be_widened() -> None:

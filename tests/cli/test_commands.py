@@ -1,8 +1,9 @@
-"""llama-kv: one command over the functions of the scripts and of `python -m llama.x`, with their flags and help."""
+"""llama-kv is one command for the functions of the scripts and of `python -m llama.x`, with their flags and help."""
 
 import ast
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +18,7 @@ from llama.cli.inference import main as inference
 ROOT = Path(__file__).parents[2]
 
 
-def started(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "llama", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def test_the_overview_fits_a_screen_and_names_every_command() -> None:
@@ -34,22 +28,18 @@ def test_the_overview_fits_a_screen_and_names_every_command() -> None:
     assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != "-"] == list(commands.COMMANDS)
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
-def test_the_overview_is_there_at_once(words: list[str]) -> None:
+def test_the_overview_needs_no_slow_import() -> None:
     look = (
         "import atexit, sys; from llama import __main__ as m; "
-        "atexit.register(lambda: print({'torch', 'fire'} & set(sys.modules))); "
-        f"sys.argv = ['llama-kv', *{words!r}]; m.main()"
+        "atexit.register(lambda: print({'torch', 'fire'} & set(sys.modules))); m.main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", look], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{commands.HELP}set()\n", "")
+    done = subprocess.run([sys.executable, "-c", look], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{commands.HELP}set()\n", "")
 
 
 @pytest.mark.parametrize(
     ("word", "hint"),
-    [("benhc", "did you mean bench?"), ("xyz", "llama-kv --help lists them"), ("--kv_caching", "llama-kv --help")],
+    [("benhc", "did you mean bench?"), ("--kv_caching", "llama-kv --help lists them")],
 )
 def test_an_unknown_command_is_one_line(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.overview(word) == 2
@@ -57,19 +47,14 @@ def test_an_unknown_command_is_one_line(word: str, hint: str, capsys: pytest.Cap
     assert (out, err.count("\n"), hint in err, repr(word) in err) == ("", 1, True, True)
 
 
-def test_an_unknown_flag_of_a_command_is_refused_with_the_nearest() -> None:
-    done = started("run", "--kvcachin")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: unknown flag --kvcachin; did you mean --kv_caching?\n"
-
-
-def test_help_of_a_command_is_under_its_name() -> None:
-    done = started("run", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_command_is_started_with_its_flags_and_under_its_name() -> None:
+    words = [sys.executable, "-m", "llama", "run", "--help"]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert "\n    llama-kv run - Complete prompts" in done.stdout
     assert "\n    llama-kv run <flags> [PROMPTS]...\n" in done.stdout
     for flag in [*cli.flag_types(inference), "threads", "debug"]:
         assert f"--{flag}" in done.stdout
+    assert not re.search(r"(?<![-\w])-\w", done.stdout), "it lists a one-letter flag"
 
 
 @pytest.mark.parametrize(
@@ -83,8 +68,8 @@ def test_help_of_a_command_is_under_its_name() -> None:
         ("watch", ["--watch=other.html"], ["--watch=other.html"]),
     ],
 )
-def test_some_commands_are_a_flag_of_another(name: str, words: list[str], expected: list[str]) -> None:
-    assert commands.with_flag(commands.GIVEN.get(name), words) == expected
+def test_chat_and_watch_are_run_with_a_flag(name: str, words: list[str], expected: list[str]) -> None:
+    assert commands.with_flag(commands.COMMANDS[name][1], words) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,12 +98,12 @@ MAINS = {
 
 
 def test_every_command_has_a_help() -> None:
-    own = {Path(inspect.getfile(one())).relative_to(ROOT).as_posix() for one in commands.COMMANDS.values()}
+    own = {f"llama/cli/{module}.py" for module, _ in commands.COMMANDS.values()}
     assert own <= MAINS.keys()
 
 
 @pytest.mark.parametrize("file", MAINS)
-def test_help_says_of_every_flag_what_it_is_in_whole_sentences(file: str) -> None:
+def test_help_describes_every_flag_in_whole_sentences(file: str) -> None:
     given = MAINS[file].args
     first, _, args = (ast.get_docstring(MAINS[file]) or "").partition("\nArgs:\n")
     told = entries(args)

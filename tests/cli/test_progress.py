@@ -1,4 +1,4 @@
-"""Where the output is no terminal, long work says in plain lines how far it is, and short work says nothing."""
+"""In a file or pipe, long work prints its progress in plain lines, and short work prints nothing."""
 
 import io
 import sys
@@ -48,7 +48,7 @@ def test_work_of_less_than_ten_seconds_leaves_a_log_empty(
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_words_of_a_bar_and_above_it_act_on_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_of_a_bar_and_above_it_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress_bar("\x9b2J\a", total=2) as bar:
@@ -61,7 +61,7 @@ def test_the_words_of_a_bar_and_above_it_act_on_no_terminal(monkeypatch: pytest.
     assert not set(shown) & set("\a\x9b")
 
 
-def test_lines_count_and_are_written_beside_other_words(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_count_and_notes_are_printed_between_them(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with seconds_bar("a cell") as bar:
         bar.total = bar.n + 60.0
         bar.update(30.0)
@@ -81,7 +81,7 @@ def test_lines_start_no_thread(capsys: pytest.CaptureFixture[str]) -> None:
         assert threading.active_count() == before
 
 
-def test_of_several_ranks_the_first_says_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert progress_bar("loading").disable
     monkeypatch.setenv("RANK", "0")
@@ -89,7 +89,7 @@ def test_of_several_ranks_the_first_says_how_far_they_are(monkeypatch: pytest.Mo
         assert not bar.disable
 
 
-def test_on_a_terminal_it_is_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_it_is_a_bar_that_disappears(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress_bar("loading", total=100, unit="B") as bar:
@@ -101,7 +101,7 @@ def test_on_a_terminal_it_is_a_bar_that_leaves_nothing_behind(monkeypatch: pytes
     assert terminal.getvalue().rpartition("\r")[0].rpartition("\r")[2].strip() == ""
 
 
-def test_without_standard_error_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_standard_error_nothing_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     with progress_bar("loading", total=1) as bar:
         bar.update()

@@ -1,12 +1,10 @@
-"""A conversation is its ids: fed, read back, cut, taken back and refused; in Python, in a pipe and on a terminal."""
+"""A conversation is its ids: fed, decoded, cut, undone and refused; in Python, in a pipe and on a terminal."""
 
 import io
 import os
 import re
-import runpy
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +24,8 @@ from oracles import tiny_model, watched
 from torch import Tensor
 
 from llama import Chat, Tokenizer, Transformer, cli
-from llama.cli.terminal import Conversation
+from llama.cli.inference import main
+from llama.cli.terminal import TerminalChat
 from llama.tokenizer.chat import ChatFormat, Dialog
 from llama.tokenizer.conversation import MIN_ANSWER, ContextFull
 from llama.tokenizer.transcript import Transcript
@@ -34,7 +33,6 @@ from llama.tokenizer.transcript import Transcript
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "inference.py"
 GREEDY: dict[str, Any] = {"temperature": 0}
-SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 ANSWERS = ["Hello.", "Twelve, I think", "No"]
 
 
@@ -50,7 +48,7 @@ def model(demo: Tokenizer) -> Transformer:
 
 @contextmanager
 def saying(model: Transformer, *answers: list[int]) -> Iterator[None]:
-    """Let the model give these answers, one after each prompt; with the cache, for all that is fed at once is one."""
+    """Make the model give these answers, one after each prompt. Needs the cache: a wider forward is a new prompt."""
     texts = iter(answers)
     rest: Iterator[int] = iter(())
 
@@ -88,9 +86,7 @@ def said(*texts: str) -> Dialog:
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
 @pytest.mark.parametrize("name", ["demo", "meta"])
-def test_the_ids_are_those_of_the_dialog_that_was_held(
-    name: str, system: str | None, request: pytest.FixtureRequest
-) -> None:
+def test_the_ids_are_those_of_the_dialog(name: str, system: str | None, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
     model = small_model(tokenizer)
     chat = Chat(model, tokenizer, system=system)
@@ -106,7 +102,7 @@ def test_the_ids_are_those_of_the_dialog_that_was_held(
             assert chat.messages == dialog
 
 
-def test_the_template_s_own_system_message_is_fed_and_is_no_message(model: Transformer, demo: Tokenizer) -> None:
+def test_the_template_s_own_system_message_is_fed_and_not_listed(model: Transformer, demo: Tokenizer) -> None:
     chat = Chat(model, demo)
     "".join(chat.say("Hi", 2))
     assert "You are a helpful AI assistant named SmolLM" in demo.decode(chat.session.tokens)
@@ -126,7 +122,7 @@ def test_an_answer_stays_as_it_was_generated(model: Transformer, demo: Tokenizer
     assert chat.messages == said("Hi", "Hello<|im_start|>user\nI", "Ho", "Yes")
 
 
-def test_only_what_is_new_is_fed(model: Transformer, demo: Tokenizer) -> None:
+def test_only_new_tokens_are_fed(model: Transformer, demo: Tokenizer) -> None:
     chat = Chat(model, demo)
     with watched(model) as watch, saying(model, *scripted(demo, "Yes", "No")):
         "".join(chat.say("Hi", **GREEDY))
@@ -139,7 +135,7 @@ def test_only_what_is_new_is_fed(model: Transformer, demo: Tokenizer) -> None:
     assert chat.session.fed == sum(watch.widths)
 
 
-def test_without_the_cache_the_same_is_said_and_everything_is_fed_each_time(
+def test_without_the_cache_the_answers_are_the_same_and_the_whole_text_is_fed(
     model: Transformer, demo: Tokenizer
 ) -> None:
     texts = []
@@ -158,7 +154,9 @@ def test_without_the_cache_the_same_is_said_and_everything_is_fed_each_time(
     assert (chat.last.fed, chat.session.fed) == (prompts[1], sum(watch.widths))
 
 
-def test_what_an_answer_took_is_told(model: Transformer, demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_answer_has_its_times_and_counts(
+    model: Transformer, demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]  # a forward takes a second, and the caller a hundred
 
     def pass_by(seconds: float) -> None:
@@ -193,7 +191,7 @@ class Gone(Exception):
 
 @contextmanager
 def failing(model: Transformer, after: int, error: type[BaseException]) -> Iterator[None]:
-    """Let the forward after so many raise."""
+    """Raise in the forward after `after` others."""
     left = after
 
     def fail(*_: object) -> None:
@@ -213,39 +211,19 @@ def cut_by_length(chat: Chat) -> None:
     "".join(chat.say("Hi", 3, seed=1))
 
 
-def cut_by_closing(chat: Chat) -> None:
-    pieces = chat.say("Hi", seed=1)
-    while chat.last is None or chat.last.made < 3:
-        next(pieces)
-    pieces.close()
-
-
 def left_behind(chat: Chat) -> None:
     for _ in chat.say("Hi", seed=1):
         if chat.last is not None and chat.last.made >= 3:
             break
 
 
-def failed_outside(chat: Chat) -> None:
-    with suppress(Gone):
-        for _ in chat.say("Hi", seed=1):
-            if chat.last is not None and chat.last.made >= 3:
-                raise Gone
-
-
-def failed_inside(chat: Chat, error: type[BaseException] = Gone) -> None:
-    with failing(chat.model, 3, error), suppress(error):
+def interrupted(chat: Chat) -> None:
+    with failing(chat.model, 3, KeyboardInterrupt), suppress(KeyboardInterrupt):
         "".join(chat.say("Hi", seed=1))
 
 
-def interrupted_inside(chat: Chat) -> None:
-    failed_inside(chat, KeyboardInterrupt)
-
-
-@pytest.mark.parametrize(
-    "cut", [cut_by_length, cut_by_closing, left_behind, failed_outside, failed_inside, interrupted_inside]
-)
-def test_an_answer_that_ends_early_is_kept_and_ended_as_the_format_does(
+@pytest.mark.parametrize("cut", [cut_by_length, left_behind, interrupted])
+def test_an_answer_that_ends_early_is_kept_and_ended_by_the_format(
     cut: Callable[[Chat], None], model: Transformer, demo: Tokenizer
 ) -> None:
     chat = Chat(model, demo)
@@ -258,17 +236,14 @@ def test_an_answer_that_ends_early_is_kept_and_ended_as_the_format_does(
     assert chat.session.tokens[:-2] == start + demo.encode(turn, bos=False, eos=False, allowed_special="all")
 
 
-@pytest.mark.parametrize("error", [Gone, KeyboardInterrupt])
-def test_a_message_without_any_answer_was_not_said(
-    error: type[BaseException], model: Transformer, demo: Tokenizer
-) -> None:
+def test_a_message_without_any_answer_is_not_stored(model: Transformer, demo: Tokenizer) -> None:
     chat = Chat(model, demo)
     "".join(chat.say("Hi", 3, seed=1))
     before = list(chat.session.tokens)
-    with failing(model, 0, error), suppress(error):
+    with failing(model, 0, Gone), suppress(Gone):
         "".join(chat.say("Ho"))
     assert chat.session.tokens == before
-    chat.say("an iterator that nobody asks for a piece")
+    chat.say("an iterator that is never advanced")
     assert chat.messages == said("Hi", demo.decode(before[-3:]))
     "".join(chat.say("Ho", 3, seed=1))
     again = Chat(model, demo)
@@ -277,7 +252,7 @@ def test_a_message_without_any_answer_was_not_said(
     assert chat.session.tokens == again.session.tokens
 
 
-def test_the_last_exchange_can_be_taken_back_until_none_is_left(model: Transformer, demo: Tokenizer) -> None:
+def test_undo_takes_back_one_exchange_after_the_other(model: Transformer, demo: Tokenizer) -> None:
     chat = Chat(model, demo, system="Be brief.")
     for question in ("Hi", "Ho"):
         "".join(chat.say(question, 3, seed=1))
@@ -295,7 +270,7 @@ def test_the_last_exchange_can_be_taken_back_until_none_is_left(model: Transform
     assert chat.messages[1:] == first
 
 
-def test_an_answer_that_goes_on_can_be_read_and_taken_back(model: Transformer, demo: Tokenizer) -> None:
+def test_an_unfinished_answer_can_be_read_and_undone(model: Transformer, demo: Tokenizer) -> None:
     chat = Chat(model, demo)
     pieces = chat.say("Hi", seed=1)
     begun = next(pieces)
@@ -305,7 +280,7 @@ def test_an_answer_that_goes_on_can_be_read_and_taken_back(model: Transformer, d
     assert chat.messages == []
 
 
-# ---- what cannot be --------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "  \n", None, b"Hi"])
@@ -360,7 +335,7 @@ def test_a_message_that_does_not_fit_is_refused_before_it_is_said(demo: Tokenize
     assert "".join(chat.say("H", MIN_ANSWER))
 
 
-def test_a_window_has_no_end_and_its_turns_can_be_taken_back(demo: Tokenizer) -> None:
+def test_a_window_has_no_limit_and_undo_works(demo: Tokenizer) -> None:
     chat = Chat(small_model(demo, max_seq_len=64), demo, kv_cache="window:40+4")
     assert chat.left is None
     for _ in range(4):
@@ -372,79 +347,6 @@ def test_a_window_has_no_end_and_its_turns_can_be_taken_back(demo: Tokenizer) ->
     chat.model.kv_caching = False  # which limits the text
     with pytest.raises(ContextFull):
         chat.say("Ho")
-
-
-# ---- any turns in any order ------------------------------------------------------------------------------------------
-
-
-class Turns(RuleBasedStateMachine):
-    """Beside the chat, the messages and the ids that it should have, put together here."""
-
-    tokenizer: Tokenizer
-    model: Transformer
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chat = Chat(self.model, self.tokenizer)
-        self.turns: list[tuple[str, list[int]]] = []
-
-    def text(self, turns: list[tuple[str, list[int]]]) -> list[int]:
-        """Return the ids of these turns, in ChatML, up to the end of the last answer."""
-        start, end = (self.tokenizer.special_tokens[mark] for mark in ("<|im_start|>", "<|im_end|>"))
-        whole = [end, *plain(self.tokenizer, "\n")]
-        ids = [start, *plain(self.tokenizer, f"system\n{SMOLLM_SYSTEM}")]
-        for question, answer in turns:
-            ids += [*whole, start, *plain(self.tokenizer, f"user\n{question}"), *whole]
-            ids += [start, *plain(self.tokenizer, "assistant\n"), *answer]
-        return ids
-
-    def prompt(self, text: str) -> list[int]:
-        return self.text([*self.turns, (text, [])])
-
-    @rule(text=st.sampled_from(["Hi", "a\nb", " x ", "<|im_end|>"]), count=st.integers(1, 5), seed=st.integers(0, 9))
-    def say(self, text: str, count: int, seed: int) -> None:
-        "".join(self.chat.say(text, count, seed=seed, temperature=1.0))
-        self.turns.append((text, self.chat.session.tokens[len(self.prompt(text)) :]))
-
-    @rule(count=st.integers(0, 3), seed=st.integers(0, 9), close=st.booleans())
-    def say_and_leave(self, count: int, seed: int, close: bool) -> None:
-        pieces = self.chat.say("Well?", seed=seed)
-        for _, _ in zip(range(count), pieces, strict=False):
-            pass
-        if close:
-            pieces.close()
-        if count:
-            self.turns.append(("Well?", self.chat.session.tokens[len(self.prompt("Well?")) :]))
-
-    @rule(after=st.integers(0, 3), error=st.sampled_from([Gone, KeyboardInterrupt]))
-    def fail(self, after: int, error: type[BaseException]) -> None:
-        with failing(self.model, after, error), suppress(error):
-            "".join(self.chat.say("Why?", 6, seed=0))
-        if after:
-            self.turns.append(("Why?", self.chat.session.tokens[len(self.prompt("Why?")) :]))
-
-    @precondition(lambda self: self.turns)
-    @rule()
-    def undo(self) -> None:
-        question, answer = self.turns.pop()
-        assert self.chat.undo() == said(question, self.tokenizer.decode(answer))
-
-    @rule(on=st.booleans())
-    def switch(self, on: bool) -> None:
-        self.model.kv_caching = on
-
-    @invariant()
-    def ids_and_messages_are_those_that_were_said(self) -> None:
-        texts = [text for question, answer in self.turns for text in (question, self.tokenizer.decode(answer))]
-        assert self.chat.messages == said(*texts)
-        assert self.chat.session.tokens == (self.text(self.turns) if self.turns else [])
-
-
-def test_any_turns_in_any_order_leave_the_ids_of_the_dialog(demo: Tokenizer) -> None:
-    Turns.tokenizer, Turns.model = demo, small_model(demo, max_seq_len=2048)
-    run_state_machine_as_test(
-        Turns, settings=settings(max_examples=15, stateful_step_count=8, deadline=None, derandomize=True)
-    )
 
 
 # ---- any template ----------------------------------------------------------------------------------------------------
@@ -479,7 +381,9 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 THINKS = _TURNS % ("", "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}")
 
 
-def test_a_thought_that_the_template_leaves_out_is_rewound_and_what_was_before_it_is_kept(spelling: Tokenizer) -> None:
+def test_a_thought_that_the_template_leaves_out_is_rewound_and_the_text_before_it_stays_cached(
+    spelling: Tokenizer,
+) -> None:
     tokenizer = with_template(spelling, THINKS)
     model, format = small_model(tokenizer), ChatFormat(tokenizer)
     chat = Chat(model, tokenizer, system="Be brief.")
@@ -506,7 +410,7 @@ def test_a_thought_that_the_template_leaves_out_is_rewound_and_what_was_before_i
     assert chat.session.tokens == format.encode_dialog_prompt(dialog[:4]) + plain(tokenizer, "No")
 
 
-def test_an_answer_that_the_template_trims_stays_as_it_was_generated(spelling: Tokenizer) -> None:
+def test_an_answer_that_the_template_trims_keeps_its_ids(spelling: Tokenizer) -> None:
     tokenizer = with_template(spelling, _TURNS % ("", "{{ m.content | trim }}"))
     model = small_model(tokenizer)
     chat = Chat(model, tokenizer)
@@ -520,7 +424,7 @@ def test_an_answer_that_the_template_trims_stays_as_it_was_generated(spelling: T
     assert chat.messages == said("Hi", " hello\n", "Ho", "Yes")
 
 
-def test_a_message_that_the_template_refuses_is_not_said(spelling: Tokenizer) -> None:
+def test_a_message_that_the_template_refuses_is_not_stored(spelling: Tokenizer) -> None:
     strict = "{{ raise_exception('mind your words') if 'bad' in messages[-1].content }}"
     tokenizer = with_template(spelling, strict + TEMPLATES["keeps all"])
     chat = Chat(small_model(tokenizer), tokenizer)
@@ -533,7 +437,7 @@ def test_a_message_that_the_template_refuses_is_not_said(spelling: Tokenizer) ->
     assert len(chat.messages) == 4
 
 
-class TemplateTurns(RuleBasedStateMachine):
+class Turns(RuleBasedStateMachine):
     """A conversation by some template, beside the messages that it should have; an answer is what was streamed."""
 
     tokenizer: Tokenizer
@@ -554,17 +458,18 @@ class TemplateTurns(RuleBasedStateMachine):
     def say(self, text: str, count: int, seed: int) -> None:
         self.note(text, "".join(self.chat.say(text, count, seed=seed, temperature=1.0)))
 
-    @rule(count=st.integers(0, 3), seed=st.integers(0, 9))
-    def say_and_leave(self, count: int, seed: int) -> None:
+    @rule(count=st.integers(0, 3), seed=st.integers(0, 9), close=st.booleans())
+    def say_and_leave(self, count: int, seed: int, close: bool) -> None:
         pieces = self.chat.say("Well?", seed=seed)
         for _, _ in zip(range(count), pieces, strict=False):
             pass
-        pieces.close()
+        if close:
+            pieces.close()
         self.note("Well?", self.chat.messages[-1]["content"] if count else None)
 
-    @rule(after=st.integers(0, 3))
-    def fail(self, after: int) -> None:
-        with failing(self.model, after, Gone), suppress(Gone):
+    @rule(after=st.integers(0, 3), error=st.sampled_from([Gone, KeyboardInterrupt]))
+    def fail(self, after: int, error: type[BaseException]) -> None:
+        with failing(self.model, after, error), suppress(error):
             "".join(self.chat.say("Why?", 6, seed=0))
         self.note("Why?", self.chat.messages[-1]["content"] if after else None)
 
@@ -596,14 +501,17 @@ class TemplateTurns(RuleBasedStateMachine):
             assert self.tokenizer.decode(tokens[:begin]) == self.format.render(self.said[:-1]).text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_any_turns_by_any_template_leave_the_ids_of_the_dialog(name: str, spelling: Tokenizer, tmp_path: Path) -> None:
-    tokenizer = with_template(spelling, TEMPLATES[name])
-    machine = type("Machine", (TemplateTurns,), {"tokenizer": tokenizer, "folder": tmp_path})
+@pytest.mark.parametrize(
+    "name", ["demo", "leaves out", *(pytest.param(name, marks=pytest.mark.slow) for name in TEMPLATES)]
+)
+def test_any_turns_by_any_template_leave_the_ids_of_the_dialog(
+    name: str, spelling: Tokenizer, demo: Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer = demo if name == "demo" else with_template(spelling, TEMPLATES[name])
+    machine = type("Machine", (Turns,), {"tokenizer": tokenizer, "folder": tmp_path})
     machine.model = small_model(tokenizer, max_seq_len=2048)
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=6, stateful_step_count=8, deadline=None, derandomize=True)
+        machine, settings=settings(max_examples=5, stateful_step_count=8, deadline=None, derandomize=True)
     )
 
 
@@ -611,7 +519,7 @@ def test_any_turns_by_any_template_leave_the_ids_of_the_dialog(name: str, spelli
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_a_conversation_goes_on_from_its_file(
+def test_a_conversation_continues_from_its_file(
     system: str | None, model: Transformer, demo: Tokenizer, tmp_path: Path
 ) -> None:
     file = tmp_path / "talk"
@@ -633,7 +541,7 @@ def test_a_conversation_goes_on_from_its_file(
     assert again.messages == chat.messages[: len(again.messages)]
 
 
-def test_a_session_that_is_no_conversation_is_refused(model: Transformer, demo: Tokenizer, tmp_path: Path) -> None:
+def test_a_session_without_a_conversation_is_refused(model: Transformer, demo: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "text"
     session = model.session(demo)
     session.feed("Once upon")
@@ -660,11 +568,11 @@ def talk(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
     """Pipe lines into inference.py --chat, and return the exit code and what it printed."""
-    command: Callable[..., int] = runpy.run_path(str(SCRIPT))["main"]
 
-    def talk(lines: str, *words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        code = cli.run(command, ["--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", *words])
+    def talk(lines: str | bytes, *words: str) -> tuple[int, str, str]:
+        stream = io.StringIO(lines) if isinstance(lines, str) else io.TextIOWrapper(io.BytesIO(lines), "utf-8")
+        monkeypatch.setattr(sys, "stdin", stream)
+        code = cli.run(main, ["--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", *words])
         return code, *capsys.readouterr()
 
     return talk
@@ -715,20 +623,22 @@ def test_commands_do_what_they_say_and_wrong_ones_are_one_line(
     assert "there is nothing to undo" in errors[0]
     assert "nowhere" in errors[1]
     assert "/save needs a file: /save FILE" in errors[2]
-    assert "/undo stands alone" in errors[3]
+    assert "/undo takes no argument" in errors[3]
     assert "/etc/hosts is not known: there are /undo, /save FILE, /load FILE, /stats, /quit" in errors[4]
 
 
-def test_a_full_context_is_said_before_with_what_helps_and_the_conversation_goes_on(
+def test_a_full_context_is_announced_with_the_remedy_and_the_conversation_continues(
     talk: Callable[..., tuple[int, str, str]],
 ) -> None:
     code, out, err = talk("hello\nhello hello\n/undo\nhello\n", "--max_seq_len=100")
     assert code == 0
-    assert out.count("0 of 100 tokens left (/undo makes room, --kv_cache window:50+4 needs none)") == 2
+    assert out.count("0 of 100 tokens left (/undo frees some, --kv_cache window:50+4 has no limit)") == 2
     assert out.count("tokens/s, cut after") == 2
     assert err.startswith("error: the context is full: it has 100 of 100 tokens, and this message needs ")
     assert err.count("\n") == 1
-    assert "/undo takes the last exchange back, and --kv_cache window:50+4 or a larger --max_seq_len" in err
+    assert (
+        "/undo takes the last exchange back, and --kv_cache window:50+4 or a larger --max_seq_len at the start" in err
+    )
     code, out, err = talk("hello\nhello\nhello\n", "--max_seq_len=100", "--kv_cache=window:50+4", "--max_gen_len=60")
     assert (code, err, "left" in out) == (0, "", False)
 
@@ -737,7 +647,7 @@ def test_a_full_context_is_said_before_with_what_helps_and_the_conversation_goes
     ("words", "expected"),
     [(["--trace"], "--chat without prompts and --trace"), (["--max_gen_len=0"], "max_gen_len=0")],
 )
-def test_what_a_conversation_cannot_have_is_refused_before_a_model_is_loaded(
+def test_flags_that_exclude_a_conversation_are_refused_before_a_model_is_loaded(
     words: list[str], expected: str, talk: Callable[..., tuple[int, str, str]]
 ) -> None:
     code, out, err = talk("hello\n", *words)
@@ -751,17 +661,17 @@ def test_a_conversation_is_refused_under_torchrun(
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, out, err = talk("hello\n")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "one rank of the torchrun alone; give prompts" in err
+    assert "--chat without prompts needs one process" in err
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
-def test_what_a_terminal_would_obey_is_made_visible_there(
+def test_control_characters_are_visible_on_a_terminal(
     on_terminal: bool, meta: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model(meta)
     evil = "\033[31mred\a\r\x7f \x9b2J\ttab\nline é"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
-    talk = Conversation(Chat(model, meta), 64, {"temperature": 0}, seed=1)
+    talk = TerminalChat(Chat(model, meta), 64, {"temperature": 0}, seed=1)
     with saying(model, *scripted(meta, evil)):
         talk.take("hello")
     printed = capsys.readouterr().out
@@ -772,19 +682,14 @@ def test_what_a_terminal_would_obey_is_made_visible_there(
 # ---- as a process ----------------------------------------------------------------------------------------------------
 
 
-def test_a_line_that_is_no_utf_8_is_refused_and_the_next_is_answered(checkpoint: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", "--max_gen_len=4"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        input=b"hello\nbr\xffken\nhello\n",
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert len(re.findall(DIM, done.stdout.decode(errors="replace"))) == 2
-    assert done.stderr.startswith(b"error: character 2 of the text")
-    assert done.stderr.count(b"\n") == 1
+def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered(
+    talk: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, out, err = talk(b"hello\nbr\xffken\nhello\n", "--max_gen_len=4")
+    assert code == 0
+    assert len(re.findall(DIM, out)) == 2
+    assert err.startswith("error: character 2 of the text")
+    assert err.count("\n") == 1
 
 
 class Terminal:

@@ -1,10 +1,10 @@
-"""Changes to the answer of the exercise, kept as text: mistakes.txt, and solutions of another shape, right.txt.
+"""Changes to the answer of the exercise as text: mistakes.txt, and right solutions of another shape, right.txt.
 
-    #### NAME -> MISTAKE MISTAKE        what the grader has to find; nothing behind the arrow: nothing
+    #### NAME -> MISTAKE MISTAKE        what the grader must find; nothing behind the arrow: nothing
     --- llama/model.py
-    @@                                  old lines (" " and "-"), which stand there once, become new lines (" " and "+")
+    @@                                  old lines (" " and "-"), which must occur once, become new lines (" " and "+")
 
-They are written as a student would write them, not as the grader looks for them.
+They are written as a student would write them.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Plant(NamedTuple):
-    """A change: its name, the mistakes that are to be found, and (file, old, new) for each place."""
+    """A change: its name, the mistakes that must be found, and (file, old, new) for each place."""
 
     name: str
     found: frozenset[str] = frozenset()
@@ -27,7 +27,7 @@ class Plant(NamedTuple):
 
 
 def plants(file: str) -> list[Plant]:
-    """Return the changes that a file of this folder has."""
+    """Return the changes in a file of this folder."""
     return [_plant(entry) for entry in _parts("#### ", Path(__file__).with_name(file).read_text("utf-8"))]
 
 

@@ -1,4 +1,4 @@
-"""The grader names what is wrong: every mistake of its list, planted in the answer, and nothing in what is right."""
+"""The grader names every mistake of its list that is planted in the answer, and nothing in right solutions."""
 
 import json
 import os
@@ -25,7 +25,7 @@ Probe = Callable[[Plant], Outcome]
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
-    """Give a function that puts a plant into the answer and returns what is seen of it."""
+    """Yield a function that plants a change in the answer and returns the outcome of the probe."""
     answer, scratch = tmp_path_factory.mktemp("answer"), tmp_path_factory.mktemp("trees")
     make(answer, holes=())
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

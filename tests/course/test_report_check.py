@@ -1,4 +1,4 @@
-"""What cannot have been measured like that is found in a report's table; a real one is let pass."""
+"""Impossible measurements in a report's table are found, and a real table passes."""
 
 from pathlib import Path
 

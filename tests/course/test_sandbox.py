@@ -19,14 +19,12 @@ from llama import cli
 TIGHT = Limits(seconds=20.0, memory_bytes=2**30, file_bytes=2**20, printed_bytes=2**16, processes=8)
 HOSTILE = {
     "loops": ("while True: pass", "not done after 1 s|more CPU time"),
-    "sleeps": ("import time; time.sleep(100)", "not done after 1 s"),
     "forks": ("import os\nwhile True: os.fork()", "more than 8 processes"),
     "forks into other sessions": (
         "import os, time\nfor _ in range(20):\n  if os.fork() == 0: os.setsid(), time.sleep(100)\ntime.sleep(100)",
         "more than 8 processes",
     ),
     "prints": ("while True: print('x' * 1000)", "printed more than"),
-    "prints without an end of line": ("import os\nwhile True: os.write(1, b'x' * 1000)", "printed more than"),
     "closes its output": ("import os, time\nos.close(1), os.close(2)\ntime.sleep(100)", "not done after 1 s"),
     "takes memory": ("x = bytearray(2**31)", "MemoryError"),
     "writes a large file": ("open('large', 'wb').write(b'x' * 2**22)", "File too large|SIGXFSZ"),
@@ -41,30 +39,15 @@ HOSTILE = {
     "leaves at once": ("import os; os._exit(0)", "exit code 0 before it was tried"),
     "does not parse": ("def (:", "SyntaxError"),
     "kills itself": ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
-    "kills itself by a signal without a name": ("import os; os.kill(os.getpid(), 40)", "ended by signal 40"),
-    "ends its session": ("import os; os.killpg(0, 15)", "ended by SIGTERM"),
-    "prints a verdict": ("print('{\"points\": 100}'); raise SystemExit(0)", "exit code 0 before it was tried"),
     "has no package": (None, "no folder llama"),
     "has an empty package": ("", "ModuleNotFoundError"),
     "puts a pipe in place of itself": (
         "import os; os.unlink(__file__); os.mkfifo(__file__); raise SystemExit",
         "deleted or changed 1 of its own files",
     ),
-    "puts a device in place of itself": (
-        "import os; os.unlink(__file__); os.symlink('/dev/zero', __file__); raise SystemExit",
-        "deleted or changed 1 of its own files",
-    ),
-    "puts a pipe in place of its results": (
-        "import os, sys; os.mkfifo(sys.argv[2]); os._exit(0)",
-        "exit code 0 before",
-    ),
     "writes results of its own": (
         'import sys; open(sys.argv[2], \'w\').write(\'{"signature": "mine", "steps": {}}\'); raise SystemExit',
         "not those of the grader",
-    ),
-    "writes results that are no JSON": (
-        "import sys; open(sys.argv[2], 'w').write('{'); raise SystemExit",
-        "cannot be read",
     ),
 }
 
@@ -135,11 +118,6 @@ def test_links_are_not_followed_and_large_folders_refused(tmp_path: Path) -> Non
     assert "link" not in outcome.printed
     assert "pipe" not in outcome.printed
     assert "more than 0 files" in run(it, Limits(tree_files=0)).reason
-
-
-def test_a_package_without_a_file_is_told_as_one(tmp_path: Path) -> None:
-    (tmp_path / "llama").mkdir()
-    assert "ModuleNotFoundError" in run(tmp_path, TIGHT).reason
 
 
 def test_originals_that_a_submission_changes_are_noticed(tmp_path: Path) -> None:

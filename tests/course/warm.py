@@ -1,8 +1,8 @@
-"""A process that has imported torch and forks for each submission, so that a test of many need not wait for it anew.
+"""A process that has imported torch and forks for each submission, so that tests need not import it again.
 
     python -P warm.py          each line of standard input: [tree, facts, signature]; a line of output when it is done
 
-What runs in the fork is the probe's own main, as course/sandbox.py starts it.
+The fork runs the main function of the probe, as course/sandbox.py does.
 """
 
 import importlib.util

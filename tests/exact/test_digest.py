@@ -52,7 +52,7 @@ def test_two_numbers_that_change_places_count(one: int, other: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_numbers_that_differ_in_their_sign_alone_may_not_change_places(dtype: torch.dtype) -> None:
-    """Where all that differs is a word's highest bit, products alone would lose it."""
+    """If only the highest bit of a word differs, products alone would lose it."""
     tensor = torch.ones(4 * LANES, dtype=dtype)
     tensor[1::2] = -1
     seen = {

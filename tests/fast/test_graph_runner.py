@@ -31,6 +31,7 @@ from torch import Tensor
 
 from llama import cli, fast, load, sampling
 from llama.args import ModelArgs
+from llama.batch import NonFiniteLogits
 from llama.fast import choose, graph_ops, graph_runner
 from llama.fast.choose import find_fused
 from llama.fast.fingerprint import Described
@@ -46,7 +47,6 @@ from llama.fast.graph_runner import (
 )
 from llama.fast.graph_trial import quickest, try_prompts, try_steps
 from llama.fast.supported import Unsupported
-from llama.generation import NonFiniteLogits
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers
 from llama.request import Options

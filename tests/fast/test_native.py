@@ -37,12 +37,12 @@ from oracles import bits, fp32_tolerance, some_tokens, tiny_args
 from torch import Tensor
 
 from llama.args import ModelArgs
+from llama.batch import NonFiniteLogits
 from llama.fast import native_build
 from llama.fast.choose import make_fast
 from llama.fast.native_check import check_blocks, check_library, tiny_model
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
-from llama.generation import NonFiniteLogits
 from llama.model import Transformer
 from llama.quant.gguf_types import KINDS as KINDS_OF_FILES
 from llama.quant.gguf_types import Kind

@@ -27,12 +27,12 @@ from torch import Tensor
 
 import llama.batch
 import llama.sampling
-from llama.batch import Batch
+from llama.batch import Batch, NonFiniteLogits
 from llama.fast.fingerprint import Fingerprint
 from llama.fast.native_caches import NativeCaches, Taken
 from llama.fast.native_library import Choice, Model, NativeBatch, NativeForward
 from llama.fast.native_runner import NativeRunner
-from llama.generation import NonFiniteLogits, make_stepper
+from llama.generation import make_stepper
 from llama.kv_cache import Cache, StaticCache
 from llama.model import Transformer
 from llama.request import Options, make_request

@@ -1,16 +1,16 @@
-"""Put each historic bug back into a copy of the repository, and see whether the test that it names catches it.
+"""Put each historic bug back into a copy of the repository, and check that the test that it names catches it.
 
     python tests/historic_bugs/run.py          all of them
     python tests/historic_bugs/run.py 01 14    these two
 
-A bug is caught where its test passes on the tree as it is and, with the patch, fails on an assertion; a copy that no
-longer imports, or a test that ends in any other error, proves nothing. Prints a line for each bug and the count, and
-exits with 1 unless all are caught.
+A bug is caught if its test passes on the current tree and, with the patch, fails on an assertion. A copy that does not
+import, or a test that ends in another error, is invalid. Prints a line for each bug and the count, and exits with 1
+unless all are caught.
 
 To add one: make the mistake in llama/, save `git diff llama` under the next number with a few lines of prose and a line
-"Caught by: tests/test_x.py::test_y" above it, and undo it. Where the code has moved on, make the patch anew like that.
+"Caught by: tests/test_x.py::test_y" above it, and undo it. If the code has changed, make the patch again like that.
 
-Knows patches, copies and processes. What happens inside of a copy is child.py's affair.
+Knows patches, copies and processes; child.py runs tests in a copy.
 """
 
 import argparse
@@ -43,7 +43,7 @@ LIBRARIES = ("torch", "hypothesis", "tiktoken", "safetensors.torch", "gguf", "tr
 
 @dataclass(frozen=True)
 class Bug:
-    """A patch, and what the lines above it say."""
+    """A patch, and the description above it."""
 
     path: Path
 
@@ -61,7 +61,7 @@ class Bug:
 
     @property
     def test(self) -> str:
-        """The test that must catch it, as pytest names it; without [parameters], all of its cases."""
+        """The name of the test that must catch it; without [parameters], all of its cases."""
         found = re.findall(r"^Caught by: (tests/\S+\.py::\S.*)$", self.text, flags=re.MULTILINE)
         if len(found) != 1:
             raise ValueError(f"{self.path.name}: needs one line 'Caught by: tests/test_x.py::test_y', has {len(found)}")
@@ -84,10 +84,9 @@ def bugs_in(folder: Path) -> list[Bug]:
 
 
 def apply(patch: Path, tree: Path, *, check_only: bool = False) -> str:
-    """Apply a patch to a tree, wholly or not at all, and return what git has to say against it.
+    """Apply a patch to a tree, completely or not at all, and return git's error, or "".
 
-    The tree need not be a repository. Where it lies inside of one, or the user has settings, git is kept from looking:
-    it would leave out files of a subfolder without a word.
+    The tree need not be a repository. If it is inside one, git must not find it: it would skip files silently.
     """
     alone = {"GIT_CEILING_DIRECTORIES": str(tree.resolve().parent), "GIT_CONFIG_GLOBAL": os.devnull}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -104,9 +103,9 @@ def apply(patch: Path, tree: Path, *, check_only: bool = False) -> str:
 
 
 class Server:
-    """A process that has the libraries and forks one for each copy: it runs child.py, one job at a time.
+    """A process that has imported the libraries and forks for each copy; it runs child.py, one job at a time.
 
-    No plugins of pytest: the tests need none, and it would rewrite hypothesis's anew each time, which takes a second.
+    Without plugins of pytest, which would rewrite those of hypothesis each time, in a second.
     """
 
     def __init__(self, libraries: Sequence[str]) -> None:
@@ -120,7 +119,7 @@ class Server:
         )
 
     def run(self, job: dict[str, Any]) -> int:
-        """Return the exit code of the process that did it; raise RuntimeError where child.py itself has ended."""
+        """Return the exit code of the forked process; raise RuntimeError if child.py itself has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -128,7 +127,7 @@ class Server:
             self._process.stdin.flush()
             return int(self._process.stdout.readline())
         except (BrokenPipeError, ValueError):  # no line
-            raise RuntimeError("child.py has ended; what it said stands above") from None
+            raise RuntimeError("child.py has ended; its output is above") from None
 
     def close(self) -> None:
         with suppress(BrokenPipeError):
@@ -137,7 +136,7 @@ class Server:
 
 @contextmanager
 def _servers(libraries: Sequence[str]) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Give `_try` with whichever server is free, and end them all when it is over."""
+    """Yield `_try` on a free server, and end all servers at the end."""
     free: SimpleQueue[Server] = SimpleQueue()
     everyone = [Server(libraries) for _ in range(AT_ONCE)]
     for one in everyone:
@@ -158,10 +157,10 @@ def _servers(libraries: Sequence[str]) -> Iterator[Callable[..., dict[str, Any]]
 
 
 def judge(root: Path, bugs: Sequence[Bug], libraries: Sequence[str]) -> Iterator[Verdict]:
-    """Yield the verdict on each bug, in order; the tests on the tree as it is run beside those of the first bugs."""
+    """Yield the verdict on each bug, in order; the tests of the unchanged tree run beside those of the first bugs."""
     scratch = tempfile.TemporaryDirectory(prefix="historic-bugs-")
     with scratch as folder, _servers(libraries) as run, ThreadPoolExecutor(AT_ONCE) as pool:
-        tree = Path(folder, "as-it-is")  # all copies come from one, whatever is edited meanwhile
+        tree = Path(folder, "as-it-is")  # all copies are made from it, even if files are edited meanwhile
         _copy(root, tree)
         try:
             plain = pool.submit(run, tree, None, sorted({bug.test for bug in bugs}))
@@ -184,7 +183,7 @@ def _copy(root: Path, into: Path) -> None:
 def _try(
     server: "Server", tree: Path, patch: Path | None, tests: list[str], *, stop: bool = False, limit: int = LIMIT_S
 ) -> dict[str, Any]:
-    """Return how the tests end on a copy of the tree, patched; see child.py. {"trouble": words} where they cannot."""
+    """Return the results of the tests on a patched copy of the tree, see child.py; {"trouble": reason} on failure."""
     with tempfile.TemporaryDirectory(prefix="historic-bug-") as folder:
         copy, report = Path(folder, "copy").resolve(), Path(folder, "report.json")
         shutil.copytree(tree, copy)
@@ -221,7 +220,7 @@ def _verdict(bug: Bug, plain: dict[str, Any], patched: dict[str, Any]) -> Verdic
 
 
 def _endings(test: str, run: dict[str, Any]) -> set[str]:
-    """Return the ways in which the cases of a test ended."""
+    """Return the results of the cases of a test."""
     return {how for case, how in run.get("endings", {}).items() if case == test or case.startswith(f"{test}[")}
 
 
@@ -230,14 +229,14 @@ def _listed(endings: set[str]) -> str:
 
 
 def _chosen(bugs: list[Bug], numbers: list[str]) -> list[Bug]:
-    """Return the bugs of these numbers, or all; raise ValueError for what cannot be run."""
+    """Return the bugs with these numbers, or all; raise ValueError for an unknown number or without git."""
     if unknown := set(numbers) - {bug.number for bug in bugs}:
         raise ValueError(f"no bug has the number {', '.join(sorted(unknown))}; the last is {bugs[-1].number}")
     if shutil.which("git") is None:
         raise ValueError("git is needed to apply the patches; install it")
     chosen = [bug for bug in bugs if not numbers or bug.number in numbers]
     for bug in chosen:
-        _ = bug.test  # refuses one that names no test, before any is run
+        _ = bug.test  # raises if it names no test
     return chosen
 
 

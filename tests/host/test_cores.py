@@ -1,4 +1,4 @@
-"""How many cores a process may use, with how many threads it computes, and what is said where those are too many."""
+"""The cores that a process may use, the threads that it computes with, and what it says if those are too many."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ import torch
 
 from llama import cli
 from llama.host import cores
-from llama.host.cores import FreeCores, OtherLoad, quota, say_if_crowded, threads, usable_cores
+from llama.host.cores import FreeCores, OtherLoad, quota, usable_cores, warn_if_oversubscribed
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it on Linux")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports it")
 
 
 @pytest.fixture
@@ -48,66 +49,43 @@ def own_count(*, threads: int | None = None) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("command", "expected"), [(count, "2 2 2\n"), (own_count, "2 2 2\n")])
+@pytest.mark.parametrize("command", [count, own_count])
 def test_threads_hold_for_torch_for_children_and_for_a_command_that_takes_them(
-    command: Callable[..., int], expected: str, counts: None, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., int], counts: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(command, ["--threads", "2"]) == 0
-    assert capsys.readouterr().out == expected
+    assert capsys.readouterr().out == "2 2 2\n"
 
 
-def test_threads_hold_for_what_imports_torch_later() -> None:
-    look = """
-from llama import cli
-def command(*, first: int = 0) -> int:
-    import torch
-    print(torch.get_num_threads())
-    return 0
-cli.main(command)
-"""
-    done = subprocess.run([sys.executable, "-c", look, "--threads=2"], capture_output=True, text=True, check=True)
-    assert done.stdout == "2\n"
-
-
-@pytest.mark.parametrize("asked", ["0", "-1", "4000000", "1.5", "many", ""])
-def test_threads_that_no_machine_has_are_refused_in_a_sentence(
-    asked: str, counts: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("asked", ["0", "4000000", "many"])
+def test_impossible_threads_are_one_line(asked: str, counts: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(nothing, [f"--threads={asked}"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), err.startswith("error: --threads=")) == ("", 1, True)
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("counts_set", [("MKL", "1"), ("OMP", "1"), ("OMP", "2", "MKL", "1"), ("OMP", "1", "MKL", "2")])
-def test_before_torch_is_imported_the_threads_are_those_that_it_will_have(counts_set: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("variables", [{"OMP": "1"}, {"OMP": "1", "MKL": "2"}])
+def test_before_torch_is_imported_the_threads_are_those_that_it_will_have(variables: dict[str, str]) -> None:
     look = "from llama.host.cores import threads; early = threads(); import torch; print(early, threads())"
-    variables = {f"{name}_NUM_THREADS": number for name, number in zip(counts_set[::2], counts_set[1::2], strict=True)}
-    if not torch.backends.mkl.is_available() and "MKL" in counts_set:
+    if not torch.backends.mkl.is_available() and "MKL" in variables:
         pytest.skip("this PyTorch has no MKL, which would read its variable")
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-c", look], capture_output=True, text=True, check=True, env=environment | variables
-    )
-    assert done.stdout.split() == [counts_set[-1]] * 2
+    environment |= {f"{name}_NUM_THREADS": number for name, number in variables.items()}
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == [variables.get("MKL", variables["OMP"])] * 2
 
 
-def test_a_quota_limits_the_threads_that_nobody_asked_for(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_limits_the_default_and_not_what_the_user_set(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "bound_cores", lambda: 8)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name)
-    monkeypatch.setattr(cores, "bound_cores", lambda: 8)
-    monkeypatch.setattr(cores, "quota", lambda groups, root: None)
     torch.set_num_threads(2)
-    assert cli.run(nothing, []) == 0
-    assert (torch.get_num_threads(), "OMP_NUM_THREADS" in os.environ) == (2, False)
-    monkeypatch.setattr(cores, "quota", lambda groups, root: 1)
-    assert cli.run(nothing, []) == 0
-    assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (1, "1")
-
-
-def test_what_the_user_set_is_kept_though_a_quota_is_less(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, expected in ((None, (2, None)), (1, (1, "1"))):
+        monkeypatch.setattr(cores, "quota", lambda groups, root, limit=limit: limit)
+        assert cli.run(nothing, []) == 0
+        assert (torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")) == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(cores, "quota", lambda groups, root: 1)
     torch.set_num_threads(2)
     assert cli.run(nothing, []) == 0
     assert torch.get_num_threads() == 2
@@ -141,7 +119,7 @@ def test_a_quota_of_the_first_generation_is_read_from_the_cpu_controller(tmp_pat
 @on_linux
 def test_a_process_that_is_bound_to_a_core_may_use_one() -> None:
     look = (
-        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from llama import cores; "
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from llama.host import cores; "
         "print(cores.usable_cores())"
     )
     assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "1\n"
@@ -154,52 +132,40 @@ def test_cores_are_counted_where_the_system_binds_no_process(monkeypatch: pytest
     assert usable_cores() == 3
 
 
-# ---- what is said ----------------------------------------------------------------------------------------------------
-
-
-def test_more_threads_than_cores_are_told_once(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
-    torch.set_num_threads(2)
-    said: list[str] = []
-    say_if_crowded(said.append)
-    (line,) = said
-    assert line.startswith("2 threads on the 1 core that this process may use")
-    assert line.endswith("give --threads 1")
+# ---- more threads than cores -----------------------------------------------------------------------------------------
 
 
 def computing(*, device: str = "auto") -> int:
-    """Do nothing, where that may be chosen."""
+    """Do nothing, on a device."""
     return 0
 
 
-@pytest.mark.parametrize(("command", "told"), [(computing, True), (nothing, False), (own_count, False)])
-def test_a_command_tells_it_that_computes_and_has_no_processes_for_it(
+@pytest.mark.parametrize(("command", "warned"), [(computing, True), (nothing, False), (own_count, False)])
+def test_a_command_that_computes_in_this_process_warns_of_more_threads_than_cores(
     command: Callable[..., int],
-    told: bool,
+    warned: bool,
     counts: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 1)
     assert cli.run(command, ["--threads=2"]) == 0
-    assert ("give --threads 1" in capsys.readouterr().err) == told
+    err = capsys.readouterr().err
+    assert err.startswith("2 threads on the 1 core that this process may use") == warned
+    assert err.endswith("give --threads 1\n") == warned
+    assert cli.run(command, ["--threads=1"]) == 0
+    assert capsys.readouterr().err == ""
 
 
-def test_ranks_share_the_cores(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_cores_and_the_first_one_warns(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     torch.set_num_threads(2)
     said: list[str] = []
-    say_if_crowded(said.append)
+    warn_if_oversubscribed(said.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    say_if_crowded(said.append)  # the first has told it
+    warn_if_oversubscribed(said.append)
     assert [line.partition(" ")[0] for line in said] == ["6"]
-
-
-def test_one_thread_is_never_too_many(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
-    assert threads() == 1
-    say_if_crowded(lambda line: pytest.fail(line))
 
 
 # ---- cores that other work occupies ----------------------------------------------------------------------------------
@@ -210,7 +176,8 @@ def free_counts(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make torch compute with 4 threads on 4 cores, without a setting of the user."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name)
-    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    for name in ("usable_cores", "bound_cores"):
+        monkeypatch.setattr(cores, name, lambda: 4)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     torch.set_num_threads(4)
 
@@ -218,7 +185,7 @@ def free_counts(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("others", "chosen"), [(None, 4), (0.0, 4), (0.5, 4), (0.6, 3), (1.0, 3), (2.6, 1), (3.4, 1), (9.0, 1)]
 )
-def test_occupied_cores_are_left_to_the_other_work_and_that_is_said(
+def test_on_a_busy_machine_there_are_fewer_threads_and_that_is_said(
     others: float | None, chosen: int, free_counts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OtherLoad, "stop", lambda self: others)
@@ -228,6 +195,21 @@ def test_occupied_cores_are_left_to_the_other_work_and_that_is_said(
     assert os.environ.get("OMP_NUM_THREADS") == (None if chosen == 4 else str(chosen))  # for the processes it starts
     words = f"other work occupies {others} of 4 cores: computing with {chosen} thread{'s' * (chosen > 1)} instead of 4;"
     assert [line.startswith(words) for line in said] == [True] * (chosen < 4)
+
+
+@pytest.mark.parametrize("command", ["inference", "verify", "perplexity"])
+def test_every_command_that_computes_in_this_process_takes_fewer_threads(
+    command: str, free_counts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so before it reads the checkpoint, which is missing here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: 2.0)
+    (tmp_path / "text").write_text("a text")
+    words = ["--text=text"] if command == "perplexity" else []
+    assert cli.run(import_module(f"llama.cli.{command}").main, ["--ckpt_dir=not/there", "--device=cpu", *words]) == 2
+    said, error = capsys.readouterr().err.splitlines()
+    assert said.startswith("other work occupies 2.0 of 4 cores: computing with 2 threads instead of 4;")
+    assert "not/there" in error
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE"])
@@ -241,7 +223,7 @@ def test_a_count_that_is_asked_for_stays_and_so_do_ranks(
         assert torch.get_num_threads() == 4
 
 
-def test_a_run_that_goes_on_computes_with_the_threads_that_it_had(
+def test_a_resumed_run_computes_with_the_threads_that_it_had(
     free_counts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
@@ -251,7 +233,7 @@ def test_a_run_that_goes_on_computes_with_the_threads_that_it_had(
 
 @on_linux
 def test_a_busy_process_takes_a_thread_away(free_counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child occupies each core, so that at most one core counts as free, whatever runs beside this test."""
+    """A child occupies each core, so that at most one core counts as free, whatever else is running."""
     count = len(os.sched_getaffinity(0))
     monkeypatch.setattr(cores, "usable_cores", lambda: count)
     monkeypatch.setattr(os, "cpu_count", lambda: count)
@@ -272,35 +254,18 @@ def test_a_busy_process_takes_a_thread_away(free_counts: None, monkeypatch: pyte
     assert len(said) == 1
 
 
-# ---- who else is busy ------------------------------------------------------------------------------------------------
-
-
-@on_linux
-def test_other_load_sees_a_busy_child() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
-    try:
-        assert child.stdout is not None
-        child.stdout.readline()  # it has begun
-        load = OtherLoad()
-        load.start()
-        time.sleep(0.6)
-        seen = load.stop()
-    finally:
-        child.kill()
-        child.communicate()
-    assert seen is not None
-    assert seen > 0.5  # a machine with less than half a core for the child gives the rest to others, who count as well
+# ---- the load of other work ------------------------------------------------------------------------------------------
 
 
 def multiply_until(end: float) -> None:
     a = torch.rand(512, 512)
     while time.perf_counter() < end:
-        a @ a  # other threads run meanwhile
+        a @ a
 
 
 @on_linux
 def test_other_load_leaves_our_own_work_out() -> None:
-    """All that is busy fits on the cores once; with our threads counted as others it would be more than there are."""
+    """Other load and our own are at most all cores; our threads counted twice would be more."""
     count = os.cpu_count() or 1
     load = OtherLoad()
     load.start()
@@ -318,7 +283,7 @@ def test_other_load_leaves_our_own_work_out() -> None:
 def test_other_load_is_a_mean_of_cores_and_never_below_none(
     monkeypatch: pytest.MonkeyPatch, everyone: float, expected: float
 ) -> None:
-    """Over four seconds, two of them our own; what is counted in ticks may fall short of our own by some of them."""
+    """Over four seconds, two of them our own; the kernel's ticks may add up to less than our own time."""
     clocks = iter([(10.0, 1.0, 100.0), (14.0, 3.0, everyone)])
     monkeypatch.setattr(OtherLoad, "_clocks", lambda self: next(clocks))
     load = OtherLoad()
@@ -330,7 +295,7 @@ def test_other_load_is_a_mean_of_cores_and_never_below_none(
 def test_other_load_is_not_told_where_the_kernel_does_not_count_it(
     stat: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "text_of", lambda path: stat)
+    monkeypatch.setattr(cores, "kernel_text", lambda path: stat)
     load = OtherLoad()
     load.start()
     assert load.stop() is None
@@ -339,5 +304,5 @@ def test_other_load_is_not_told_where_the_kernel_does_not_count_it(
 def test_busy_seconds_are_all_but_idle_and_waiting_and_count_guests_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # proc(5): user, nice, system, idle, iowait, irq, softirq, steal, and guests, which are in user and nice already
     stat = "cpu  1 20 300 4000 50000 600000 7000000 80000000 900000000 1000000000\ncpu0 9 9 9 9 9 9 9 9 9 9\n"
-    monkeypatch.setattr(cores, "text_of", lambda path: stat)
+    monkeypatch.setattr(cores, "kernel_text", lambda path: stat)
     assert cores._busy_seconds() == (1 + 20 + 300 + 600000 + 7000000 + 80000000) / os.sysconf("SC_CLK_TCK")

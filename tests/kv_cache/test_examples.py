@@ -1,4 +1,4 @@
-"""The kinds of cache that docs/kv_cache_kinds.md goes through keep the contract, and do what the page says of them."""
+"""The kinds of cache in docs/kv_cache_kinds.md keep the contract, and do what the page says."""
 
 import re
 from collections.abc import Callable
@@ -43,10 +43,6 @@ def test_the_other_python_of_the_page_runs(capsys: pytest.CaptureFixture[str], m
     assert len(capsys.readouterr().out.splitlines()) == len(CLAIMS) - 2  # those of lossless kinds
 
 
-def test_heavy_hitters_keep_the_contract() -> None:
-    assert len(check_cache_kind(example("h2o:16"))) == len(CLAIMS) - 2
-
-
 @pytest.mark.parametrize("params", ["0", "-3", "some", "1.5", "", "1"])
 @pytest.mark.parametrize(("name", "least"), [("every_second", 1), ("h2o", 2)])
 def test_what_is_no_number_of_positions_is_refused_with_what_is_one(name: str, least: int, params: str) -> None:
@@ -58,9 +54,8 @@ def test_what_is_no_number_of_positions_is_refused_with_what_is_one(name: str, l
         KVCache.of(tiny_args(kv_cache=kind))
 
 
-@pytest.mark.parametrize("name", ["every_second:1", "h2o:2"])
-def test_the_least_that_an_example_takes_keeps_the_contract(name: str) -> None:
-    assert len(check_cache_kind(example(name))) == len(CLAIMS) - 2
+def test_heavy_hitters_keep_the_contract() -> None:
+    assert len(check_cache_kind(example("h2o:2"))) == len(CLAIMS) - 2
 
 
 @pytest.mark.parametrize("name", ["every_second:8", "h2o:8"])
@@ -96,7 +91,7 @@ def made_up(*, rows: int, length: int) -> torch.Tensor:
 
 
 def looked_at(cache: KVCache, mass: torch.Tensor) -> None:
-    """Let a kind observe that the keys of each row drew so much attention, (bsz, n_heads, kv_len), from one query."""
+    """Call `observe` with this attention, (bsz, n_heads, kv_len), of one query per row."""
     row: Callable[[int], Any] = lambda row: SimpleNamespace(attention=lambda last: mass[row][:, None])  # noqa: E731
     cache.observe(SimpleNamespace(rows=SimpleNamespace(lengths=(1,) * len(mass)), row=row))  # type: ignore[arg-type]
 
@@ -111,7 +106,7 @@ def test_heavy_hitters_stay_and_the_others_go() -> None:
     looked_at(cache, mass)
     assert cache.state()["positions"].tolist() == [[1, 4, 7, 9, 10, 11], [0, 2, 3, 9, 10, 11]]
     assert torch.equal(cache.state()["keys"][0], keys[0, [1, 4, 7, 9, 10, 11]])
-    # Mass adds up: what was heavy stays heavy when nobody looks, and what grows heavy takes the place of the lightest.
+    # Attention adds up: heavy keys stay heavy without new attention, and new heavy keys replace the lightest.
     new = made_up(rows=2, length=1)
     returned, _ = write(cache, 12, new, new)
     assert returned.shape[1] == 7, "a query sees all that is held, and itself"
@@ -119,15 +114,3 @@ def test_heavy_hitters_stay_and_the_others_go() -> None:
     drawn[0, :, 3] = 9.0  # row 0 looks at position 9
     looked_at(cache, drawn)
     assert cache.state()["positions"].tolist() == [[1, 4, 9, 10, 11, 12], [0, 2, 3, 10, 11, 12]]
-
-
-def test_a_padded_prompt_weighs_its_keys_as_it_does_alone() -> None:
-    model = tiny_model(kv_cache=example("h2o:6"), max_seq_len=64)
-    short, long = some_tokens(1, 9)[0].tolist(), some_tokens(1, 30)[0].tolist()
-    beside, alone = model.new_cache(), model.new_cache()
-    with torch.inference_mode():
-        padded = torch.tensor([short + [0] * 21, long])
-        model(padded, 0, cache=beside, logits="last", lengths=[9, 30])
-        model(torch.tensor([short]), 0, cache=alone)
-    for name, tensor in alone.layers[1].state().items():
-        assert torch.allclose(beside.layers[1].state()[name][0].double(), tensor[0].double()), name

@@ -1,6 +1,6 @@
-"""Every kind of cache keeps the contract, and one that does not is caught; names, and what is asked of a kind."""
+"""Every kind of cache keeps the contract, and a kind that does not is found; names of kinds, and `observe`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from llama.rope import rotate
 from llama.rows import Rows
 from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 
-OURS = ["static", "concat", "paged", "int8", "int4", "window", "window:20+3", "window:100+0", "paged:60"]
+OURS = ["static", "concat", "paged", "int8", "int4", "window", "window:20+3", "paged:60"]
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -38,14 +38,14 @@ def test_every_kind_that_the_library_registers_is_tried() -> None:
 
 
 class Rounds(StaticCache, kind="rounds"):
-    """Says that it is lossless, and is not."""
+    """Claims to be lossless, but rounds."""
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         return super().update(rows, xk, (xv * 16).round() / 16)
 
 
 class Remembers(StaticCache, kind="remembers"):
-    """Lets a text be seen by the next one."""
+    """The next text sees a text."""
 
     lossless = False
     extra: Tensor | None = None
@@ -58,7 +58,7 @@ class Remembers(StaticCache, kind="remembers"):
 
 
 class Crosstalk(StaticCache, kind="crosstalk"):
-    """Lets rows touch each other."""
+    """Rows affect each other."""
 
     lossless = False
 
@@ -67,15 +67,8 @@ class Crosstalk(StaticCache, kind="crosstalk"):
         return keys, values + xv.mean()
 
 
-class Grows(StaticCache, kind="grows"):
-    """Holds more than it predicts."""
-
-    def reserve(self, rows: int, length: int) -> None:
-        super().reserve(rows, length + 1)
-
-
 class Hides(StaticCache, kind="hides"):
-    """Holds tensors in a list, where nobody counts them."""
+    """Stores tensors in a list, where they are not counted."""
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.hidden = [xk.clone()]
@@ -86,49 +79,34 @@ class Hides(StaticCache, kind="hides"):
         self.hidden = []
 
 
-class Slices(ConcatCache, kind="slices"):
-    """Counts a part of what it holds."""
-
-    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(rows, xk, xv)
-        self.keys = torch.cat((keys, keys), dim=1)[:, : keys.shape[1]]
-        return keys, values
-
-
 class Doubles(StaticCache, kind="takes more than it needs"):
-    """Grows otherwise than it predicts, though what it takes for a prompt alone is right."""
+    """Grows more than it predicts, but not for a prompt."""
 
     def _grow(self, rows: int, length: int, like: Tensor) -> None:
         super()._grow(rows, length if self.keys is None else self.args.max_seq_len, like)
 
 
 class Stays(StaticCache, kind="does not select"):
-    """Leaves every row where it is."""
+    """Does not move rows."""
 
     def select_rows(self, rows: Sequence[int]) -> None: ...
 
 
-class Keeps(StaticCache, kind="keeps"):
-    """Does not give its memory back."""
-
-    def free(self) -> None: ...
-
-
 class Shares(StaticCache, kind="shares"):
-    """Its copy is itself."""
+    """Its copy is the cache itself."""
 
     def copy(self) -> KVCache:
         return self
 
 
 class Forgets(StaticCache, kind="forgets to repeat"):
-    """Leaves the other rows of a shared prefix as they are."""
+    """Does not change the other rows."""
 
     def repeat_first_row(self, rows: int) -> None: ...
 
 
 class Truncates(ConcatCache, kind="truncates"):
-    """Says that it can be truncated, and goes on where it was."""
+    """Claims that it can be truncated, but depends on what was fed behind."""
 
     lossless = False
 
@@ -143,7 +121,7 @@ class Truncates(ConcatCache, kind="truncates"):
 
 
 class Counts(StaticCache, kind="counts beside its buffers"):
-    """What it gives back depends on a number that its state does not have."""
+    """Its results depend on a number that is missing from its state."""
 
     lossless = False
 
@@ -159,16 +137,8 @@ class Counts(StaticCache, kind="counts beside its buffers"):
         return keys, values * (2 if self.calls == 1 else 1)
 
 
-class Believes(StaticCache, kind="believes every state"):
-    """Takes a state that no cache of its kind gave."""
-
-    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
-        self.free()
-        self.keys, self.values = state["keys"], state["values"]
-
-
 class Takes(StaticCache, kind="takes anything"):
-    """Refuses nothing."""
+    """Rejects nothing."""
 
     def check(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
         pass
@@ -178,17 +148,13 @@ BREAKS = {
     "rounds": testing.lossless_in_any_chunks,
     "remembers": testing.texts_leave_nothing_behind,
     "crosstalk": testing.rows_do_not_touch_each_other,
-    "grows": testing.bytes_are_as_predicted,
-    "keeps": testing.bytes_are_as_predicted,
     "shares": testing.a_copy_goes_on_by_itself,
     "forgets to repeat": testing.the_first_row_may_be_repeated,
     "hides": testing.bytes_are_as_predicted,
-    "slices": testing.bytes_are_as_predicted,
     "takes more than it needs": testing.bytes_are_as_predicted,
     "does not select": testing.rows_may_leave,
     "truncates": testing.a_text_may_be_truncated,
     "counts beside its buffers": testing.a_state_is_all_that_a_cache_needs,
-    "believes every state": testing.a_state_is_all_that_a_cache_needs,
     "takes anything": testing.bad_writes_are_refused,
 }
 
@@ -200,10 +166,9 @@ def test_a_kind_that_breaks_a_promise_is_caught(kind: str) -> None:
         claim(ModelArgs(**{**vars(SIZES), "kv_cache": kind}))
 
 
-@pytest.mark.parametrize("kind", ["remembers", "shares"])
-def test_a_broken_kind_fails_the_whole_check(kind: str) -> None:
+def test_a_broken_kind_fails_the_whole_check() -> None:
     with pytest.raises(Broken):
-        check_cache_kind(kind)
+        check_cache_kind("remembers")
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -217,45 +182,20 @@ class Mine(StaticCache, kind="from a file"):
 """
 
 
-def test_a_kind_may_stand_in_a_file_with_parameters(tmp_path: Path) -> None:
+def test_a_file_may_define_kinds_with_parameters_by_layer(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MINE)
-    assert cache_kind(f"{file}:from a file:3+4") == "from a file:3+4"
-    model = tiny_model()
+    text = f"int4@1;{file}:from a file:5@0;{file}:from a file"
+    assert cache_kind(text) == "int4@1;from a file:5@0;from a file"
+    model = tiny_model(n_layers=3)
     model.kv_cache = f"{file}:from a file:7"
-    assert model.kv_cache == "from a file:7"
-    seen: list[str] = []
-    options: dict[str, Any] = {"on_step": lambda step: seen.extend(layer.params for layer in step.cache.layers)}
-    for asked in ({}, {"kv_cache": f"{file}:from a file:9"}, {}):
+    seen: list[str | None] = []
+    options: dict[str, Any] = {
+        "on_step": lambda step: seen.extend(getattr(layer, "params", None) for layer in step.cache.layers)
+    }
+    for asked in ({}, {"kv_cache": text}, {}):
         model.generate_tokens([[1, 2]], 1, **asked, **options)
-    assert seen == ["7", "7", "9", "9", "7", "7"]
-    assert check_cache_kind(f"{file}:from a file")
-
-
-BAD: dict[str, tuple[str, str]] = {
-    "unknown": ("lru", "known are: .*concat.*int4.*int8.*paged.*static.*window"),
-    "no parameters": ("static:7", "takes no parameters"),
-    "window of nothing": ("window:0", "empty"),
-    "window smaller than its sinks": ("window:3+4", "smaller than its 4 sinks"),
-    "window that is no number": ("window:big", "W\\+S"),
-    "window past the limit": ("window:24+4", "max_seq_len=24"),
-    "pool that is no number": ("paged:-1", "how many blocks"),
-    "file that is not there": ("nowhere.py:mine", "nowhere.py cannot be run: FileNotFoundError"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_a_bad_name_is_refused_in_a_line_and_the_model_stays_as_it_was(what: str) -> None:
-    name, words = BAD[what]
-    model = tiny_model().requires_grad_(False)
-    model(some_tokens(1, 3))
-    before, wanted = model.cache, model.generate_tokens([[1, 2, 3]], 4, temperature=0.0)
-    for ask in (lambda: setattr(model, "kv_cache", name), lambda: model.generate_tokens([[1]], 2, kv_cache=name)):
-        with pytest.raises(ValueError, match=words) as refusal:
-            ask()
-        assert "\n" not in str(refusal.value)
-    assert (model.kv_cache, model.cache) == ("static", before)
-    assert model.generate_tokens([[1, 2, 3]], 4, temperature=0.0) == wanted
+    assert seen == ["7", "7", "7", "5", None, "", "7", "7", "7"]
 
 
 @pytest.mark.parametrize("code", ["import nothing_of_the_sort", "1 / 0", "def"])
@@ -266,31 +206,28 @@ def test_a_file_that_cannot_be_run_is_refused_in_a_line_and_may_be_mended(tmp_pa
         cache_kind(f"{file}:mine")
     file.write_text(MINE)
     assert cache_kind(f"{file}:from a file") == "from a file"
-
-
-def test_a_file_that_registers_nothing_is_told_what_is_known(tmp_path: Path) -> None:
-    (tmp_path / "empty.py").write_text("x = 1")
     with pytest.raises(ValueError, match="not a known kind of cache; known are"):
-        tiny_model().kv_cache = f"{tmp_path / 'empty.py'}:of no file"
+        tiny_model().kv_cache = f"{file}:of no file"
 
 
 # ---- what is asked of a kind ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "window:8+2"])
+@pytest.mark.parametrize("kind", ["int8", "window:8+2", "static@0;int4"])
 def test_exact_mode_and_a_lossy_kind_exclude_each_other(kind: str) -> None:
-    model = tiny_model(kv_cache=kind, head_dim=8)
-    with pytest.raises(ValueError, match="does not keep all it is given; choose static, concat or paged"):
+    model = tiny_model(kv_cache=kind, head_dim=32)
+    with pytest.raises(ValueError, match="drops or rounds keys and values; choose static, concat or paged"):
         model.exact = True
     model.kv_cache = "static"
     model.exact = True
     for ask in (lambda: setattr(model, "kv_cache", kind), lambda: model.generate_tokens([[1]], 2, kv_cache=kind)):
-        with pytest.raises(ValueError, match="exact mode promises"):
+        with pytest.raises(ValueError, match="exact mode needs a lossless cache"):
             ask()
+    model.kv_cache = "static@0;paged"
     assert model.exact
 
 
-@pytest.mark.parametrize("kind", OURS[:6])
+@pytest.mark.parametrize("kind", ["window", "static@1;int4"])
 def test_a_kind_for_one_call_gives_what_a_model_of_that_kind_gives(kind: str) -> None:
     prompts, options = [[1, 2, 3, 4], [5, 6]], {"temperature": 0.7, "seed": 3}
     model, other = tiny_model(max_seq_len=80), tiny_model(max_seq_len=80, kv_cache=kind)
@@ -302,7 +239,7 @@ def test_a_kind_for_one_call_gives_what_a_model_of_that_kind_gives(kind: str) ->
 
 
 class Observing(StaticCache, kind="observing"):
-    """Notes what it may look at, and the attention of all queries of each row."""
+    """Records what it observes, and the attention of all queries of each row."""
 
     def observe(self, attended: Attended) -> None:
         self.seen = attended
@@ -312,7 +249,7 @@ class Observing(StaticCache, kind="observing"):
 
 
 def observed(model: Transformer, tokens: Tensor, *calls: Rows) -> list[Any]:
-    """Feed the first rows of `tokens` from left to right, in calls that begin there; return the last call's kinds."""
+    """Feed `tokens` in these calls, and return the layers' caches."""
     cache = model.new_cache()
     for rows in calls:
         at = torch.tensor(rows.starts)[:, None] + torch.arange(rows.width)
@@ -371,7 +308,7 @@ def test_attention_of_several_or_padded_rows_or_of_more_queries_than_there_are_i
 
 
 def sharper(xq: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-    """Attend with scores that are twice as large, so not as `attention_weights` says."""
+    """Attend with doubled scores, unlike `attention_weights`."""
     return attend(2 * xq, keys, *rest)
 
 
@@ -401,7 +338,7 @@ def test_attention_whose_weights_are_not_known_cannot_be_observed_and_what_is_ma
 
 
 class Looks(StaticCache, kind="looks at queries alone"):
-    """Observes, and asks for no weights."""
+    """Observes, but does not use attention weights."""
 
     def observe(self, attended: Attended) -> None:
         self.most = attended.queries_before_rope().amax()
@@ -430,7 +367,7 @@ def test_the_attention_of_the_last_queries_is_that_by_which_they_read_the_values
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", [*OURS, "observing"])
 def test_every_kind_gives_under_a_score_mod_what_no_cache_gives(kind: str) -> None:
-    """Of a text that it holds whole; in chunks, steps and ragged rows."""
+    """For a text that the cache stores completely; in chunks, steps and ragged rows."""
     model, tokens = tiny_model(kv_cache=kind, max_seq_len=100), some_tokens(2, 20)
     plain = model.with_kv_caching(False)(tokens)
     model.use(PLAIN._replace(score_mod=capped_and_sloped))
@@ -483,7 +420,7 @@ def test_heads_of_a_kind_may_see_different_keys() -> None:
 
 @pytest.mark.parametrize("prompts", [(30,), (30, 3)], ids=str)
 def test_a_window_tells_a_score_mod_where_its_keys_stand_in_the_text(prompts: tuple[int, ...]) -> None:
-    """Each query sees 6 keys, which the window holds long past its bound; without RoPE, it moves no angle."""
+    """Each query sees 6 keys, which are in the window for any length; without RoPE there are no angles to differ."""
     model = tiny_model(kv_cache="window:12+2", max_seq_len=80, rope_theta=None)
 
     def nearest(scores: Tensor, query_positions: Tensor, key_positions: Tensor, layer: int) -> Tensor:
@@ -500,20 +437,6 @@ def test_a_window_tells_a_score_mod_where_its_keys_stand_in_the_text(prompts: tu
     assert wanted[1] is not None
     for ours, theirs in zip(made[1], wanted[1], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-9)
-
-
-def test_what_was_computed_in_another_dtype_is_refused_and_the_text_may_begin_again() -> None:
-    for kind in OURS[:6]:
-        model = tiny_model(kv_cache=kind, dtype=torch.float32, max_seq_len=60, head_dim=8)
-        with torch.inference_mode():
-            cache = model.new_cache()
-            model(some_tokens(1, 40), 0, cache=cache)
-            model.to(torch.bfloat16)
-            with pytest.raises(ValueError, match="computed in another way"):
-                model(some_tokens(1, 2), 40, cache=cache)
-            cache.free()
-            model(some_tokens(1, 40), 0, cache=cache)
-            assert model(some_tokens(1, 2), 40, cache=cache).isfinite().all()
 
 
 def test_limits_of_a_kind_count_what_it_holds() -> None:
@@ -543,5 +466,5 @@ def test_whatever_a_kind_makes_somebody_raise_is_told_with_the_claim(gives: str)
             keys, values = super().update(rows, xk, xv)
             return None if gives == "nothing" else (keys.bfloat16(), values)
 
-    with pytest.raises(Broken, match="Error where this was tried: A"):
+    with pytest.raises(Broken, match="Error during the check of: "):
         check_cache_kind(name)

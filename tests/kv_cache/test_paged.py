@@ -1,26 +1,20 @@
-"""A paged cache takes blocks as texts grow, shares those of a common prefix, and gives them back."""
+"""A paged cache takes blocks as texts grow, shares those of a common prefix, and returns them."""
 
 import logging
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from fakes import Ids
-from oracles import bits, some_tokens, tiny_args, tiny_model
-from threads import elsewhere, in_threads
+from oracles import some_tokens, tiny_args, tiny_model
+from threads import in_threads
 from torch import Tensor
 from writes import write
 
 from llama.kv_cache import KVCache, PagedCache
 from llama.kv_cache.paged import BLOCK
-from llama.model import Transformer
-from llama.session import Session
 
 HEADS, HEAD_DIM = 2, 8
 
@@ -36,7 +30,7 @@ def new(rows: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def in_use(*caches: PagedCache) -> int:
-    """Return how many blocks some row has, of caches that share a pool; check that each is counted as often."""
+    """Return the number of blocks in use, of caches that share a pool, and check the pool's counts."""
     cache = caches[0]
     assert all(other.pool is cache.pool and other.keys is cache.keys for other in caches)
     counted = Counter(block for other in caches for table in other.tables for block in table)
@@ -64,7 +58,7 @@ def test_padding_takes_no_blocks() -> None:
 
 
 def test_sixteen_rows_that_share_a_thousand_tokens_take_a_fifth_of_a_static_cache() -> None:
-    """1,000 shared and 64 of their own: 62 blocks once, one of which each row copies, and 4 or 5 more a row."""
+    """1,000 shared tokens are 62 blocks; each row copies one of these, and takes 4 or 5 more for its own 64."""
     xk, xv = new(1, 1000)
     cache = made()
     write(cache, 0, xk, xv)
@@ -104,19 +98,6 @@ def test_rows_that_leave_give_their_blocks_back_and_the_others_take_them() -> No
     assert torch.equal(keys[0, :65], kept[0])
     assert cache.nbytes == size
     assert in_use(cache) == 16
-
-
-def test_a_generation_gives_back_what_ended_rows_held() -> None:
-    """Rows of 3, 3, and 100 new tokens never need room for 3 x 100."""
-    model = tiny_model(kv_cache="paged", max_seq_len=256)
-    held: list[int] = []
-    prompts = [some_tokens(1, 40, seed=seed)[0].tolist() for seed in range(3)]
-    model.generate_tokens(
-        prompts, [3, 3, 100], temperature=0.0,
-        on_step=lambda step: held.append(in_use(step.cache.layers[0]) if held else 0),  # type: ignore[union-attr, arg-type]
-    )  # fmt: skip
-    assert max(held) == 9
-    assert held[-1] == 9
 
 
 @pytest.mark.parametrize("kind", ["static", "concat", "paged", "int8", "int4", "window:40+2"])
@@ -163,7 +144,7 @@ def test_a_pool_that_is_too_small_says_what_would_do_and_nothing_is_lost() -> No
 
 
 def test_padding_that_is_not_kept_is_finite_where_a_mask_hides_it() -> None:
-    """A mask multiplies by zero, and memory that nobody wrote may hold what is no number."""
+    """A mask multiplies by zero, and unwritten memory may contain NaN."""
     cache = KVCache.of(tiny_args(kv_cache="paged", max_seq_len=64))
     sizes = cache.args.n_kv_heads, cache.args.head_dim
     assert isinstance(cache, PagedCache)
@@ -180,7 +161,7 @@ def test_padding_that_is_not_kept_is_finite_where_a_mask_hides_it() -> None:
 
 
 def test_a_copy_that_goes_while_blocks_are_taken_gives_back_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage may be collected anywhere: here just when it was seen that the copy shares the newest block."""
+    """Garbage may be collected at any time: here right after the copy was counted as sharing the newest block."""
     cache = made()
     write(cache, 0, *new(1, BLOCK + 4))
     copies, grow = [cache.copy()], PagedCache._grow
@@ -195,43 +176,9 @@ def test_a_copy_that_goes_while_blocks_are_taken_gives_back_what_it_had(monkeypa
     assert in_use(cache) == 2
 
 
-def test_copies_that_go_while_the_pool_grows_do_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = made()
-    write(cache, 0, *new(1, BLOCK))
-    copies, put = [cache.copy() for _ in range(5)], PagedCache.__setattr__
-
-    told: list[PagedCache] = []
-
-    def collect(self: PagedCache, name: str, value: object) -> None:
-        put(self, name, value)
-        told.extend([self] if name == "values" else [])
-        if len(told) == 2:  # the one that grows the pool, and the first that is told of the new one
-            told.clear()
-            copies.clear()
-
-    monkeypatch.setattr(PagedCache, "__setattr__", collect)
-    write(cache, BLOCK, *new(1, 20 * BLOCK))
-    assert not copies
-    write(cache, 21 * BLOCK, *new(1, 1))
-    assert in_use(cache) == 22
-
-
-def test_a_copy_that_goes_in_another_thread_waits_for_nobody() -> None:
-    cache = made()
-    write(cache, 0, *new(1, BLOCK))
-    copies = [cache.copy()]
-    thread = threading.Thread(target=copies.clear, daemon=True)
-    with cache.pool.lock:  # as while blocks are taken
-        thread.start()
-        thread.join(20)
-        assert not thread.is_alive()
-    write(cache, BLOCK, *new(1, 1))
-    assert in_use(cache) == 2
-
-
 @contextmanager
 def often_switched() -> Iterator[None]:
-    """Let threads take turns as often as they can."""
+    """Switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -273,75 +220,3 @@ def test_copies_come_and_go_in_threads_while_a_text_grows() -> None:
     kept.clear()
     write(cache, length + 1, *new(1, 1))
     assert in_use(cache) == 13
-
-
-def test_two_models_run_beside_each_other_as_each_does_alone() -> None:
-    models = [tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False) for _ in range(2)]
-    prompts = [some_tokens(3, 20, seed=seed).tolist() for seed in range(2)]
-
-    def texts(model: Transformer, prompts: list[list[int]]) -> list[Any]:
-        return [model.generate_tokens(prompts, 20, temperature=0.0, logprobs=True) for _ in range(3)]
-
-    alone = [texts(model, some) for model, some in zip(models, prompts, strict=True)]
-    with often_switched():
-        beside = in_threads(*(partial(texts, *both) for both in zip(models, prompts, strict=True)))
-    assert beside == alone
-
-
-PREFIX = some_tokens(1, 2 * BLOCK + 5)[0].tolist()  # two blocks and a part of one
-TURNS = [[1, 2, 3], [7] * 20, [4]]
-
-
-def begun(model: Transformer) -> Session:
-    session = model.session(Ids())  # type: ignore[arg-type]
-    session.feed(PREFIX)
-    return session
-
-
-def take_turns(sessions: list[Session], how: Callable[[Callable[[], Any]], Any]) -> list[Tensor]:
-    """Let every session go on, each a turn at a time; return the logits behind each turn of each."""
-    found = []
-    for turn in TURNS:
-        for place, session in enumerate(sessions):
-            how(partial(session.append, [*turn, place]))
-            assert session._logits is not None
-            found.append(session._logits)
-            how(partial(session.generate, 5, temperature=0.0))
-    return found
-
-
-def test_forked_sessions_in_threads_in_turn_have_the_bits_that_each_has_alone() -> None:
-    model = tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False)
-    session = begun(model)
-    shared = [session, session.fork(), session.fork()]
-    beside = take_turns(shared, elsewhere)
-    alone = take_turns([begun(model) for _ in shared], lambda task: task())
-    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(beside, alone, strict=True))
-    for layer in zip(*(one.cache.layers for one in shared), strict=True):
-        assert in_use(*layer) == 2 + 3 * 3  # type: ignore[arg-type]
-
-
-def test_forks_that_compute_at_once_in_threads_are_right() -> None:
-    """They share a pool, and so compute in turn; none is refused."""
-    model = tiny_model(kv_cache="paged", max_seq_len=128).requires_grad_(False)
-    session = begun(model)
-    expected = [begun(model).generate(20, temperature=0.0, seed=1)["ids"]] * 4
-    forks = [[session.fork() for _ in range(4)] for _ in expected]
-
-    def work(mine: list[Session]) -> list[int]:
-        for fork in mine[:3]:
-            fork.drop()
-        stream = mine[3].stream(20, temperature=0.0)
-        for _ in stream:
-            pass
-        mine[3].drop()
-        ids: list[int] = stream.result["ids"]
-        return ids
-
-    with often_switched():
-        assert in_threads(*(partial(work, mine) for mine in forks)) == expected
-    assert session.generate(20, temperature=0.0)["ids"] == expected[0]
-    for cache in session.cache.layers:
-        assert isinstance(cache, PagedCache)
-        write(cache, len(session.tokens), *[t.double() for t in new(1, 1)])
-        assert in_use(cache) == len(cache.tables[0])

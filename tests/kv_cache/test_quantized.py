@@ -1,11 +1,11 @@
-"""Quantised caches are their definition in plain loops of float64, and the newest tokens are as they came."""
+"""Quantised caches equal their definition in plain float64 loops, and the newest tokens are not rounded."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import tiny_args
 from torch import Tensor
@@ -25,7 +25,7 @@ def args(kind: str) -> ModelArgs:
 
 
 def numbers(*size: int, seed: int = 0) -> Tensor:
-    """Return numbers of which some channels are large in every token, as keys have them."""
+    """Return numbers of which some channels are large in every token, as in keys."""
     stream = torch.Generator().manual_seed(seed)
     x = torch.randn(*size, HEADS, HEAD_DIM, generator=stream, dtype=torch.float64)
     x[..., 3] += 8
@@ -34,7 +34,7 @@ def numbers(*size: int, seed: int = 0) -> Tensor:
 
 
 def by_loops(x: Sequence[float], bits: int) -> list[float]:
-    """Round numbers that share a scale and a zero, each held in float16."""
+    """Round numbers that share a scale and a zero in float16."""
     zero = torch.tensor(min(x)).half().item()
     scale = torch.tensor((max(x) - min(x)) / (2**bits - 1)).half().item()
     codes = [min(max(round((value - zero) / scale), 0), 2**bits - 1) for value in x]
@@ -42,7 +42,7 @@ def by_loops(x: Sequence[float], bits: int) -> list[float]:
 
 
 def rounded(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return a row's full groups, (length, heads, head_dim), as the cache gives them back."""
+    """Return a row's full groups, (length, heads, head_dim), as the cache rounds them."""
     keys, values = keys.clone(), values.clone()
     for group in range(len(keys) // GROUP):
         own = slice(group * GROUP, (group + 1) * GROUP)
@@ -58,7 +58,7 @@ def rounded(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def angles(keys: Tensor, kind: str) -> Tensor:
-    """Rotate keys by their positions where the kind is given them as they are before RoPE."""
+    """Rotate keys by their positions if the kind is unrotated."""
     if not KVCache.named(kind).unrotated:
         return keys
     cos, sin = RopeTable.of(args(kind)).up_to(keys.shape[0], torch.device("cpu"))
@@ -77,7 +77,7 @@ def test_full_groups_are_the_loops_and_the_newest_tokens_are_as_they_came(kind: 
     keys, values = write(cache, length, new[None], new[None])
     held_keys, held_values = rounded(xk, xv, KINDS[kind])
     held_keys, held_values = torch.cat((held_keys, new)), torch.cat((held_values, new))
-    # A number that lies half-way between two codes may go either way in float32.
+    # A number half-way between two codes may be rounded either way in float32.
     apart = ((keys[0] - angles(held_keys, kind)).abs() > 1e-3).double().mean()
     assert apart < 1e-3
     assert ((values[0] - held_values).abs() > 1e-3).double().mean() < 1e-3
@@ -85,11 +85,12 @@ def test_full_groups_are_the_loops_and_the_newest_tokens_are_as_they_came(kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(1, 99), max_size=8), seed=st.integers(0, 99))
 def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_full(
     kind: str, cuts: list[int], seed: int
 ) -> None:
-    """Of keys and values that are given; in a model, what a chunk attends to differs."""
+    """For given keys and values; in a model they depend on what a chunk attends to."""
     xk, xv = numbers(100, seed=seed), numbers(100, seed=seed + 1)
     new = numbers(1, seed=3)[None]
     whole, cut = KVCache.of(args(kind)), KVCache.of(args(kind))
@@ -103,6 +104,7 @@ def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 100), min_size=2, max_size=4))
 def test_padding_is_never_held(kind: str, lengths: list[int]) -> None:
     """Ragged rows, padded with numbers that would widen every group's range; then each row alone."""
@@ -130,7 +132,7 @@ def test_a_number_comes_back_within_half_a_step(bits: int, parts: int) -> None:
     assert codes.shape[-1] == HEAD_DIM * bits // 8
     back = dequantize(codes, scale, zero, bits=bits).double()
     step = scale.double().mT.repeat_interleave(HEAD_DIM // parts, -1)
-    # Scale and zero are rounded to float16, by which the largest code may fall short of the range.
+    # Scale and zero are rounded to float16, so the largest code may be below the range.
     slack = (2**bits * step + x.abs()) * 2**-10
     assert ((back - x).abs() <= step / 2 + slack).all()
 
@@ -149,7 +151,7 @@ def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not(ki
     cache = KVCache.of(args(kind))
     xk = numbers(1, 3 * GROUP)
     write(cache, 0, xk, xk)
-    with pytest.raises(ValueError, match=f"go on from {GROUP}"):
+    with pytest.raises(ValueError, match=f"continue from {GROUP}"):
         write(cache, GROUP + 1, xk[:, :1], xk[:, :1])
     with pytest.raises(ValueError, match="would leave a gap"):
         write(cache, 3 * GROUP + 1, xk[:, :1], xk[:, :1])

@@ -1,4 +1,4 @@
-"""The window cache is its definition in plain loops, in memory and angles that do not grow."""
+"""The window cache equals its definition in plain loops, with constant memory and bounded angles."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import some_tokens, tiny_args, tiny_model
+from oracles import tiny_args, tiny_model
 from torch import Tensor
 from writes import rows_of, write
 
@@ -35,7 +35,7 @@ def turned(x: Tensor, place: int | Tensor) -> Tensor:
 
 
 def by_loops(xq: Tensor, xk: Tensor, xv: Tensor, window: int, sinks: int) -> Tensor:
-    """Attend one row, (length, heads, head_dim), query by query, each over its own window."""
+    """Return attention of one row, (length, heads, head_dim), query by query, each over its own window."""
     out = torch.zeros_like(xq, dtype=torch.float64)
     for p in range(len(xq)):
         seen = sorted({*range(min(sinks, p + 1)), *range(max(0, p - window + 1), p + 1)})
@@ -59,7 +59,7 @@ def numbers(length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def attended(
     cache: KVCache, xq: Tensor, xk: Tensor, xv: Tensor, start: int | Sequence[int], lengths: Sequence[int] | None = None
 ) -> Tensor:
-    """Attend a call's queries, (bsz, seqlen, heads, head_dim), not rotated yet, through a cache."""
+    """Return attention of queries before RoPE, (bsz, seqlen, heads, head_dim), through a cache."""
     keys, values = write(cache, start, xk, xv, lengths=lengths)
     rows = rows_of(start, xq)
     first = cache.rope_starts(rows)
@@ -68,6 +68,7 @@ def attended(
     return attend(rotated, keys, values, rows, cache.visible(rows, rotated))
 
 
+@settings(max_examples=40)
 @given(
     st.integers(1, 9), st.integers(0, 4), st.integers(0, 30), st.lists(st.integers(1, 29), max_size=6), st.integers()
 )
@@ -82,9 +83,10 @@ def test_each_query_of_any_chunk_sees_its_own_window(
     torch.testing.assert_close(torch.cat(parts), by_loops(xq, xk, xv, window, sinks), atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(1, 9), st.integers(0, 3))
 def test_rows_at_positions_of_their_own_each_have_their_window(lengths: list[int], window: int, sinks: int) -> None:
-    """A ragged prompt, padded on the right with what must not be kept, then a step of every row."""
+    """A ragged prompt with padding that must not be stored, then a step of every row."""
     window = max(window, sinks)
     texts = [numbers(length + 1, seed) for seed, length in enumerate(lengths)]
     longest = max(lengths)
@@ -100,28 +102,6 @@ def test_rows_at_positions_of_their_own_each_have_their_window(lengths: list[int
         wanted = by_loops(*text, window, sinks)
         torch.testing.assert_close(prompt[row, :length], wanted[:length], atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(step[row, 0], wanted[length], atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def test_what_the_window_has_dropped_cannot_be_seen() -> None:
-    cache, other = KVCache.of(args(5, 2)), KVCache.of(args(5, 2))
-    xq, xk, xv = numbers(20, 0)
-    changed = xk.clone(), xv.clone()
-    for part in changed:
-        part[2:15] = torch.randn_like(part[2:15])
-    ours = attended(cache, xq[None], xk[None], xv[None], 0)
-    theirs = attended(other, xq[None], changed[0][None], changed[1][None], 0)
-    assert torch.equal(ours[0, 19], theirs[0, 19])  # looks at 0, 1 and 15 to 19
-    assert not torch.equal(ours[0, 18], theirs[0, 18])
-
-
-def test_a_text_that_fits_the_window_has_the_models_own_logits() -> None:
-    model = tiny_model(max_seq_len=24)
-    tokens = some_tokens(2, 20)
-    model.kv_cache = "window:18+2"
-    with torch.inference_mode():
-        wanted = model.with_kv_caching(False)(tokens)
-        logits = torch.cat([model(tokens[:, :7], 0), *(model(tokens[:, i : i + 1], i) for i in range(7, 20))], dim=1)
-    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_memory_and_angles_do_not_grow_with_the_text() -> None:

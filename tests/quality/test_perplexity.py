@@ -1,4 +1,4 @@
-"""Perplexity is transformers' on the same windows, a cache that is scored is really read, and kinds are told apart."""
+"""Perplexity equals transformers' on the same windows, a scored cache is really read, and lossy kinds are detected."""
 
 import json
 import math
@@ -18,7 +18,6 @@ from transformers import LlamaForCausalLM
 from llama import cli, load
 from llama.cli.perplexity import main
 from llama.kv_cache import StaticCache
-from llama.model import Transformer
 from llama.quality.perplexity import Comparison, Score, cached_perplexity, compare, expected, perplexity, windows
 from llama.rows import Rows
 
@@ -26,7 +25,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the other dog looks on.
 
 
 class HalfRounded(StaticCache, kind="half_rounded"):
-    """Keeps values in steps of a half."""
+    """Rounds values to multiples of a half."""
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         return super().update(rows, xk, (xv * 2).round() / 2)
@@ -59,30 +58,30 @@ def score_of_transformers(model: LlamaForCausalLM, ids: list[int], context: int,
 
 
 @given(st.integers(2, 60), st.integers(2, 20), st.data())
-def test_every_token_is_scored_once_behind_enough_others(length: int, context: int, data: st.DataObject) -> None:
+def test_every_token_is_scored_once_after_enough_others(length: int, context: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, context))
     scored = []
     for number, (begin, first, end) in enumerate(windows(length, context=context, stride=stride)):
         assert end - begin <= context
         assert number == 0 or first - begin >= max(context - stride, 1)
         scored += range(first, end)
-    unscored = range(0, length, context) if stride == context else [0]  # nothing stands before them
+    unscored = range(0, length, context) if stride == context else [0]  # nothing is before them
     assert scored == [place for place in range(length) if place not in unscored]
 
 
-@pytest.mark.parametrize(("context", "stride"), [(80, 40), (80, 80), (30, 7), (150, 1), (500, 250)])
-def test_perplexity_is_that_of_transformers(tmp_path: Path, context: int, stride: int) -> None:
+def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
     theirs = random_model(config_of())
     model, _ = load(write_huggingface(tmp_path, theirs), device="cpu", dtype="fp32")
     ids = ids_of(170, vocab_size=model.args.vocab_size)
-    score = perplexity(model, ids, context=context, stride=stride)
-    tokens, mean_nll = score_of_transformers(theirs, ids, context, stride)
-    assert (score.tokens, score.context, score.stride) == (tokens, context, stride)
-    assert score.mean_nll == pytest.approx(mean_nll, rel=0, abs=1e-4)
-    assert score.perplexity == pytest.approx(math.exp(mean_nll), rel=1e-4)
+    for context, stride in ((80, 40), (80, 80), (30, 7), (500, 250)):
+        score = perplexity(model, ids, context=context, stride=stride)
+        tokens, mean_nll = score_of_transformers(theirs, ids, context, stride)
+        assert (score.tokens, score.context, score.stride) == (tokens, context, stride)
+        assert score.mean_nll == pytest.approx(mean_nll, rel=0, abs=1e-4)
+        assert score.perplexity == pytest.approx(math.exp(mean_nll), rel=1e-4)
 
 
-def test_perplexity_touches_no_cache_and_leaves_the_switch_as_it_was() -> None:
+def test_perplexity_uses_no_cache_and_does_not_change_the_switch() -> None:
     model = tiny_model()
     with watched(model) as watch:
         perplexity(model, ids_of(40), context=20, stride=10)
@@ -91,10 +90,9 @@ def test_perplexity_touches_no_cache_and_leaves_the_switch_as_it_was() -> None:
     assert model.kv_caching
 
 
-@pytest.mark.parametrize("kind", ["static", "concat"])
-def test_a_score_through_a_full_cache_is_that_of_one_pass(kind: str) -> None:
-    """Of the same windows; the first tokens of the text, which one pass scores too, are taken off."""
-    model, ids = tiny_model(kv_cache=kind), ids_of(41)
+def test_a_score_through_a_full_cache_is_that_of_one_pass() -> None:
+    """With the same windows; the first tokens of the text, which only one pass scores, are subtracted."""
+    model, ids = tiny_model(), ids_of(41)
     score = cached_perplexity(model, ids, context=20, prompt_len=6)
     whole = perplexity(model, ids, context=20, stride=14)
     first = perplexity(model, ids[:6], context=20, stride=14)
@@ -114,7 +112,7 @@ def test_a_cached_score_feeds_the_prompt_and_then_each_token_through_the_cache()
     assert model.cache is None, "the model's own cache is not used"
 
 
-def test_expectations_are_the_log_probabilities_of_one_pass() -> None:
+def test_predictions_are_the_log_probabilities_of_one_pass() -> None:
     model, ids = tiny_model(), ids_of(20)
     steps = torch.stack(list(expected(model, ids, prompt_len=5)))  # (15, vocab)
     with torch.inference_mode():
@@ -122,7 +120,7 @@ def test_expectations_are_the_log_probabilities_of_one_pass() -> None:
     torch.testing.assert_close(steps, whole, rtol=0, atol=1e-9)
 
 
-def test_expectations_that_are_closed_early_leave_the_switch_and_give_the_memory_back() -> None:
+def test_predictions_that_are_closed_early_free_the_cache_and_leave_the_switch() -> None:
     model = tiny_model(kv_caching=False)
     cache = model.new_cache(rows=1, length=19)
     held = weakref.ref(cache)
@@ -135,15 +133,6 @@ def test_expectations_that_are_closed_early_leave_the_switch_and_give_the_memory
     assert (model.kv_caching, model.cache) == (False, None)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
-
-
-def test_two_texts_are_scored_at_a_time() -> None:
-    model = tiny_model()
-    texts = [ids_of(20), ids_of(20, seed=1)]
-    alone = [list(expected(model, ids, prompt_len=5)) for ids in texts]
-    together = zip(*(expected(model, ids, prompt_len=5) for ids in texts), strict=True)
-    for beside, wanted in zip(together, zip(*alone, strict=True), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(beside, wanted, strict=True))
 
 
 def test_a_kind_to_compare_may_stand_in_a_file_and_must_be_known(tmp_path: Path) -> None:
@@ -160,18 +149,17 @@ def test_exact_mode_is_compared_with_kinds_that_keep_all_that_they_are_given() -
     model, ids = tiny_model(), ids_of(24)
     model.exact = True
     assert compare(model, "concat", ids, prompt_len=4).mean_kl == 0
-    with pytest.raises(ValueError, match="exact mode promises the bits"):
+    with pytest.raises(ValueError, match="exact mode needs a lossless cache"):
         compare(model, "int8", ids, prompt_len=4)
     assert model.exact
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_fast_model_says_the_same_through_another_kind(tmp_path: Path, quantize: str | None) -> None:
+def test_a_fast_model_predicts_the_same_through_another_kind(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, **NATIVE_SIZES)
-    model, _ = load(path, device="cpu", dtype="fp32", fast=True, quantize=quantize)
+    model, _ = load(path, device="cpu", dtype="fp32", fast=True, quantize="int8")
     found = compare(model, "concat", ids_of(30), prompt_len=8)
     assert found.top1_agreement == 1
-    assert abs(found.mean_kl) < 1e-3  # int8 rounds activations in native code, which concat does not have
+    assert abs(found.mean_kl) < 1e-3  # native code rounds activations of int8 weights, and does not support concat
 
 
 def test_equal_caches_compare_as_equal() -> None:
@@ -184,8 +172,8 @@ def test_equal_caches_compare_as_equal() -> None:
     assert found.reference_nll == pytest.approx(alone.mean_nll)
 
 
-def test_a_rounding_cache_is_told_by_divergence_agreement_and_perplexity() -> None:
-    """Against the definitions, over the log-probabilities of two runs after each other."""
+def test_a_rounding_cache_shows_in_divergence_agreement_and_perplexity() -> None:
+    """Compared with the definitions, on the log-probabilities of two separate runs."""
     model, ids = tiny_model(), ids_of(24)
     found = compare(model, "half_rounded", ids, prompt_len=4)
     p, q = (
@@ -196,12 +184,12 @@ def test_a_rounding_cache_is_told_by_divergence_agreement_and_perplexity() -> No
     assert found.mean_kl > 0.01
     assert found.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     assert found.top1_agreement < 1
-    places, wanted = torch.arange(20), torch.tensor(ids[4:])
-    assert found.reference_perplexity == pytest.approx(float((-p[places, wanted].mean()).exp()))
-    assert found.other_perplexity == pytest.approx(float((-q[places, wanted].mean()).exp()))
+    positions, targets = torch.arange(20), torch.tensor(ids[4:])
+    assert found.reference_perplexity == pytest.approx(float((-p[positions, targets].mean()).exp()))
+    assert found.other_perplexity == pytest.approx(float((-q[positions, targets].mean()).exp()))
 
 
-def test_what_cannot_be_scored_is_refused_in_words() -> None:
+def test_bad_windows_and_prompts_are_refused() -> None:
     model, ids = tiny_model(), ids_of(20)  # max_seq_len is 24
     with pytest.raises(ValueError, match="context=25 must be from 2 to the model's max_seq_len=24"):
         perplexity(model, ids, context=25)
@@ -211,7 +199,7 @@ def test_what_cannot_be_scored_is_refused_in_words() -> None:
         perplexity(model, ids[:1], context=10)
     with pytest.raises(ValueError, match="prompt_len=0 must be at least 1"):
         compare(model, "concat", ids, prompt_len=0)
-    with pytest.raises(ValueError, match="the text has 20 tokens, and those past prompt_len=20 are scored"):
+    with pytest.raises(ValueError, match="the text has 20 tokens, and only those after prompt_len=20 are scored"):
         next(expected(model, ids, prompt_len=20))
     with pytest.raises(ValueError, match="a text of 25 positions goes past max_seq_len=24"):
         next(expected(model, ids_of(26), prompt_len=4))
@@ -219,7 +207,7 @@ def test_what_cannot_be_scored_is_refused_in_words() -> None:
         cached_perplexity(model, ids, context=4, prompt_len=4)
 
 
-def test_a_likelihood_of_next_to_nothing_is_an_infinite_perplexity() -> None:
+def test_a_perplexity_that_overflows_is_infinite() -> None:
     assert Score(1, 800.0, 2, 1).perplexity == math.inf
     assert Comparison(1, 1, 0.0, 1.0, 0.0, 800.0).other_perplexity == math.inf
 
@@ -243,12 +231,12 @@ def run(checkpoint: Path, *words: str) -> int:
     return cli.run(main, ["--ckpt_dir", str(checkpoint), "--device=cpu", *words])
 
 
-def scored_by_hand(checkpoint: Path, kind: str | None, tokens: int | None = None) -> tuple[Transformer, Score]:
+def score_of(checkpoint: Path, kind: str | None, tokens: int | None = None) -> Score:
     model, tokenizer = load(checkpoint, device="cpu", kv_cache=kind or "static")
     ids = tokenizer.encode(TEXT, bos=True, eos=False)[:tokens]
     if kind is None:
-        return model, perplexity(model, ids, context=64, stride=32)
-    return model, cached_perplexity(model, ids, context=40, prompt_len=8)
+        return perplexity(model, ids, context=64, stride=32)
+    return cached_perplexity(model, ids, context=40, prompt_len=8)
 
 
 def test_the_command_prints_what_was_scored_and_how(
@@ -256,7 +244,7 @@ def test_the_command_prints_what_was_scored_and_how(
 ) -> None:
     assert run(checkpoint, f"--text={text}") == 0
     lines = capsys.readouterr().out.splitlines()
-    _, score = scored_by_hand(checkpoint, None)
+    score = score_of(checkpoint, None)
     assert lines[0].startswith(f"perplexity {score.perplexity:.4f}, mean negative log-likelihood {score.mean_nll:.5f}")
     assert lines[1] == f"tokens     {score.tokens} scored of {score.tokens + 1}, BOS first"
     assert lines[2:4] == ["windows    context 64, stride 32", "KV cache   off, one pass a window"]
@@ -269,14 +257,14 @@ def test_the_command_scores_through_a_kind_of_cache_and_prints_json(
     words = ("--kv_cache=half_rounded", "--prompt_len=8", "--context=40", "--tokens=100")
     assert run(checkpoint, f"--text={text}", *words, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
-    _, score = scored_by_hand(checkpoint, "half_rounded", tokens=100)
+    score = score_of(checkpoint, "half_rounded", tokens=100)
     assert facts["perplexity"] == score.perplexity
     assert (facts["tokens"], facts["text_tokens"], facts["context"], facts["stride"]) == (92, 100, 40, 32)
     assert (facts["kv_cache"], facts["prompt_len"], facts["bos"], facts["dtype"]) == ("half_rounded", 8, True, "fp32")
     assert run(checkpoint, f"--text={text}", *words) == 0
     printed = capsys.readouterr().out
-    assert "KV cache   half_rounded, read: token by token behind 8 in one pass" in printed
-    _, plain = scored_by_hand(checkpoint, "static", tokens=100)
+    assert "KV cache   half_rounded, 8 tokens of a window in one pass, the others one by one" in printed
+    plain = score_of(checkpoint, "static", tokens=100)
     assert facts["perplexity"] != pytest.approx(plain.perplexity, rel=1e-3)
 
 
@@ -301,8 +289,8 @@ def test_the_command_scores_weights_that_stay_in_their_file(
         (("--text=FILE", "--repack=False"), "ask for quantize stored, too"),
         ((), "there is no text to score; name a file by --text FILE"),
         (("--text=no/such.txt",), "no/such.txt: No such file or directory"),
-        (("--text=FILE", "--prompt_len=8"), "prompt_len=8 goes with kv_cache"),
-        (("--text=FILE", "--kv_cache=static", "--stride=8"), "stride=8 follows from context - prompt_len"),
+        (("--text=FILE", "--prompt_len=8"), "prompt_len=8 needs --kv_cache"),
+        (("--text=FILE", "--kv_cache=static", "--stride=8"), "stride=8 cannot be set with kv_cache"),
         (("--text=FILE", "--kv_cache=static", "--prompt_len=0"), "prompt_len=0 must be at least 1"),
         (("--text=FILE", "--kv_cache=nothing"), "kv_cache='nothing' is not a known kind of cache"),
         (("--text=FILE", "--context=100"), "context=100 must be from 2 to the model's max_seq_len=64"),
@@ -310,7 +298,7 @@ def test_the_command_scores_weights_that_stay_in_their_file(
         (("--text=LATIN",), "is not UTF-8 at byte 3"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_bad_flags_are_one_line(
     checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], error: str
 ) -> None:
     latin = text.with_name("latin.txt")

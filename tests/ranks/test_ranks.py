@@ -1,4 +1,4 @@
-"""Several ranks are one model: the same logits, bits and texts; and a job that loses a rank ends."""
+"""Several ranks are one model with the same logits, bits and texts; and a job that loses a rank ends."""
 
 import json
 import os
@@ -47,9 +47,9 @@ def run(command: list[str], *, cwd: Path = ROOT, **changes: str) -> subprocess.P
 
 
 def torchrun(size: int, *words: object, cwd: Path = ROOT, forked: bool = False) -> subprocess.Popen[str]:
-    """Start a job. Forked ranks have PyTorch from torchrun's process, where others take two seconds each to import it.
+    """Start a job. Forked ranks have PyTorch already; others import it in two seconds each.
 
-    Not for a job that loses a rank: torchrun takes some seconds longer to end those that it has forked.
+    Do not fork a job that loses a rank: torchrun takes some seconds longer to end forked ranks.
     """
     job = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
     if forked and sys.platform == "linux":
@@ -58,7 +58,7 @@ def torchrun(size: int, *words: object, cwd: Path = ROOT, forked: bool = False) 
 
 
 def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return a job's exit code, and what it printed. Raises TimeoutExpired where it does not end."""
+    """Return a job's exit code and output. Raises TimeoutExpired if it does not end."""
     printed, _ = job.communicate(timeout=150)
     return job.returncode, printed
 
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=WORLDS)
 def outcomes(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, str]]:
-    """What each of so many ranks said of each case. One launch for all cases: it takes seconds."""
+    """The result of each case on every rank, from one launch for all cases."""
     code, printed = ended(torchrun(request.param, ROOT / "tests" / "support" / "ranks_child.py", folder, forked=True))
     assert code == 0, printed
     return [json.loads((folder / f"outcomes.{rank}.json").read_text("utf-8")) for rank in range(request.param)]
@@ -106,9 +106,9 @@ FAULTS = {
 
 
 def lose(folder: Path, fault: str) -> tuple[int, str]:
-    """Return how a job ended in which rank 1 met a fault: exit code, and what it printed.
+    """Return the exit code and output of a job whose rank 1 has a fault.
 
-    A stopped rank is killed as soon as rank 0 has noticed: torchrun would do so 30 s later.
+    A stopped rank is killed when rank 0 has noticed it: torchrun would do so 30 s later.
     """
     job = torchrun(2, ROOT / "tests" / "support" / "ranks_child.py", folder, fault, TIMEOUT_S)
     if fault == "stopped":
@@ -121,7 +121,7 @@ def lose(folder: Path, fault: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def lost(folder: Path) -> dict[str, tuple[int, str]]:
-    """How each fault's job ended. Three at the same time: they do little but wait, yet to end them takes a core too."""
+    """The exit code and output of each fault's job, three at a time: they mostly wait."""
     with ThreadPoolExecutor(3) as pool:
         return dict(zip(FAULTS, pool.map(lambda fault: lose(folder, fault), FAULTS), strict=True))
 
@@ -140,7 +140,7 @@ ASKED = ("the hat", "an inn in", "--ckpt_dir", "meta-1", "--temperature", "0", "
 
 
 def texts_of(printed: str) -> str:
-    """Return what a script printed of the texts: all but the line with the time."""
+    """Return the printed texts without the line with the time."""
     return printed[printed.index("the hat\n>") : printed.rindex("tokens in")].rpartition("\n")[0]
 
 
@@ -172,8 +172,7 @@ def test_ranks_that_cannot_share_the_heads_are_told_who_can(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_a_cell_is_measured_on_all_ranks_and_predicted_for_each(folder: Path) -> None:
-    # A wide MLP: the trace does not see that gloo's threads give a tensor back (of 300 sums it saw 175 to 190), and all
-    # of these together are to be less than the 5 % below.
+    # A wide MLP, so that 5 % of the peak are more than the tensors of gloo's threads, whose release the trace misses.
     config = config_of(intermediate_size=2048)
     write_meta(folder / "wide", meta_weights(random_model(config)), meta_params(config))
     words = ("--ckpt_dir", "wide", "--batch_size", "2", "--input_len", "10", "--output_len", "4", "--compare")
@@ -195,7 +194,7 @@ def sh(command: str) -> None:
 
 @pytest.fixture
 def two_hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a cable between them: what two machines see of each other."""
+    """Two connected network namespaces, as two machines."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("needs the ip command, and to be root")
     a, b = (f"llama-{os.getpid()}-{i}" for i in range(2))

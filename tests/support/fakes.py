@@ -1,6 +1,6 @@
-"""Stand-ins that are small enough to be seen through: a model that follows a script, and a tokenizer of bytes.
+"""Small stand-ins: a model that follows a script, tokenizers, and a tiny checkpoint.
 
-And for what needs files, a tiny checkpoint, written by other people's code.
+The checkpoint is written by transformers and tokenizers.
 """
 
 import codecs
@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass
 class Call:
-    """One forward: the ids of each row that are real, where they stand, and what was asked for."""
+    """One forward: the ids of each row without padding, their positions, and `logits`."""
 
     fed: list[list[int]]
     start_pos: list[int]
@@ -58,7 +58,7 @@ class Call:
 
 @dataclass
 class Rested:
-    """The cache of a scripted model: it knows which rows are left of those that it was made for."""
+    """The cache of a scripted model: the rows that are left in the batch."""
 
     reserved: tuple[int, int]
     rows: list[int]
@@ -73,7 +73,7 @@ class Rested:
 
 @dataclass
 class Scripted(Generation):
-    """Row b prefers scripts[b][n] once it has n new tokens, with a logit of `peak` against zeros."""
+    """A model whose row b chooses scripts[b][n] after n new tokens, with a logit of `peak` against zeros."""
 
     scripts: Sequence[Sequence[int]]
     args: Limits = field(default_factory=Limits)
@@ -98,7 +98,7 @@ class Scripted(Generation):
         return scores
 
     def _rows_of(self, prefixes: list[list[int]]) -> list[int]:
-        """Return which rows these are, in their order, by what they begin with."""
+        """Return the numbers of these rows by their prompts."""
         left = iter(enumerate(self.prompts))
         rows = [next((row for row, prompt in left if prefix[: len(prompt)] == prompt), -1) for prefix in prefixes]
         assert -1 not in rows, f"these begin with no prompt: {prefixes}"

@@ -1,4 +1,4 @@
-"""Ways to ask for a generation, for whoever runs steps ahead of the loop and has to make the loop's tokens."""
+"""Options of generations, for tests of steppers that must make the plain loop's tokens."""
 
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ Asked = tuple[list[list[int]], list[int], list[int], Options]
 
 @st.composite
 def any_batch(draw: st.DrawFn, vocab_size: int, *, most_stops: int) -> Asked:
-    """Draw prompts, the room of each, ids that stop, and one of the first four ways."""
+    """Draw prompts, their new tokens, stop ids, and one of the first four sets of options."""
     ids = st.integers(0, vocab_size - 1)
     prompts = draw(st.lists(st.lists(ids, min_size=1, max_size=40), min_size=1, max_size=4))
     room = draw(st.lists(st.integers(0, 40), min_size=len(prompts), max_size=len(prompts)))

@@ -1,6 +1,6 @@
-"""What the tests of Triton's kernels share: where a claim is run, in Triton's interpreter or on a GPU.
+"""Helpers for tests of Triton kernels, which run in Triton's interpreter or on a GPU.
 
-Triton decides as it is imported, so one process does either; claims for the interpreter have a process of their own.
+Triton chooses when it is imported, so tests in the interpreter run in a process of their own.
 """
 
 import os
@@ -22,12 +22,12 @@ with_cuda = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), rea
 
 
 def interpreted(claim: Callable[..., None]) -> Callable[..., None] | None:
-    """Collect a claim only where the interpreter is on: `TRITON_INTERPRET=1 pytest FILE`."""
+    """Collect a test only in the interpreter: `TRITON_INTERPRET=1 pytest FILE`."""
     return claim if INTERPRETED else None
 
 
 def assert_claims_hold_interpreted(file: str) -> None:
-    """In a process of its own: transformers imports Triton too, and nothing else may meet an interpreted kernel."""
+    """Run the tests of a file in a process of their own: transformers imports Triton too."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file],
         env={**os.environ, "TRITON_INTERPRET": "1"},

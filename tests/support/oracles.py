@@ -1,6 +1,6 @@
 """Tiny Llama models, caches full of nan, and independent answers: transformers' Llama, and attention in plain loops.
 
-Nothing here uses llama/checkpoint, llama/rope or llama/attend, so that a mistake there cannot be made twice.
+Nothing here uses llama/checkpoint, llama/rope or llama/ops, so that a mistake there cannot be made twice.
 """
 
 import math
@@ -25,10 +25,10 @@ FP64_TOLERANCE = 1e-10
 
 
 def fp32_tolerance(logits: Tensor, args: ModelArgs, dtype: torch.dtype = torch.float32) -> float:
-    """Return how far rounding alone may take two ways of summing apart.
+    """Return the largest difference of logits by rounding alone.
 
-    A sum of n products is off by about eps * sqrt(n) of its size, each layer adds its own, and softmax and norm can
-    magnify it; over 150 drawn models, the distance to transformers was a tenth of this at most.
+    A sum of n products has an error of about eps * sqrt(n) of its size, each layer adds one, and softmax and norm can
+    magnify it. Over 150 drawn models, the distance to transformers was at most a tenth of this.
     """
     widest = max(args.dim, args.n_heads * args.head_dim, args.ffn_dim)
     return 32 * torch.finfo(dtype).eps * math.sqrt(widest) * args.n_layers * float(logits.abs().max())
@@ -40,7 +40,7 @@ def tiny_args(**changes: Any) -> ModelArgs:
 
 
 def tiny_model(args: ModelArgs | None = None, *, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
-    """Make a model whose weights are large enough for every one of them, norms included, to show in the logits."""
+    """Return a model whose weights, norms included, are large enough that each affects the logits."""
     return testing.tiny_model(args or tiny_args(**changes), dtype).requires_grad_(True)
 
 
@@ -55,7 +55,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Watch:
-    """What every forward of a model was fed, where it stood, and how many cache bytes were held after it."""
+    """The width, the starts and the cache bytes of every forward of a model."""
 
     widths: list[int] = field(default_factory=list)
     starts: list[Any] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Watch:
 
 @contextmanager
 def watched(model: Transformer) -> Iterator[Watch]:
-    """Record the forwards of `model`, or a test of the cache would pass without one."""
+    """Record the forwards of `model`, so that a test of the cache cannot pass without one."""
     watch = Watch()
 
     def before(_: nn.Module, given: tuple[Any, ...]) -> None:
@@ -89,7 +89,7 @@ def cache_nbytes(model: Transformer) -> int:
 
 
 def nbytes_of(cache: Cache | None) -> int:
-    """Return the bytes of all tensors that a cache stores, not what it says of itself."""
+    """Return the bytes of all tensors that a cache stores, not its own count."""
     stored = [vars(layer).items() for layer in ([] if cache is None else cache.layers)]
     return sum(held.nbytes for layer in stored for name, held in layer if name[0] != "_" and isinstance(held, Tensor))
 
@@ -102,8 +102,8 @@ def kv_nbytes(args: ModelArgs, rows: int, length: int, dtype: torch.dtype) -> in
 class InputDtypeRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
     """transformers' norm without its cast to float32.
 
-    Theirs casts even in a float64 model, which would hide differences below 1e-7. Ours is float64 there on purpose:
-    cached and uncached could not agree to 1e-10 otherwise. In float32 the two are the same.
+    The cast would hide differences below 1e-7 in a float64 model. Our norm has none: cached and uncached logits
+    could not agree to 1e-10 otherwise. In float32 the two are the same.
     """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def hf_tensors(tensors: Mapping[str, Tensor], args: ModelArgs) -> dict[str, Tens
 
 
 def _half_split(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder each head's rows: Meta turns rows 2i and 2i + 1 as a pair, transformers rows i and i + head_dim / 2."""
+    """Reorder each head's rows: Meta pairs rows 2i and 2i + 1, transformers rows i and i + head_dim / 2."""
     one_head = [*range(0, head_dim, 2), *range(1, head_dim, 2)]
     return weight[[start + row for start in range(0, len(weight), head_dim) for row in one_head]]
 
@@ -194,9 +194,9 @@ def attend_by_loops(
     position_of: Callable[[int, int], int],
     change: Callable[[float, int, int], float] = lambda score, *_: score,
 ) -> Tensor:
-    """Attention in float64, one query and one key at a time; key j of a row stands at position_of(row, j).
+    """Return attention in float64, one query and one key at a time; key j of a row has position_of(row, j).
 
-    `change` makes of each score, with its head and how far before the query the key stands, another one.
+    `change` maps a score, its head and the distance from key to query to a new score.
     """
     bsz, seqlen, n_heads, head_dim = xq.shape
     per_group = n_heads // keys.shape[2]
@@ -216,17 +216,17 @@ def attend_by_loops(
 
 
 class PoisonedCache(StaticCache, kind="poisoned"):
-    """The static cache with nan wherever nothing was written, so that reading there shows."""
+    """The static cache with NaN in all unwritten positions, so that reading them shows."""
 
     def _allocate(self, *of: Any) -> Tensor:
         return super()._allocate(*of).fill_(torch.nan)
 
 
 class PoisonedConcatCache(ConcatCache, kind="poisoned_concat"):
-    """The concatenating cache with nan in the positions that shorter rows have not reached."""
+    """The concatenating cache with NaN in the positions that shorter rows have not reached."""
 
     @staticmethod
-    def _room(held: Tensor | None, ends: list[int], like: Tensor) -> Tensor:
-        room = ConcatCache._room(held, ends, like)
-        room[:, 0 if held is None else held.shape[1] :] = torch.nan
-        return room
+    def _resized(held: Tensor, end: int, like: Tensor) -> Tensor:
+        grown = ConcatCache._resized(held, end, like)
+        grown[:, held.shape[1] :] = torch.nan
+        return grown

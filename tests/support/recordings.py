@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from llama.args import ModelArgs
 from llama.costs import forward_flops, step_bytes
-from llama.watch.record import Candidate, Layout, Moment, Recording, Work
+from llama.watch.record import CacheLayout, Candidate, Moment, Recording, StepWork
 
 DEMO = ModelArgs(
     dim=576, n_layers=30, n_heads=9, n_kv_heads=3, vocab_size=49152, multiple_of=256, tied_head=True, max_seq_len=8192
@@ -31,9 +31,9 @@ def made_up(
             flops = forward_flops(args, seqlen=fed, start_pos=start)
             read = step_bytes(args, rows=1, context=start, itemsize=4)
             held = args.n_layers * position * (prompt + steps) if cached else 0
-            works.append(Work(start, fed, flops, read, held, ms=1.5 * fed))
+            works.append(StepWork(start, fed, flops, read, held, ms=1.5 * fed))
         levels = bytes((7 * place) % 256 for place in range(args.n_heads * end))
         likely = tuple(Candidate(text[end], 0.5 / (1 + place), place == 0) for place in range(5))
         moments.append(Moment(*works, (tuple(range(end)),) * args.n_layers, (levels,) * args.n_layers, likely))
-    layout = Layout("static", position, position, bits=0, group=0, block=0, reserved=prompt + steps)
+    layout = CacheLayout("static", position, position, bits=0, group=0, block=0, reserved=prompt + steps)
     return Recording(args, layout, "float32 on cpu", 4, prompt, text, text, tuple(moments), tuple(notes))

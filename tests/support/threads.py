@@ -1,4 +1,4 @@
-"""Tasks that run beside each other."""
+"""Run tasks in threads."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def in_threads(*tasks: Callable[[], Any]) -> list[Any]:
-    """Run all at a time; return what each returns, or the exception that it raises."""
+    """Run all tasks at the same time; return each result or exception."""
     results: list[Any] = [None] * len(tasks)
     start = threading.Barrier(len(tasks))
 
@@ -26,7 +26,7 @@ def in_threads(*tasks: Callable[[], Any]) -> list[Any]:
 
 
 def elsewhere(task: Callable[[], Any]) -> Any:
-    """Run a task in another thread, and raise here what it raises there."""
+    """Run a task in another thread; return its result or raise its exception."""
     (result,) = in_threads(task)
     if isinstance(result, Exception):
         raise result

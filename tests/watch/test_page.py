@@ -1,4 +1,4 @@
-"""The page is one file: nothing that a prompt or a model says becomes markup, and nothing comes from outside."""
+"""The page is one file: no text of a prompt or a model becomes markup, and nothing is loaded from outside."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ NASTY = "</script ></script><script>alert(1)</script><!--<b onload='x'>\"&amp;\u
 
 
 class Outline(HTMLParser):
-    """What a browser would make of a page: its elements, and the text in each kind of them."""
+    """The elements of a page as a browser parses them, and the texts by tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -72,7 +72,7 @@ def test_notes_are_text_too() -> None:
     assert sorted(outline.tags) == sorted([*TAGS, "li"])
 
 
-def test_nothing_comes_from_outside_and_only_the_pages_own_script_may_run() -> None:
+def test_nothing_is_loaded_from_outside_and_only_the_pages_own_script_may_run() -> None:
     made = page(made_up())
     outline = Outline(made)
     assert not [name for _, attributes in outline.elements for name in attributes if name in ("src", "href", "style")]
@@ -95,12 +95,11 @@ def test_64_tokens_of_the_demo_take_less_than_2_mb_with_all_attention_weights() 
 @pytest.mark.parametrize(
     ("layers", "prompt", "steps", "said"),
     [
-        (30, 100, 64, "one layer in 2 are kept"),
-        (30, 2000, 80, "the first layer, and from step 16 on, are kept"),
-        (1, 2000, 80, "the first layer, and from step 16 on, are kept"),
+        (30, 100, 64, "it has those of one layer in 2."),
+        (30, 2000, 80, "it has those of the first layer from step 16 on."),
     ],
 )
-def test_a_run_too_long_for_the_page_says_what_is_kept(layers: int, prompt: int, steps: int, said: str) -> None:
+def test_a_run_too_long_for_the_page_says_what_the_page_has(layers: int, prompt: int, steps: int, said: str) -> None:
     recording = made_up(["a"] * prompt, steps=steps, args=replace(DEMO, n_layers=layers))
     made = page(recording)
     _, first = kept_attention(recording)
@@ -112,7 +111,7 @@ def test_a_run_too_long_for_the_page_says_what_is_kept(layers: int, prompt: int,
     assert any(said in text for text in Outline(made).texts["li"]), Outline(made).texts["li"]
 
 
-def test_formulas_come_to_the_figures_that_they_explain() -> None:
+def test_formulas_give_the_figures_beside_them() -> None:
     recording = made_up(steps=6)
     for moment in recording.moments:
         for work, cached in ((moment.on, len(moment.seen[0])), (moment.off, 0)):
@@ -124,7 +123,7 @@ def test_formulas_come_to_the_figures_that_they_explain() -> None:
 
 
 def figure_of(formula: str) -> int:
-    """Return what stands behind the last = of a formula, once the products before it are known to give that."""
+    """Return the number after the last = of a formula, after checking that the products before it give it."""
     terms, _, figure = formula.replace(",", "").rpartition(" = ")
     if "+" in terms or "\u00d7" in terms:
         products = [re.findall(r"(?:^|\u00d7 )(\d+)", term.strip()) for term in terms.split("+")]
@@ -133,20 +132,7 @@ def figure_of(formula: str) -> int:
     return int(figure)
 
 
-def test_without_a_script_the_last_step_is_a_table() -> None:
-    recording = made_up(steps=3)
-    made = page(recording)
-    inside = Outline(made.split("<noscript>")[1].split("</noscript>")[0])
-    works = recording.moments[-1].on, recording.moments[-1].off
-    assert inside.texts["th"][-len(COUNTERS) :] == list(COUNTERS)
-    cells = [text for text in inside.texts["td"] if not text.startswith(("On", "Off"))]
-    assert cells[0] == amount(0, works[0].fed)
-    assert cells[2] == amount(0, works[1].fed)
-    assert cells[1] == amount(0, sum(moment.on.fed for moment in recording.moments))
-    assert sentence(3, recording.moments[-1]) in inside.texts["p"]
-
-
-def test_formulas_tell_full_groups_of_a_quantised_cache_from_the_newest() -> None:
+def test_formulas_separate_full_groups_of_a_quantised_cache_from_newer_positions() -> None:
     recording = made_up(["a"] * 40, steps=2)
     layout = replace(recording.layout, position_bytes=100, group=32)
     assert layout.parts(40) == [(32, 100), (8, 128)]
@@ -160,8 +146,7 @@ def test_a_sentence_says_what_a_step_does() -> None:
     first, *_, last = made_up(["a"] * 4, steps=12).moments
     assert sentence(1, first).startswith("Step 1: 4 tokens fed, the whole prompt.")
     assert sentence(12, last) == (
-        "Step 12: 1 token fed, 14 positions read from the cache. Without it: 15 tokens computed, 14 of them in vain, "
-        "for they were computed before."
+        "Step 12: 1 token fed, 14 positions read from the cache. Without it: 15 tokens computed, 14 of them again."
     )
     assert "1 token fed, 1 position read from the cache" in sentence(2, made_up(["a"], steps=2).moments[1])
 

@@ -1,4 +1,4 @@
-"""`--watch FILE` writes the page of the text that is printed, or says in a line, before a model is loaded, why not."""
+"""`--watch FILE` writes the page of the text that is printed, or is refused in one line before a model is loaded."""
 
 import tempfile
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_the_page_is_of_the_text_that_is_printed(
     data = data_of(path.read_text("utf-8"))
     made = "".join(data["texts"][0][data["prompt"] :])
     assert repr(printed.partition("hello the\n> ")[2].partition("\n\n====")[0])[1:-1] == made
-    assert printed.splitlines()[-1].startswith(f"{path}: {len(data['steps'])} steps to look at")
+    assert printed.splitlines()[-1].startswith(f"{path}: {len(data['steps'])} steps, ")
     assert printed.splitlines()[-1].endswith("it shows the first of 2 prompts")
     byline = path.read_text("utf-8").partition('<p class="byline">')[2]
     assert byline.startswith(f"{checkpoint.name}: 2 layers")
@@ -38,14 +38,11 @@ def test_the_page_is_of_the_text_that_is_printed(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--chat"], "--watch shows one text"),
-        (["x", "--fast"], "leave out --fast"),
-        (["x", "--watch_to"], "unknown flag"),
-    ],
+    ("words", "said"), [(["--chat"], "--watch shows one text"), (["x", "--fast"], "leave out --fast")]
 )
-def test_what_no_page_can_show_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_and_fast_code_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(main, [*words, "--watch", "page.html", "--ckpt_dir", "/nowhere"]) == 2
     assert said in capsys.readouterr().err
     assert not Path("page.html").exists()
@@ -61,18 +58,18 @@ def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_loaded(
         assert "nowhere" not in said
 
 
-def test_a_page_that_cannot_be_written_in_the_end_is_kept_elsewhere(
+def test_a_page_that_cannot_be_written_at_the_end_is_kept_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="kept in") as error:
+    with pytest.raises(OSError, match="its content is in") as error:
         write_page(tmp_path / "file" / "page.html", tiny_model(), Ids(), [3, 1], 2)
-    page = Path(str(error.value).rpartition("kept in ")[2])
+    page = Path(str(error.value).rpartition("its content is in ")[2])
     assert len(data_of(page.read_text("utf-8"))["steps"]) == 2
 
 
-def test_one_rank_of_several_is_not_watched(
+def test_several_ranks_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[Any]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
