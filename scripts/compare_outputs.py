@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from llama import Chat, Transformer, cli, load
+from llama.bench.schema import rows_of
 from llama.bench.single import benchmark_inference
 from llama.host.files import check_writable, keep_file
 from llama.untrusted.files import read_text
@@ -93,7 +94,7 @@ def outputs(saved: Path) -> Iterator[tuple[str, str]]:
     yield "a chat of five turns", digest(chat(model, tokenizer))
     report = benchmark_inference(batch_size=2, input_len=16, output_len=4, compare=True)
     yield "a benchmark's report", digest(shape_of(report))
-    yield "a benchmark's points", digest([point["name"] for point in report["points"]])
+    yield "a benchmark's points", digest([row["name"] for row in rows_of(report, "check")])
 
 
 def generations(model: Transformer, tokenizer: Any) -> Iterator[tuple[str, str]]:

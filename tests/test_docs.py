@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import is_typeddict
 
 import pytest
 
@@ -108,9 +107,12 @@ def test_every_known_bug_has_tests_that_exist() -> None:
 
 def test_the_page_on_the_benchmarks_json_has_every_field_and_no_other() -> None:
     page = (ROOT / "docs" / "benchmark_json.md").read_text(encoding="utf-8")
-    types = {name: kind for name, kind in vars(schema).items() if is_typeddict(kind)}
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL))
-    assert sections.keys() == types.keys()
-    for name, kind in types.items():
-        assert re.findall(r"^\| `(\w+)` \|", sections[name], flags=re.MULTILINE) == list(kind.__annotations__), name
+    fields = {
+        "Head": list(schema.Head.__annotations__),
+        "Rows": list(schema.KEYS),
+        "Columns": list(schema.Row.__annotations__),
+    }
+    for name, expected in fields.items():
+        assert re.findall(r"^\| `(\w+)` \|", sections[name], flags=re.MULTILINE) == expected, name
     assert schema.SCHEMA in page

@@ -93,10 +93,7 @@ MAY_IMPORT = {
     "llama/bench/gpu/": (f"{CORE} bench costs exact fast host quant", "torch"),
     "llama/bench/run/directory.py": ("bench", ""),
     "llama/bench/run/peers.py": ("", "transformers llama_cpp"),
-    "llama/bench/run/transformers_engine.py": (
-        "args bench checkpoint model request streaming",
-        "torch huggingface_hub",
-    ),
+    "llama/bench/run/transformers_engine.py": ("args bench checkpoint model request streaming", "torch"),
     "llama/bench/run/worker.py": (f"{CORE} bench exact host quality quant watch", "torch"),
     "llama/bench/run/": (
         f"{CORE} api checkpoint cli costs exact fast host quality quant sessions tokenizer untrusted "
@@ -149,7 +146,6 @@ ONLY_DOOR = {
     "fairscale": "llama/ranks/torchrun.py",
     "triton": "llama/exact/triton_kernels.py",
     "transformers": "llama/bench/run/peers.py",
-    "huggingface_hub": "llama/bench/run/transformers_engine.py",
     "llama_cpp": "llama/bench/run/peers.py",
 }
 

@@ -5,6 +5,7 @@ Without a file, it reads the newest one under results/. Only the table between t
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,21 +37,22 @@ def fill(report: Path, results: dict[str, Any]) -> None:
     """Write a row for each measured cell into the table of a report. Raises ValueError if it has no table."""
     text = report.read_text("utf-8")
     rows = ["| batch | cache | seconds | peak MB | tokens/s | cache MB |", "|---|---|---|---|---|---|"]
-    rows += [row(record) for record in results["cells"] if record["summary"] is not None]
+    measured = [found for found in results["rows"] if found["figures"] == "cell" and found.get("seconds")]
+    rows += [row(results["cells"][found["cell"]], found) for found in measured if not found.get("predicted")]
     filled, count = TABLE.subn(lambda found: "\n".join([found[1], *rows, "", found[2]]), text)
     if count != 1:
         raise ValueError(f"{report} has lost the comments around its table; take them from the folder as you got it")
     report.write_text(filled, encoding="utf-8")
 
 
-def row(record: dict[str, Any]) -> str:
-    cell, summary = record["cell"], record["summary"]
-    peak = summary["peak_bytes"] or summary["resident_bytes"]
+def row(cell: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return the row of a cell: medians over its repetitions."""
+    peaks = found.get("tensor_peak_bytes") or found.get("resident_peak_bytes")
     numbers = [
-        f"{summary['seconds']['median']:.2f}",
-        "" if peak is None else f"{peak['median'] / 2**20:.1f}",
-        f"{summary['tokens_per_second']:.1f}",
-        "" if record["cache_bytes"] is None else f"{record['cache_bytes'] / 2**20:.1f}",
+        f"{statistics.median(found['seconds']):.2f}",
+        f"{statistics.median(peaks) / 2**20:.1f}" if peaks else "",
+        f"{found['tokens_per_second']:.1f}",
+        f"{found['cache_bytes'] / 2**20:.1f}" if found.get("cache_bytes") is not None else "",
     ]
     return f"| {cell['batch_size']} | {'on' if cell['kv_caching'] else 'off'} | {' | '.join(numbers)} |"
 

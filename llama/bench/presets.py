@@ -1,522 +1,350 @@
-"""The presets: many cells in turn, each repetition in a process of its own, within a budget of time.
+"""What each preset measures: its cells, and the jobs that measure them. `llama.bench.plan` runs any of them.
 
-`table` measures batch 1, 8 and 16 with the cache on and off; `sweep` how the difference grows with what is generated,
-the context and the batch. What is finished is saved at once, and a run that was interrupted can go on.
+`table`: batch 1, 8 and 16 with the cache on and off. `sweep`: the difference by output length, context and batch.
+`caches`: kinds of cache beside the full one. `chat`: a conversation, prompts that begin alike, and a saved session.
 """
 
-import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
-from llama.bench.cell import Cell, Rounding, read_engine, rounding_of
-from llama.bench.quiet import judge_quiet
-from llama.bench.report.findings import findings, fits, growth
-from llama.bench.report.tables import comparison_words, pairs, stands_apart
-from llama.bench.run.aggregate import (
-    aggregated,
-    check_machine,
-    compare_modes,
-    first_divergence,
-    raise_ceilings,
-    with_figures,
-)
-from llama.bench.run.directory import RunDirectory
-from llama.bench.run.jobs import JobDied, run_job
+from llama.args import ModelArgs
+from llama.bench.cell import Cell, read_engine, rounding_of
+from llama.bench.run.cache_kind import QUESTION, SECRET, STEPS
+from llama.bench.run.conversation import turns_of
+from llama.bench.run.memory_ledger import check_length
+from llama.bench.run.models import check_cell, find_model
+from llama.bench.run.needle import DEPTHS, LENGTHS, SEEDS
 from llama.bench.run.peers import GPT2
-from llama.bench.run.step_times import ENOUGH, context_lengths, crossover
-from llama.bench.schema import Agreement, CellRecord, Report, Sweep
-from llama.bench.statistics import best_ceilings
-from llama.bench.texts import text_path
+from llama.bench.run.step_times import ENOUGH, context_lengths
+from llama.bench.schema import Report, new_report, rows_of
+from llama.bench.statistics import median_of
+from llama.bench.texts import read_dialog
 from llama.costs import RELEASED, forwards
-from llama.host.machine import Ceilings
+from llama.kv_cache import Cache, KVCache, cache_kind
+from llama.kv_cache.window import DEFAULT_SINKS
+from llama.tokenizer import Tokenizer
 
-REPETITIONS = 5
 BATCHES = (1, 8, 16)
-SWEEP_BATCHES = [1, 2, 4, 8, 16]
+SWEEP_BATCHES = (1, 2, 4, 8, 16)
 GENERATED = (10, 20, 50, 100, 200)
-CACHE_LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192]
-CONTEXTS = [16, 32, 64, 128, 256, 512, 1024, 2048]
+CACHE_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+SWEEP_CONTEXTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 AGREED_ON = 1024  # tokens of a text: 1 % of them is 10
-RECORDING, WATCHED_STEPS = "the page to step through", 32
+FULL = "static"  # the kind of cache that the others are compared with
+KIND_CONTEXTS = (1024, 2048, 4096, 8192)
+WINDOW = 1024  # positions of the kind `window` if none are given: its default stores a whole text
+LENGTH = 2048  # tokens of the text at whose end a kind is judged
+# From the most to the least: scored tokens at the end of the text, greedy tokens, needle lengths, seeds of each.
+AMOUNTS: tuple[tuple[int, int, int, int], ...] = (
+    (1024, 256, len(LENGTHS), len(SEEDS)),
+    (1024, 256, len(LENGTHS), 1),
+    (512, 256, len(LENGTHS), 1),
+    (256, 128, 2, 1),
+    (128, 64, 1, 1),
+    (32, 32, 0, 0),
+)
+SHARED_ROWS, SHARED, OWN = 16, 1000, 30  # prompts that begin alike, and their tokens
 
-_STARTING = 4.0  # seconds that a process needs before it loads a model, and for the ceilings at its end, about
-PEER_IS_SLOWER = 2.0  # what is assumed of an engine before it has run once
+STARTING = 4.0  # seconds of a process before it loads a model, and at its end for the ceilings
+PEER_IS_SLOWER = 2.0  # assumed of an engine before its first cell
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The timed pieces that predictions are made of: loading, a prefill, and a step of one row and of many rows."""
+
+    max_seq_len: int
+    input_len: int
+    load_seconds: float
+    prefill_seconds: float
+    step_seconds: float
+    many_rows: int
+    many_seconds: float
+
+    def of_tokens(self, tokens: int) -> float:
+        """Predict the seconds of a process that loads the model and feeds it so many tokens, many at a time."""
+        return STARTING + self.load_seconds + tokens * self.prefill_seconds / self.input_len
+
+    def of_forwards(self, cell: Cell) -> list[float]:
+        """Predict the seconds of every forward of a cell of ours."""
+        slope = (self.many_seconds - self.step_seconds) / max(1, self.many_rows - 1)
+        step = self.step_seconds + slope * (cell.batch_size - 1)
+        token = cell.batch_size * self.prefill_seconds / self.input_len
+        fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
+        return [max(step, seqlen * token) for _, seqlen in fed]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process of `llama.bench.run.worker`, which returns rows of the report's cell `place`.
+
+    `seconds` is the prediction for an idle machine. `of_cell`: the cell has no figures without this job.
+    """
+
+    name: str
+    kind: str
+    cell: Cell
+    place: int
+    seconds: float
+    options: dict[str, Any] = field(default_factory=dict)
+    of_cell: bool = True
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs that say nothing apart: all of them are done, or none is. `repeats`: again while the budget lasts."""
+
+    jobs: tuple[Job, ...]
+    repeats: bool = False
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def plan_report(
+    preset: str, base: Cell, *, engines: Sequence[str], kinds: Sequence[str], command: str = "", budget: float | None
+) -> Report:
+    """Return the report of a preset in which nothing is measured. Raises ValueError if it cannot be measured.
+
+    engines: peers and modes of ours, such as llama.cpp:int8 and llama:fast, see `read_engine`. kinds: for `caches`, by
+    default all that are registered.
+    """
+    if preset in ("caches", "chat"):
+        if base.model in GPT2:
+            raise ValueError(f"--preset={preset} measures a Llama; {base.model} has its own cache and no sessions")
+        if base.ranks > 1:
+            raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
+    plan: dict[str, Any] = {}
+    if preset == "table":
+        cells = table_cells(base, engines)
+    elif preset == "sweep":
+        cells = [base.but(batch_size=1, output_len=max(GENERATED), kv_caching=on) for on in (True, False)]
+    elif preset == "caches":
+        cells, plan = kind_cells(base, kinds, find_model(base).args)
+    else:
+        source = find_model(base)
+        cells, plan = chat_cells(base, engines, source.tokenizer, source.args.max_seq_len)
+    for cell in cells:
+        check_cell(cell)
+        if cell.model not in GPT2 and (preset in ("table", "sweep") or cell.from_file):
+            check_length(cell, find_model(cell).args.max_seq_len)
+    return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan)
 
 
 def table_cells(base: Cell, engines: Sequence[str]) -> list[Cell]:
-    """Return the cells of the table: every batch size, the cache on and off, we as asked and every engine in turn.
-
-    `engines` are names of peers and ways of our own, such as llama.cpp:int8 and llama:fast (see `read_engine`).
-    """
+    """Return the cells of the table: every batch size with the cache on and off, of our own and of every engine."""
     return [
         variant.but(batch_size=batch, kv_caching=kv_caching)
         for batch in BATCHES
-        for kv_caching in (True, False)
         for variant in variants(base, engines)
-        if kv_caching or variant.engine != "llama.cpp"  # it has no way to run without its cache
+        for kv_caching in modes_of(variant)
     ]
 
 
+def modes_of(cell: Cell) -> tuple[bool, ...]:
+    """Return the modes of a cell's engine; llama.cpp cannot run without its cache."""
+    return (True,) if cell.engine == "llama.cpp" else (True, False)
+
+
 def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
-    """Return a cell for us as asked, and for every engine in turn; refuse one that is named twice."""
+    """Return the base cell and one for each engine. Raises ValueError for an engine that is named twice."""
     found = [] if base.model in GPT2 else [base]
     for variant in (base.but(**read_engine(engine)) for engine in engines):
         if variant in found:
-            raise ValueError(f"{variant.name} would stand in the table twice; name every engine once")
+            raise ValueError(f"{variant.name} would be in the table twice; name every engine once")
         found.append(variant)
     return found
 
 
-def sweep_cells(base: Cell) -> list[Cell]:
-    """Return the two long generations out of which the speed-up at every shorter length is read."""
-    longest = base.but(batch_size=1, output_len=max(GENERATED))
-    return [longest.but(kv_caching=True), longest.but(kv_caching=False)]
+def kind_cells(base: Cell, kinds: Sequence[str], args: ModelArgs) -> tuple[list[Cell], dict[str, Any]]:
+    """Return a cell for each kind of cache, the full one first, and at which lengths they are measured."""
+    limit = args.max_seq_len
+    window = f"window:{min(WINDOW, limit // 4)}+{DEFAULT_SINKS}"
+    registered = [window if kind == "window" else kind for kind in sorted(KVCache.kinds)]
+    wanted = [FULL, *(kind for kind in kinds or registered if kind != FULL)]
+    for place, kind in enumerate(wanted):
+        if kind in wanted[:place]:
+            raise ValueError(f"--kv_cache {kind} would be in the table twice; name every kind once")
+        Cache.of(args, cache_kind(kind))
+    if limit < 2 * AMOUNTS[-1][0]:
+        raise ValueError(
+            f"--preset=caches needs texts of {2 * AMOUNTS[-1][0]} tokens, and the model's max_seq_len is {limit}; "
+            "measure another model"
+        )
+    contexts = [context for context in KIND_CONTEXTS if context <= limit] or [limit]
+    plan = {"text": "llama/bench/texts/persuasion.txt", "contexts": contexts, "length": min(LENGTH, limit)}
+    return [base.but(kv_cache=kind) for kind in wanted], plan
 
 
-@dataclass
-class Session:
-    """A run of a preset: where it writes, how long it may take, and how long each piece is expected to."""
+def chat_cells(
+    base: Cell, engines: Sequence[str], tokenizer: Tokenizer, max_seq_len: int
+) -> tuple[list[Cell], dict[str, Any]]:
+    """Return cells for each engine's conversation in both modes and for the prompts of ours, and what they feed.
 
-    directory: RunDirectory
-    deadline: float
-    progress: Any  # see `llama.cli.progress.seconds_bar`
-    calibration: dict[str, Any] = field(default_factory=dict)
-    expected: dict[str, float] = field(default_factory=dict)
-    curves: list[str] = field(default_factory=list)  # jobs beside the cells that are still to come
-    # The last cell's time over its prediction, of each engine.
-    pace: dict[Rounding, float] = field(default_factory=dict)
-    watched: Cell | None = None  # the cell whose model the page shows step by step
-    reserved: float = 0.0  # seconds that `room` leaves for that recording
-
-    @property
-    def report(self) -> Report:
-        return self.directory.report
-
-    @property
-    def cells(self) -> list[Cell]:
-        return self.directory.cells
-
-    @property
-    def keeps_to_budget(self) -> bool:
-        """Tell whether first measurements are left out where they do not fit: not with a budget of 0, or none."""
-        return bool(self.report["budget_minutes"])
-
-    @property
-    def room(self) -> float:
-        """The seconds that are left."""
-        return max(0.0, self.deadline - self.reserved - time.monotonic())
-
-    def has_room(self, what: str, *, must: bool = False) -> bool:
-        """Tell whether a job fits, or `must` run where no budget is kept to; note that it was left out where not."""
-        fits = self.expected[what] <= self.room or (must and not self.keeps_to_budget)
-        if not fits:
-            self.report["failures"].append(f"{what}: no room in the budget")
-        return fits
-
-    def do(self, what: str, kind: str, cell: Cell, **job: Any) -> dict[str, Any]:
-        """Run a job with the bar going on, and remember how long it took."""
-        started = time.monotonic()
-        self.progress.set_description_str(what)
-        result = run_job(kind, cell, waiting=self.progress.refresh, **job)
-        self.progress.update(self.expected.get(what, 0.0))
-        self.expected[what] = time.monotonic() - started
-        return result
-
-    @contextmanager
-    def noting_failure(self, what: str) -> Iterator[None]:
-        """Let what can be done without go wrong, and keep why, or what came of it, on disk too."""
-        try:
-            yield
-        except (ValueError, JobDied) as error:
-            self.report["failures"].append(f"{what}: {error}")
-        self.directory.save()
-
-
-def run_session(session: Session) -> None:
-    """Measure a preset: every cell once, its curves, then the cells again while the budget lasts."""
-    is_table = session.report["preset"] == "table"
-    begin(session, table_curves(session) if is_table else sweep_curves(session))
-    one_round(session, 0)
-    if is_table:
-        measure_agreements(session)
-    (measure_crossovers if is_table else measure_curves)(session)
-    for repetition in range(1, REPETITIONS):
-        one_round(session, repetition)
-    finish(session)
-
-
-def table_curves(session: Session) -> dict[str, tuple[int, int]]:
-    """Return the jobs beside the table's cells: about how many tokens each feeds, and how many contexts it times.
-
-    A step warms up, and is then timed three times or more often.
+    A short model gets as many turns of the conversation as fit. Raises ValueError if these are fewer than two.
     """
-    steps = {}
-    for what, cell in crossover_cells(session).items():
-        contexts = context_lengths(cell.input_len)
-        steps[what] = 4 * cell.batch_size * sum(contexts), len(contexts)
-    return dict.fromkeys(agreement_cells(session), (AGREED_ON, 0)) | steps
-
-
-def sweep_curves(session: Session) -> dict[str, tuple[int, int]]:
-    """Return the jobs beside the sweep's cells, as `table_curves` does."""
-    fed = 4 * session.cells[0].input_len
-    batches = {f"steps at batch {batch}": (fed * batch, 1) for batch in SWEEP_BATCHES}
-    return {"cache sizes": (0, 0), "steps by context": (4 * sum(CONTEXTS), len(CONTEXTS)), **batches}
-
-
-def begin(session: Session, curves: dict[str, tuple[int, int]]) -> None:
-    """Measure what all begins with, and say how long all will take.
-
-    `curves` are the other jobs by name, see `table_curves`. A short step is repeated for ENOUGH seconds in both modes.
-    """
-    measure_machine(session, session.cells[0])
-    session.expected |= {cell.name: expected_seconds(cell, session.calibration) for cell in session.cells}
-    for name, (tokens, contexts) in curves.items():
-        session.expected[name] = expected_of_tokens(tokens, session.calibration) + 2 * ENOUGH * contexts
-    session.curves = list(curves)
-    once = sum(expected_of(session, chain(*due(session, 0)))) + sum(session.expected[name] for name in curves)
-    words = (
-        f"{len(session.cells)} cells and {len(curves)} curves, each repetition in a process of its own: about "
-        f"{duration(plan(session))} in all. Everything once takes about {duration(once)}, of the budget are left "
-        f"{duration(session.room)}; cells are repeated up to {REPETITIONS} times as far as it goes."
-    )
-    session.progress.write("\n".join([words, *too_little(session, once)]))
-
-
-def measure_machine(session: Session, cell: Cell) -> None:
-    """Measure the machine's ceilings, and what a prediction of all times is made of, with the sizes of a cell."""
-    report, cell = session.report, cell.but(kv_caching=True)
-    machine = session.do("the machine's ceilings", "machine", cell)
-    check_machine(report, machine["environment"])
-    report["ceilings"] = best_ceilings(report["ceilings"], machine["ceilings"])
-    session.calibration = session.do("how long it will take", "calibrate", cell)
-    report["model"] = session.calibration["model"]
-    if session.watched is not None:
-        reserve_recording(session, session.watched)
-    session.directory.save()
-
-
-def reserve_recording(session: Session, cell: Cell) -> None:
-    """Predict how long the recording for the page takes, and reserve that time unless it is too much of the budget.
-
-    The recording generates twice with the cache and once without. A repetition may end late, hence half as much again.
-    """
-    modes = (cell.but(batch_size=1, input_len=4, output_len=WATCHED_STEPS, kv_caching=on) for on in (True, True, False))
-    starts = expected_of_tokens(0, session.calibration)  # one process, and each prediction has its own
-    seconds = sum(expected_seconds(mode, session.calibration) for mode in modes) - 2 * starts
-    session.expected[RECORDING] = seconds
-    session.reserved = 1.5 * seconds if seconds <= session.room / 10 else 0.0
-
-
-def due(session: Session, repetition: int) -> list[list[int]]:
-    """Return the places of the cells that lack this repetition, in groups of one batch and engine, the smallest first.
-
-    A group is a pair with the cache on and off, which says nothing apart; llama.cpp's, which has one mode, is one cell.
-    """
-    found: dict[Cell, list[int]] = {}
-    for place, (cell, record) in enumerate(zip(session.cells, session.report["cells"], strict=True)):
-        if record["error"] is None and len(record["samples"]) <= repetition:
-            found.setdefault(cell.but(kv_caching=True), []).append(place)
-    return sorted(found.values(), key=lambda places: session.cells[places[0]].batch_size)
-
-
-def expected_of(session: Session, places: Iterable[int]) -> list[float]:
-    """Return how long a repetition of each of these cells is expected to take: as long as the last, or as predicted.
-
-    A prediction assumes an idle machine, so the cells of an engine that was slower than predicted correct the others.
-    """
-    cells, records = session.cells, session.report["cells"]
-
-    def pace(place: int) -> float:
-        return 1.0 if records[place]["samples"] else session.pace.get(rounding_of(records[place]["cell"]), 1.0)
-
-    return [session.expected[cells[place].name] * pace(place) for place in places]
-
-
-def first_round(session: Session) -> list[int]:
-    """Return the places of the cells that get a first repetition: whole pairs, until one does not fit in the budget.
-
-    The first pair of a run always gets one.
-    """
-    places: list[int] = []
-    left = due(session, 0)
-    none_yet = sum(map(len, left)) == len(session.cells)
-    for pair in left:
-        fits = sum(expected_of(session, [*places, *pair])) <= session.room
-        if session.keeps_to_budget and not fits and not (none_yet and not places):
-            break
-        places += pair
-    return places
-
-
-def too_little(session: Session, once: float) -> list[str]:
-    """Say what a budget leaves out, and with which flags everything fits; nothing where it does."""
-    minutes = session.report["budget_minutes"]
-    if not minutes or once <= session.room:
-        return []
-    first = first_round(session)
-    left_out = set(chain(*due(session, 0))) - set(first)
-    enough = math.ceil((60 * minutes - session.room + once) / 60)
-    flags = [f"--budget {enough}", *shorter(session)]
-    names = "; ".join(session.cells[place].name for place in sorted(left_out)) or "some curves"
-    too_small = "The budget is too small, and"
-    if sum(expected_of(session, first)) > session.room:
-        pair = " and ".join(session.cells[place].name for place in first)
-        too_small = f"The budget is too small for any pair of cells. The run still measures {pair};"
-    return [
-        f"{too_small} left out are: {names}. "
-        f"Everything fits once with {' or with '.join(flags)}; --budget 0 measures every cell once, whatever it takes."
+    turns = turns_of(tokenizer, read_dialog())
+    question = len(turns[0].prompt) - turns[0].history  # fed behind the last turn to the session from disk
+    fit = [turn for turn in turns if len(turn.whole) + question < max_seq_len]
+    if len(fit) < 2:
+        raise ValueError(
+            f"--preset=chat replays a conversation, two turns of which have {len(turns[1].whole)} tokens, and the "
+            f"model's max_seq_len is {max_seq_len}; measure another model"
+        )
+    own = min(OWN, max_seq_len // 4)
+    shared = min(SHARED, max_seq_len - own - 1)
+    plan = {
+        "text": "llama/bench/texts/conversation.json",
+        "turns": [{"history": turn.history, "new": len(turn.prompt) - turn.history} for turn in fit],
+        "rows": SHARED_ROWS,
+        "shared": shared,
+        "own": own,
+    }
+    length = len(fit[-1].prompt)
+    cells = [
+        variant.but(batch_size=1, input_len=length, output_len=1, kv_caching=kv_caching)
+        for variant in variants(base, engines)
+        for kv_caching in modes_of(variant)
     ]
+    ours = [one for one in variants(base, engines) if one.engine == "llama"]
+    return cells + [one.but(batch_size=SHARED_ROWS, input_len=shared + own, output_len=1) for one in ours], plan
 
 
-def shorter(session: Session) -> list[str]:
-    """Return the flag of the longest output, and of the longest prompt, halved, with which all cells fit once."""
-    base, found = session.cells[0], []
-    of_table = ["output_len"] if session.report["preset"] == "table" else []  # the sweep has a length of its own
-    for name in [*of_table, *(["input_len"] if base.text is None else [])]:
-        lengths = (getattr(base, name) >> halved for halved in range(1, 16))
-        for length in (length for length in lengths if length > 1):
-            cells = [session.cells[place].but(**{name: length}) for place in chain(*due(session, 0))]
-            if sum(expected_seconds(cell, session.calibration) for cell in cells) <= session.room:
-                found.append(f"--{name} {length}")
-                break
-    return found
+# ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
-def plan(session: Session) -> float:
-    """Return how long all is expected to take that is still to come, as far as the budget goes, and tell the bar."""
-    first, room = first_round(session), session.room
-    seconds = expected_of(session, first)
-    for curve in (session.expected[name] for name in session.curves):
-        whatever = session.report["preset"] == "sweep" and not session.keeps_to_budget
-        seconds += [curve] if whatever or sum(seconds) + curve <= room else []
-    for repetition in range(1, REPETITIONS):
-        for pair in due(session, repetition):
-            expected = expected_of(session, pair)
-            measured = all(session.report["cells"][place]["samples"] or place in first for place in pair)
-            if measured and sum(seconds + expected) <= room:
-                seconds += expected
-    session.progress.total = session.progress.n + sum(seconds)
-    return sum(seconds)
+def paired(jobs: Sequence[Job]) -> list[Group]:
+    """Return jobs of cells in groups that differ in the cache alone, the smallest batch and the shortest job first.
 
-
-def overrun(session: Session) -> list[str]:
-    """Return a sentence about the time by which a run has passed its budget; none if it kept to it, or has none."""
-    over = time.monotonic() - session.deadline
-    if not session.keeps_to_budget or over < 1:
-        return []
-    minutes = session.report["budget_minutes"]
-    return [f"The run passed its budget of {minutes:g} minutes by {duration(over)}: jobs took longer than predicted."]
-
-
-def expected_seconds(cell: Cell, calibration: dict[str, Any]) -> float:
-    """Predict how long a repetition of a cell takes, from a prefill and a step of one row."""
-    token = calibration["prefill_seconds"] / calibration["input_len"]
-    fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
-    seconds: list[float] = [max(calibration["step_seconds"], cell.batch_size * seqlen * token) for _, seqlen in fed]
-    slower = 1.0 if cell.engine == "llama" else PEER_IS_SLOWER
-    return expected_of_tokens(0, calibration) + slower * (sum(seconds) + sum(seconds[:2]))
-
-
-def expected_of_tokens(tokens: int, calibration: dict[str, Any]) -> float:
-    """Predict how long a process takes that loads the model and feeds it so many tokens, many at a time."""
-    loading: float = calibration["load_seconds"]
-    return _STARTING + loading + tokens * float(calibration["prefill_seconds"]) / int(calibration["input_len"])
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text: 45 s, 4.2 min."""
-    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-
-def one_round(session: Session, repetition: int) -> None:
-    """Measure every pair of cells once more, in turn, so that a machine that drifts does so for all of them.
-
-    A pair is repeated if both its cells are expected to end within the budget. For the first repetition see
-    `first_round`: what it leaves out is noted.
+    The first group stays first.
     """
-    for pair in due(session, repetition):
-        records = [session.report["cells"][place] for place in pair]
-        if repetition == 0 and pair[0] not in first_round(session):
-            session.report["failures"] += [f"{session.cells[place].name}: no room in the budget" for place in pair]
+    found: dict[Cell, list[Job]] = {}
+    for job in jobs:
+        found.setdefault(job.cell.but(kv_caching=True), []).append(job)
+    first, *rest = (Group(tuple(group), repeats=True) for group in found.values())
+    return [first, *sorted(rest, key=lambda one: (one.jobs[0].cell.batch_size, sum(job.seconds for job in one.jobs)))]
+
+
+def table_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
+    """Yield the cells in pairs, then how often rounded weights agree with float32, then steps by context."""
+    cells = cells_of(report)
+    yield from paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
+    seen = set()
+    for place, cell in enumerate(cells):
+        # Random weights find all tokens about equally likely.
+        if cell.quantize is None or cell.model in RELEASED or rounding_of(cell.as_json()) in seen:
             continue
-        again = all(record["samples"] for record in records) and sum(expected_of(session, pair)) <= session.room
-        if repetition > 0 and not again:
-            continue
-        for place, record in zip(pair, records, strict=True):
-            session.report["cells"][place] = repeat(session, session.cells[place], record)
-            judge_quiet(session.report)
-            session.directory.save()
-            plan(session)
+        seen.add(rounding_of(cell.as_json()))
+        length = min(AGREED_ON, known.max_seq_len - 1)
+        asked = cell.but(batch_size=1, input_len=length, output_len=1, kv_caching=True, text=None)
+        seconds = 2 * known.of_tokens(length)
+        yield Group((Job(f"top-1 of {asked.name}", "agreement", asked, place, seconds, of_cell=False),))
+    if cells[0].engine == "llama":
+        for batch in dict.fromkeys(cell.batch_size for cell in cells):
+            yield steps_group(cells[0], batch, context_lengths(cells[0].input_len), known)
 
 
-def repeat(session: Session, cell: Cell, record: CellRecord) -> CellRecord:
-    """Return the record with one more repetition, or with why there is none."""
-    try:
-        predicted = session.expected[cell.name]
-        done = session.do(cell.name, "cell", cell, trace=not record["samples"])
-        if not record["samples"]:
-            session.pace[rounding_of(record["cell"])] = max(1.0, session.expected[cell.name] / predicted)
-    except (ValueError, JobDied) as error:
-        if record["samples"]:
-            return {**record, "notes": [*record["notes"], f"a repetition failed: {error}"]}
-        return {**record, "error": fate_of(error)}
-    check_machine(session.report, done["environment"])
-    if "ceilings" in done:
-        session.report["ceilings"] = best_ceilings(session.report["ceilings"], done["ceilings"])
-    return with_figures(aggregated(record, done["record"]), session.report["ceilings"])
-
-
-def fate_of(error: ValueError | JobDied) -> str:
-    """Return how a report calls a job that did not come to its end."""
-    return f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"
-
-
-def crossover_cells(session: Session) -> dict[str, Cell]:
-    """Return a job and a cell for each batch of ours whose crossover is not known; of several ways, the first's."""
-    first, batches = session.cells[0], dict.fromkeys(cell.batch_size for cell in session.cells)
-    known = {entry["batch_size"] for entry in session.report["crossovers"]}
-    left = [] if first.engine != "llama" else [batch for batch in batches if batch not in known]
-    return {f"steps at batch {batch}": first.but(batch_size=batch, kv_caching=True) for batch in left}
-
-
-def measure_crossovers(session: Session) -> None:
-    """Time single steps by context, for every batch of ours in the table, as far as the budget goes."""
-    for what, cell in crossover_cells(session).items():
-        session.curves.remove(what)
-        if not session.has_room(what):
-            continue
-        with session.noting_failure(what):
-            steps = session.do(what, "steps", cell, contexts=context_lengths(cell.input_len))["steps"]
-            session.report["crossovers"].append(crossover(steps))
-
-
-def agreement_cells(session: Session) -> dict[str, Cell]:
-    """Return a job and a cell for each way with rounded weights whose agreement is not known, and float32's before.
-
-    There is none where weights are random, of which every token is about as likely as all others.
-    """
-    known = {rounding_of(one) for one in session.report["agreements"]}
-    rounded = [cell for cell in session.cells if cell.quantize is not None and cell.model not in RELEASED]
-    left = [cell for cell in rounded if rounding_of(cell.as_json()) not in known]
-    job = {"batch_size": 1, "input_len": AGREED_ON, "output_len": 1, "kv_caching": True, "text": None}
-    whole = {
-        "engine": "llama",
-        "fast": False,
-        "quantize": None,
-        "activations": 16,
-        "dtype": "fp32",
-        "kv_cache": "static",
-    }
-    ways = dict.fromkeys(cell.but(**job) for cell in left)
-    cells = [cell.but(**whole) for cell in list(ways)[:1]] + list(ways)
-    return {f"top-1 of {cell.name}": cell for cell in cells}
-
-
-def measure_agreements(session: Session) -> None:
-    """Count, once for each way with rounded weights, how often its most likely token is float32's."""
-    reference: list[int] | None = None
-    for what, cell in agreement_cells(session).items():
-        session.curves.remove(what)
-        if (cell.quantize is not None and reference is None) or not session.has_room(what, must=True):
-            continue
-        with session.noting_failure(what):
-            tokens = min(AGREED_ON, session.calibration["max_seq_len"] - 1)
-            done = session.do(what, "most_likely", cell.but(input_len=tokens))
-            if reference is None:
-                reference = done["ids"]
-            else:
-                session.report["agreements"].append(agreement(cell, done, reference))
-
-
-def agreement(cell: Cell, done: dict[str, Any], reference: Sequence[int]) -> Agreement:
-    """Return what a way's most likely tokens are beside the reference's."""
-    assert cell.quantize is not None
-    same = sum(one == other for one, other in zip(done["ids"], reference, strict=True))
-    return {
-        "engine": cell.engine,
-        "fast": cell.fast,
-        "quantize": cell.quantize,
-        "activations": cell.activations,
-        "path": done["path"],
-        "text": text_path().name,
-        "tokens": len(reference),
-        "top1_agreement": same / len(reference),
-    }
-
-
-def measure_curves(session: Session) -> None:
-    """Measure what the sweep is about beside the long generations: caches, contexts and batches."""
-    report, cell, limit = session.report, session.cells[0], session.calibration["max_seq_len"]
-    sweep: Sweep = report["sweep"] or {"growth": [], "cache": [], "contexts": [], "batches": [], "fits": []}
-    report["sweep"] = sweep
-    session.curves.clear()
-    if not sweep["cache"] and session.has_room("cache sizes", must=True):
-        with session.noting_failure("cache sizes"):
-            lengths = [length for length in CACHE_LENGTHS if length <= limit]
-            sweep["cache"] = session.do("cache sizes", "caches", cell, lengths=lengths)["sizes"]
-    if not sweep["contexts"] and session.has_room("steps by context", must=True):
-        with session.noting_failure("steps by context"):
-            contexts = [length for length in CONTEXTS if length <= limit]
-            done = session.do("steps by context", "steps", cell, contexts=contexts)
-            slope = predicted_slope(cell, done["position_bytes"], report["ceilings"])
-            sweep["contexts"], sweep["fits"] = done["steps"], fits(done["steps"], predicted_slope=slope)
+def sweep_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
+    """Yield the pair of long generations, sizes of caches, steps by context, and steps by batch size."""
+    cells, limit = cells_of(report), known.max_seq_len
+    yield from paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
+    lengths = {"lengths": [length for length in CACHE_LENGTHS if length <= limit]}
+    start = known.of_tokens(0)
+    yield Group((Job("cache sizes", "sizes", cells[0], 0, start, lengths, of_cell=False),))
+    yield steps_group(cells[0], 1, [one for one in SWEEP_CONTEXTS if one <= limit], known, "steps by context")
     for batch in SWEEP_BATCHES:
-        what, known = f"steps at batch {batch}", any(step["batch_size"] == batch for step in sweep["batches"])
-        if not known and session.has_room(what, must=True):
-            with session.noting_failure(what):
-                done = session.do(what, "steps", cell.but(batch_size=batch), contexts=[cell.input_len])
-                sweep["batches"] += done["steps"]
+        yield steps_group(cells[0], batch, [cells[0].input_len], known)
 
 
-def predicted_slope(cell: Cell, position_bytes: int, ceilings: Ceilings | None) -> float | None:
-    """Return the seconds that a static cache's next position takes to read; the ceilings are those of one process."""
-    if ceilings is None or cell.kv_cache != "static" or cell.ranks > 1:
-        return None
-    return position_bytes / ceilings["read_bytes_per_second"]
+def steps_group(cell: Cell, batch: int, contexts: Sequence[int], known: Calibration, name: str = "") -> Group:
+    """Return the job that times steps at these contexts: each warms up, and is timed at least three times."""
+    seconds = known.of_tokens(4 * batch * sum(contexts)) + 2 * ENOUGH * len(contexts)
+    asked = cell.but(batch_size=batch, kv_caching=True)
+    options = {"contexts": list(contexts)}
+    return Group((Job(name or f"steps at batch {batch}", "steps", asked, 0, seconds, options, of_cell=False),))
 
 
-def finish(session: Session) -> None:
-    """Compare the modes' tokens, and the peers' with ours, and read what follows from the numbers."""
-    report = session.report
-    raise_ceilings(report)
-    judge_quiet(report)
-    report["comparisons"] = []
-    for on, off in pairs(report):
-        with session.noting_failure(f"the comparison at batch {on['cell']['batch_size']}"):
-            report["comparisons"].append(compare_modes(on, off))
-            for record in (on, off):
-                note(record, comparison_words(report["comparisons"][-1]))
-    compare_peers(report)
-    if report["sweep"] is not None:
-        report["sweep"]["growth"] = [entry for on, off in pairs(report) for entry in growth(on, off, GENERATED)]
-    report["reading"] = findings(report)
-    session.directory.save()
+def kind_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
+    """Yield the bytes and times of every kind, then its quality on as much text as the budget allows.
 
-
-def compare_peers(report: Report) -> None:
-    """Note for each peer's cell whether it made the tokens that ours did, on the same weights and prompts.
-
-    Of several ways of ours the plain one counts; quantized weights are other weights.
+    The full cache and the first kind are a pair. The text is chosen when the costs are measured, and once: what is
+    compared must be alike.
     """
+    plan, kinds = report["plan"], [*enumerate(cells_of(report))]
 
-    def key(record: CellRecord) -> tuple[int, bool]:
-        return record["cell"]["batch_size"], record["cell"]["kv_caching"]
+    def costs() -> float:
+        steps = len(plan["contexts"]) * 3 * STEPS * known.step_seconds
+        return steps + known.of_tokens(sum(plan["contexts"]))
 
-    whole = [record for record in report["cells"] if record["ids"] and record["cell"]["quantize"] is None]
-    own = [record for record in whole if record["cell"]["engine"] == "llama"]
-    ours = {key(record): record["ids"] for record in sorted(own, key=stands_apart, reverse=True)}  # the plain one last
-    for record in whole:
-        if record["cell"]["engine"] != "llama" and key(record) in ours:
-            where = first_divergence(ours[key(record)], record["ids"])
-            apart = "" if where is None else f"from token {where['token']} of row {where['row']} on "
-            note(record, "made the same tokens as we did" if where is None else f"{apart}made other tokens than we did")
+    def grouped(jobs: list[Job]) -> Iterator[Group]:
+        yield Group(tuple(jobs[:2]))
+        yield from (Group((job,)) for job in jobs[2:])
+
+    while len(plan["contexts"]) > 1 and not rows_of(report, "step") and len(kinds) * costs() > room() / 2:
+        plan["contexts"].pop()
+    each, options = costs(), {"contexts": plan["contexts"]}
+    yield from grouped(
+        [Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, n, each, options) for n, cell in kinds]
+    )
+    for tokens, greedy, lengths, seeds in () if rows_of(report, "quality") else AMOUNTS:
+        plan["tokens"] = min(tokens, plan["length"] // 2)
+        plan["greedy_tokens"] = min(greedy, plan["tokens"])
+        plan["needle_lengths"] = [length for length in LENGTHS[:lengths] if length + SECRET <= known.max_seq_len]
+        plan["needle_seeds"] = seeds
+        if sum(quality_seconds(report, known, n) for n, _ in kinds) <= room():
+            break
+    seconds = [quality_seconds(report, known, n) for n, _ in kinds]
+    yield from grouped(
+        [Job(f"{cell.kv_cache}: quality", "cache_quality", cell, n, seconds[n], {"plan": plan}) for n, cell in kinds]
+    )
 
 
-def note(record: CellRecord, words: str) -> None:
-    """Add a note that is not there yet."""
-    record["notes"] = list(dict.fromkeys([*record["notes"], words]))
+def quality_seconds(report: Report, known: Calibration, place: int) -> float:
+    """Predict the seconds of the quality of a kind, from its own steps if they were measured."""
+    plan, timed = report["plan"], rows_of(report, "step", place)
+    step = median_of(timed[0], "step_seconds") if timed else known.step_seconds
+    needles = len(DEPTHS) * plan["needle_seeds"]
+    steps = plan["tokens"] + plan["greedy_tokens"] + needles * len(plan["needle_lengths"]) * QUESTION
+    whole: float = steps * step
+    return whole + known.of_tokens(4 * plan["length"] + needles * sum(plan["needle_lengths"]))
+
+
+def chat_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
+    """Yield the conversations of each engine in both modes, and the prompts that begin alike."""
+    plan = report["plan"]
+    contexts = [turn["history"] + turn["new"] for turn in plan["turns"]]
+    jobs = []
+    for place, cell in enumerate(cells_of(report)):
+        if cell.batch_size > 1:
+            kind, tokens = "prompts", plan["rows"] * (plan["shared"] + 2 * plan["own"]) + plan["shared"]
+        else:
+            kind, tokens = "conversation", sum(contexts) + (3 * contexts[-1] if cell.kv_caching else 0)
+        seconds = known.of_tokens(round(slower(cell) * tokens))
+        jobs.append(Job(cell.name, kind, cell, place, seconds, {"plan": plan}))
+    yield from paired(jobs)
+
+
+GROUPS: dict[str, Callable[[Report, Calibration, Callable[[], float]], Iterator[Group]]] = {
+    "table": table_groups,
+    "sweep": sweep_groups,
+    "caches": kind_groups,
+    "chat": chat_groups,
+}
+
+
+def cells_of(report: Report) -> list[Cell]:
+    """Return what was asked for."""
+    return [Cell(**cell) for cell in report["cells"]]
+
+
+def cell_job(place: int, cell: Cell, known: Calibration) -> Job:
+    """Return the job that measures one repetition of a cell; the first two forwards run once more, to warm up."""
+    seconds = known.of_forwards(cell)
+    whole = known.of_tokens(0) + slower(cell) * (sum(seconds) + sum(seconds[:2]))
+    return Job(cell.name, "cell", cell, place, whole)
+
+
+def slower(cell: Cell) -> float:
+    """Return how many times our time an engine is assumed to take before it has run."""
+    return 1.0 if cell.engine == "llama" else PEER_IS_SLOWER

@@ -1,18 +1,14 @@
-"""One cell on its own: the form in which the field has always reported, with everything that it left out.
-
-Knows what to ask for; every measurement happens in a process of its own.
-"""
+"""One cell on its own: the form in which published benchmarks report, with everything that they leave out."""
 
 from collections.abc import Callable
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.quiet import judge_quiet
+from llama.bench.compare import add_note, check_machine, compare_modes, with_rates
+from llama.bench.noise import judge_noise
 from llama.bench.report.tables import comparison_words
-from llama.bench.run.aggregate import aggregated, check_machine, compare_modes, raise_ceilings, with_figures
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.run.validity import worse
-from llama.bench.schema import CellRecord, Report, new_report
+from llama.bench.schema import Report, cell_row, merge, new_report, rows_of
 from llama.bench.statistics import best_ceilings
 
 
@@ -29,18 +25,18 @@ def benchmark_inference(
     repeats: int = 1,
     compare: bool = False,
     **rest: Any,
-) -> CellRecord:
-    """Measure one cell, each repetition in a process of its own, and return its record (llama/bench/schema.py).
+) -> Report:
+    """Measure one cell, each repetition in a process of its own, and return its report (docs/benchmark_json.md).
 
-    `model` and `ckpt_dir` as in `llama-kv bench`. `compare` also runs the other mode once and compares the
-    tokens. `rest` are other fields of `llama.bench.cell.Cell`: threads, kv_cache, logits, text, seed, engine, fast,
-    quantize. Raises ValueError for what cannot be measured; a process that died stands in the record's `error`.
+    `model` and `ckpt_dir` as in `llama-kv bench`. `compare` also runs the other mode once and compares the tokens.
+    `rest` are other fields of `llama.bench.cell.Cell`: threads, kv_cache, logits, text, seed, engine, fast, quantize.
+    Raises ValueError if the cell cannot be measured; if a process died, the cell's row has an `error`.
     """
     from llama.bench.run.models import make_cell
 
     sizes = {"batch_size": batch_size, "input_len": input_len, "output_len": output_len, "kv_caching": kv_caching}
     cell = make_cell(model=model, ckpt_dir=ckpt_dir, device=device, dtype=dtype, **sizes, **rest)
-    return measure_cell(cell, repeats=repeats, compare=compare)["cells"][0]
+    return measure_cell(cell, repeats=repeats, compare=compare)
 
 
 def measure_cell(
@@ -51,35 +47,31 @@ def measure_cell(
     command: str = "",
     waiting: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Measure a cell and return it in a report of its own, beside what machine and model it was measured on."""
+    """Measure a cell and return its report; with `compare`, the other mode is the second cell of it."""
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
-    report = new_report("cell", [cell], command=command)
-    record = report["cells"][0]
+    other = cell.but(kv_caching=not cell.kv_caching)
+    report = new_report("cell", [cell, other] if compare else [cell], command=command)
+    runs = [(0, cell, repetition == 0) for repetition in range(repeats)] + ([(1, other, False)] if compare else [])
     try:
         machine = run_job("machine", cell, waiting=waiting)
         report["environment"], report["ceilings"] = machine["environment"], machine["ceilings"]
-        for repetition in range(repeats):
-            done = run_job("cell", cell, waiting=waiting, trace=repetition == 0)
+        for place, one, trace in runs:
+            done = run_job("cell", one, waiting=waiting, trace=trace)
             check_machine(report, done["environment"])
             report["model"] = done["model"]
             if "ceilings" in done:
                 report["ceilings"] = best_ceilings(report["ceilings"], done["ceilings"])
-            record = aggregated(record, done["record"])
-        record["notes"].append(_compare(report, record, waiting) if compare else "cache on and off: not compared")
+            merge(report, done["rows"], place)
+        if compare:
+            on, off = (0, 1) if cell.kv_caching else (1, 0)
+            merge(report, [compare_modes(report, on, off)])
+            # A check that the other mode violates is violated here too.
+            merge(report, rows_of(report, "check", 1), 0)
+        words = comparison_words(rows_of(report, "comparison")[0]) if compare else "cache on and off: not compared"
+        add_note(report, 0, words)
     except JobDied as death:
-        record["error"] = f"died: {death}"
-    report["cells"] = [with_figures(record, report["ceilings"])]
-    raise_ceilings(report)
-    judge_quiet(report)
+        cell_row(report, 0)["error"] = f"died: {death}"
+    with_rates(report)
+    judge_noise(report)
     return report
-
-
-def _compare(report: Report, record: CellRecord, waiting: Callable[[], None]) -> str:
-    """Run the cell's other mode once; a point that is violated there is violated here."""
-    cell = Cell(**record["cell"])
-    other = run_job("cell", cell.but(kv_caching=not cell.kv_caching), waiting=waiting, trace=False)["record"]
-    record["points"] = worse(record["points"], other["points"])
-    comparison = compare_modes(record, other) if cell.kv_caching else compare_modes(other, record)
-    report["comparisons"] = [comparison]
-    return comparison_words(comparison)

@@ -1,11 +1,21 @@
-"""Many values of one figure as a spread, and the figures of a cell out of its repetitions."""
+"""Many values of one figure as a spread, and the figures of a cell that follow from its repetitions."""
 
 import statistics
 from collections.abc import Sequence
+from typing import TypedDict
 
 from llama.bench.cell import Cell
-from llama.bench.schema import RooflineShares, Sample, Spread, Summary, Work
+from llama.bench.schema import Row
 from llama.host.machine import Ceilings
+
+
+class Spread(TypedDict):
+    """`n` values, and the values below which 10 %, 50 % and 90 % of them lie."""
+
+    n: int
+    median: float
+    p10: float
+    p90: float
 
 
 def percentiles(values: Sequence[float]) -> Spread:
@@ -14,39 +24,22 @@ def percentiles(values: Sequence[float]) -> Spread:
     return {"n": len(values), "median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
 
 
-def summarise(cell: Cell, samples: Sequence[Sample]) -> Summary:
-    """Return a cell's figures. Steps are pooled over all repetitions; rates are those of the medians."""
-    seconds = percentiles([sample["seconds"] for sample in samples])
-    first = percentiles([sample["first_token_seconds"] for sample in samples])
-    steps = [step for sample in samples for step in sample["step_seconds"]]
-    after = statistics.median(sum(sample["step_seconds"]) for sample in samples)
-    peaks = [peak for sample in samples if (peak := sample["peak_allocated_bytes"]) is not None]
-    resident = [peak for sample in samples if (peak := sample["peak_resident_bytes"]) is not None]
-    rows = cell.batch_size
-    return {
-        "seconds": seconds,
-        "first_token_seconds": first,
-        "step_seconds": percentiles(steps) if steps else None,
-        "peak_bytes": percentiles(peaks) if peaks else None,
-        "resident_bytes": percentiles(resident) if resident else None,
-        "tokens_per_second": rows * cell.output_len / seconds["median"],
-        "prefill_tokens_per_second": rows * cell.input_len / first["median"],
-        "decode_tokens_per_second": rows * (cell.output_len - 1) / after if steps else None,
-    }
+def values_of(row: Row, column: str) -> list[float]:
+    """Return the values of a repeated column; steps are pooled over all repetitions."""
+    values = row.get(column) or []
+    assert isinstance(values, list)
+    return [one for each in values for one in (each if isinstance(each, list) else [each]) if one is not None]
 
 
-def reached(cell: Cell, work: Work, summary: Summary) -> Ceilings:
-    """Return the rates that a cell itself reached, in its median prefill and step."""
-    prefill, step = _seconds(summary)
-    flops = {"prefill": work["prefill_flops"] / prefill, "step": work["step_flops"] / step}
-    best = max(flops, key=lambda phase: flops[phase])
-    return {
-        "read_bytes_per_second": work["step_bytes"] / step,
-        "read_by": f"the step of {cell.name}",
-        "flops_per_second": flops[best],
-        "flops_by": f"the {best} of {cell.name}",
-        "dtype": cell.dtype,
-    }
+def spread(row: Row, column: str) -> Spread | None:
+    """Return the spread of a repeated column, or None if it was not measured."""
+    values = values_of(row, column)
+    return percentiles(values) if values else None
+
+
+def median_of(row: Row, column: str) -> float:
+    """Return the median of a repeated column that was measured."""
+    return statistics.median(values_of(row, column))
 
 
 def best_ceilings(a: Ceilings | None, b: Ceilings) -> Ceilings:
@@ -59,31 +52,56 @@ def best_ceilings(a: Ceilings | None, b: Ceilings) -> Ceilings:
     return best
 
 
-def roofline_shares(cell: Cell, work: Work, summary: Summary, ceilings: Ceilings) -> RooflineShares:
-    """Return how much of the machine's ceilings a cell used, and what held its middle step back.
-
-    What the cell itself reached counts as a ceiling, so that no share passes 1; one that is 1 is the best seen.
-    """
-    prefill, step = _seconds(summary)
-    best = best_ceilings(ceilings, reached(cell, work, summary))
-    flops_share = work["step_flops"] / step / best["flops_per_second"]
-    bytes_share = work["step_bytes"] / step / best["read_bytes_per_second"]
+def reached(cell: Cell, row: Row) -> Ceilings:
+    """Return the rates that a measured cell itself reached, in its median prefill and step."""
+    prefill, step = _prefill_and_step(row)
+    flops = {"prefill": row["prefill_flops"] / prefill, "step": row["step_flops"] / step}
+    best = max(flops, key=lambda phase: flops[phase])
     return {
-        "prefill_flops_share": work["prefill_flops"] / prefill / best["flops_per_second"],
+        "read_bytes_per_second": row["step_read_bytes"] / step,
+        "read_by": f"the step of {cell.name}",
+        "flops_per_second": flops[best],
+        "flops_by": f"the {best} of {cell.name}",
+        "dtype": cell.dtype,
+    }
+
+
+def rates(cell: Cell, row: Row) -> Row:
+    """Return the tokens per second of a cell, from the medians of its repetitions."""
+    rows, steps = cell.batch_size, row["step_seconds"]
+    later = statistics.median(sum(each) for each in steps)
+    return {
+        "tokens_per_second": rows * cell.output_len / median_of(row, "seconds"),
+        "prefill_tokens_per_second": rows * cell.input_len / median_of(row, "first_token_seconds"),
+        "decode_tokens_per_second": rows * (cell.output_len - 1) / later if later else None,
+    }
+
+
+def roofline_shares(cell: Cell, row: Row, ceilings: Ceilings) -> Row:
+    """Return the shares of the machine's ceilings that a cell used, and what limited its middle step.
+
+    The rates of the cell itself count as ceilings, so no share is above 1; a share of 1 is the best rate measured.
+    """
+    prefill, step = _prefill_and_step(row)
+    best = best_ceilings(ceilings, reached(cell, row))
+    flops_share = row["step_flops"] / step / best["flops_per_second"]
+    bytes_share = row["step_read_bytes"] / step / best["read_bytes_per_second"]
+    return {
+        "prefill_flops_share": row["prefill_flops"] / prefill / best["flops_per_second"],
         "step_flops_share": flops_share,
         "step_bandwidth_share": bytes_share,
         "bound_by": bound_by(flops_share=flops_share, bytes_share=bytes_share),
     }
 
 
-def _seconds(summary: Summary) -> tuple[float, float]:
-    """Return the median seconds of the prefill and of a step; of a single token the prefill is the step."""
-    prefill = summary["first_token_seconds"]["median"]
-    return prefill, summary["step_seconds"]["median"] if summary["step_seconds"] else prefill
+def _prefill_and_step(row: Row) -> tuple[float, float]:
+    """Return the median seconds of the prefill and of a step; with one output token, the prefill is the step."""
+    prefill = median_of(row, "first_token_seconds")
+    return prefill, median_of(row, "step_seconds") if values_of(row, "step_seconds") else prefill
 
 
 def bound_by(*, flops_share: float, bytes_share: float) -> str:
-    """Name the ceiling that a step uses at least half of, or neither: then small operations or slow kernels cost."""
+    """Name the ceiling that a step uses at least half of; below half of both, small operations or slow kernels cost."""
     if max(flops_share, bytes_share) < 0.5:
         return "neither ceiling"
     return "arithmetic" if flops_share > bytes_share else "memory bandwidth"

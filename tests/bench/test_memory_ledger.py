@@ -11,8 +11,16 @@ from oracles import tiny_args
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run import memory_ledger
-from llama.bench.run.memory_ledger import check_length, check_memory, make_ledger, position_bytes, predict, workspace
-from llama.bench.schema import Ledger, Line
+from llama.bench.run.memory_ledger import (
+    Measured,
+    check_length,
+    check_memory,
+    make_ledger,
+    position_bytes,
+    predict,
+    workspace,
+)
+from llama.bench.schema import Row
 from llama.costs import MB
 
 CPU = torch.device("cpu")
@@ -21,12 +29,10 @@ LAYER = tiny_args(dim=32, ffn_dim=256, vocab_size=40, max_seq_len=64)  # its fee
 HEAD = tiny_args(dim=32, ffn_dim=32, vocab_size=4096, max_seq_len=64)
 
 
-def ledger_of(args: ModelArgs, cell: Cell = CELL, *, device_workspace: int = 0, **measured: Any) -> Ledger:
-    return make_ledger(args, cell, predict(args, cell, workspace=device_workspace), **measured)
-
-
-def lines_of(ledger: Ledger) -> dict[str, Line]:
-    return {line["name"]: line for line in ledger["lines"]}
+def ledger_of(args: ModelArgs, cell: Cell = CELL, *, device_workspace: int = 0, **measured: Any) -> dict[str, Row]:
+    """Return the lines of a ledger by name."""
+    rows = make_ledger(args, cell, predict(args, cell, workspace=device_workspace), Measured(**measured))
+    return {row["name"]: row for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -38,86 +44,85 @@ def lines_of(ledger: Ledger) -> dict[str, Line]:
         (HEAD, False, "at the head of the step", 2 * (8 + 1) * 32 * 4),
     ],
 )
-def test_the_peak_stands_in_the_layer_or_at_the_head_whichever_takes_more(
+def test_the_peak_is_in_the_layer_or_at_the_head_whichever_is_larger(
     args: ModelArgs, kv_caching: bool, moment: str, activations: int
 ) -> None:
-    ledger = ledger_of(args, CELL.but(kv_caching=kv_caching))
-    lines = lines_of(ledger)
-    assert ledger["moment"] == moment
+    lines = ledger_of(args, CELL.but(kv_caching=kv_caching))
+    assert lines["peak"]["moment"] == moment
     assert lines["logits"]["counts"] == moment.startswith("at the head")
-    assert lines["logits"]["predicted"] == 2 * args.vocab_size * 4
-    assert lines[f"{moment.rpartition(' ')[2]} activations"]["predicted"] == activations
-    counted = [line["predicted"] for line in ledger["lines"] if line["counts"]]
-    assert sum(counted) == ledger["predicted_peak"]
+    assert lines["logits"]["predicted_bytes"] == 2 * args.vocab_size * 4
+    assert lines[f"{moment.rpartition(' ')[2]} activations"]["predicted_bytes"] == activations
+    counted = [line["predicted_bytes"] for line in lines.values() if line.get("counts")]
+    assert sum(counted) == lines["peak"]["predicted_bytes"]
 
 
 def test_the_logits_of_the_prompt_make_the_prefill_of_a_wide_head_the_peak() -> None:
     """Of one new token there is no step; with all logits the prefill's stand beside nothing else."""
     for cell in (CELL.but(output_len=1), CELL.but(output_len=1, logits="all")):
-        assert ledger_of(HEAD, cell)["moment"] == "at the head of the prefill"
-    assert ledger_of(LAYER, CELL.but(output_len=1))["moment"] == "in a layer of the prefill"
+        assert ledger_of(HEAD, cell)["peak"]["moment"] == "at the head of the prefill"
+    assert ledger_of(LAYER, CELL.but(output_len=1))["peak"]["moment"] == "in a layer of the prefill"
 
 
 def test_lines_of_the_head_are_those_of_the_dtype() -> None:
     """In 16 bits the logits are there twice, once before they are widened; the loop holds those of the step before."""
     names = ["weights", "head", "KV cache", "logits"]
-    ends = ["step activations", "workspace"]
+    ends = ["step activations", "workspace", "peak"]
     wide = ledger_of(HEAD, CELL.but(logits="all"))
-    assert [*lines_of(wide)] == [*names, "logits of the step before", *ends]
-    narrow = lines_of(ledger_of(HEAD, CELL.but(dtype="bf16")))
+    assert [*wide] == [*names, "logits of the step before", *ends]
+    narrow = ledger_of(HEAD, CELL.but(dtype="bf16"))
     assert [*narrow] == [*names, "logits in 16 bits", "logits of the step before", *ends]
-    assert narrow["logits in 16 bits"]["predicted"] == 2 * 4096 * 2
+    assert narrow["logits in 16 bits"]["predicted_bytes"] == 2 * 4096 * 2
     assert narrow["logits in 16 bits"]["counts"]
-    assert narrow["logits of the step before"]["predicted"] == 2 * 4096 * 4
-    assert all(line["measured"] is None for line in narrow.values())
+    assert narrow["logits of the step before"]["predicted_bytes"] == 2 * 4096 * 4
+    assert {line["measured_bytes"] for line in narrow.values()} == {None}
     first = ledger_of(LAYER, CELL.but(output_len=1, dtype="bf16"))
-    assert not lines_of(first)["logits in 16 bits"]["counts"]
-    assert "logits of the step before" not in lines_of(first)
+    assert not first["logits in 16 bits"]["counts"]
+    assert "logits of the step before" not in first
 
 
-def test_a_tied_head_is_told_and_takes_nothing() -> None:
+def test_a_tied_head_is_named_and_takes_no_memory() -> None:
     tied, untied = (tiny_args(dim=32, vocab_size=40, tied_head=tied) for tied in (True, False))
     embedding = 40 * 32 * 4
-    own = lines_of(ledger_of(untied, weights=1000 + embedding, head=embedding))
-    assert (own["head"]["predicted"], own["head"]["measured"], own["head"]["note"]) == (embedding, embedding, "")
-    assert own["weights"]["measured"] == 1000
-    shared = lines_of(ledger_of(tied, weights=1000, head=0))
-    assert (shared["tied head"]["predicted"], shared["tied head"]["measured"]) == (0, 0)
+    own = ledger_of(untied, weights=1000 + embedding, head=embedding)
+    assert (own["head"]["predicted_bytes"], own["head"]["measured_bytes"], own["head"]["note"]) == (
+        embedding,
+        embedding,
+        "",
+    )
+    assert own["weights"]["measured_bytes"] == 1000
+    shared = ledger_of(tied, weights=1000, head=0)
+    assert (shared["tied head"]["predicted_bytes"], shared["tied head"]["measured_bytes"]) == (0, 0)
     assert shared["tied head"]["note"] == "is the embedding; on its own it would take 0.0 MB"
-    assert shared["weights"]["predicted"] == own["weights"]["predicted"]
-    assert shared["weights"]["measured"] == 1000
-    assert lines_of(ledger_of(untied, weights=1000))["weights"]["measured"] == 1000
+    assert shared["weights"]["predicted_bytes"] == own["weights"]["predicted_bytes"]
+    assert shared["weights"]["measured_bytes"] == 1000
+    assert ledger_of(untied, weights=1000)["weights"]["measured_bytes"] == 1000
     assert "head" not in shared
 
 
-def test_what_the_lines_leave_of_the_measured_peak_are_the_activations() -> None:
-    predicted = ledger_of(LAYER, device_workspace=500)
+def test_the_rest_of_the_measured_peak_is_the_activations() -> None:
+    predicted = ledger_of(LAYER, device_workspace=500)["peak"]["predicted_bytes"]
     known = {"weights": 90_000, "head": 5_000, "cache": 8_000, "logits": 320}
-    ledger = ledger_of(LAYER, **known, peak=200_000, measured_by="a trace", device_workspace=500)
-    lines = lines_of(ledger)
-    before = lines["logits of the step before"]["predicted"] if "logits of the step before" in lines else 0
-    assert lines["prefill activations"]["measured"] == 200_000 - 90_000 - 8_000 - 500 - before
+    lines = ledger_of(LAYER, **known, peak=200_000, measured_by="a trace", device_workspace=500)
+    before = lines["logits of the step before"]["predicted_bytes"] if "logits of the step before" in lines else 0
+    assert lines["prefill activations"]["measured_bytes"] == 200_000 - 90_000 - 8_000 - 500 - before
     assert lines["prefill activations"]["note"] == "measured is what the other lines leave of the measured peak"
-    assert (lines["KV cache"]["measured"], lines["logits"]["measured"]) == (8_000, 320)
-    assert (lines["workspace"]["predicted"], lines["workspace"]["measured"]) == (500, None)
-    assert ledger["residual"] == 200_000 - ledger["predicted_peak"]
-    assert ledger["predicted_peak"] == predicted["predicted_peak"]
-    assert (ledger["measured_peak"], ledger["measured_by"]) == (200_000, "a trace")
+    assert (lines["KV cache"]["measured_bytes"], lines["logits"]["measured_bytes"]) == (8_000, 320)
+    assert (lines["workspace"]["predicted_bytes"], lines["workspace"]["measured_bytes"]) == (500, None)
+    peak = lines["peak"]
+    assert (peak["predicted_bytes"], peak["measured_bytes"], peak["note"]) == (predicted, 200_000, "a trace")
 
 
 def test_what_was_not_measured_is_none_and_has_no_note() -> None:
-    ledger = ledger_of(LAYER)
-    assert ledger["measured_by"] == "not measured"
-    assert ledger["measured_peak"] is ledger["residual"] is None
-    assert ledger["resident_before_model"] is ledger["resident_peak"] is ledger["resident_residual"] is None
-    assert lines_of(ledger)["prefill activations"]["measured"] is None
-    assert {line["note"] for line in ledger["lines"]} == {""}
+    lines = ledger_of(LAYER)
+    assert lines.pop("peak")["note"] == "not measured"
+    assert {line["measured_bytes"] for line in lines.values()} == {None}
+    assert {line["note"] for line in lines.values()} == {""}
 
 
-def test_resident_memory_stands_beside_the_tensors() -> None:
-    ledger = ledger_of(LAYER, resident=(1_000_000, 5_000_000))
-    assert (ledger["resident_before_model"], ledger["resident_peak"]) == (1_000_000, 5_000_000)
-    assert ledger["resident_residual"] == 4_000_000 - ledger["predicted_peak"]
+def test_resident_memory_is_a_line_beside_the_tensors() -> None:
+    line = ledger_of(LAYER, resident=(1_000_000, 5_000_000))["resident"]
+    assert (line["before_bytes"], line["measured_bytes"]) == (1_000_000, 5_000_000)
+    assert "counts" not in line
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_the_note_on_activations_says_what_they_were_predicted_for(
     changes: dict[str, Any], note: str, peak: int | None
 ) -> None:
     args = tiny_args(dim=64, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=50)
-    lines = lines_of(ledger_of(args, CELL.but(**changes), peak=peak))
+    lines = ledger_of(args, CELL.but(**changes), peak=peak)
     (words,) = [line["note"] for name, line in lines.items() if name.endswith("activations")]
     measured = "measured is what the other lines leave of the measured peak" if peak else ""
     assert words.startswith(note) if note else words == measured
@@ -155,8 +160,8 @@ def test_the_note_on_activations_says_what_they_were_predicted_for(
 def test_a_kind_that_copies_what_it_returns_is_noted_at_the_activations_alone(
     changes: dict[str, Any], note: str, tied_head: bool
 ) -> None:
-    lines = lines_of(ledger_of(tiny_args(tied_head=tied_head), CELL.but(**changes)))
-    noted = {name: line["note"] for name, line in lines.items() if line["note"] and name != "tied head"}
+    lines = ledger_of(tiny_args(tied_head=tied_head), CELL.but(**changes))
+    noted = {name: line["note"] for name, line in lines.items() if line["note"] and name not in ("tied head", "peak")}
     assert noted == ({"prefill activations": note} if note else {})
 
 
@@ -170,13 +175,13 @@ def test_a_position_of_a_cache_is_the_kinds_own_and_a_peers_is_keys_and_values()
     assert position_bytes(tiny_args(kv_cache="int8"), Cell()) < 4 * one
 
 
-def test_a_length_up_to_the_models_limit_is_allowed_and_one_more_is_refused() -> None:
+def test_a_length_up_to_the_models_limit_is_allowed_and_one_more_is_rejected() -> None:
     check_length(CELL, 9)
     with pytest.raises(ValueError, match=r"input_len=6 \+ output_len=3 = 9 passes the model's max_seq_len=8; shorten"):
         check_length(CELL, 8)
 
 
-def test_memory_is_refused_beyond_the_last_free_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_needs_one_byte_too_many_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = predict(LAYER, CELL).total
     for free, held, ranks, fits in [
         (needed, 0, 1, True),
@@ -196,7 +201,7 @@ def test_memory_is_refused_beyond_the_last_free_byte(monkeypatch: pytest.MonkeyP
                 check_memory(CELL, LAYER, CPU, held=held)
 
 
-def test_a_refusal_names_the_lines_of_the_peak_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_only_the_lines_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_ledger, "available_memory", lambda _: 0)
     for args, named in ((LAYER, False), (HEAD, True)):
         with pytest.raises(ValueError, match="make batch_size, input_len or output_len smaller") as refused:
@@ -204,14 +209,14 @@ def test_a_refusal_names_the_lines_of_the_peak_alone(monkeypatch: pytest.MonkeyP
         assert ("logits 0" in str(refused.value).replace("before 0", "")) == named
 
 
-def test_cublas_takes_its_workspace_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_needs_a_workspace_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workspace(CPU) == 0
     for capability, expected in (((8, 9), 8_519_680), ((9, 0), 32 * MB), ((10, 0), 32 * MB)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         assert workspace(torch.device("cuda")) == expected
 
 
-def test_the_gpus_memory_is_not_shared_out_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_host_do_not_share_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_ledger, "available_memory", lambda _: predict(LAYER, CELL).total)
     monkeypatch.setattr(memory_ledger, "workspace", lambda _: 0)
     monkeypatch.setattr(memory_ledger, "local_size", lambda: 2)

@@ -12,8 +12,7 @@ from llama import costs
 from llama.bench.cell import Cell, read_engine
 from llama.bench.run import worker
 from llama.bench.run.models import find_model, make_cell
-from llama.bench.run.validity import violated
-from llama.bench.schema import CellRecord
+from llama.bench.schema import Row
 from llama.checkpoint import file_bytes_of, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
 from llama.untrusted.gguf_header import read_gguf_header
@@ -35,51 +34,52 @@ def file_of(folder: Path, kind: Kind = Kind.Q4_1, *, whole: tuple[str, ...] = ()
     return str(write_gguf(folder / "model.gguf", weights, config, kind=kind, whole=whole))
 
 
-def line(record: CellRecord, name: str) -> tuple[int, int | None]:
-    assert record["ledger"] is not None
-    found = next(line for line in record["ledger"]["lines"] if line["name"] == name)
-    return found["predicted"], found["measured"]
+def line(rows: list[Row], name: str) -> tuple[int, int | None]:
+    (found,) = [row for row in rows if row["figures"] == "memory" and row["name"] == name]
+    return found["predicted_bytes"], found["measured_bytes"]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def violated(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.get("status") == "violated"]
+
+
 @pytest.mark.parametrize(
-    ("kind", "whole"),
-    [(Kind.Q4_0, ()), (Kind.Q4_1, ()), (Kind.Q8_0, ()), (Kind.Q4_1, FLOATS)],
-    ids=["Q4_0", "Q4_1", "Q8_0", "some in floats"],
+    ("kind", "whole", "dtype", "tied"),
+    [(Kind.Q4_0, (), "fp32", True), (Kind.Q8_0, (), "bf16", False), (Kind.Q4_1, FLOATS, "fp32", False)],
+    ids=["Q4_0", "Q8_0", "some in floats"],
 )
 def test_the_weights_of_a_stored_cell_take_the_bytes_that_were_predicted(
     kind: Any, whole: tuple[str, ...], dtype: str, tied: bool, tmp_path: Path
 ) -> None:
     cell = Cell(**JOB, model=file_of(tmp_path, kind, whole=whole, tied=tied), dtype=dtype)
-    record = worker.run_cell(cell, trace=True)["record"]
-    predicted, held = line(record, "weights")
-    head = line(record, "tied head" if tied else "head")
+    rows = worker.run_cell(cell, trace=True)["rows"]
+    predicted, held = line(rows, "weights")
+    head = line(rows, "tied head" if tied else "head")
     assert predicted == held
     assert head[0] == head[1]
-    assert record["weights_bytes"] == predicted + head[0]
+    assert rows[0]["weights_bytes"] == predicted + head[0]
     source = find_model(cell)
     assert source.stored is not None
-    assert record["weights_bytes"] == costs.weights_bytes(source.args, itemsize=cell.itemsize, quantize=source.stored)
-    assert record["path"] == "plain, stored weights"
-    assert violated(record["points"]) == []
-    assert any(note.startswith("stored weights: as the file has them") for note in record["notes"])
+    assert rows[0]["weights_bytes"] == costs.weights_bytes(source.args, itemsize=cell.itemsize, quantize=source.stored)
+    assert rows[0]["path"] == "plain, stored weights"
+    assert violated(rows) == []
+    assert any(note.startswith("stored weights: as the file has them") for note in rows[0]["notes"])
 
 
 @pytest.mark.parametrize("whole", [(), FLOATS], ids=["all blocks", "some in floats"])
 def test_mapped_weights_are_predicted_to_take_what_the_file_has(whole: tuple[str, ...], tmp_path: Path) -> None:
     cell = Cell(**JOB, model=file_of(tmp_path, whole=whole))
-    stored, mapped = (worker.run_cell(one, trace=True)["record"] for one in (cell, cell.but(quantize="mapped")))
+    stored, mapped = (worker.run_cell(one, trace=True)["rows"] for one in (cell, cell.but(quantize="mapped")))
     for name in ("weights", "head"):
         predicted, held = line(mapped, name)
         assert predicted == held
-    assert mapped["path"] == "plain, mapped weights"
-    assert mapped["ids"] == stored["ids"]
-    assert violated(mapped["points"]) == []
+    assert mapped[0]["path"] == "plain, mapped weights"
+    assert mapped[0]["ids"] == stored[0]["ids"]
+    assert violated(mapped) == []
     infos = read_gguf_header(Path(cell.model)).tensors.values()
     if not whole:
-        assert mapped["weights_bytes"] == sum(info.nbytes for info in infos)
-    assert any(note.startswith("mapped weights: as the file has them") for note in mapped["notes"])
+        assert mapped[0]["weights_bytes"] == sum(info.nbytes for info in infos)
+    assert any(note.startswith("mapped weights: as the file has them") for note in mapped[0]["notes"])
 
 
 def test_a_step_of_stored_weights_reads_them_once_and_of_an_untied_embedding_a_row(tmp_path: Path) -> None:
@@ -103,12 +103,11 @@ def test_llama_cpp_reads_the_very_file_and_needs_no_model_of_ours(
     pytest.importorskip("llama_cpp")
     file = file_of(tmp_path, Kind.Q8_0)
     monkeypatch.setattr("llama.bench.run.models.load_weights", None)
-    record = worker.run_cell(Cell(**JOB, model=file, engine="llama.cpp"), trace=True)["record"]
-    assert record["path"].endswith(", stored weights, fp16 cache")
-    assert record["weights_bytes"] == sum(info.nbytes for info in read_gguf_header(Path(file)).tensors.values())
-    assert violated(record["points"]) == []
-    assert record["work"] is not None
-    assert record["work"]["step_bytes"] < record["weights_bytes"] + 2 * 2 * 2 * 16 * 12 * 2
+    rows = worker.run_cell(Cell(**JOB, model=file, engine="llama.cpp"), trace=True)["rows"]
+    assert rows[0]["path"].endswith(", stored weights, fp16 cache")
+    assert rows[0]["weights_bytes"] == sum(info.nbytes for info in read_gguf_header(Path(file)).tensors.values())
+    assert violated(rows) == []
+    assert rows[0]["step_read_bytes"] < rows[0]["weights_bytes"] + 2 * 2 * 2 * 16 * 12 * 2
 
 
 def test_stored_is_a_mode_of_both_engines() -> None:
@@ -116,14 +115,14 @@ def test_stored_is_a_mode_of_both_engines() -> None:
     assert Cell(**read_engine("llama.cpp:stored")).name == "llama.cpp, batch 1, cache on, stored weights"
 
 
-def test_weights_that_stay_mapped_are_a_mode_of_ours_alone() -> None:
+def test_only_our_engine_has_mapped_weights() -> None:
     assert Cell(**read_engine("llama:fast:mapped")).name == "batch 1, cache on, fast, mapped weights"
-    with pytest.raises(ValueError, match=r"the engine llama\.cpp has weights in int8, int4, stored; choose of these"):
+    with pytest.raises(ValueError, match=r"the engine llama\.cpp has weights in int8, int4, stored; leave it out"):
         Cell(**read_engine("llama.cpp:mapped"))
 
 
 @pytest.mark.parametrize("engine", ["llama", "llama.cpp"])
-def test_what_is_no_file_with_blocks_is_refused_before_anything_runs(engine: str, tmp_path: Path) -> None:
+def test_a_model_without_a_gguf_file_is_rejected_before_anything_runs(engine: str, tmp_path: Path) -> None:
     config = config_of(**SIZES)
     folder = write_meta(tmp_path / "meta", meta_weights(random_model(config)), meta_params(config))
     for model in ({"ckpt_dir": str(folder)}, {"model": "llama-3.2-1b"}):
@@ -131,14 +130,12 @@ def test_what_is_no_file_with_blocks_is_refused_before_anything_runs(engine: str
             make_cell(device="cpu", engine=engine, quantize="stored", **model)  # type: ignore[arg-type]
 
 
-def test_a_file_of_floats_has_nothing_stored_for_us(tmp_path: Path) -> None:
+def test_a_gguf_file_of_floats_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"needs a \.gguf file with quantised matrices, and no matrix is quantised"):
         make_cell(device="cpu", ckpt_dir=file_of(tmp_path, Kind.F32), quantize="stored")
 
 
-def test_a_peer_is_not_refused_for_memory_that_its_file_does_not_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_maps_its_file_needs_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = file_of(tmp_path, Kind.Q4_1)
     source = find_model(Cell(**JOB, model=file, engine="llama.cpp"))
     assert source.stored is not None

@@ -1,4 +1,4 @@
-"""Each point of the validity block is judged by all that was seen: one sign that is wrong is enough to violate it."""
+"""Each check of the validity block is judged by all that was seen: one sign that is wrong is enough to violate it."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import pytest
 
 from llama.bench.cell import Cell
 from llama.bench.run.engines import Run
-from llama.bench.run.validity import judge, notes, violated, worse
-from llama.bench.schema import Point
+from llama.bench.run.validity import judge, notes
+from llama.bench.schema import Row
 from llama.costs import MB
 
 CELL = Cell(batch_size=3, input_len=7, output_len=3)
@@ -24,17 +24,17 @@ def good_warm_up(**changes: Any) -> Run:
     return Run(**{"fed": CACHED[:2], "greedy": True, "token_times": [1.0, 2.0], **changes})
 
 
-def points(run: Run, warm_up: Run | None, cell: Cell = CELL, **changes: Any) -> dict[str, Point]:
+def checks(run: Run, warm_up: Run | None, cell: Cell = CELL, **changes: Any) -> dict[str, Row]:
     given = {"max_seq_len": 64, "reset_seen": (5 * MB, 5 * MB), **changes}
-    return {point["name"]: point for point in judge(cell, run, warm_up, **given)}
+    return {check["name"]: check for check in judge(cell, run, warm_up, **given)}
 
 
 def status(run: Run, warm_up: Run | None, name: str, cell: Cell = CELL, **changes: Any) -> str:
-    return points(run, warm_up, cell, **changes)[name]["status"]
+    return checks(run, warm_up, cell, **changes)[name]["status"]
 
 
-def test_a_run_as_asked_for_is_fine_in_every_point() -> None:
-    found = points(good_run(), good_warm_up())
+def test_a_correct_run_passes_every_check() -> None:
+    found = checks(good_run(), good_warm_up())
     assert list(found) == [
         "cache",
         "tokens",
@@ -44,7 +44,7 @@ def test_a_run_as_asked_for_is_fine_in_every_point() -> None:
         "statistics reset",
         "same sampler",
     ]
-    assert {point["status"] for point in found.values()} == {"ok"}
+    assert {check["status"] for check in found.values()} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_a_cache_is_on_or_off_by_what_is_fed_and_by_what_is_held(
 
 
 def details(run: Run, warm_up: Run | None = None, cell: Cell = CELL, **changes: Any) -> dict[str, str]:
-    found = points(run, warm_up or good_warm_up(), cell, **changes)
-    return {name: point["detail"] for name, point in found.items()}
+    found = checks(run, warm_up or good_warm_up(), cell, **changes)
+    return {name: check["detail"] for name, check in found.items()}
 
 
-def test_each_point_says_what_was_seen() -> None:
+def test_each_check_says_what_was_seen() -> None:
     assert details(good_run(cache_bytes=3 * MB), reset_seen=(5 * MB, 4 * MB)) == {
         "cache": "asked for on; 1 fed per row and step, 3.0 MB held",
         "tokens": "3 x 7 in, 3 x 3 out, 27 fed of 27 worked out",
@@ -90,8 +90,8 @@ def test_each_point_says_what_was_seen() -> None:
     }
     told = details(good_run(fed=None, cache_bytes=None, ids=[[1], [1, 2]]), Run(), reset_seen=None)
     assert told == {
-        "cache": "asked for on; the engine does not tell",
-        "tokens": "2 rows of [1, 2] new tokens; what was fed is not told",
+        "cache": "asked for on; the engine does not show it",
+        "tokens": "2 rows of [1, 2] new tokens; the engine hides what was fed",
         "no overflow": "9 positions fed, the cache had room for 10, the model's limit is 64",
         "no early end": "2 rows ended before 3 tokens",
         "warm-up": "0 tokens of this shape",
@@ -100,7 +100,7 @@ def test_each_point_says_what_was_seen() -> None:
     }
 
 
-def test_what_was_fed_and_held_is_told_in_the_mode_that_was_asked_for() -> None:
+def test_details_name_what_was_fed_and_cached_in_both_modes() -> None:
     off = CELL.but(kv_caching=False)
     told = details(good_run(fed=WHOLE, cache_bytes=0, ids=[[1, 2], [1], [1]]), good_warm_up(fed=WHOLE[:2]), off)
     assert told["cache"] == "asked for off; 8 to 9 fed per row and step, 0.0 MB held"
@@ -127,30 +127,15 @@ def test_a_warm_up_of_one_token_is_a_prefill_alone() -> None:
         assert status(good_run(), good_warm_up(fed=fed), "warm-up", one) == expected
 
 
-def test_a_small_process_may_stand_four_megabytes_above_its_start_and_no_more() -> None:
+def test_the_peak_of_a_small_process_may_be_four_megabytes_above_its_start() -> None:
     for peak, expected in ((102 * MB + 4 * MB, "ok"), (102 * MB + 4 * MB + 1, "violated")):
         assert status(good_run(), good_warm_up(), "statistics reset", reset_seen=(peak, 100 * MB)) == expected
 
 
-def test_a_fast_point_needs_all_three_counts() -> None:
+def test_a_fast_check_needs_all_three_counts() -> None:
     fast = CELL.but(fast=True)
     for changes in ({"fed": None, "fast_forwards": 3, "fast_wanted": 3}, {"fast_forwards": 3}, {"fast_wanted": 3}):
         assert status(good_run(**changes), good_warm_up(), "fast step", fast) == "not observed"
-
-
-def test_of_two_repetitions_the_violated_point_stays_and_else_the_first() -> None:
-    def seen(*statuses: str) -> list[Point]:
-        return [{"name": str(i), "status": one, "detail": where} for i, one in enumerate(statuses)]  # type: ignore[typeddict-item]
-
-    where = "first"
-    first = seen("ok", "violated", "ok", "not observed", "violated")
-    where = "second"
-    second = seen("ok", "ok", "violated", "ok", "violated")
-    both = worse(first, second)
-    assert [point["status"] for point in both] == ["ok", "violated", "violated", "not observed", "violated"]
-    assert [point["detail"] for point in both] == ["first", "first", "second", "first", "second"]
-    assert worse([], second) == second
-    assert [point["name"] for point in violated(both)] == ["1", "2", "4"]
 
 
 @pytest.mark.parametrize(
@@ -179,16 +164,15 @@ def test_of_two_repetitions_the_violated_point_stays_and_else_the_first() -> Non
     ],
     ids=str,
 )
-def test_each_note_stands_where_it_is_true_and_nowhere_else(
-    changes: dict[str, Any], weights: str, expected: list[str]
-) -> None:
+def test_each_note_is_given_only_if_it_is_true(changes: dict[str, Any], weights: str, expected: list[str]) -> None:
     found = notes(Cell(**changes), weights=weights)
     assert len(found) == len(expected)
     assert all(note.startswith(start) for note, start in zip(found, expected, strict=True))
 
 
 def test_a_measurement_without_a_warm_up_is_violated() -> None:
-    assert points(good_run(), None)["warm-up"] == {
+    assert checks(good_run(), None)["warm-up"] == {
+        "figures": "check",
         "name": "warm-up",
         "status": "violated",
         "detail": "nothing was run before the clock was started",
@@ -201,7 +185,7 @@ def test_a_warm_up_of_other_shapes_is_violated(fed: list[tuple[int, int]]) -> No
     assert status(good_run(), good_warm_up(fed=fed), "warm-up") == "violated"
 
 
-def test_an_engine_that_does_not_tell_what_it_was_fed_has_warmed_up_once_a_token_came() -> None:
+def test_an_engine_that_hides_its_input_has_warmed_up_after_one_token() -> None:
     assert status(good_run(), good_warm_up(fed=None), "warm-up") == "ok"
     assert status(good_run(), good_warm_up(fed=None, token_times=[]), "warm-up") == "violated"
 
@@ -235,11 +219,11 @@ def test_every_position_that_is_fed_has_room() -> None:
 
 
 def test_a_row_that_is_short_is_counted() -> None:
-    point = points(good_run(ids=[[1, 2, 3], [1, 2], [1]]), good_warm_up())["no early end"]
-    assert (point["status"], point["detail"]) == ("violated", "2 rows ended before 3 tokens")
+    check = checks(good_run(ids=[[1, 2, 3], [1, 2], [1]]), good_warm_up())["no early end"]
+    assert (check["status"], check["detail"]) == ("violated", "2 rows ended before 3 tokens")
 
 
-def test_a_peak_may_stand_a_little_above_what_is_there_at_the_start() -> None:
+def test_the_peak_may_be_slightly_above_the_memory_at_the_start() -> None:
     present = 1000 * MB
     seen = {
         peak: status(good_run(), good_warm_up(), "statistics reset", reset_seen=(peak, present))
@@ -250,7 +234,7 @@ def test_a_peak_may_stand_a_little_above_what_is_there_at_the_start() -> None:
 
 
 @pytest.mark.parametrize(("greedy", "expected"), [(True, "ok"), (False, "violated"), (None, "not observed")])
-def test_the_sampler_is_judged_by_what_the_warm_up_fed_back(greedy: bool | None, expected: str) -> None:
+def test_the_sampler_is_judged_by_the_tokens_of_the_warm_up(greedy: bool | None, expected: str) -> None:
     assert status(good_run(), good_warm_up(greedy=greedy), "same sampler") == expected
 
 
@@ -262,14 +246,14 @@ def test_the_sampler_is_judged_by_what_the_warm_up_fed_back(greedy: bool | None,
         (1, 1, "ok", "asked for; 1 of 3 forwards ran by it, the prompt by the plain path"),
         (2, 3, "violated", "asked for; 2 of 3 forwards ran by it, the others by the plain path"),
         (0, 0, "violated", "asked for; 0 of 3 forwards ran by it, the others by the plain path"),
-        (None, 3, "not observed", "asked for; the engine does not tell"),
-        (3, None, "not observed", "asked for; the engine does not tell"),
+        (None, 3, "not observed", "asked for; the engine does not show it"),
+        (3, None, "not observed", "asked for; the engine does not show it"),
     ],
 )
-def test_a_fast_step_must_have_served_every_forward_that_was_its(
+def test_the_fast_step_must_run_every_forward_that_it_supports(
     served: int | None, wanted: int | None, expected: str, words: str
 ) -> None:
     run = good_run(fast_forwards=served, fast_wanted=wanted)
-    point = points(run, good_warm_up(), CELL.but(fast=True))["fast step"]
-    assert (point["status"], point["detail"]) == (expected, words)
-    assert "fast step" not in points(run, good_warm_up())
+    check = checks(run, good_warm_up(), CELL.but(fast=True))["fast step"]
+    assert (check["status"], check["detail"]) == (expected, words)
+    assert "fast step" not in checks(run, good_warm_up())

@@ -228,7 +228,7 @@ def test_llama_cpp_reads_the_text_as_we_do_and_goes_on_as_our_plain_path_does(tm
     prompt = tokenizer.encode(text, bos=True, eos=False)
     theirs = llama_cpp.Llama(str(out), vocab_only=True, verbose=False).tokenize(text.encode(), add_bos=True)
     assert theirs == prompt
-    peer = LlamaCppEngine.of_file(out, model.args, tokenizer)
+    peer = LlamaCppEngine(out, model.args, tokenizer, weights="stored")
     ours = LlamaEngine(model, tokenizer)
     assert peer.run([prompt], 8, kv_caching=True).ids == ours.run([prompt], 8, kv_caching=True).ids
 

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bench_reports import table_report
@@ -155,7 +156,7 @@ def test_json_into_no_regular_file_is_refused_before_anything_is_measured(
     assert (out, err.count("\n"), name in err, "not/there" in err) == ("", 1, True, False)
 
 
-CELL = Cell(**table_report()["cells"][0]["cell"])
+CELL, FLAGS = Cell(**table_report()["cells"][0]), SimpleNamespace(repeats=1, compare=False, strict=False)
 
 
 def test_a_measurement_whose_folder_is_gone_is_kept_and_the_page_printed(
@@ -171,7 +172,7 @@ def test_a_measurement_whose_folder_is_gone_is_kept_and_the_page_printed(
         return table_report()
 
     def run() -> int:
-        return benchmark_inference.run_cell(CELL, repeats=1, compare=False, command="", json_path=path, strict=False)
+        return benchmark_inference.run_cell(CELL, FLAGS, path)
 
     monkeypatch.setattr(benchmark_inference, "measure_cell", measured)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -188,6 +189,7 @@ def test_a_measurement_whose_folder_is_gone_is_kept_and_the_page_printed(
 MEASURED = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from bench_reports import table_report
 from llama import cli
 from llama.bench.cell import Cell
@@ -196,8 +198,8 @@ from llama.cli import benchmark_inference
 def main(*, path: str) -> int:
     report = table_report()
     benchmark_inference.measure_cell = lambda *_, **__: report
-    cell = Cell(**report["cells"][0]["cell"])
-    return benchmark_inference.run_cell(cell, repeats=1, compare=False, command="", json_path=Path(path), strict=False)
+    flags = SimpleNamespace(repeats=1, compare=False, strict=False)
+    return benchmark_inference.run_cell(Cell(**report["cells"][0]), flags, Path(path))
 
 cli.main(main)
 """

@@ -463,7 +463,7 @@ else:
 
     def run(what: str, **environment: str) -> subprocess.CompletedProcess[str]:
         tests = Path(__file__).parents[1]
-        paths = os.pathsep.join(map(str, (tests / "support", tests.parent)))
+        paths = os.pathsep.join(map(str, (tests / "support", Path(__file__).parent, tests.parent)))
         environment = {**os.environ, "PYTHONPATH": paths, **environment}
         words = [sys.executable, "-c", script, what]
         return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -1,13 +1,15 @@
 """The jobs of a benchmark, done in this process, which takes milliseconds, and with ceilings that nothing reaches."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from llama.bench import compare, plan, presets, single
 from llama.bench.cell import Cell
-from llama.bench.presets import Session
+from llama.bench.plan import Run
 from llama.bench.run import worker
 from llama.bench.run.directory import new_run_directory, resumed_run_directory
 from llama.bench.schema import Report
@@ -19,7 +21,7 @@ CEILINGS |= {"dtype": "fp32"}
 
 
 class Here:
-    """Stands where `run_job` does, and lists what it did, as `label` names it. `fail` may raise before a job."""
+    """Replaces `run_job`, and lists the jobs that it did, as `label` names them. `fail` may raise before a job."""
 
     def __init__(self, label: Callable[[str, Cell], str]) -> None:
         self.label = label
@@ -28,13 +30,27 @@ class Here:
     def fail(self, kind: str, cell: Cell) -> None: ...
 
     def __call__(self, kind: str, cell: Cell, *, waiting: Any = None, **job: Any) -> dict[str, Any]:
+        if waiting is not None:
+            waiting()
         self.fail(kind, cell)
         self.done.append(self.label(kind, cell))
         done: dict[str, Any] = json.loads(json.dumps(worker.JOBS[kind](cell, **job)))
         return done
 
 
-def session_of(report: Report, out: Path, *, minutes: float, resume: bool = False) -> Session:
-    """Return a run of a preset's report under `out`, or the newest one there, which goes on."""
+def jobs_here(monkeypatch: pytest.MonkeyPatch, label: Callable[[str, Cell], str], *, repetitions: int = 1) -> Here:
+    """Do all jobs in this process, with few repetitions of two batch sizes."""
+    here = Here(label)
+    for module in (plan, compare, single):
+        monkeypatch.setattr(module, "run_job", here)
+    monkeypatch.setattr(worker, "ceilings", lambda *_, **__: CEILINGS)
+    monkeypatch.setattr(presets, "BATCHES", (1, 2))
+    monkeypatch.setattr(presets, "STARTING", 0.0)
+    monkeypatch.setattr(plan, "REPETITIONS", repetitions)
+    return here
+
+
+def run_of(report: Report, out: Path, *, resume: bool = False) -> Run:
+    """Return a run of a preset's report under `out`, or of the newest one there, which continues."""
     directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
-    return Session(directory, time.monotonic() + 60 * minutes, seconds_bar())
+    return Run(directory, seconds_bar())

@@ -228,7 +228,7 @@ def a_slice_is_not_written_as_a_model(job: Job) -> None:
 @case
 def steps_and_caches_are_measured_on_all_ranks(job: Job) -> None:
     cut = job.model("meta-1", torch.float32)
-    assert all(size["measured"] == size["predicted"] for size in cache_sizes(cut, [4, 16]))
+    assert all(size["cache_bytes"] == size["predicted_cache_bytes"] for size in cache_sizes(cut, [4, 16], [1, 2]))
     assert [step["context"] for step in step_times(cut, 2, [3, 9], kv_caching=True)] == [3, 9]
 
 

@@ -1,106 +1,132 @@
-"""Holds every kernel and every fast path of a GPU beside its plain twin, which defines what is right. Times nothing."""
+"""Check every fast path of a GPU against the plain path; `scripts/gpu_report.py` runs it."""
 
 import logging
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
-from llama.bench.gpu.kernels import filled_buffers, layer_for, model_for, one_step, uneven_model, ways_of
-from llama.fast.graph_ops import FUNCTIONS, PYTORCH, GraphOps
-from llama.fast.graph_runner import GraphRunner
+from llama.bench.run.memory_ledger import check_memory
+from llama.bench.run.models import find_model, random_model
+from llama.fast.choose import COMPILER
+from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, compiled
+from llama.fast.graph_runner import GraphRunner, RunLayer, run_layer
 from llama.fast.graph_trial import try_prompts, try_steps
 from llama.model import Transformer
 
 logger = logging.getLogger(__name__)
 
-# What ids are compared on: no size is a multiple of a kernel's tile, and three queries share a key.
-ODD = ModelArgs(
+# For the comparison of ids: no size is a multiple of a kernel's tile, and three queries share a key.
+_ODD = ModelArgs(
     dim=132, n_heads=6, n_kv_heads=2, head_dim=24, ffn_dim=200, vocab_size=1003, n_layers=2, max_seq_len=2048,
     tied_head=True,
 )  # fmt: skip
-ROWS = (1, 3, 17)  # one row, several, and more than the kernels take
-# How far a kernel may be from float64, in norm. float32 sums of 10,000 terms are off by some 1e-6; a bf16 result is
-# rounded by 2e-3, and what it is made of once or twice before.
-KERNEL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-# How far log-probabilities may be apart: of logits of up to 4, which 16 layers in bf16 move by some hundredths.
-LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
+_ROWS = (1, 3, 17)  # one row, several, and many
 
-Outcome = tuple[bool, str]  # whether it passed, and what was seen
+Outcome = tuple[bool, str]  # whether a check passed, and what was seen
 Claim = Callable[[], Outcome]
 
 
 class Check(TypedDict):
-    """A kernel or a path beside its plain twin. `passed` is None where it was not run; `detail` says what was seen."""
+    """A path compared with the plain one."""
 
     name: str
-    passed: bool | None
+    passed: bool
     detail: str
 
 
-def run_checks(cell: Cell, *, seconds: float = math.inf) -> list[Check]:
-    """Check whole paths on small models in fp32, and all that the cell's own model runs on, in fp32 and in its dtype.
+def check_gpu(cell: Cell, *, part: str) -> dict[str, Any]:
+    """Return the checks of greedy ids on a small model, or of the cell's own model in a dtype.
 
-    A check that raises has failed, and those after it are still run; what comes after so many seconds is not.
+    A check that raises has failed, and the next ones still run.
     """
-    end = time.monotonic() + seconds
-    return [
-        tried(name, claim) if time.monotonic() < end else Check(name=name, passed=None, detail="no time was left")
-        for name, claim in claims_of(cell)
-    ]
-
-
-def claims_of(cell: Cell) -> Iterator[tuple[str, Claim]]:
-    yield from claims_of_ids(torch.device(cell.device))
-    for dtype in dict.fromkeys(("fp32", "bf16" if cell.dtype == "fp32" else cell.dtype)):
-        yield from claims_of_model(cell.but(dtype=dtype), model_for(cell.but(dtype=dtype)))
+    if part == "ids":
+        claims = claims_of_ids(torch.device(cell.device))
+    else:
+        own = cell.but(dtype=part)
+        source = find_model(own)
+        check_memory(own, source.args, source.device, held=0)
+        claims = claims_of_model(own, uneven_model(source.args, source.dtype, source.device))
+    return {"checks": [_checked(name, claim) for name, claim in claims]}
 
 
 def claims_of_ids(device: torch.device) -> Iterator[tuple[str, Claim]]:
-    """Yield that every way to generate gives the ids of the plain path without the cache, also of ragged rows."""
-    odd = uneven_model(ODD, torch.float32, device)
-    steps = {name: GraphRunner(ops, layer_for(device)) for name, ops in ways_of(odd).items()}
-    ways = [("plain path", None, True), *((f"{name} kernels", step, True) for name, step in steps.items())]
-    ways.append(("compiled layers", steps["compiled"], False))
-    for rows in ROWS:
+    """Yield the claims that each path gives the ids of the plain path without the cache."""
+    odd = uneven_model(_ODD, torch.float32, device)
+    layer: RunLayer = Compiled(run_layer, COMPILER) if device.type == "cuda" else run_layer
+    steps = {name: GraphRunner(ops, layer) for name, ops in kernels_of(device).items()}
+    paths = [("plain path", None, True), *((f"{name} kernels", step, True) for name, step in steps.items())]
+    paths.append(("compiled layers", steps["compiled"], False))
+    for rows in _ROWS:
         without = greedy(odd, None, rows, kv_caching=False)
-        for way, step, kv_caching in ways:
-            name = f"greedy ids in fp32, batch {rows}, ragged: {way}, {cache_words(kv_caching)}"
-            yield name, partial(same_ids, odd, step, rows, kv_caching, without)
+        for path, step, kv_caching in paths:
+            mode = "with the cache" if kv_caching else "without the cache"
+            claim = partial(same_ids, odd, step, rows, kv_caching, without)
+            yield f"greedy ids in fp32, batch {rows}, ragged: {path}, {mode}", claim
 
 
 def claims_of_model(cell: Cell, model: Transformer) -> Iterator[tuple[str, Claim]]:
-    """Yield what is claimed of the kernels, the fast step and exact mode, at the sizes of a model."""
-    ways, layer = ways_of(model), layer_for(model.device)
-    claims: dict[str, Claim] = {}
-    for name, ops in ways.items():
-        if ops != PYTORCH:
-            claims[f"each of the {name} kernels"] = partial(each_kernel, model, ops, cell.input_len)
-        claims[f"steps of {name} kernels, recorded and repeated"] = partial(repeats, model, ops)
-    claims["prompts by compiled layers"] = partial(prompts_agree, model)
-    claims["log-probabilities by graphs"] = partial(logprobs_agree, model, GraphRunner(ways["compiled"], layer), cell)
-    claims["exact mode"] = partial(exact_mode, model)
-    yield from ((f"{what}, {cell.model} in {cell.dtype}", claim) for what, claim in claims.items())
+    """Yield the claims about steps, prompts and exact mode at the sizes of a model."""
+    what = f"{cell.model} in {cell.dtype}"
+    for name, ops in kernels_of(model.device).items():
+        yield f"steps of {name} kernels, recorded and repeated, {what}", partial(steps_agree, model, ops)
+    yield f"prompts by compiled layers, {what}", partial(prompts_agree, model)
+    yield f"exact mode, {what}", partial(exact_mode, model)
 
 
-def tried(name: str, claim: Claim) -> Check:
+def uneven_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> Transformer:
+    """Return a random model whose norms are not all ones, so that a kernel without its norm is detected."""
+    model = random_model(args, dtype=dtype, device=device)
+    stream = torch.Generator(device).manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            weight.uniform_(0.5, 1.5, generator=stream)
+    return model
+
+
+def kernels_of(device: torch.device) -> dict[str, GraphOps]:
+    """Return the sets of kernels that a step can run; a rehearsal on a CPU compiles nothing."""
+    return {"plain": PYTORCH, "compiled": compiled(COMPILER) if device.type == "cuda" else PYTORCH}
+
+
+def _checked(name: str, claim: Claim) -> Check:
     try:
         passed, detail = claim()
-    except Exception as error:  # whatever a kernel, its compiler or a driver may raise
+    except Exception as error:  # a kernel, its compiler or a driver may raise anything
         logger.warning("%s", name, exc_info=True)
         passed, detail = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return Check(name=name, passed=passed, detail=detail)
 
 
+def steps_agree(model: Transformer, ops: GraphOps) -> Outcome:
+    """Compare steps with those of the modules; Unsupported is raised if they differ."""
+    seconds = try_steps(model, GraphRunner(ops))
+    return True, f"as near to the modules as the fast step requires; {1e3 * seconds:.3f} ms at batch 1"
+
+
+def prompts_agree(model: Transformer) -> Outcome:
+    """Compare prompts with those of the modules; Unsupported is raised if they differ."""
+    layer: RunLayer = Compiled(run_layer, COMPILER) if model.device.type == "cuda" else run_layer
+    seconds = try_prompts(model, layer)
+    return True, f"as near to the modules as the fast step requires; {1e3 * seconds:.3f} ms at batch 1"
+
+
+def exact_mode(model: Transformer) -> Outcome:
+    """Switch exact mode on, which compares the model with itself."""
+    try:
+        model.exact = True
+    except ValueError as difference:
+        return False, str(difference)
+    model.exact = False
+    return True, "same bits however they are computed"
+
+
 @contextmanager
-def stepping(model: Transformer, step: GraphRunner | None) -> Iterator[None]:
+def _stepping(model: Transformer, step: GraphRunner | None) -> Iterator[None]:
     model.runner = step
     try:
         yield
@@ -108,118 +134,20 @@ def stepping(model: Transformer, step: GraphRunner | None) -> Iterator[None]:
         model.runner = None
 
 
-def prompts_of(args: ModelArgs, lengths: Sequence[int]) -> list[list[int]]:
-    stream = torch.Generator().manual_seed(0)
-    return [torch.randint(args.vocab_size, (length,), generator=stream).tolist() for length in lengths]
-
-
-def cache_words(kv_caching: bool) -> str:
-    return "with the cache" if kv_caching else "without the cache"
-
-
-@torch.inference_mode()
-def each_kernel(model: Transformer, ops: GraphOps, length: int) -> Outcome:
-    """Compare the kernels of whole steps with their twins in float64, at ragged positions, nan past them."""
-    worst: dict[str, float] = {}
-    for rows in (1, 8):
-        buffers = filled_buffers(model, rows, length)
-        buffers.positions.copy_((torch.arange(rows) + 1) * length // rows - 1)
-        past = torch.arange(buffers.slots, device=model.device) > buffers.positions[:, None]  # (rows, slots)
-        for kept in buffers.keys_values:
-            for buffer in kept:
-                buffer[:rows].masked_fill_(past[..., None, None], torch.nan)
-        one_step(model, buffers, beside_twins(ops, worst))
-    right = all(off <= KERNEL_TOLERANCE[model.norm.weight.dtype] for off in worst.values())
-    return right, "off from float64 by " + ", ".join(f"{name} {off:.1e}" for name, off in worst.items())
-
-
-def beside_twins(ops: GraphOps, worst: dict[str, float]) -> GraphOps:
-    """Return the kernels, each of which notes in `worst` how far what it makes, and writes, is from its twin's."""
-
-    def noting(name: str) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            before, copies = [widened(each) for each in given], [widened(each) for each in given]
-            made, wanted = getattr(ops, name)(*given), getattr(PYTORCH, name)(*copies)
-            written = [each for each in zip(given, copies, before, strict=True) if isinstance(each[0], Tensor)]
-            off = [distance(ours, theirs, was) for ours, theirs, was in written]
-            if made is not None:  # the head's tiles are its own: what is made of them shows in the ids
-                first, first_wanted = (each[0] if isinstance(each, tuple) else each for each in (made, wanted))
-                off.append(distance(first, first_wanted, torch.zeros_like(first_wanted)))
-            worst[name] = max(worst.get(name, 0.0), *off)
-            return made
-
-        return call
-
-    return ops._replace(**{name: noting(name) for name in FUNCTIONS})  # type: ignore[arg-type]
-
-
-def widened(given: Any) -> Any:
-    """Return a copy in 64 bits of a tensor; anything else as it is."""
-    if not isinstance(given, Tensor):
-        return given
-    return given.to(torch.float64 if given.is_floating_point() else torch.int64, copy=True)
-
-
-def distance(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
-    """Return how far what became of `before` is, in norm, from what should have; infinity where nan came or went."""
-    if not torch.equal(ours.isnan(), theirs.isnan()):
-        return float("inf")
-    ours, theirs, before = (each.double().nan_to_num() for each in (ours, theirs, before))
-    return float((ours - theirs).norm() / (theirs - before).norm().clamp(min=1e-30))
-
-
-def repeats(model: Transformer, ops: GraphOps) -> Outcome:
-    seconds = try_steps(model, GraphRunner(ops))  # raises Unsupported
-    return True, f"as near to the modules as the fast step asks for; {1e3 * seconds:.3f} ms at batch 1"
-
-
-def prompts_agree(model: Transformer) -> Outcome:
-    seconds = try_prompts(model, layer_for(model.device))
-    return True, f"as near to the modules as the fast step asks for; {1e3 * seconds:.3f} ms at batch 1"
-
-
-def logprobs_agree(model: Transformer, fast: GraphRunner, cell: Cell) -> Outcome:
-    """Compare log-probabilities of greedy generations up to where their ids part; in float32 they may not part."""
-    words, right = [], True
-    for kv_caching in (True, False):
-        made = []
-        for step in (None, fast):
-            with stepping(model, step):
-                prompts = prompts_of(model.args, [cell.input_len])
-                ids, logprobs = model.generate_tokens(
-                    prompts, cell.output_len, temperature=0.0, logprobs=True, kv_caching=kv_caching
-                )
-            assert logprobs is not None
-            made.append((ids[0], torch.tensor(logprobs[0])))
-        (wanted, theirs), (chosen, ours) = made
-        apart_at = (at for at, (one, other) in enumerate(zip(chosen, wanted, strict=True)) if one != other)
-        same = next(apart_at, len(wanted))
-        apart = (ours - theirs)[: same + 1].abs().max().item()
-        dtype = model.norm.weight.dtype
-        right &= apart <= LOGPROB_TOLERANCE[dtype] and (same == len(wanted) or dtype != torch.float32)
-        words.append(f"{cache_words(kv_caching)} {apart:.1e} apart, {same} of {len(wanted)} ids the same")
-    return right, "; ".join(words)
-
-
-def exact_mode(model: Transformer) -> Outcome:
-    try:
-        model.exact = True  # compares the model with itself; ValueError says where a bit differs
-    except ValueError as difference:
-        return False, str(difference)
-    model.exact = False
-    return True, "same bits however they are computed"
-
-
 def greedy(model: Transformer, step: GraphRunner | None, rows: int, *, kv_caching: bool) -> list[list[int]]:
-    prompts = prompts_of(model.args, [5 + 7 * row % 40 for row in range(rows)])
-    with stepping(model, step):
+    """Return 20 greedy tokens behind ragged random prompts."""
+    stream = torch.Generator().manual_seed(0)
+    lengths = [5 + 7 * row % 40 for row in range(rows)]
+    prompts = [torch.randint(model.args.vocab_size, (length,), generator=stream).tolist() for length in lengths]
+    with _stepping(model, step):
         return model.generate_tokens(prompts, 20, temperature=0.0, kv_caching=kv_caching)[0]
 
 
 def same_ids(
-    model: Transformer, step: GraphRunner | None, rows: int, kv_caching: bool, wanted: list[list[int]]
+    model: Transformer, step: GraphRunner | None, rows: int, kv_caching: bool, expected: Sequence[Sequence[int]]
 ) -> Outcome:
+    """Compare the ids of a path with those expected."""
     made = greedy(model, step, rows, kv_caching=kv_caching)
-    pairs = [pair for ours, theirs in zip(made, wanted, strict=True) for pair in zip(ours, theirs, strict=True)]
+    pairs = [pair for ours, theirs in zip(made, expected, strict=True) for pair in zip(ours, theirs, strict=True)]
     same = sum(ours == theirs for ours, theirs in pairs)
-    return made == wanted, f"{same} of {len(pairs)} ids are those of the plain path without the cache"
+    return made == expected, f"{same} of {len(pairs)} ids are those of the plain path without the cache"

@@ -1,21 +1,133 @@
-"""What a report consists of, whatever its preset is."""
+"""What a report consists of, in reading order, whatever its preset: title, warnings, and sections."""
 
-from llama.bench.report import tables
-from llama.bench.report.caches import cache_sections, cache_tables
-from llama.bench.report.chat import chat_sections, chat_tables
-from llama.bench.report.tables import Section, Table
-from llama.bench.schema import Report
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llama.bench.report.cells import CellView, cell_views
+from llama.bench.report.columns import NOT_MEASURED, TABLE_COLUMNS, Table
+from llama.bench.report.tables import (
+    MARKS,
+    cache_tables,
+    cell_tables,
+    check_mark,
+    check_words,
+    crossover_tables,
+    environment_table,
+    ledger_table,
+    prompt_tables,
+    sweep_tables,
+    turn_tables,
+    validity_table,
+    work_lines,
+)
+from llama.bench.schema import Report, rows_of
+
+NOISY, NO_ROOM = "NOISY, measured under load", "no room in the budget"
+
+TITLES = {
+    "table": "With and without KV cache",
+    "sweep": "What the KV cache saves as batch and length grow",
+    "caches": "Kinds of KV cache: bytes, time and quality",
+    "chat": "A conversation with its KV cache kept, prompts that begin alike, and sessions on disk",
+}
+TERMS = [
+    "in brackets: p10 and p90, the values below which 10 % and 90 % of the repetitions lie; a single value has none",
+    "MB: 2^20 bytes",
+    "cache off: nearly every step has a length that no step had before, so it runs without a warm-up of its shape",
+]
+CHAT_TERMS = [
+    "kept: the cache stays from turn to turn, and only new tokens are fed",
+    "rebuilt: every turn begins with an empty cache and feeds the whole text, as a program without sessions does",
+    "off: no cache; the first token costs as much as rebuilt, and every further token as much again",
+    "the answers are those of the text, fed without a clock",
+    "bytes of the KV cache: at the turn's first token, with the memory that was reserved ahead",
+    "shared: the beginning of all prompts is fed once, for all rows",
+]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report: tables, the names of its pictures, and whether a page folds its tables."""
+
+    name: str
+    tables: Sequence[Table]
+    pictures: Sequence[str] = ()
+    folded: bool = True
 
 
 def report_sections(report: Report) -> list[Section]:
-    """Return the whole report behind its head, in reading order."""
-    if report.get("caches") is not None:  # a report of before does not have the field
-        return cache_sections(report)
-    return tables.sections(report) if report.get("chat") is None else chat_sections(report)
+    """Return the report after its head, in reading order, without empty tables."""
+    has_details = report["preset"] not in ("caches", "chat")
+    views = cell_views(report)
+    notes = [f"{view.label}: {note}" for view in views if not has_details for note in view.row.get("notes", [])]
+    steps = "How it grows" if report["preset"] == "sweep" else "Where the cache begins to pay"
+    found = [
+        Section("Kinds of cache", cache_tables(report), ("kinds",)),
+        Section("A conversation, turn by turn", turn_tables(report), folded=False),
+        Section("Prompts that begin alike, and sessions on disk", prompt_tables(report), folded=False),
+        Section("The table", cell_tables(report), folded=False),
+        Section("Time and memory", [], ("time", "memory")),
+        Section(steps, [*sweep_tables(report), *crossover_tables(report)], ("speedup", "steps")),
+        Section("Memory, work and text of each cell", [_details(view) for view in views if has_details]),
+        Section("Validity", [validity_table(report), Table("", notes=notes)], folded=False),
+        Section("Where and how", [environment_table(report)], folded=False),
+    ]
+    heads = {head for section in found for table in section.tables if table for head in table.heads}
+    words = CHAT_TERMS if report["preset"] == "chat" else []
+    words = [
+        *words,
+        *(f"{one.head}: {one.meaning}" for one in TABLE_COLUMNS.values() if one.meaning and one.head in heads),
+    ]
+    found.append(Section("What the words mean", [Table("", notes=[*words, *TERMS])], folded=False))
+    return [replace(one, tables=[table for table in one.tables if table]) for one in found]
 
 
-def result_tables(report: Report) -> list[Table]:
-    """Return the tables that a terminal shows."""
-    if report.get("caches") is not None:
-        return cache_tables(report)
-    return tables.result_tables(report) if report.get("chat") is None else chat_tables(report)
+def _details(view: CellView) -> Table:
+    """Return the ledger of a cell with all else that is known of it as notes."""
+    ledger = ledger_table(view) or Table("", notes=[f"Memory ledger: {NOT_MEASURED}"])
+    checks = [f"{check_mark(check)}: {check_words(check)}" for check in view.checks]
+    text = [f"text of the first row: {view.row['text']!a}"] if "text" in view.row else []
+    notes = [ledger.title, *ledger.notes, *work_lines(view), *checks, *view.row.get("notes", []), *text]
+    return replace(ledger, title=view.label, notes=notes if view.row.get("seconds") else [view.fate])
+
+
+def title(report: Report) -> str:
+    """Return the first line of the report, with a warning if its times are not reliable."""
+    about = TITLES.get(report["preset"], "A KV cache benchmark")
+    return f"{about}: {NOISY}" if is_noisy(report) else about
+
+
+def is_noisy(report: Report) -> bool:
+    """Return True if a cell was measured under load."""
+    return any(check["status"] == "noisy" for check in rows_of(report, "check"))
+
+
+def byline(report: Report) -> list[str]:
+    """Return the model, the machine and the date, as far as they are known."""
+    model, facts = report["model"], report["environment"]
+    names = [] if model is None else [f"{model['name']} ({model['weights']})"]
+    machine = [one["name"] if isinstance(one, dict) else one for one in (facts.get("gpu"), facts.get("cpu")) if one]
+    threads = facts.get("threads")
+    if machine and not facts.get("gpu") and threads:
+        machine[-1] += f", {threads} thread{'s' * (threads > 1)}"
+    return [*names, *machine, report["started"][:16].replace("T", " ")]
+
+
+def alarms(report: Report) -> list[tuple[str, str]]:
+    """Return the checks that a reader must not miss, each as a mark and a sentence: violations first."""
+    views = cell_views(report)
+    return [
+        (mark, f"{view.label}: {check_words(check)}")
+        for status, mark in MARKS.items()
+        for view in views
+        for check in view.checks
+        if check["status"] == status
+    ]
+
+
+def deaths(report: Report) -> list[str]:
+    """Return the cells that died or were refused, and what else was not measured."""
+    cells = [f"{view.label} {view.fate}" for view in cell_views(report) if view.row.get("error")]
+    left_out = [name for name, _, why in (one.rpartition(": ") for one in report["failures"]) if why == NO_ROOM]
+    others = [f"not measured: {one}" for one in report["failures"] if not one.endswith(f": {NO_ROOM}")]
+    return [*cells, *others, *([f"{NO_ROOM} for {'; '.join(left_out)}"] if left_out else [])]

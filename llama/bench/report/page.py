@@ -1,29 +1,28 @@
-"""A report as one page of HTML that needs nothing else: no script, no font, no picture from outside.
+"""A report as one page of HTML that is complete in itself: no script, no font, no picture from outside.
 
-A recorded generation in it has a script, in a frame. Knows nothing of how the figures were measured or drawn.
+Only a recorded generation has a script, which runs in a sandboxed frame.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from importlib import resources
-from itertools import groupby
 
-from llama.bench.report.contents import report_sections
-from llama.bench.report.plots import Look, as_svg, figures, heading, small_words
-from llama.bench.report.tables import Section, Table, alarms, byline, deaths, title
+from llama.bench.report.columns import Table
+from llama.bench.report.contents import alarms, byline, deaths, report_sections, title
+from llama.bench.report.plots import PictureLook, as_svg, figures, heading, small_words
 from llama.bench.schema import Report
 from llama.cli import palette
 
 
-def page(report: Report, steps: str | None = None) -> str:
-    """Return the report as one HTML page, complete in itself; `steps`: a page to step through, put into it."""
+def report_page(report: Report, steps: str | None = None) -> str:
+    """Return the report as one HTML page; `steps` is the page of a recorded generation to put into it."""
     drawn = _pictures(report)
-    shown = [one for one in report_sections(report) if one.parts or drawn.keys() & set(one.pictures)]
     body = [_head(report)]
-    for parent, group in groupby(shown, key=lambda one: one.parent):
-        parts = [_details(section) if parent else _section(section, drawn) for section in group]
-        body.append(_wrapped(parent, parts) if parent else "\n".join(parts))
+    for section in report_sections(report):
+        pictures = [drawn[name] for name in section.pictures if name in drawn]
+        tables = map(_folded if section.folded else _table, section.tables)
+        body += [_wrapped(section.name, [*pictures, *tables])] if pictures or section.tables else []
     if steps is not None:
         body.append(_wrapped("Step by step", [_frame(steps)]))
     style = palette.css() + resources.files(__package__).joinpath("page.css").read_text("utf-8")
@@ -38,7 +37,7 @@ def page(report: Report, steps: str | None = None) -> str:
 
 
 def _frame(steps: str) -> str:
-    """Return a page within the page: with a script of its own, which reaches nothing outside it."""
+    """Return a page in a frame: its script cannot reach anything outside it."""
     return f'<iframe title="A generation, step by step" sandbox="allow-scripts" srcdoc="{escape(steps)}"></iframe>'
 
 
@@ -51,31 +50,18 @@ def _head(report: Report) -> str:
     return f'<h1>{escape(title(report))}</h1>\n<p class="byline">{below}</p>\n{alarm}\n<div class="lead">{lead}</div>'
 
 
-def _section(section: Section, drawn: dict[str, str]) -> str:
-    """Return a section; what repeats the figures of its pictures is folded, and a caption is not said twice."""
-    pictures = [drawn[name] for name in section.pictures if name in drawn]
-    tables = [_beside(part, pictures) for part in section.parts]
-    return _wrapped(section.name, [*pictures, *tables])
-
-
-def _beside(part: Table | Sequence[str], pictures: Sequence[str]) -> str:
-    if isinstance(part, Table):
-        return _details(Section(part.title, [replace(part, title="")])) if pictures else _part(part)
-    left = [line for line in part if not any(escape(line.rstrip(".")) in picture for picture in pictures)]
-    return _part(left) if left else ""
-
-
 def _wrapped(name: str, parts: Sequence[str]) -> str:
     return "\n".join([f"<section>\n<h2>{escape(name)}</h2>", *parts, "</section>"])
 
 
-def _details(section: Section) -> str:
-    return f"<details><summary>{escape(section.name)}</summary>\n{''.join(map(_part, section.parts))}\n</details>"
+def _folded(table: Table) -> str:
+    shown = _table(replace(table, title=""))
+    return f"<details><summary>{escape(table.title)}</summary>\n{shown}\n</details>"
 
 
 def _pictures(report: Report) -> dict[str, str]:
-    """Return every picture with its heading, drawn for a wide page and for a telephone; the style shows one of them."""
-    looks = {name: figures(report, Look(narrow=name == "narrow", headed=False)) for name in ("wide", "narrow")}
+    """Return every picture with its heading, drawn wide and narrow; the style sheet shows one of the two."""
+    looks = {name: figures(report, PictureLook(narrow=name == "narrow", headed=False)) for name in ("wide", "narrow")}
     return {
         name: _figure(heading(figure), small_words(figure),
                       {kind: as_svg(drawn[name], salt=f"{name} {kind}") for kind, drawn in looks.items()})
@@ -89,15 +75,16 @@ def _figure(finding: str, small: str, drawn: dict[str, str]) -> str:
     return f"<figure>\n<figcaption>{escape(finding)}<small>{escape(small)}</small></figcaption>\n{svgs}\n</figure>"
 
 
-def _part(part: Table | Sequence[str]) -> str:
-    if not isinstance(part, Table):
-        return f"<ul>{''.join(f'<li>{_marked(line)}</li>' for line in part)}</ul>"
-    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in part.heads)
-    rows = "\n".join(f"<tr>{''.join(f'<td>{_marked(text)}</td>' for text in row)}</tr>" for row in part.rows)
-    table = f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
-    kind = "scroll wide" if len(part.heads) > 11 else "scroll facts" if len(part.heads) == 2 else "scroll"
-    above = f"<h3>{escape(part.title)}</h3>\n" if part.title else ""
-    return f'{above}<div class="{kind}">{table}</div>{_part(part.notes) if part.notes else ""}'
+def _table(table: Table) -> str:
+    notes = f"<ul>{''.join(f'<li>{_marked(line)}</li>' for line in table.notes)}</ul>" if table.notes else ""
+    above = f"<h3>{escape(table.title)}</h3>\n" if table.title else ""
+    if not table.heads:
+        return above + notes
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in table.heads)
+    rows = "\n".join(f"<tr>{''.join(f'<td>{_marked(text)}</td>' for text in row)}</tr>" for row in table.rows)
+    kind = "scroll wide" if len(table.heads) > 11 else "scroll facts" if len(table.heads) == 2 else "scroll"
+    drawn = f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
+    return f'{above}<div class="{kind}">{drawn}</div>{notes}'
 
 
 def _marked(text: str) -> str:
@@ -106,7 +93,7 @@ def _marked(text: str) -> str:
         return f'<span class="{text}">{text}</span>'
     if text.startswith(("VIOLATED", "NOISY", "died", "refused")):
         return f'<span class="bad">{escape(text)}</span>'
-    if text.startswith("not "):
+    if text.startswith(("not ", "~", "predicted")):
         return f'<span class="faint">{escape(text)}</span>'
     figure, bracket, rest = text.partition(" (")
     if bracket and rest.endswith(")") and figure.replace(".", "").isdigit():

@@ -1,15 +1,13 @@
-"""What a kind of cache costs: bytes and time by context, and how far off the full one what the model expects is.
+"""The costs and the quality of a kind of cache: bytes and time by context, and how it changes what the model expects.
 
-Each function is a job of `llama.bench.run.worker`: it loads the model with the cell's kind, and returns what goes into
-JSON. The full cache's logits for all positions of the text are written to a file once, which every other kind is held
-against: 400 MB for 2,048 tokens and a vocabulary of 49,152.
+Each function is a job of `llama.bench.run.worker`: it loads the model with the cell's kind and returns rows. The model
+without a cache, in one pass over the same text, is the reference.
 """
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,183 +15,156 @@ from torch import Tensor
 
 from llama.bench.cell import Cell
 from llama.bench.run.engines import forwards_by_runner, path_of
-from llama.bench.run.filling import CHUNK, cache_size, filled_cache
 from llama.bench.run.memory_ledger import check_memory
-from llama.bench.run.models import find_model
+from llama.bench.run.models import Source, find_model
 from llama.bench.run.needle import needles
-from llama.bench.run.step_times import cache_sizes
-from llama.bench.schema import CacheQuality, CacheSize, CachesPlan, NeedleRecall, Parting, StepTimes
-from llama.bench.statistics import percentiles
+from llama.bench.run.step_times import PROMPT, bytes_of, filled_cache
+from llama.bench.schema import Row
 from llama.bench.texts import read_text
 from llama.costs import kv_bytes
 from llama.host.cores import OtherLoad
-from llama.kv_cache import Cache
+from llama.kv_cache import Cache, KVCache
 from llama.model import Transformer
-from llama.quality.perplexity import compared, expected, log_probabilities, next_logits
-from llama.streaming import TextCodec, encode_prompt
+from llama.quality.perplexity import compared, log_probabilities, next_logits
+from llama.streaming import encode_prompt
 
 STEPS = 8  # timed at each context, behind one that warms up
 LONG = 2**20  # positions of a text at which every kind that saves bytes does so
+QUESTION, SECRET = 30, 8  # tokens behind the text of a needle, about, and of the secret, at most
 
 
 def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
-    """Fill the caches up to each context, time the steps that reach it, and count the bytes that are held there."""
+    """Fill a cache up to each context, time the steps that reach it, and count its bytes."""
     source = find_model(cell)
-    longest = max(contexts)
-    filled = cell.but(input_len=min(CHUNK, longest - 1), output_len=1)
+    filled = cell.but(input_len=min(PROMPT, max(contexts) - 1), output_len=1)
     check_memory(filled, source.args, source.device, held=0, stored=source.stored)
-    started = time.perf_counter()
-    model = source.build()
-    loaded = time.perf_counter() - started
-    before, others = forwards_by_runner(model), OtherLoad()
-    sizes: list[CacheSize] = []
-    steps: list[StepTimes] = []
+    model, ids = source.build(), encode_prompt(source.tokenizer, read_text())
+    others, fast, rows = OtherLoad(), 0, list[Row]()
     others.start()
     for context in contexts:
-        seconds, size = _steps_up_to(model, context)
-        steps.append({"batch_size": 1, "context": context, "kv_caching": True, "seconds": percentiles(seconds)})
-        sizes.append(size)
-    empty, itemsize = model.new_cache(), model.dtype.itemsize
-    layers, own = empty.layers, model.share
-    whole = len(layers) * kv_bytes(1, own.n_kv_heads, own.head_dim, positions=1, itemsize=itemsize)
-    long = empty.predicted_bytes(prompts=[LONG], ends=[LONG], reserved=(0, 0), itemsize=itemsize)
-    return {
-        "lossless": all(layer.lossless for layer in layers),
-        "saves": long < LONG * whole,
-        "widens": empty.position_bytes(itemsize) < whole,
-        "path": path_of(model, fast=forwards_by_runner(model) - before, all=len(contexts) * (STEPS + 1)),
-        "bytes": sizes,
-        "steps": steps,
-        "load_seconds": loaded,
-        "other_load_cores": others.stop(),
-    }
+        cache = filled_cache(model, context - STEPS - 1, ids, reserved=context)
+        before = forwards_by_runner(model)
+        rows.append(_last_steps(model, cache, context))
+        fast += forwards_by_runner(model) - before
+    path = path_of(model, fast=fast, all=len(contexts) * (STEPS + 1))
+    own: Row = {"figures": "cell", "error": None, "notes": [], "path": path, "other_load_cores": [others.stop()]}
+    own |= {"lossless": all(layer.lossless for layer in cache.layers), "saves": _saves(model, cache)}
+    own["quantized"] = is_quantized(cache, model.dtype.itemsize)
+    return {"rows": [own, *({**row, "path": path} for row in rows)]}
 
 
 @torch.inference_mode()
-def _steps_up_to(model: Transformer, context: int) -> tuple[list[float], CacheSize]:
-    """Return the seconds of the last STEPS steps of a text of `context` tokens, and the bytes that are held then.
-
-    Its other positions are filled in.
-    """
+def _last_steps(model: Transformer, cache: Cache, context: int) -> Row:
+    """Return the row of the last STEPS steps of a text of `context` tokens, whose other positions are filled."""
     begin = context - STEPS - 1
-    cache = filled_cache(model, begin, reserved=context)
     seconds = []
     for position in range(begin, context):
         fed = torch.tensor([[position % model.args.vocab_size]], device=model.device)
         started = time.perf_counter()
-        int(model(fed, position, cache=cache, logits="last")[0, -1].argmax())  # on the host, as the loop has it
+        int(model(fed, position, cache=cache, logits="last")[0, -1].argmax())  # on the host, as in the loop
         seconds.append(time.perf_counter() - started)
-    return seconds[1:], cache_size(model, cache, context)
+    row: Row = {"figures": "step", "batch_size": 1, "context": context, "kv_caching": True, "step_seconds": seconds[1:]}
+    return {**row, **bytes_of(model, cache, begin, context)}
 
 
-def cache_reference(cell: Cell, *, plan: CachesPlan, logits: str) -> dict[str, Any]:
-    """Measure the full cache's quality, write its logits into the file `logits`, and return its greedy text, too."""
-    model, tokenizer, ids = _opened(cell, plan)
-    kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=True)
-    nll, before = 0.0, forwards_by_runner(model)
-    cache, sizes = model.new_cache(rows=1, length=len(ids) - 1), list[CacheSize]()
-    with closing(next_logits(model, ids, prompt_len=plan["prompt_len"], cache=cache)) as steps:
-        scored = _noting_size(model, cache, steps, len(ids) - 1, sizes)
-        for place, (scores, token) in enumerate(zip(scored, ids[plan["prompt_len"] :], strict=True)):
-            kept[place] = scores
-            nll -= float(log_probabilities(scores)[token])
-    nll /= len(kept)
-    path = path_of(model, fast=forwards_by_runner(model) - before, all=len(kept))
-    texts, margins, size = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
-    quality: CacheQuality = {
-        "path": path,
-        "bytes": [size, *sizes, *cache_sizes(model, plan["needle_lengths"])],
-        "tokens": len(kept),
-        "mean_kl": 0.0,
-        "top1_agreement": 1.0,
-        "reference_nll": nll,
-        "nll": nll,
-        "greedy_tokens": len(texts),
-        "parting": None,
-        "needles": _recalled(model, tokenizer, plan),
-    }
-    return {"quality": quality, "greedy": {"ids": texts, "margins": margins}}
+def _saves(model: Transformer, cache: Cache) -> bool:
+    """Return whether a kind predicts fewer bytes for a very long text than the full cache."""
+    predicted = cache.predicted_bytes(prompts=[LONG], ends=[LONG], reserved=(0, 0), itemsize=model.dtype.itemsize)
+    return predicted < full_bytes(model, LONG)
 
 
-def cache_quality(cell: Cell, *, plan: CachesPlan, logits: str, greedy_text: dict[str, Any]) -> dict[str, Any]:
-    """Compare the cell's kind with the full cache, whose logits stand in a file, on the same text."""
-    model, tokenizer, ids = _opened(cell, plan)
-    kept = _logits_file(Path(logits), len(ids) - plan["prompt_len"], model, new=False)
-    ours, before = (log_probabilities(scores) for scores in kept), forwards_by_runner(model)
-    cache, sizes = model.new_cache(rows=1, length=len(ids) - 1), list[CacheSize]()
-    with closing(expected(model, ids, prompt_len=plan["prompt_len"], cache=cache)) as steps:
-        theirs = (logprobs.cpu() for logprobs in _noting_size(model, cache, steps, len(ids) - 1, sizes))
-        found = compared(ours, theirs, ids, prompt_len=plan["prompt_len"])
-    path = path_of(model, fast=forwards_by_runner(model) - before, all=found.tokens)
-    text, _, size = greedy(model, ids[: plan["prompt_len"]], plan["greedy_tokens"])
-    quality: CacheQuality = {
-        "path": path,
-        "bytes": [size, *sizes, *cache_sizes(model, plan["needle_lengths"])],
-        "tokens": found.tokens,
-        "mean_kl": found.mean_kl,
-        "top1_agreement": found.top1_agreement,
-        "reference_nll": found.reference_nll,
-        "nll": found.other_nll,
-        "greedy_tokens": len(text),
-        "parting": parting(greedy_text["ids"], text, greedy_text["margins"]),
-        "needles": _recalled(model, tokenizer, plan),
-    }
-    if not math.isfinite(quality["mean_kl"] + quality["nll"]):
-        raise ValueError(f"kv_cache={cell.kv_cache}: the model gives what the text says a probability of 0, or none")
-    return {"quality": quality}
+def full_bytes(model: Transformer, length: int) -> int:
+    """Return the bytes of all keys and values of one row as they come."""
+    own, itemsize = model.share, model.dtype.itemsize
+    return len(model.blocks) * kv_bytes(1, own.n_kv_heads, own.head_dim, positions=length, itemsize=itemsize)
 
 
-def _opened(cell: Cell, plan: CachesPlan) -> tuple[Transformer, TextCodec, list[int]]:
-    """Return the model with the cell's kind, its tokenizer, and the ids of the text."""
-    source = find_model(cell)
-    last = plan["prompt_len"] + plan["tokens"]
-    scored = cell.but(input_len=plan["prompt_len"], output_len=plan["tokens"])
-    check_memory(scored, source.args, source.device, held=0, stored=source.stored)
-    model = source.build()
-    return model, source.tokenizer, encode_prompt(source.tokenizer, read_text())[:last]
-
-
-def _logits_file(path: Path, tokens: int, model: Transformer, *, new: bool) -> Tensor:
-    """Return the tensor in a file, (tokens, vocab), in the dtype of the model's logits; what is written stays there."""
-    dtype = torch.promote_types(model.norm.weight.dtype, torch.float32)
-    size = tokens * model.args.vocab_size
-    held = torch.from_file(str(path), shared=new, size=size, dtype=dtype, device="cpu")
-    return held.view(tokens, model.args.vocab_size)
+def is_quantized(cache: Cache, itemsize: int) -> bool:
+    """Return whether a filled cache stores keys and values in fewer bits than the model's numbers."""
+    return any(
+        layer.position_bytes(itemsize) < KVCache.position_bytes(layer, itemsize)
+        and any(held.dtype.itemsize < itemsize for held in layer.held().values())
+        for layer in cache.layers
+    )
 
 
 @torch.inference_mode()
-def greedy(model: Transformer, prompt: Sequence[int], count: int) -> tuple[list[int], list[float], CacheSize]:
-    """Return the `count` most likely ids behind a prompt, the gap of each to the runner-up, and the bytes then."""
-    ids, gaps = [], []
-    fed, start = torch.tensor([list(prompt)], device=model.device), 0
-    cache = model.new_cache(rows=1, length=len(prompt) + count - 1)
-    for _ in range(count):
-        top = model(fed, start, cache=cache, logits="last")[0, -1].topk(2)
-        ids.append(int(top.indices[0]))
-        gaps.append(float(top.values[0] - top.values[1]))
-        fed, start = top.indices[None, :1], start + fed.shape[1]
-    return ids, gaps, cache_size(model, cache, start)
+def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
+    """Compare what the model expects and writes at the end of a text of plan["length"] tokens, and find needles.
+
+    A prompt in one pass precedes the scored tokens, so kinds that compress at the end of a prompt have done so. All
+    figures of a row belong to one length; the kind is judged there only if it has dropped or compressed something.
+    """
+    source = find_model(cell)
+    length, scored, greedy = plan["length"], plan["tokens"], plan["greedy_tokens"]
+    uncached = cell.but(input_len=length - 1, output_len=1, kv_caching=False, logits="all")
+    check_memory(uncached, source.args, source.device, held=0, stored=source.stored)
+    model, text = source.build(), encode_prompt(source.tokenizer, read_text())
+    ids = text[:length]
+    prompt_len, reference = length - scored, _reference(model, ids[:-1], scored)
+    cache, seconds, before = model.new_cache(rows=1, length=length - 1), list[float](), forwards_by_runner(model)
+    with closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as steps:
+        ours, theirs = (map(log_probabilities, logits) for logits in (reference.cpu(), _timed(steps, seconds)))
+        found = compared(ours, theirs, ids, prompt_len=prompt_len)
+    path = path_of(model, fast=forwards_by_runner(model) - before, all=scored)
+    row: Row = {"figures": "quality", "context": length, "path": path, "step_seconds": seconds[1:][-STEPS:]}
+    row |= {"tokens": found.tokens, "mean_kl": found.mean_kl, "top1_agreement": found.top1_agreement}
+    row["nll"] = found.other_nll
+    if not math.isfinite(row["mean_kl"] + row["nll"]):
+        raise ValueError(f"kv_cache={cell.kv_cache}: the model gives tokens of the text a probability of 0, or NaN")
+    row |= {**_size(model, cache, prompt_len, length - 1), **greedy_divergence(model, ids[: length - greedy], greedy)}
+    return {"rows": [row, *_needle_rows(model, source, plan, text)]}
 
 
-def parting(full: Sequence[int], kind: Sequence[int], margins: Sequence[float]) -> Parting | None:
-    """Return the first token at which two texts differ, None where none does; `margins` are those of `full`."""
-    for token, (full_id, kind_id, margin) in enumerate(zip(full, kind, margins, strict=True)):
-        if full_id != kind_id:
-            return {"token": token, "full_id": full_id, "kind_id": kind_id, "margin": margin}
-    return None
+def _reference(model: Transformer, ids: Sequence[int], scored: int) -> Tensor:
+    """Return the logits of the last `scored` positions, (scored, vocab), without a cache, in one pass."""
+    logits: Tensor = model.with_kv_caching(False)(torch.tensor([ids], device=model.device))[0, -scored:]
+    return logits.clone()  # not a view, so that those of the other positions are freed
 
 
-def _noting_size(
-    model: Transformer, cache: Cache, steps: Iterable[Tensor], length: int, sizes: list[CacheSize]
-) -> Iterator[Tensor]:
-    """Yield what `steps` yields; then add to `sizes` what the cache holds, which was fed `length` tokens."""
-    yield from steps
-    sizes.append(cache_size(model, cache, length))
+def _timed(steps: Iterator[Tensor], seconds: list[float]) -> Iterator[Tensor]:
+    """Yield what `steps` yields on the host, and append how long each took."""
+    started = time.perf_counter()
+    for one in steps:
+        host = one.cpu()
+        seconds.append(time.perf_counter() - started)
+        yield host
+        started = time.perf_counter()
 
 
-def _recalled(model: Transformer, tokenizer: TextCodec, plan: CachesPlan) -> list[NeedleRecall]:
+def _size(model: Transformer, cache: Cache, prompt: int, fed: int) -> Row:
+    """Return the bytes of a cache, and whether it has dropped or compressed something of what was fed."""
+    judged = all(layer.lossless for layer in cache.layers) or not _saves(model, cache)
+    return {**bytes_of(model, cache, prompt, fed), "judged": judged or cache.nbytes < full_bytes(model, fed)}
+
+
+def greedy_divergence(model: Transformer, prompt: Sequence[int], count: int) -> Row:
+    """Write greedily through the model's kind of cache, and return the first token that the model without one changes.
+
+    Up to there both texts are the same, so one pass without a cache over the text finds it.
+    """
+    ids, _ = model.with_kv_caching(True).generate_tokens([list(prompt)], count, temperature=0.0)
+    written = ids[0]
+    row: Row = {"greedy_tokens": len(written), "divergence_token": None}
+    top = _reference(model, [*prompt, *written[:-1]], count).topk(2)
+    for token, (best, _) in enumerate(top.indices.tolist()):
+        if best != written[token]:
+            values = top.values[token].tolist()
+            row |= {"divergence_token": token, "uncached_id": best, "cached_id": written[token]}
+            row["margin"] = values[0] - values[1]
+            break
+    return row
+
+
+def _needle_rows(model: Transformer, source: Source, plan: dict[str, Any], text: Sequence[int]) -> list[Row]:
+    """Return a row for the needles of each length, with the bytes of a prompt of that length."""
     lengths, seeds = plan["needle_lengths"], range(plan["needle_seeds"])
     found: dict[int, list[bool]] = {length: [] for length in lengths}
-    for one in needles(model, tokenizer, read_text(), lengths=lengths, seeds=seeds):
+    for one in needles(model, source.tokenizer, read_text(), lengths=lengths, seeds=seeds):
         found[one.length].append(one.found)
-    return [{"length": length, "tries": len(those), "found": sum(those)} for length, those in found.items() if those]
+    rows: list[Row] = []
+    for length, those in found.items():
+        cache = filled_cache(model, length, text, reserved=length)
+        row: Row = {"figures": "needle", "context": length, "tries": len(those), "found": sum(those)}
+        rows.append({**row, **_size(model, cache, length, length)})
+    return rows

@@ -1,8 +1,8 @@
-"""A conversation replayed by its ids, with the cache kept, made anew and off; prompts that share their beginning.
+"""A conversation replayed by its ids, with the cache kept, rebuilt and off; and prompts that begin alike.
 
-Each function but `turns_of` is a job of `llama.bench.run.worker`. Every turn is fed up to where its answer begins, and
-the time to the first token is taken; the answer that stands in the text is then fed without a clock, so that all ways
-and engines do the same work.
+Each public function except `turns_of` and `shared_prompts` is a job of `llama.bench.run.worker`. Every turn is fed up
+to its answer, and the time to the first token is measured. The answer of the text is then fed without a clock, so that
+all ways and engines do the same work.
 """
 
 import time
@@ -25,9 +25,9 @@ from llama.bench.run.engines import (
     forwards_by_runner,
     path_of,
 )
-from llama.bench.run.models import find_model
-from llama.bench.run.opening import open_engine
-from llama.bench.schema import ChatPlan, OnDisk, Way, WayName
+from llama.bench.run.models import find_model, open_engine
+from llama.bench.run.validity import check
+from llama.bench.schema import Row
 from llama.bench.texts import read_dialog, read_text
 from llama.host.cores import OtherLoad
 from llama.request import Options
@@ -36,9 +36,12 @@ from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat
 from llama.tokenizer.transcript import Transcript
 
+# Names of checks.
+FED, FROM_DISK = "the tokens fed are those expected", "a session from disk goes on alike"
+
 
 class Turn(NamedTuple):
-    """A turn of a conversation: `history` tokens, then what is new, up to the answer; and the text with the answer."""
+    """A turn of a conversation: `history` tokens, the prompt up to the answer, and the text with the answer."""
 
     history: int
     prompt: list[int]
@@ -46,7 +49,7 @@ class Turn(NamedTuple):
 
 
 def turns_of(tokenizer: Tokenizer, dialog: Sequence[Mapping[str, str]]) -> list[Turn]:
-    """Return the turns of a dialog in the tokenizer's chat format, or as plain text where it has none."""
+    """Return the turns of a dialog in the tokenizer's chat format, or as plain text if it has none."""
     ask = _asking(tokenizer)
     turns, whole = list[Turn](), list[int]()
     for question, answer in zip(dialog[::2], dialog[1::2], strict=True):
@@ -57,10 +60,10 @@ def turns_of(tokenizer: Tokenizer, dialog: Sequence[Mapping[str, str]]) -> list[
 
 
 def _asking(tokenizer: Tokenizer) -> Callable[[list[int], str], tuple[int, list[int]]]:
-    """Return what adds a question to a text: how much of the text stays, and the ids up to where the answer begins."""
+    """Return a function that adds a question to a text and returns how much of it stays, and the ids of the prompt."""
     try:
         format, talk = ChatFormat(tokenizer), Transcript()
-    except ValueError:  # then a conversation is a text like any other
+    except ValueError:  # then the conversation is plain text
         opening = encode_prompt(tokenizer, "A conversation.")
         encode = partial(tokenizer.encode, bos=False, eos=False)
         return lambda whole, text: (len(whole), [*(whole or opening), *encode(f"\n\nUser: {text}\n\nAssistant: ")])
@@ -73,46 +76,59 @@ def _asking(tokenizer: Tokenizer) -> Callable[[list[int], str], tuple[int, list[
     return ask
 
 
-def measure_conversation(cell: Cell, *, plan: ChatPlan) -> dict[str, Any]:
-    """Replay the conversation, with the cache kept and made anew each turn; or, as the cell says, without it."""
+def measure_conversation(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
+    """Replay the conversation with the cache kept, and rebuilt in each turn; or without it, if the cell says so."""
     turns = turns_of(find_model(cell).tokenizer, read_dialog())[: len(plan["turns"])]
     engine = open_engine(cell).engine
     watch = _Watch(engine)
     _replay(engine, turns[:2], "kept" if cell.kv_caching else "off")  # warms up; with the first turn's shapes, too
     watch.begin()
-    ways, disk = list[Way](), None
-    for name in ("anew", "kept") if cell.kv_caching else ("off",):  # the kept one last: its text goes on to disk
-        way, conversation = _replay(engine, turns, name)
-        ways.append(way)
-        if name == "kept" and isinstance(conversation, SessionConversation):
+    rows, disk = list[Row](), list[Row]()
+    for way in ("rebuilt", "kept") if cell.kv_caching else ("off",):  # the kept one last: its text goes on to disk
+        seen, conversation = _replay(engine, turns, way)
+        rows = seen + rows
+        if way == "kept" and isinstance(conversation, SessionConversation):
             disk = _on_disk(conversation, turns[0])
         conversation.close()
-    return {"ways": ways[::-1], "disk": disk, **watch.end()}
+    return {"rows": [*watch.end(), *rows, _fed_check(rows), *disk]}
 
 
-def _replay(engine: Engine, turns: list[Turn], name: WayName) -> tuple[Way, Conversation]:
-    """Go through the turns in one way; return what was seen, and the text at its end."""
-    way: Way = {"name": name, "seconds": [], "fed": [], "asked": [], "cache_bytes": [], "ids": []}
-    begin = partial(engine.conversation, len(turns[-1].whole), kv_caching=name != "off")
+def _replay(engine: Engine, turns: list[Turn], way: str) -> tuple[list[Row], Conversation]:
+    """Go through the turns in one way; return a row for each, and the text at its end."""
+    rows: list[Row] = []
+    begin = partial(engine.conversation, len(turns[-1].whole), kv_caching=way != "off")
     conversation = begin()
     for place, turn in enumerate(turns):
-        if name != "kept" and place > 0:
+        if way != "kept" and place > 0:
             conversation.close()
             conversation = begin()
         fed, started = conversation.fed, time.perf_counter()
         first = conversation.feed(turn.prompt)
-        way["seconds"].append([time.perf_counter() - started])
-        way["fed"].append(conversation.fed - fed)
-        way["asked"].append(len(turn.prompt) - (turn.history if name == "kept" and place > 0 else 0))
-        way["cache_bytes"].append(conversation.cache_bytes)
-        way["ids"].append([first])
-        if name == "kept":
+        row: Row = {"figures": "turn", "way": way, "turn": place, "ids": [[first]]}
+        row["first_token_seconds"] = [time.perf_counter() - started]
+        row |= {"history": turn.history, "new": len(turn.prompt) - turn.history, "tokens_fed": conversation.fed - fed}
+        row["tokens_expected"] = row["new"] if way == "kept" and place > 0 else len(turn.prompt)
+        rows.append({**row, "cache_bytes": conversation.cache_bytes})
+        if way == "kept":
             conversation.feed(turn.whole)
-    return way, conversation
+    return rows, conversation
 
 
-def _on_disk(conversation: SessionConversation, more: Turn) -> OnDisk:
-    """Save the session, load it, feed its text anew, and see whether what was loaded goes on alike, with more text."""
+def _fed_check(rows: list[Row]) -> Row:
+    """Return the check that every way fed the tokens that it should feed."""
+    ways = dict.fromkeys(row["way"] for row in rows)
+    fed, expected = (
+        {way: sum(row[column] for row in rows if row["way"] == way) for way in ways}
+        for column in ("tokens_fed", "tokens_expected")
+    )
+    wrong = [row["way"] for row in rows if row["tokens_fed"] != row["tokens_expected"]]
+    words = ", ".join(f"{way} {tokens:,} tokens" for way, tokens in fed.items())
+    words += "".join(f"; {way} should have fed {expected[way]:,}" for way in dict.fromkeys(wrong))
+    return check(FED, not wrong, words)
+
+
+def _on_disk(conversation: SessionConversation, more: Turn) -> list[Row]:
+    """Save the session, load it, and feed its text again; check that the loaded one continues like the saved one."""
     session = conversation.session
     model, tokenizer, ids = session.model, session.tokenizer, list(session.tokens)
     with TemporaryDirectory(prefix="llama-kv-") as folder:
@@ -120,27 +136,22 @@ def _on_disk(conversation: SessionConversation, more: Turn) -> OnDisk:
         saving, _ = _timed(partial(session.save, path))
         loading, loaded = _timed(partial(model.load_session, path, tokenizer))
         size = path.stat().st_size
-    anew = model.session(tokenizer)
-    feeding, _ = _timed(partial(anew.feed, ids))
-    anew.drop()
+    again = model.session(tokenizer)
+    feeding, _ = _timed(partial(again.feed, ids))
+    again.drop()
     for one in (session, loaded):
         one.append(more.prompt[more.history :])
     assert session.logits is not None
     assert loaded.logits is not None
-    alike = torch.equal(session.logits, loaded.logits)
+    same = torch.equal(session.logits, loaded.logits)
     loaded.drop()
-    return {
-        "tokens": len(ids),
-        "file_bytes": size,
-        "save_seconds": [saving],
-        "load_seconds": [loading],
-        "feed_seconds": [feeding],
-        "alike": alike,
-    }
+    row: Row = {"figures": "disk", "tokens": len(ids), "file_bytes": size, "same_logits": same}
+    row |= {"save_seconds": [saving], "load_seconds": [loading], "feed_seconds": [feeding]}
+    return [row, check(FROM_DISK, same, "the next logits, bit by bit")]
 
 
-def measure_prompts(cell: Cell, *, plan: ChatPlan) -> dict[str, Any]:
-    """Feed many prompts that begin alike, their beginning once for all of them and in every row."""
+def measure_prompts(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
+    """Feed many prompts that begin alike, with their common beginning fed once, and fed in every row."""
     engine = open_engine(cell).engine
     assert isinstance(engine, LlamaEngine)
     prompts = shared_prompts(engine.tokenizer, plan)
@@ -148,21 +159,21 @@ def measure_prompts(cell: Cell, *, plan: ChatPlan) -> dict[str, Any]:
     for share in (True, False):
         _first_tokens(engine, [prompt[-plan["own"] - 1 :] for prompt in prompts[:2]], share=share)  # warms up
     watch.begin()
-    ways = [_first_tokens(engine, prompts, share=share) for share in (True, False)]
-    length = plan["shared"] + plan["own"]
-    for way, asked in zip(ways, (plan["shared"] + plan["rows"] * plan["own"], plan["rows"] * length), strict=True):
-        way["asked"] = [asked]
-    return {"ways": ways, "disk": None, **watch.end()}
+    rows = [_first_tokens(engine, prompts, share=share) for share in (True, False)]
+    shared, each = plan["shared"], plan["rows"] * plan["own"]
+    for row, expected in zip(rows, (shared + each, plan["rows"] * shared + each), strict=True):
+        row["tokens_expected"] = expected
+    return {"rows": [*watch.end(), *rows, _fed_check(rows)]}
 
 
-def shared_prompts(tokenizer: TextCodec, plan: ChatPlan) -> list[list[int]]:
-    """Return rows of ids that begin with the same text and go on with passages of their own."""
+def shared_prompts(tokenizer: TextCodec, plan: dict[str, Any]) -> list[list[int]]:
+    """Return rows of ids that begin with the same text and continue with different passages."""
     ids = encode_prompt(tokenizer, read_text())
     begins = (plan["shared"] + row * plan["own"] for row in range(plan["rows"]))
     return [[*ids[: plan["shared"]], *ids[begin : begin + plan["own"]]] for begin in begins]
 
 
-def _first_tokens(engine: LlamaEngine, prompts: list[list[int]], *, share: bool) -> Way:
+def _first_tokens(engine: LlamaEngine, prompts: list[list[int]], *, share: bool) -> Row:
     model, fed, held = engine.model, list[int](), list[int]()
 
     def look(_: object, given: tuple[Any, ...], named: dict[str, Any], __: Tensor) -> None:
@@ -176,9 +187,8 @@ def _first_tokens(engine: LlamaEngine, prompts: list[list[int]], *, share: bool)
         seconds, (ids, _) = _timed(partial(model.generate_tokens, prompts, 1, **options))
     finally:
         hook.remove()
-    name: WayName = "shared" if share else "not shared"
-    return {"name": name, "seconds": [[seconds]], "fed": [sum(fed)], "asked": [], "cache_bytes": [max(held)],
-            "ids": [[row[0] for row in ids]]}  # fmt: skip
+    row: Row = {"figures": "prompts", "way": "shared" if share else "not shared", "ids": [[row[0] for row in ids]]}
+    return {**row, "first_token_seconds": [seconds], "tokens_fed": sum(fed), "cache_bytes": max(held)}
 
 
 def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
@@ -188,7 +198,7 @@ def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class _Watch:
-    """What executed the forwards of an engine, and how busy others were meanwhile."""
+    """Observes what executes the forwards of an engine, and how busy others are meanwhile."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._others, self._all = engine, OtherLoad(), 0
@@ -199,11 +209,12 @@ class _Watch:
         self._all, self._fast = 0, self._by_runner()
         self._others.start()
 
-    def end(self) -> dict[str, Any]:
+    def end(self) -> list[Row]:
+        """Return the row of the cell."""
         load, path = self._others.stop(), self._engine.path
         if isinstance(self._engine, LlamaEngine):
             path = path_of(self._engine.model, fast=self._by_runner() - self._fast, all=self._all)
-        return {"other_load_cores": [load], "path": path}
+        return [{"figures": "cell", "error": None, "notes": [], "path": path, "other_load_cores": [load]}]
 
     def _by_runner(self) -> int:
         return forwards_by_runner(self._engine.model) if isinstance(self._engine, LlamaEngine) else 0

@@ -1,7 +1,4 @@
-"""What a benchmark needs of an engine, and our own engine behind it.
-
-An engine runs prompts greedily to a fixed length and tells what it was seen doing.
-"""
+"""The benchmark's protocol of an engine, and our own engine: greedy runs of a fixed length, and what was observed."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,20 +17,18 @@ from llama.request import Options, common_beginning
 from llama.streaming import TextCodec, encode_prompt
 
 GREEDY: Options = {"temperature": 0.0}
-SCORED = 64  # positions whose logits are there at a time, where those of all are asked for
+SCORED = 64  # positions whose logits are computed at a time, if those of all are needed
 
 
 @dataclass
 class Run:
-    """One run, as it was seen from outside. Times are those of `time.perf_counter`.
+    """One run, as it was observed from outside; None means that the engine does not show it.
 
-    started: when the engine was called. token_times: when each token of all rows was on the host, or, where a GPU runs
-    ahead of it, on the device.
-    fed: (rows, tokens a row) of every forward. cache_bytes, cache_length: what the cache held at the last forward, and
-    for how many positions there was room. logits_bytes: the most that a forward returned. greedy: whether every token
-    that was fed back was the most likely one, which only warm-ups look at. path: what executed the forwards;
-    fast_forwards: how many of them the fast step did, and fast_wanted: how many it should have. None: the engine does
-    not show it.
+    started, token_times: of `time.perf_counter`, when the engine was called, and when each token of all rows was on the
+    host, or on a device that runs ahead of the host. fed: (rows, tokens a row) of every forward. cache_bytes,
+    cache_length: at the last forward, and the capacity. logits_bytes: the most that a forward returned. greedy: whether
+    every token that was fed back was the most likely one, for warm-ups alone. path: what executed the forwards.
+    fast_forwards, fast_wanted: how many forwards the fast step did, and should have done.
     """
 
     started: float = 0.0
@@ -50,10 +45,7 @@ class Run:
 
 
 class Engine(Protocol):
-    """What is measured. `args` and `weights_bytes` are None where the engine does not tell.
-
-    `path` names what executes a forward, where a run does not show it.
-    """
+    """What is measured. `args` is None for GPT-2. `path` names what executes a forward, if a run does not show it."""
 
     path: str
     args: ModelArgs | None
@@ -64,14 +56,14 @@ class Engine(Protocol):
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
     ) -> Run:
-        """Continue every prompt by `output_len` tokens, the most likely ones, without looking at any end-of-text.
+        """Continue every prompt by its `output_len` most likely tokens, past any end-of-text.
 
-        With `steps`, stop after so many forwards, with room taken for all: what a warm-up needs.
+        With `steps`, stop after so many forwards, with memory reserved for all: a warm-up.
         """
         ...
 
     def conversation(self, length: int, *, kv_caching: bool) -> "Conversation":
-        """Return an empty text that may grow to `length` tokens, whose cache the engine keeps between calls."""
+        """Return an empty text of up to `length` tokens, whose cache the engine keeps between calls."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -79,38 +71,38 @@ class Engine(Protocol):
 
 
 class Conversation(Protocol):
-    """A text of one row that grows, and its cache. `fed`: how many tokens were seen going through the model for it."""
+    """A text of one row that grows, and its cache. `fed`: how many tokens went through the model for it."""
 
     fed: int
 
     @property
     def cache_bytes(self) -> int | None:
-        """The bytes that its cache holds; None where the engine does not tell."""
+        """The bytes of its cache; None if the engine does not show them."""
         ...
 
     def feed(self, ids: list[int]) -> int:
-        """Let this be the text, feed what the cache does not hold of it, and return the most likely next id."""
+        """Make `ids` the text, feed what the cache lacks of it, and return the most likely next id."""
         ...
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         ...
 
 
-def held_of(held: Sequence[int], ids: Sequence[int]) -> int:
-    """Return how many ids of a text need no feeding where a cache holds `held`: never the last, which makes logits."""
-    return min(common_beginning(held, ids), len(ids) - 1)
+def cached_prefix(cached: Sequence[int], ids: Sequence[int]) -> int:
+    """Return how many ids of a text are cached: never the last one, which makes the logits."""
+    return min(common_beginning(cached, ids), len(ids) - 1)
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights; two that share their memory count once."""
+    """Return the bytes of a model's weights; weights that share their memory count once."""
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     return sum(storages.values())
 
 
 @contextmanager
 def hooked(model: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
-    """Let `before` see, or change, what every forward of a model is given, and `after` what it returns."""
+    """Hook `before` and `after` into every forward of a model."""
     hooks = [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
     try:
         yield
@@ -125,7 +117,7 @@ def forwards_by_runner(model: Transformer) -> int:
 
 
 def path_of(model: Transformer, *, fast: int, all: int) -> str:
-    """Return what executed so many forwards of a model, of which its runner did `fast`."""
+    """Return what executed so many forwards of a model, `fast` of them by its runner."""
     plain, step = str(model.ops), model.runner
     names = [step.name] if step is not None and fast else []
     names += [plain] if fast < all or not names else []
@@ -133,7 +125,7 @@ def path_of(model: Transformer, *, fast: int, all: int) -> str:
 
 
 def ask_cache(run: Run, cache: Cache | None) -> None:
-    """Note what a cache holds; None: it is off."""
+    """Record the bytes and the capacity of a cache; None: it is off."""
     run.cache_bytes = 0 if cache is None else cache.nbytes
     run.cache_length = None if cache is None else cache.layers[0].slots
 
@@ -143,7 +135,7 @@ class LlamaEngine:
 
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
         self.model, self.tokenizer, self.logits = model, tokenizer, logits
-        self.path = self._path(fast=0, all=0)
+        self.path = path_of(model, fast=0, all=0)
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
         self.weights_bytes: int | None = weights_bytes(model)
@@ -165,33 +157,29 @@ class LlamaEngine:
         run.fast_forwards = forwards_by_runner(self.model) - forwards_before
         left = 0 if self.model.runner is None or self.model.runner.takes_prompts else 1  # the prompt
         run.fast_wanted = len(run.fed or ()) - left
-        run.path = self._path(fast=run.fast_forwards, all=run.fast_wanted)
+        run.path = path_of(self.model, fast=run.fast_forwards, all=run.fast_wanted)
         return run
 
     @torch.inference_mode()
     def most_likely(self, ids: Sequence[int]) -> tuple[list[int], str]:
-        """Return the most likely token behind every position of a text, and what executed the forwards."""
+        """Return the most likely token after every position of a text, and what executed the forwards."""
         found: list[int] = []
         before, parts = forwards_by_runner(self.model), range(0, len(ids), SCORED)
         cached, cache = self.model.with_kv_caching(True), self.model.new_cache(rows=1, length=len(ids))
         for start in parts:
             fed = torch.tensor([ids[start : start + SCORED]], device=self.model.device)
             found += cached(fed, start, cache=cache)[0].argmax(-1).tolist()
-        return found, self._path(fast=forwards_by_runner(self.model) - before, all=len(parts))
+        return found, path_of(self.model, fast=forwards_by_runner(self.model) - before, all=len(parts))
 
     def conversation(self, length: int, *, kv_caching: bool) -> "SessionConversation":
         return SessionConversation(self.model, self.tokenizer, kv_caching=kv_caching)
 
-    def _path(self, *, fast: int, all: int) -> str:
-        """Return what executed so many forwards, of which the fast step did some: by what it counted, not by intent."""
-        return path_of(self.model, fast=fast, all=all)
-
     @contextmanager
     def _watched(self, run: Run, times: list[float], *, last: int, steps: int | None) -> Iterator[None]:
-        """Note when a forward begins, what it is fed and returns; ask the cache once, at the last; stop after `steps`.
+        """Record when a forward begins, what it is fed and returns, and the cache at the last one; stop after `steps`.
 
-        A forward begins once the tokens of the step before are on the host. The cache is that of the prompt's forward;
-        it is not freed before the generation has returned, so that no clock sees that.
+        A forward begins once the tokens of the step before are on the host. The cache is freed after the generation has
+        returned, outside the time.
         """
         likeliest: list[Tensor] = []
         cache: Cache | None = None
@@ -212,12 +200,12 @@ class LlamaEngine:
             run.logits_bytes = max(run.logits_bytes or 0, logits.untyped_storage().nbytes())
             if len(run.fed) == last:
                 ask_cache(run, cache)
-            if steps is not None:  # only in a warm-up: it takes time
+            if steps is not None:  # only in a warm-up, because it takes time
                 if likeliest:
                     same = torch.equal(likeliest.pop(), given[0][:, -1])
                     run.greedy = same and run.greedy is not False
                 likeliest.append(logits[:, -1].argmax(-1))
-            return logits[:, -1:]  # a view: all of them live until the next step's are there
+            return logits[:, -1:]  # a view, which keeps all of them until the next step
 
         def ahead(rows: int, width: int) -> None:
             clock.note()
@@ -229,7 +217,7 @@ class LlamaEngine:
                 ask_cache(run, cache)
 
         before.only_looks = after.only_looks = True  # type: ignore[attr-defined]
-        if step is not None and self.logits == "last":  # who wants all logits has to have the loop ask for them
+        if step is not None and self.logits == "last":  # all logits need the plain loop
             step.watch = ahead
         try:
             with hooked(self.model, before, after):
@@ -270,7 +258,7 @@ class SessionConversation:
 
 
 class DeviceClock:
-    """When a device that runs ahead of the host came to each of some points: noted there, read once all is done."""
+    """The times at which a device that runs ahead of the host reached some points, read at the end."""
 
     def __init__(self, device: torch.device, times: list[float]) -> None:
         self._device, self._times = device, times
@@ -278,7 +266,7 @@ class DeviceClock:
         self._events: list[torch.cuda.Event] = []
 
     def note(self) -> None:
-        """Append the time at which the device comes here, for now that of the host."""
+        """Append the time at which the device comes here; until `settle`, that of the host."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
@@ -287,7 +275,7 @@ class DeviceClock:
         self._times.append(time.perf_counter())
 
     def settle(self) -> None:
-        """Put the device's times in their places. It had nothing to do at the first of them, so there both agree."""
+        """Replace the host's times by the device's. It was idle at the first of them, so there both agree."""
         if self._events:
             torch.cuda.synchronize(self._device)
         for index, event in enumerate(self._events):

@@ -1,7 +1,7 @@
-"""Starts a process for each measurement and waits for it; see `llama.bench.run.worker` for what it does.
+"""Starts a process for each job of `llama.bench.run.worker` and waits for it.
 
-Under torchrun rank 0 decides what is measured, and tells the others of each job; the processes that all of them start
-for it then share the model. Knows processes and files of JSON, not what is in them.
+Under torchrun rank 0 decides what is measured and sends each job to the other ranks; the processes that all of them
+start for it share the model.
 """
 
 import json
@@ -26,46 +26,46 @@ _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
 
 class JobDied(RuntimeError):
-    """The process ended without a result; the message says how, and its last words."""
+    """The process ended without a result; the message says how, with its last line of output."""
 
 
 class Followers:
-    """The other ranks of a torchrun, which do as rank 0 does; there are none without torchrun."""
+    """The other ranks of a torchrun; without torchrun there are none."""
 
     def __init__(self) -> None:
         self._timeout = default_timeout()
         self._store = job_store(self._timeout) if world_size() > 1 else None
-        self._told = 0
+        self._sent = 0
 
-    def tell(self, job: dict[str, Any]) -> str:
-        """Let all of them start the same job, and return its number."""
-        self._told += 1
+    def send(self, job: dict[str, Any]) -> str:
+        """Send a job to all of them, and return its number."""
+        self._sent += 1
         if self._store is not None:
-            self._store.set(f"bench/{self._told}", json.dumps(job))
-        return str(self._told)
+            self._store.set(f"bench/{self._sent}", json.dumps(job))
+        return str(self._sent)
 
     def follow(self) -> int:
-        """On another rank: do what rank 0 tells until it has no more, and return the exit code."""
+        """On another rank: do the jobs of rank 0 until there are no more, and return the exit code."""
         assert self._store is not None
         while True:
-            self._told += 1
-            key = f"bench/{self._told}"
+            self._sent += 1
+            key = f"bench/{self._sent}"
             while not self._store.check([key]):
                 time.sleep(0.05)
             job = json.loads(self._store.get(key))
             if not job:
                 return 0
             try:
-                _run(job, str(self._told), waiting=lambda: None)
+                _run(job, str(self._sent), waiting=lambda: None)
             except (ValueError, JobDied) as error:
                 console.say(f"rank {world_rank()}: {error}")
             self._store.set(f"{key}/{world_rank()}", "")
 
     def wait(self) -> None:
-        """Wait until all of them have ended the job that they were told last."""
+        """Wait until all of them have ended the last job."""
         if self._store is None:
             return
-        keys = [f"bench/{self._told}/{rank}" for rank in range(1, world_size())]
+        keys = [f"bench/{self._sent}/{rank}" for rank in range(1, world_size())]
         until = time.monotonic() + self._timeout
         while not self._store.check(keys):
             if time.monotonic() > until:
@@ -73,8 +73,8 @@ class Followers:
             time.sleep(0.05)
 
     def dismiss(self) -> None:
-        """Tell them that there is nothing more to do."""
-        self.tell({})
+        """End the loop of `follow` on all of them."""
+        self.send({})
 
 
 @cache
@@ -82,16 +82,16 @@ def followers() -> Followers:
     return Followers()
 
 
-def run_job(kind: str, cell: Cell, *, waiting: Callable[[], None] = lambda: None, **job: Any) -> dict[str, Any]:
+def run_job(kind: str, cell: Cell, *, waiting: Callable[[], None] = lambda: None, **options: Any) -> dict[str, Any]:
     """Do one job in a process of its own and return its result; `waiting` is called twice a second meanwhile.
 
-    Raises ValueError for what the job refused, and JobDied.
+    Raises ValueError with the message of a ValueError of the job, JobDied, and what `waiting` raises.
     """
-    told = {"kind": kind, "cell": cell.as_json(), **job}
-    if kind == "machine":  # needs no model, and is asked of rank 0's machine alone
-        return _run(told, "0", waiting)
+    job = {"kind": kind, "cell": cell.as_json(), **options}
+    if kind == "machine":  # needs no model, and only rank 0 asks for it
+        return _run(job, "0", waiting)
     try:
-        return _run(told, followers().tell(told), waiting)
+        return _run(job, followers().send(job), waiting)
     finally:
         followers().wait()
 
@@ -100,11 +100,11 @@ def _run(job: dict[str, Any], number: str, waiting: Callable[[], None]) -> dict[
     with tempfile.TemporaryDirectory(prefix="llama-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job), "utf-8")
-        # -P: a folder named llama where the user happens to stand is not this package
+        # -P: a folder named llama in the current directory is not this package
         files = [str(folder / "job.json"), str(folder / "result.json")]
         words = [sys.executable, "-P", "-m", "llama.bench.run.worker", *files]
         with (folder / "said").open("w+", errors="replace") as said:
-            # The pipe is never written to: its end tells the process that we are gone, however we went.
+            # Nothing is written into the pipe: the process ends when this end of it is closed.
             process = subprocess.Popen(
                 words, env=_environment(folder, number), stdin=subprocess.PIPE, stdout=said, stderr=said
             )
@@ -114,7 +114,7 @@ def _run(job: dict[str, Any], number: str, waiting: Callable[[], None]) -> dict[
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(timeout=0.5)
             finally:
-                process.kill()  # where waiting was interrupted
+                process.kill()  # if waiting was interrupted
                 process.communicate()
             said.seek(0)
             last_words = said.read()
@@ -128,13 +128,13 @@ def _run(job: dict[str, Any], number: str, waiting: Callable[[], None]) -> dict[
 
 
 def _environment(folder: Path, number: str) -> dict[str, str]:
-    """Return our environment, in which the process finds this very package, and leaves its files in `folder`.
+    """Return the environment of a process that imports this package and leaves its temporary files in `folder`.
 
-    The job's number keeps its ranks from meeting those of another.
+    The number of the job separates its ranks from those of another job.
     """
     paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "TMPDIR": str(folder), "LLAMA_JOB": number}
-    with suppress(RuntimeError):  # or each job would compile anew; a user without a home has no such folder
+    with suppress(RuntimeError):  # or each job compiles again; a user without a home has no such folder
         own["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_dir() / "inductor")
     return {**os.environ, **own}
 

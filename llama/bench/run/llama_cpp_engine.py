@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import SCORED, Run, held_of
+from llama.bench.run.engines import SCORED, Run, cached_prefix
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
 from llama.request import make_request
 from llama.streaming import TextCodec, encode_prompt
 
-# What llama.cpp calls weights in int8 and int4, with their numbers of enum llama_ftype.
+# llama.cpp's names of weights in int8 and int4, with their numbers of enum llama_ftype.
 _GGML_QUANTIZED = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
 _GGML_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # numbers of enum ggml_type
 _UBATCH = 2048  # tokens that are computed at a time; with 512, its default, a prompt of 8 rows took a sixth longer
@@ -30,86 +30,78 @@ _GGML_LOG_ERROR = 4  # of enum ggml_log_level
 
 
 class LlamaCppEngine:
-    """llama.cpp on the CPU, by its C interface: all rows in one batch, and logits only where they are used.
+    """llama.cpp on the CPU: all rows in one batch, and logits only where they are used.
 
-    Its cache is of the weights' dtype, as ours is; beside weights that it has quantized, it is of fp16, its default.
-    What it holds and returns in bytes, it does not tell.
+    Its cache has the dtype of the weights, as ours does; beside quantized weights it has fp16, its default. It does not
+    report the bytes of its cache and its logits.
     """
 
-    max_batch_size = None  # no limit on rows, for the common check of what is asked
+    max_batch_size = None  # no limit of rows, for `make_request`
 
     def __init__(
         self,
-        held: ExitStack,
-        pointer: Any,
+        file: Path,
         args: ModelArgs,
         tokenizer: TextCodec,
         *,
         weights: str | None,
-        cache: torch.dtype,
+        cache: torch.dtype = torch.float16,
+        resources: ExitStack | None = None,
     ) -> None:
-        """Take over llama.cpp's model at `pointer`, and what is to be given back with it.
-
-        `weights` says what they are in where they are quantized.
-        """
-        self.api, self._pointer = check_engine("llama.cpp"), pointer
-        self._finalizer = weakref.finalize(self, held.close)
+        """Load a .gguf file. `weights` names their layout if they are quantized; `resources` are closed at the end."""
+        self.api = check_engine("llama.cpp")
+        _log_errors_only(self.api)
+        self._pointer = _loaded(self.api, file)
+        resources = ExitStack() if resources is None else resources
+        resources.callback(self.api.llama_model_free, self._pointer)
+        self._finalizer = weakref.finalize(self, resources.close)
         self._cache_type = _GGML_TYPES[cache]
         self.path = f"llama.cpp (llama-cpp-python {self.api.__version__})"
         self.path += f", {weights} weights, fp16 cache" if weights else ""
         self.args: ModelArgs | None = args
         self.vocab_size, self.max_seq_len = args.vocab_size, args.max_seq_len
-        self.weights_bytes: int | None = self.api.llama_model_size(pointer)
+        self.weights_bytes: int | None = self.api.llama_model_size(self._pointer)
         self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
     @classmethod
     def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> "LlamaCppEngine":
-        """Return an engine with a copy of the weights, as a .gguf file that is there as long as the engine.
+        """Return an engine with a copy of the weights, in a .gguf file that exists as long as the engine.
 
-        `quantize` is int8 for its Q8_0, int4 for its Q4_0, or None for the weights as they are. `close` gives all back
-        early.
+        `quantize` is int8 for its Q8_0, int4 for its Q4_0, or None for the weights as they are.
         """
         api = check_engine("llama.cpp")
         if model.device.type != "cpu":
             raise ValueError(f"the model is on {model.device}, and llama.cpp is run on the CPU here; use --device cpu")
-        with ExitStack() as stack:
+        stack = ExitStack()
+        try:
             file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"
             save_gguf(model, file)
-            _let_only_errors_through(api)
+            _log_errors_only(api)
             if quantize is not None:
                 file = _quantized(api, file, quantize)
-            pointer = _loaded(api, file)
-            stack.callback(api.llama_model_free, pointer)
             kind = None if quantize is None else _GGML_QUANTIZED[quantize][0]
-            cache = torch.float16 if quantize else model.norm.weight.dtype
-            return cls(stack.pop_all(), pointer, model.args, tokenizer, weights=kind, cache=cache)
-
-    @classmethod
-    def of_file(cls, path: Path, args: ModelArgs, tokenizer: TextCodec) -> "LlamaCppEngine":
-        """Return an engine with a .gguf file's own weights, as it has them; `args` and `tokenizer` are its, too."""
-        api = check_engine("llama.cpp")
-        _let_only_errors_through(api)
-        with ExitStack() as stack:
-            pointer = _loaded(api, path)
-            stack.callback(api.llama_model_free, pointer)
-            return cls(stack.pop_all(), pointer, args, tokenizer, weights="stored", cache=torch.float16)
+            dtype = torch.float16 if quantize else model.norm.weight.dtype
+            return cls(file, model.args, tokenizer, weights=kind, cache=dtype, resources=stack)
+        except BaseException:
+            stack.close()
+            raise
 
     def close(self) -> None:
-        """Free the model and delete its file; the engine can run no more."""
+        """Free the model and delete its file; the engine cannot run any more."""
         self._finalizer()
 
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
     ) -> Run:
-        """Continue every prompt; see `Engine`. Refuses to run without its cache, which it always has."""
+        """Continue every prompt; see `Engine`. Raises ValueError without the cache, which llama.cpp always has."""
         if not self._finalizer.alive:
             raise ValueError("this engine was closed; make a new one")
-        _refuse_without_cache(kv_caching)
+        _check_cached(kv_caching)
         request = make_request(self, kv_caching, prompts, output_len, (), {})
         run = Run(fed=[], ids=[[] for _ in prompts])
         fed, starts = request.prompts, [0] * len(prompts)
-        # The context is made before the clock starts, because it also plans every kind of batch. Its cache is cleared
-        # then; ours is allocated within the time.
+        # The context is made before the clock starts, because it also plans every kind of batch. This clears its cache
+        # outside the time; ours is allocated within it.
         with self.context(len(prompts), request.longest) as context, self.batch(sum(map(len, fed))) as batch:
             run.cache_length = self.api.llama_n_ctx(context) // len(prompts)
             run.started = time.perf_counter()
@@ -124,7 +116,7 @@ class LlamaCppEngine:
         return run
 
     def most_likely(self, ids: Sequence[int]) -> tuple[list[int], str]:
-        """Return the most likely token behind every position of a text, and what executed the forwards."""
+        """Return the most likely token after every position of a text, and what executed the forwards."""
         found: list[int] = []
         with self.context(1, len(ids), scored=SCORED) as context, self.batch(SCORED) as batch:
             for start in range(0, len(ids), SCORED):
@@ -132,7 +124,8 @@ class LlamaCppEngine:
         return found, self.path
 
     def conversation(self, length: int, *, kv_caching: bool) -> "LlamaCppConversation":
-        _refuse_without_cache(kv_caching)
+        """Return an empty text; see `Engine`."""
+        _check_cached(kv_caching)
         return LlamaCppConversation(self, length)
 
     def forward(
@@ -150,14 +143,14 @@ class LlamaCppEngine:
         batch.n_tokens = at
         code = self.api.llama_decode(context, batch)
         if code != 0:
-            raise RuntimeError(f"llama_decode ended with code {code}; what llama.cpp says of it stands on stderr")
+            raise RuntimeError(f"llama_decode ended with code {code}; llama.cpp's message is on stderr")
         vector = ctypes.POINTER(ctypes.c_float * self.vocab_size)
         logits = [ctypes.cast(self.api.llama_get_logits_ith(context, end), vector).contents for end in asked]
         return [int(torch.frombuffer(each, dtype=torch.float32).argmax()) for each in logits]
 
     @contextmanager
     def batch(self, tokens: int) -> Iterator[Any]:
-        """Make room for what is fed at a time, and free it at the end: ids, not embeddings (0), each of one row (1)."""
+        """Allocate a batch of so many tokens: ids, not embeddings (0), each of one row (1)."""
         batch = self.api.llama_batch_init(tokens, 0, 1)
         try:
             yield batch
@@ -166,15 +159,15 @@ class LlamaCppEngine:
 
     @contextmanager
     def context(self, rows: int, length: int, *, scored: int = 1) -> Iterator[Any]:
-        """Make room for `rows` x `length` positions, and logits of `scored` of them at a time; free it at the end."""
+        """Allocate `rows` x `length` positions, and logits of `scored` of them at a time."""
         most = self.api.llama_max_parallel_sequences()
         if rows > most:
-            raise ValueError(f"{rows} rows are more than the {most} that llama.cpp takes at a time; give fewer")
+            raise ValueError(f"{rows} rows are more than the {most} that llama.cpp computes at a time; give fewer")
         wanted = self.api.llama_context_default_params()
         wanted.n_ctx, wanted.n_seq_max = rows * length, rows  # it rounds a row's share up
         wanted.kv_unified = False  # or every row's attention also goes through the keys of all others
         wanted.n_batch, wanted.n_ubatch = rows * length, _UBATCH
-        wanted.n_outputs_max = rows * scored  # or it takes room for the logits of every position
+        wanted.n_outputs_max = rows * scored  # or it allocates the logits of every position
         if self._cache_type == _GGML_TYPES[torch.float32]:
             wanted.flash_attn_type = 0  # because that kernel rounds keys and values to fp16, and other ids come out
         wanted.n_threads = wanted.n_threads_batch = torch.get_num_threads()
@@ -183,8 +176,8 @@ class LlamaCppEngine:
         context = self.api.llama_init_from_model(self._pointer, wanted)
         if not context:
             raise ValueError(
-                f"llama.cpp made no context of {rows} rows x {length} positions, for a reason that stands on stderr; "
-                "ask for fewer rows or shorter ones"
+                f"llama.cpp made no context of {rows} rows x {length} positions; its message is on stderr; ask for "
+                "fewer rows or shorter ones"
             )
         try:
             yield context
@@ -193,61 +186,59 @@ class LlamaCppEngine:
 
 
 class LlamaCppConversation:
-    """A context of llama.cpp of which each call keeps what the new text begins with, as its server's prefix match does.
+    """A context of llama.cpp that keeps the common beginning of the old and the new text, as its server does."""
 
-    What its cache holds in bytes, it does not tell.
-    """
-
-    cache_bytes = None
+    cache_bytes = None  # llama.cpp does not report it
 
     def __init__(self, engine: LlamaCppEngine, length: int) -> None:
-        self._engine, self._held = engine, list[int]()
+        self._engine, self._ids = engine, list[int]()
         self._stack = ExitStack()
         self._context = self._stack.enter_context(engine.context(1, length))
         self._batch = self._stack.enter_context(engine.batch(length))
         self.fed = 0
 
     def feed(self, ids: list[int]) -> int:
-        begin, api = held_of(self._held, ids), self._engine.api
+        begin, api = cached_prefix(self._ids, ids), self._engine.api
         api.llama_memory_seq_rm(api.llama_get_memory(self._context), 0, begin, -1)
         [next_id] = self._engine.forward(self._context, self._batch, [ids[begin:]], [begin])
-        self._held, self.fed = ids, self.fed + len(ids) - begin
+        self._ids, self.fed = ids, self.fed + len(ids) - begin
         return next_id
 
     def close(self) -> None:
         self._stack.close()
 
 
-def _refuse_without_cache(kv_caching: bool) -> None:
+def _check_cached(kv_caching: bool) -> None:
     if not kv_caching:
         raise ValueError("kv_caching=False: llama.cpp cannot run without its cache; use --engine transformers")
 
 
 def _quantized(api: ModuleType, file: Path, quantize: str) -> Path:
-    """Return a file beside this one with its weights quantized by llama.cpp itself, and delete this one."""
+    """Replace a file by one whose weights llama.cpp has quantized, and return its path."""
     name, number = _GGML_QUANTIZED[quantize]
     made = file.with_name(f"model-{name}.gguf")
     wanted = api.llama_model_quantize_default_params()
     wanted.ftype, wanted.nthread = number, torch.get_num_threads()
     code = api.llama_model_quantize(str(file).encode(), str(made).encode(), ctypes.byref(wanted))
     if code != 0:
-        raise ValueError(f"llama.cpp cannot bring this model into {name}, for a reason that stands on stderr")
+        raise ValueError(f"llama.cpp cannot quantize this model to {name}; its message is on stderr")
     file.unlink()
     return made
 
 
 def _loaded(api: ModuleType, file: Path) -> Any:
+    """Return the pointer to llama.cpp's model of a .gguf file."""
     api.llama_backend_init()
     wanted = api.llama_model_default_params()
     wanted.n_gpu_layers = 0
     pointer = api.llama_model_load_from_file(str(file).encode(), wanted)
     if not pointer:
-        raise ValueError(f"llama.cpp cannot load this model, for a reason that stands on stderr; its file was {file}")
+        raise ValueError(f"llama.cpp cannot load {file}; its message is on stderr")
     return pointer
 
 
-@cache  # which also keeps the function alive: llama.cpp calls it from then on, whatever it logs
-def _let_only_errors_through(api: ModuleType) -> object:
+@cache  # which also keeps the callback alive, for llama.cpp calls it from then on
+def _log_errors_only(api: ModuleType) -> object:
     def log(level: int, text: bytes, _: object) -> None:
         if level == _GGML_LOG_ERROR:
             sys.stderr.write(text.decode(errors="replace"))

@@ -1,7 +1,6 @@
-"""One repetition of a cell, in this process: warm up, reset the statistics, run, look at what was seen.
+"""One repetition of a cell in this process: warm up, reset the statistics, run, and return what was observed as rows.
 
-Everything that a repetition tells stands in a CellRecord with one sample; `llama.bench.run.worker` gives each a
-process of its own.
+`llama.bench.run.worker` runs each repetition in a process of its own.
 """
 
 import gc
@@ -13,8 +12,9 @@ import torch
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.engines import Engine, LlamaEngine, Run
-from llama.bench.run.memory import Peak, PeakBytes, tensor_peak
+from llama.bench.run.memory import Peak, tensor_peak
 from llama.bench.run.memory_ledger import (
+    Measured,
     cache_bytes,
     cache_of,
     check_length,
@@ -25,9 +25,9 @@ from llama.bench.run.memory_ledger import (
     predict,
     workspace,
 )
-from llama.bench.run.models import settled
+from llama.bench.run.models import Source, settled
 from llama.bench.run.validity import judge, notes
-from llama.bench.schema import CellRecord, Ledger, Sample, Work, new_record
+from llama.bench.schema import Row
 from llama.costs import forward_flops, forwards, parameters, step_bytes
 from llama.host.cores import OtherLoad
 
@@ -39,14 +39,14 @@ def measure(
     device: torch.device,
     weights: str = "checkpoint",
     resident_before_model: int | None = None,
-    device_bytes_before: int | None = None,
     trace: bool = True,
     stored: Mapping[str, int] | None = None,
-) -> CellRecord:
-    """Measure a cell once. Raises ValueError where it does not fit the model's limits or the memory.
+) -> list[Row]:
+    """Measure a cell once and return its row, its checks, and, with `trace`, its memory ledger.
 
-    `stored`: the bytes that each matrix should take, where the weights are as a file has them. `trace` also measures
-    the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
+    `stored`: the bytes that each matrix should take, if the weights are those of a .gguf file. `trace` also measures
+    the peak of tensors on a CPU, in a second, untimed run of the largest forwards. Raises ValueError if the cell does
+    not fit into the model's limits or into memory.
     """
     cell = settled(cell, engine.encode)
     check_length(cell, engine.max_seq_len)
@@ -55,31 +55,38 @@ def measure(
     prompts = make_prompts(cell, engine)
     warm_up = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=min(2, cell.output_len))
     gc.collect()
-    peak, load = Peak(device, device_bytes_before=device_bytes_before), OtherLoad()
+    peak, load = Peak(device), OtherLoad()
     peak.start()
     load.start()
     run = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching)
-    sample = make_sample(run, load.stop(), peak.stop())
-    if trace and device.type == "cpu" and run.logits_bytes is not None:  # else what runs is not PyTorch's
+    row = times_of(run, load.stop(), peak.stop())
+    if trace and device.type == "cpu" and run.logits_bytes is not None:  # otherwise the engine is not PyTorch's
         traced = tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run))
-        sample["peak_allocated_bytes"] = (engine.weights_bytes or 0) + traced
-    record: CellRecord = {
-        **new_record(cell),
-        "path": run.path or engine.path,
-        "samples": [sample],
-        "weights_bytes": engine.weights_bytes,
-        "cache_bytes": run.cache_bytes,
-        "ids": run.ids,
-        "text": engine.decode(run.ids[0]),
-        "points": judge(cell, run, warm_up, max_seq_len=engine.max_seq_len, reset_seen=peak.reset_seen),
-        "notes": notes(cell, weights=weights),
-        "work": None
-        if engine.args is None
-        else make_work(cell, engine.args, weights=engine.weights_bytes, stored=stored),
-    }
+        row["tensor_peak_bytes"] = [(engine.weights_bytes or 0) + traced]
+    row |= {"figures": "cell", "error": None, "notes": notes(cell, weights=weights), "path": run.path or engine.path}
+    row |= {"weights_bytes": engine.weights_bytes, "cache_bytes": run.cache_bytes}
+    row |= {"ids": run.ids, "text": engine.decode(run.ids[0])}
+    if engine.args is not None:
+        row |= make_work(cell, engine.args, weights=engine.weights_bytes, stored=stored)
+    rows = [row, *judge(cell, run, warm_up, max_seq_len=engine.max_seq_len, reset_seen=peak.reset_seen)]
     if trace and isinstance(engine, LlamaEngine):
-        record["ledger"] = _ledger(cell, engine, run, sample, device, resident_before_model, stored)
-    return record
+        rows += _ledger(cell, engine, run, row, device, resident_before_model, stored)
+    return rows
+
+
+def predicted_rows(cell: Cell, source: Source, seconds: Sequence[float], path: str) -> list[Row]:
+    """Return the row of a cell that was not measured, with the predicted seconds of its forwards on a path.
+
+    A cell of ours also gets its predicted memory and its work.
+    """
+    row: Row = {"figures": "cell", "error": None, "notes": [], "predicted": True, "path": path}
+    row |= {"seconds": [sum(seconds)], "first_token_seconds": [seconds[0]], "step_seconds": [list(seconds[1:])]}
+    if cell.engine != "llama":
+        return [row]
+    predicted = predict(source.args, cell, workspace=workspace(source.device), stored=source.stored)
+    row |= {"weights_bytes": predicted.weights, "tensor_peak_bytes": [predicted.total]}
+    row |= {"cache_bytes": _cache_at_end(source.args, cell), **make_work(cell, source.args, stored=source.stored)}
+    return [row, *make_ledger(source.args, cell, predicted, stored=source.stored)]
 
 
 def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
@@ -91,24 +98,25 @@ def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
     return ids
 
 
-def make_sample(run: Run, other_load: float | None, memory: PeakBytes) -> Sample:
-    """Return what the clock and the memory statistics said of a run."""
+def times_of(run: Run, other_load: float | None, memory: dict[str, int | None]) -> Row:
+    """Return what the clock and the memory statistics show of a run."""
     times = [run.started, *run.token_times]
-    return {
-        "seconds": times[-1] - times[0],
-        "first_token_seconds": times[1] - times[0],
-        "step_seconds": [after - before for before, after in pairwise(times[1:])],
-        "other_load_cores": other_load,
-        **memory,
+    steps = [after - before for before, after in pairwise(times[1:])]
+    row: Row = {
+        "seconds": [times[-1] - times[0]],
+        "first_token_seconds": [times[1] - times[0]],
+        "step_seconds": [steps],
     }
+    row["other_load_cores"] = [other_load]
+    return {**row, **{name: [nbytes] for name, nbytes in memory.items() if nbytes is not None}}  # type: ignore[typeddict-item]
 
 
 def make_work(
     cell: Cell, args: ModelArgs, *, weights: int | None = None, stored: Mapping[str, int] | None = None
-) -> Work:
-    """Return what a cell asks of any machine: tokens, FLOPs and bytes that must be read, over all rows and forwards.
+) -> Row:
+    """Return the work of a cell on any machine: tokens, FLOPs and bytes that must be read, over all rows and forwards.
 
-    `weights` are the bytes that a peer's weights take, which only it knows where it has quantized them; `stored` as in
+    `weights`: the bytes of a peer's weights, which only the peer knows if it has quantized them. `stored` as in
     `measure`.
     """
     layout = layout_of(cell, stored)
@@ -130,10 +138,10 @@ def make_work(
     return {
         "token_forwards": cell.batch_size * sum(seqlen for _, seqlen in fed),
         "flops": sum(flops(*forward) for forward in fed),
-        "bytes": sum(read(*forward) for forward in fed),
+        "read_bytes": sum(read(*forward) for forward in fed),
         "prefill_flops": flops(*fed[0]),
         "step_flops": flops(*middle),
-        "step_bytes": read(*middle),
+        "step_read_bytes": read(*middle),
     }
 
 
@@ -141,36 +149,38 @@ def _ledger(
     cell: Cell,
     engine: LlamaEngine,
     run: Run,
-    sample: Sample,
+    row: Row,
     device: torch.device,
     resident_before_model: int | None,
     stored: Mapping[str, int] | None,
-) -> Ledger:
-    """Return the ledger of a cell, and beside it, on a CPU, the resident memory of the process."""
-    peak, resident = sample["peak_allocated_bytes"], None
-    if device.type == "cpu" and resident_before_model is not None and sample["peak_resident_bytes"] is not None:
-        resident = resident_before_model, sample["peak_resident_bytes"]
+) -> list[Row]:
+    """Return the ledger of a cell, with the resident memory of the process on a CPU."""
+    peaks, residents = row.get("tensor_peak_bytes"), row.get("resident_peak_bytes")
+    resident = None
+    if device.type == "cpu" and resident_before_model is not None and residents:
+        resident = resident_before_model, residents[0]
     measured_by = "max_memory_allocated" if device.type == "cuda" else "a trace of PyTorch's CPU allocator"
     head, embedding = engine.model.output.weight, engine.model.tok_embeddings.weight
     predicted = predict(engine.model.args, cell, workspace=workspace(device), stored=stored)
-    at_end = cache_bytes(engine.model.args.share(cell.ranks), cell, cell.total_len - 1) if cell.kv_caching else 0
-    return make_ledger(
-        engine.model.args,
-        cell,
-        predicted,
+    at_end = _cache_at_end(engine.model.args, cell)
+    measured = Measured(
         weights=engine.weights_bytes,
         head=0 if head is embedding else head.nbytes,
-        cache=run.cache_bytes if predicted.cache == at_end else None,  # it was looked at in the last forward alone
+        cache=run.cache_bytes if predicted.cache == at_end else None,  # the cache is measured at the last forward alone
         logits=run.logits_bytes,
-        peak=peak,
-        measured_by=measured_by if peak is not None else "not measured",
+        peak=peaks[0] if peaks else None,
+        measured_by=measured_by if peaks else "not measured",
         resident=resident,
-        stored=stored,
     )
+    return make_ledger(engine.model.args, cell, predicted, measured, stored=stored)
+
+
+def _cache_at_end(args: ModelArgs, cell: Cell) -> int:
+    return cache_bytes(args.share(cell.ranks), cell, cell.total_len - 1) if cell.kv_caching else 0
 
 
 def _largest_forwards(cell: Cell, engine: Engine, prompts: Sequence[list[int]], run: Run) -> None:
-    """Run the forwards that make the peak: without the cache the last two, with a static one the first two."""
+    """Run the forwards of the peak: the last two without the cache, the first two with a static one."""
     if not cell.kv_caching and cell.output_len >= 2:
         nearly = [prompt + ids[: cell.output_len - 2] for prompt, ids in zip(prompts, run.ids, strict=True)]
         engine.run(nearly, 2, kv_caching=False)

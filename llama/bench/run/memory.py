@@ -1,6 +1,6 @@
-"""What memory a stretch of work took at its peak: resident pages, what CUDA's allocator handed out, tensors on a CPU.
+"""The peak memory of a stretch of work: resident pages, CUDA's allocations, or tensors on a CPU.
 
-Knows nothing of models or of what the memory is for. None stands where the machine does not tell.
+None means that the system does not show it.
 """
 
 import os
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -17,28 +16,15 @@ from torch.profiler import ProfilerActivity, profile
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
-class PeakBytes(TypedDict):
-    """The fields of a record's sample that tell of memory; the last three are None on a CPU."""
-
-    peak_resident_bytes: int | None
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    device_bytes: int | None
-
-
 class Peak:
-    """The most memory that a stretch of work takes: `start()` before it, `stop()` after it.
+    """The peak memory of the work between `start()` and `stop()`.
 
-    Attributes:
-        reset_seen: (peak, current) right after `start()` reset the statistics: CUDA's allocated bytes on a GPU, else
-            resident bytes. Where they lie far apart the reset did not work, and the peak is that of earlier work.
-            Resident bytes that are equal may differ by some pages. None where the machine does not tell.
+    reset_seen: (peak, current) right after `start()` reset the statistics: CUDA's allocated bytes on a GPU, otherwise
+    resident bytes. If they lie far apart, the reset did not work, and the peak is that of earlier work.
     """
 
-    def __init__(self, device: torch.device, *, device_bytes_before: int | None = None) -> None:
-        """Take what `device_bytes_used` gave before the model was loaded, for `device_bytes` to be counted from."""
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.device_bytes_before = device_bytes_before
         self.reset_seen: tuple[int, int] | None = None
 
     def start(self) -> None:
@@ -51,38 +37,17 @@ class Peak:
         peak, now = peak_resident_bytes(), resident_bytes()
         self.reset_seen = None if peak is None or now is None or not was_reset else (peak, now)
 
-    def stop(self) -> PeakBytes:
-        """Return the peaks since `start()`.
-
-        Reserved bytes hold what earlier work left in CUDA's caching allocator, too. `device_bytes` is what the device
-        has given away by now, beyond `device_bytes_before`, to whomever: the allocator's segments, which it keeps,
-        graphs, kernels, and other processes' memory.
-        """
+    def stop(self) -> dict[str, int | None]:
+        """Return the peaks since `start()` by the names of their columns."""
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)
-        used, before = device_bytes_used(self.device), self.device_bytes_before
-        return {
-            "peak_resident_bytes": peak_resident_bytes(),
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device) if cuda else None,
-            "device_bytes": None if used is None or before is None else used - before,
-        }
-
-
-def device_bytes_used(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's memory that are given away, to this process or another; None on a CPU.
-
-    The first call makes this process's CUDA context, so the difference to a later call does not hold the context.
-    """
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+        tensors = torch.cuda.max_memory_allocated(self.device) if cuda else None
+        return {"resident_peak_bytes": peak_resident_bytes(), "tensor_peak_bytes": tensors}
 
 
 def resident_bytes() -> int | None:
-    """Return the bytes of this process that are in memory now; only Linux tells."""
+    """Return the resident bytes of this process; None except on Linux."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -91,9 +56,9 @@ def resident_bytes() -> int | None:
 
 
 def peak_resident_bytes() -> int | None:
-    """Return the most bytes of this process that were in memory at a time, since the last reset or its start.
+    """Return the peak of the resident bytes since the last reset, or since this process began.
 
-    Pages of a file that is mapped count once they are touched.
+    Pages of a mapped file count once they are read.
     """
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -112,7 +77,7 @@ def _peak_of_usage() -> int | None:
 
 
 def reset_peak_resident() -> bool:
-    """Let the peak of resident bytes begin anew from what is resident now; False where that cannot be."""
+    """Reset the peak of resident bytes to the current value; return False if the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5), since Linux 4.0
     except OSError:
@@ -121,15 +86,14 @@ def reset_peak_resident() -> bool:
 
 
 def tensor_peak(work: Callable[[], object]) -> int:
-    """Return the most bytes of CPU tensors that PyTorch held at one time while `work` ran, beyond those at its start.
+    """Return the peak bytes of CPU tensors while `work` ran, beyond those at its start.
 
-    Exact to the byte, and with what operators take for themselves; memory of libraries that allocate on their own
-    (MKL, NumPy) is not there. On several ranks it may be too much: what gloo's threads give back is not seen. The
-    profiler slows `work` down: take no times from such a run.
+    The result is exact to the byte and includes temporary tensors of operators, but not memory of libraries that
+    allocate on their own (MKL, NumPy). On several ranks it may be too large: frees on gloo's threads are not counted.
+    The profiler slows `work` down, so times of such a run mean nothing.
 
-    Tensors that were made before, outside any call of this function, do not count as given back when `work` drops
-    them: PyTorch knows sizes only of what it handed out under its profiler. Let go of them before, or make them in
-    `work`.
+    Freeing a tensor that was allocated before this call is not counted, because PyTorch knows only the sizes of what it
+    allocated under its profiler. Free such tensors before, or allocate them in `work`.
     """
     with _quiet_kineto(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         work()
@@ -140,15 +104,15 @@ def tensor_peak(work: Callable[[], object]) -> int:
         for event in prof.profiler.kineto_results.events()
         if event.name() == "[memory]" and event.device_type().name == "CPU"
     ]
-    sizes = (size for _, size in sorted(events, key=lambda event: event[0]))  # negative where memory is given back
+    sizes = (size for _, size in sorted(events, key=lambda event: event[0]))  # negative if memory is freed
     return max(0, *accumulate(sizes, initial=0))
 
 
 @contextmanager
 def _quiet_kineto() -> Iterator[None]:
-    """Keep the profiler's library from printing "USDT:" lines on stderr each time it starts and stops.
+    """Keep the profiler's library from printing "USDT:" lines on stderr.
 
-    It reads the variable once, when the first profile in the process begins, and stays as quiet as it was told then.
+    It reads the variable once, when the first profile of the process begins.
     """
     if _KINETO_LOG_LEVEL in os.environ:
         yield

@@ -1,29 +1,30 @@
-"""The memory ledger: what a cell's memory is predicted to hold at its peak, line by line, beside what was measured.
+"""The memory ledger: the predicted parts of a cell's memory at its peak, beside what was measured.
 
-The predictions are `llama.costs`' and come from ModelArgs alone, and of stored weights from the header of their file;
-what would not fit is refused by them. Knows nothing of how anything was measured.
+`llama.costs` predicts from ModelArgs alone, and stored weights from the header of their file. A cell that would not fit
+is refused by its prediction.
 """
 
 from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
-from llama.bench.schema import Ledger, Line
+from llama.bench.schema import Row
 from llama.costs import Layout, PeakMemory, head_bytes, peak_memory, size
 from llama.host.machine import available_memory
 from llama.kv_cache import Cache
 from llama.ranks.torchrun import local_size
 
-ROWS = 1024  # a batch that cannot fit into any memory is refused, too, and without a list of its rows
-CUBLAS_WORKSPACE = 8_519_680  # torch's default configuration, :4096:2:16:8, in bytes
-CUBLAS_WORKSPACE_HOPPER = 32 * 2**20  # and the one it takes from compute capability 9.0 on
+ROWS = 1024  # rows that are predicted one by one: a batch that cannot fit into any memory is refused, too
+CUBLAS_WORKSPACE = 8_519_680  # bytes of torch's default configuration, :4096:2:16:8
+CUBLAS_WORKSPACE_HOPPER = 32 * 2**20  # bytes from compute capability 9.0 on
 
 
 def layout_of(cell: Cell, stored: Mapping[str, int] | None) -> Layout:
-    """Return how a cell holds its matrices; `stored`: the bytes of each, where the weights are as a file has them."""
+    """Return how a cell stores its matrices. `stored`: the bytes of each, if the weights are those of a .gguf file."""
     assert cell.from_file == (stored is not None)
     return cell.layout if stored is None else stored
 
@@ -46,14 +47,14 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0, stored: Mapping[
 
 
 def position_bytes(args: ModelArgs, cell: Cell) -> int:
-    """Return the bytes of one position of a row over all layers: of our own cells, as their kind of cache tells."""
+    """Return the bytes of one position of a row over all layers."""
     return cache_of(args, cell).position_bytes(cell.cache_itemsize)
 
 
 def cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
-    """Return what a cache holds once `fed` positions of each row were fed, as its kinds predict it.
+    """Return the predicted bytes of a cache after `fed` positions of each row, with memory reserved for the whole text.
 
-    Room is reserved for the whole text. All rows are alike: ROWS of them are predicted, and more in proportion.
+    All rows are alike: ROWS of them are predicted, and more in proportion.
     """
     rows = min(cell.batch_size, ROWS)
     predicted = cache_of(args, cell).predicted_bytes(
@@ -66,62 +67,70 @@ def cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
 
 
 def cache_of(args: ModelArgs, cell: Cell) -> Cache:
-    """Return an empty cache, to ask it: of our own cells of their kind, of other engines' a static one."""
+    """Return an empty cache that predicts its bytes: of the cell's kind, or static for other engines."""
     return Cache.of(args, args.kv_cache if cell.engine == "llama" else "static")
+
+
+class Measured(NamedTuple):
+    """Measured bytes; None means not measured.
+
+    `weights` include `head`, those of a head of its own. `resident`: of the process, before the model and at the peak.
+    """
+
+    weights: int | None = None
+    head: int | None = None
+    cache: int | None = None
+    logits: int | None = None
+    peak: int | None = None
+    measured_by: str = "not measured"
+    resident: tuple[int, int] | None = None
 
 
 def make_ledger(
     args: ModelArgs,
     cell: Cell,
     predicted: PeakMemory,
+    measured: Measured = Measured(),  # noqa: B008  (immutable)
     *,
-    weights: int | None = None,
-    head: int | None = None,
-    cache: int | None = None,
-    logits: int | None = None,
-    peak: int | None = None,
-    measured_by: str = "not measured",
-    resident: tuple[int, int] | None = None,
     stored: Mapping[str, int] | None = None,
-) -> Ledger:
-    """Return the ledger of the tensors, and beside it the resident memory of the process.
+) -> list[Row]:
+    """Return a row for each part of the memory at the peak, their sum, and the memory of the process.
 
-    `weights`, of which `head` are those of a head of its own, `cache`, `logits`, `peak`, and `resident`, before the
-    model was there and at the peak, are measured bytes, None where none was measured; `stored` as in `layout_of`.
+    `stored` as in `layout_of`.
     """
     own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, quantize=layout_of(cell, stored))
-    untied = 0 if args.tied_head else own_head
+    weights = None if measured.weights is None else measured.weights - (measured.head or 0)
     at_head = predicted.at_head
-    lines = [
-        _line("weights", predicted.weights - untied, None if weights is None else weights - (head or 0)),
-        _line("tied head", 0, head, note=f"is the embedding; on its own it would take {size(own_head)}")
+    rows = [
+        _line("weights", predicted.weights - (0 if args.tied_head else own_head), weights),
+        _line("tied head", 0, measured.head, note=f"is the embedding; on its own it would take {size(own_head)}")
         if args.tied_head
-        else _line("head", own_head, head),
-        _line("KV cache", predicted.cache, cache),
-        _line("logits", predicted.logits, logits, counts=at_head),
+        else _line("head", own_head, measured.head),
+        _line("KV cache", predicted.cache, measured.cache),
+        _line("logits", predicted.logits, measured.logits, counts=at_head),
     ]
     if predicted.narrow_logits:
-        lines.append(_line("logits in 16 bits", predicted.narrow_logits, None, counts=at_head))
+        rows.append(_line("logits in 16 bits", predicted.narrow_logits, None, counts=at_head))
     if predicted.previous_logits:
-        lines.append(_line("logits of the step before", predicted.previous_logits, None))
-    doing = predicted.head_activations if at_head else predicted.activations
+        rows.append(_line("logits of the step before", predicted.previous_logits, None))
+    known = [_known(row) for row in rows if row["counts"]]
+    rest = None if measured.peak is None else measured.peak - sum(known) - predicted.workspace
     moment = "prefill" if predicted.forward == 0 else "step"
-    known = [line["predicted"] if line["measured"] is None else line["measured"] for line in lines if line["counts"]]
-    rest = None if peak is None else peak - sum(known) - predicted.workspace
-    note = _of_activations(cell, measured=rest is not None)
-    lines.append(_line(f"{moment} activations", doing, rest, note=note))
-    lines.append(_line("workspace", predicted.workspace, None))
-    return {
-        "moment": f"{'at the head' if at_head else 'in a layer'} of the {moment}",
-        "lines": lines,
-        "predicted_peak": predicted.total,
-        "measured_peak": peak,
-        "measured_by": measured_by,
-        "residual": None if peak is None else peak - predicted.total,
-        "resident_before_model": resident and resident[0],
-        "resident_peak": resident and resident[1],
-        "resident_residual": resident and resident[1] - resident[0] - predicted.total,
-    }
+    doing = predicted.head_activations if at_head else predicted.activations
+    rows.append(_line(f"{moment} activations", doing, rest, note=_of_activations(cell, measured=rest is not None)))
+    rows.append(_line("workspace", predicted.workspace, None))
+    peak: Row = {"figures": "memory", "name": "peak", "predicted_bytes": predicted.total}
+    peak |= {"measured_bytes": measured.peak, "note": measured.measured_by}
+    rows.append({**peak, "moment": f"{'at the head' if at_head else 'in a layer'} of the {moment}"})
+    if measured.resident is not None:
+        before, most = measured.resident
+        rows.append({"figures": "memory", "name": "resident", "measured_bytes": most, "before_bytes": before})
+    return rows
+
+
+def _known(row: Row) -> int:
+    measured = row["measured_bytes"]
+    return row["predicted_bytes"] if measured is None else measured
 
 
 def _of_activations(cell: Cell, *, measured: bool) -> str:
@@ -137,12 +146,13 @@ def _of_activations(cell: Cell, *, measured: bool) -> str:
     return "; ".join(words)
 
 
-def _line(name: str, predicted: int, measured: int | None, *, counts: bool = True, note: str = "") -> Line:
-    return {"name": name, "predicted": predicted, "measured": measured, "counts": counts, "note": note}
+def _line(name: str, predicted: int, measured: int | None, *, counts: bool = True, note: str = "") -> Row:
+    bytes_: Row = {"predicted_bytes": predicted, "measured_bytes": measured}
+    return {"figures": "memory", "name": name, **bytes_, "counts": counts, "note": note}
 
 
 def check_length(cell: Cell, max_seq_len: int) -> None:
-    """Refuse what passes the model's limit."""
+    """Raise ValueError if a cell's rows are longer than the model's limit."""
     if cell.total_len > max_seq_len:
         raise ValueError(
             f"input_len={cell.input_len} + output_len={cell.output_len} = {cell.total_len} passes the model's "
@@ -153,17 +163,17 @@ def check_length(cell: Cell, max_seq_len: int) -> None:
 def check_memory(
     cell: Cell, args: ModelArgs, device: torch.device, *, held: int, stored: Mapping[str, int] | None = None
 ) -> None:
-    """Refuse what is predicted to pass the memory that is free; `held` bytes of the prediction are taken already.
+    """Raise ValueError if a cell is predicted to need more memory than is free.
 
-    `stored` as in `layout_of`.
+    `held` bytes of the prediction are allocated already; `stored` as in `layout_of`.
     """
     predicted = predict(args, cell, workspace=workspace(device), stored=stored)
     free = available_memory(device)
     if free is not None and device.type != "cuda":
         free //= local_size()  # the other ranks of this host take as much
     if free is not None and predicted.total - held > free:
-        lines = [line for line in make_ledger(args, cell, predicted, stored=stored)["lines"] if line["counts"]]
-        parts = ", ".join(f"{line['name']} {size(line['predicted'])}" for line in lines)
+        lines = [line for line in make_ledger(args, cell, predicted, stored=stored) if line.get("counts")]
+        parts = ", ".join(f"{line['name']} {size(line['predicted_bytes'])}" for line in lines)
         raise ValueError(
             f"{cell.name} does not fit: {parts}: {size(predicted.total)} at the peak, and {size(free)} are free "
             f"on {device}; make batch_size, input_len or output_len smaller"
@@ -171,7 +181,7 @@ def check_memory(
 
 
 def workspace(device: torch.device) -> int:
-    """Return what the device's libraries take through PyTorch's allocator: cuBLAS its workspace, a CPU nothing."""
+    """Return the bytes that cuBLAS allocates through PyTorch; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,24 +1,29 @@
-"""The models that a benchmark can measure: a checkpoint, the demo model, or a released shape with random weights.
+"""The models that a benchmark can measure, a checkpoint, the demo or a released shape, and the engines that run them.
 
-Meta's weights are gated, and no time or size depends on their values; the tokenizer is Meta's real one.
+Meta's weights are gated, and no time or size depends on their values. The tokenizer is Meta's.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from llama.api import check_modes, pick_device, pick_dtype
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
+from llama.bench.run.engines import Engine, LlamaEngine
+from llama.bench.run.llama_cpp_engine import LlamaCppEngine
+from llama.bench.run.memory import resident_bytes
 from llama.bench.run.memory_ledger import check_length, check_memory
 from llama.bench.run.peers import GPT2
+from llama.bench.run.transformers_engine import TransformersEngine
 from llama.checkpoint import Checkpoint, file_bytes_of, load_weights, materialise, open_checkpoint, stored_bytes
 from llama.checkpoint.base import Weight, needed_shapes
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
-from llama.costs import RELEASED
+from llama.costs import RELEASED, parameters
 from llama.fast.choose import make_fast
 from llama.host.files import cache_dir
 from llama.host.machine import DTYPES, dtype_name
@@ -38,8 +43,8 @@ from llama.tokenizer import Tokenizer
 class Source:
     """A model that is not in memory yet: its sizes, its tokenizer, and how to build it on a device.
 
-    file: the .gguf file that its weights stand in. stored: of a cell that takes them as they stand there, the bytes of
-    each matrix, by its name.
+    file: the .gguf file of its weights. stored: the bytes of each matrix by its name, if the cell uses the matrices as
+    they are in that file.
     """
 
     args: ModelArgs
@@ -55,9 +60,9 @@ class Source:
 def make_cell(
     *, model: str | None = None, ckpt_dir: str | None = None, device: str = "auto", dtype: str = "auto", **rest: Any
 ) -> Cell:
-    """Return a cell with everything settled that was left open; refuse what cannot be measured, before anything runs.
+    """Return a cell with all defaults resolved. Raises ValueError if it cannot be measured, before anything runs.
 
-    The model is the demo on a CPU and llama-3.2-1b on a GPU, where none is named. `rest` are fields of Cell.
+    The default model is the demo on a CPU and llama-3.2-1b on a GPU. `rest` are fields of Cell.
     """
     if model is not None and ckpt_dir is not None:
         raise ValueError("model and ckpt_dir both name a model; give one of them")
@@ -82,22 +87,19 @@ def make_cell(
 
 
 def check_cell(cell: Cell) -> None:
-    """Raise ValueError for ways to compute that our own engine cannot have together, or not on this device."""
+    """Raise ValueError for modes that our own engine does not have together, or not on this device."""
     if cell.engine == "llama":
         device, dtype = pick_device(cell.device), DTYPES[cell.dtype]
         check_modes(device, dtype, fast=cell.fast, exact=cell.exact, **cell.packing)
 
 
 def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
-    """Return the cell with the count of its text's tokens, where it has one."""
+    """Return the cell with the count of its text's tokens as `input_len`, if it has a text."""
     return cell if cell.text is None else cell.but(input_len=len(encode(cell.text)))
 
 
 def find_model(cell: Cell) -> Source:
-    """Return what `cell.model` names, fetched if need be and read as far as its sizes.
-
-    Raises ValueError, and DemoUnavailable.
-    """
+    """Return the model that `cell.model` names, fetched if necessary. Raises ValueError, and DemoUnavailable."""
     device = own_device(pick_device(cell.device))
     dtype = pick_dtype(DTYPES[cell.dtype], device)
     checkpoint = None
@@ -116,7 +118,7 @@ def find_model(cell: Cell) -> Source:
         else:
             ranks = join(device)
             model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, **cell.packing).eval()
-        if cell.fast:  # which compiles here, if at all, before anything is timed
+        if cell.fast:  # compiles here, before anything is timed
             make_fast(model, cache_dir() / "native")
         model.exact = cell.exact
         return model
@@ -128,7 +130,7 @@ def find_model(cell: Cell) -> Source:
 
 
 def _stored_of(cell: Cell, checkpoint: Checkpoint | None, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of each matrix as it is in the file: ours in memory, a peer's in the file, which it maps."""
+    """Return the bytes of each matrix of a .gguf file: ours in memory, a peer's in the file, which it maps."""
     if checkpoint is None or not checkpoint.path.is_file():
         raise ValueError(
             f"quantize={cell.quantize} takes the weights as a .gguf file has them, and {cell.model} is none; name one "
@@ -137,6 +139,45 @@ def _stored_of(cell: Cell, checkpoint: Checkpoint | None, dtype: torch.dtype) ->
     if cell.engine != "llama":
         return file_bytes_of(checkpoint)
     return stored_bytes(checkpoint, dtype, repack=cell.layout != "mapped")
+
+
+class Opened(NamedTuple):
+    """The engine of a cell, the facts of its model, the resident bytes before, and the bytes of stored weights."""
+
+    engine: Engine
+    facts: dict[str, Any]
+    resident_before: int | None
+    stored: Mapping[str, int] | None = None
+
+
+def open_engine(cell: Cell) -> Opened:
+    """Return the engine of a cell. Raises ValueError if it does not fit into the model's limits or into memory."""
+    if cell.model in GPT2:
+        before = resident_bytes()
+        gpt2 = TransformersEngine.gpt2(cell.model, device=torch.device(cell.device), dtype=DTYPES[cell.dtype])
+        return Opened(gpt2, {"name": cell.model, "weights": "random", "parameters": None, "sizes": None}, before)
+    source = find_model(cell)
+    check_length(cell, source.args.max_seq_len)
+    check_memory(cell, source.args, source.device, held=0, stored=source.stored)
+    before = resident_bytes()
+    facts = {
+        "name": cell.model,
+        "weights": source.weights,
+        "parameters": parameters(source.args),
+        "sizes": json.loads(json.dumps(vars(source.args), default=vars)),
+    }
+    return Opened(_engine_of(cell, source), facts, before, source.stored)
+
+
+def _engine_of(cell: Cell, source: Source) -> Engine:
+    if cell.engine == "llama":
+        return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits)
+    if cell.engine == "transformers":
+        return TransformersEngine.of(source.build(), source.tokenizer)
+    if cell.quantize == "stored":
+        assert source.file is not None
+        return LlamaCppEngine(source.file, source.args, source.tokenizer, weights="stored")
+    return LlamaCppEngine.of(source.build(), source.tokenizer, quantize=cell.quantize)
 
 
 def random_model(
@@ -148,9 +189,9 @@ def random_model(
     quantize: str | None = None,
     activations: int = 16,
 ) -> Transformer:
-    """Return a model of these sizes, or this rank's slice of it, whose numbers are random and always the same.
+    """Return a model of these sizes, or this rank's slice of it, with weights that depend on the seed alone.
 
-    With `quantize` they are those numbers rounded, and no matrix is ever there in a wider dtype as a whole.
+    With `quantize` they are these weights rounded, and no whole matrix is ever in memory in a wider dtype.
     """
     ranks = join(device)
     facts = {"configuration": args, "dtype": dtype, "device": device.type, "versions": torch.__version__, "seed": seed}
@@ -179,7 +220,7 @@ def random_model(
 
 
 def _draw_packed(weight: PackedWeight, stream: torch.Generator, dtype: torch.dtype) -> None:
-    """Draw the numbers of a matrix row after row, in which a whole one is drawn too, and round them."""
+    """Draw a matrix in the order in which a whole one is drawn, some rows at a time, and round it."""
     bound = weight.shape[1] ** -0.5
     for start, stop in weight.blocks():
         drawn = torch.empty((stop - start, weight.shape[1]), dtype=dtype, device=weight.device)

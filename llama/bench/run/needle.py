@@ -1,10 +1,9 @@
-"""The needle test: is a sentence found again that stands somewhere in a long text?
+"""The needle test: does the model find a sentence that is hidden in a long text?
 
-A sentence with a secret number is put among the sentences of a text, at a relative depth; at the end of the text stands
-a question, whose answer is begun, and the model has to go on with the secret. What perplexity hardly shows, this does:
-a cache that has dropped or blurred the one place that counts. Everything behind the text is fed token by token, so that
-a secret can come out of the cache alone.
-Knows texts, ids and models; does not know kinds of caches.
+A sentence with a secret number is hidden among the sentences of a text, at a relative depth. A question and the start
+of its answer follow the text, and the model has to continue with the secret. This shows a cache that has dropped or
+blurred the one place that counts, which perplexity hardly does. The question is fed token by token, so that only the
+cache can give the secret.
 Source: Kamradt, https://github.com/gkamradt/LLMTest_NeedleInAHaystack; the short form of the sentence is that of
 "passkey retrieval", Mohtashami and Jaggi, https://arxiv.org/abs/2305.16300.
 """
@@ -12,7 +11,7 @@ Source: Kamradt, https://github.com/gkamradt/LLMTest_NeedleInAHaystack; the shor
 import random
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
@@ -29,7 +28,7 @@ CITIES = ("Athens", "Berlin", "Cairo", "Dublin", "Lima", "Lisbon", "Madrid", "Os
 
 @dataclass(frozen=True)
 class Hidden:
-    """A needle in a haystack, as ids: the text that hides it, the question behind it, and the secret to go on with."""
+    """A needle in a haystack, as ids: the text that hides it, the question after it, and the secret."""
 
     haystack: list[int]
     question: list[int]
@@ -38,7 +37,7 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Try:
-    """One needle: how long everything before the secret was, in tokens, where it stood, and whether it was found."""
+    """One needle: the tokens before the secret, its depth, and whether it was found."""
 
     length: int
     depth: float
@@ -47,7 +46,7 @@ class Try:
 
 
 class Haystack:
-    """A text in sentences, in which needles can be hidden; those with digits are left out, for secrets are digits."""
+    """The sentences of a text, without those that have digits, because secrets are digits."""
 
     def __init__(self, tokenizer: TextCodec, text: str) -> None:
         self.tokenizer = tokenizer
@@ -58,10 +57,10 @@ class Haystack:
         self.tokens = self.ends[-1] if self.ends else 0
 
     def hide(self, *, length: int, depth: float, seed: int) -> Hidden:
-        """Return a text of `length` tokens, question included, with a needle at `depth`: 0 at its start, 1 at its end.
+        """Return a text of `length` tokens, with the question, and a needle at `depth`: 0 at its start, 1 at its end.
 
-        City, secret and part of the text are drawn by length, depth and seed. Raises ValueError where the text is too
-        short for the length, or the length for the needle, and for a depth that is none.
+        City, secret and part of the text depend on length, depth and seed. Raises ValueError if the text is too short
+        for the length, or the length for the needle, or the depth is not from 0 to 1.
         """
         if not 0 <= depth <= 1:
             raise ValueError(f"depth={depth} must be from 0, the start of the text, to 1, its end")
@@ -76,7 +75,7 @@ class Haystack:
         return Hidden([*head, *chain(*hay[:at]), *needle, *chain(*hay[at:])], question, self._ids(f" {secret}"))
 
     def _hay(self, tokens: int, dice: random.Random) -> list[list[int]]:
-        """Return neighbouring sentences of so many tokens in all; the first of them may lack its beginning."""
+        """Return consecutive sentences with so many tokens; the first one may lack its beginning."""
         if not 0 < tokens <= self.tokens:
             raise ValueError(
                 f"{tokens} tokens are left for the text around a needle, and they must be from 1 to the {self.tokens} "
@@ -93,9 +92,9 @@ class Haystack:
 
 
 def finds(model: Transformer, hidden: Hidden) -> bool:
-    """Tell whether the model goes on with the secret, greedily, with its own kind of cache.
+    """Return whether the model continues greedily with the secret, with its own kind of cache.
 
-    It is fed the secret: if each of its tokens is the most likely after all before, they are what it would write.
+    The secret is fed: the model would write it if each of its tokens is the most likely one after those before.
     """
     ids = [*hidden.haystack, *hidden.question, *hidden.secret]
     with closing(expected(model, ids, prompt_len=len(hidden.haystack))) as steps:
@@ -112,9 +111,9 @@ def needles(
     depths: Sequence[float] = DEPTHS,
     seeds: Sequence[int] = SEEDS,
 ) -> Iterator[Try]:
-    """Hide a needle at every depth of every length by every seed, and yield whether the model finds it.
+    """Hide a needle for every length, depth and seed, and yield whether the model finds it.
 
-    Raises ValueError as `Haystack.hide` does, and where a length passes the model's max_seq_len.
+    Raises ValueError as `Haystack.hide` does, and for a length above the model's max_seq_len.
     """
     haystack = Haystack(tokenizer, text)
     for length in lengths:
@@ -122,11 +121,3 @@ def needles(
             for seed in seeds:
                 hidden = haystack.hide(length=length, depth=depth, seed=seed)
                 yield Try(length, depth, seed, finds(model, hidden))
-
-
-def recall(tries: Iterable[Try]) -> dict[int, float]:
-    """Return the share of needles that were found, by length."""
-    found: dict[int, list[bool]] = {}
-    for one in tries:
-        found.setdefault(one.length, []).append(one.found)
-    return {length: sum(those) / len(those) for length, those in found.items()}

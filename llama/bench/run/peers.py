@@ -1,13 +1,10 @@
-"""The peers that the benchmark puts beside us: their names, their packages, and the models that only they run.
-
-How each is driven, a file of its own knows. A package is imported when it is asked for, and not before.
-"""
+"""The other engines that are measured: their packages, and the models that only they run."""
 
 from typing import Any
 
-PEERS = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # each with the package that it is in
+PEERS = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # each with its package
 
-# The GPT-2 models of the teaching notebooks, each with what makes its config out of GPT2Config, that of the smallest.
+# The GPT-2 models of the teaching notebooks, as changes of GPT2Config, which is that of the smallest.
 GPT2: dict[str, dict[str, int]] = {
     "gpt2": {},
     "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
@@ -18,7 +15,7 @@ GPT2: dict[str, dict[str, int]] = {
 
 
 def check_engine(engine: str) -> Any:
-    """Return an engine's package; raise ValueError for a name that is not in PEERS, and where it is not installed."""
+    """Return an engine's module. Raises ValueError if its name is unknown or its package is not installed."""
     if engine not in PEERS:
         raise ValueError(f"engine={engine!r} is not known; the peers are {' and '.join(PEERS)}")
     try:

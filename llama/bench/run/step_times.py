@@ -1,7 +1,7 @@
-"""How long one step takes, by context, batch and mode: the curves under the table.
+"""The time of one step by context, batch and mode, and the bytes of a cache by length.
 
-A step makes one token per row out of a context of n tokens: with the cache the newest is fed, without it all n are.
-A cached step can stand at any position that was fed before, so one prefill of the longest context serves all of them.
+A step makes one token per row at a context of n tokens: with the cache it feeds the newest, without it all n. A cached
+step can stand at any position that was fed before, so one prefill of the longest context serves all of them.
 """
 
 import time
@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from llama.bench.run.filling import cache_size, filled_cache
-from llama.bench.schema import CacheSize, Crossover, StepTimes
-from llama.bench.statistics import percentiles
+from llama.bench.schema import Row
+from llama.kv_cache import Cache
 from llama.model import Transformer
+from llama.rows import Rows
 
 LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
+CHUNK = 512  # positions that are written in a call: a kind may return copies of everything that a call's queries see
+PROMPT = 2048  # tokens of a prompt that are fed in a call: a kind may compute the attention of all its queries
 
 
 @torch.inference_mode()
@@ -28,21 +30,21 @@ def step_times(
     *,
     kv_caching: bool,
     logits: Literal["last", "all"] = "last",
-) -> list[StepTimes]:
-    """Time a step at every context length, up to the model's limit, each after a warm-up of its own shape."""
+) -> list[Row]:
+    """Time a step at every context, each after a warm-up of its own shape, and return a row for each."""
     stream = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.args.vocab_size, (batch_size, max(contexts)), generator=stream).to(model.device)
     switched = model.with_kv_caching(kv_caching)
     cache = model.new_cache(rows=batch_size, length=max(contexts)) if kv_caching else None
     if kv_caching:
         switched(tokens, 0, cache=cache, logits="last")
-    steps: list[StepTimes] = []
-    for context in sorted(contexts, reverse=True):  # a cache that grows forgets what lies past a position
+    rows: list[Row] = []
+    for context in sorted(contexts, reverse=True):  # a cache that grows evicts positions behind the one that is fed
         start = context - 1 if kv_caching else 0
         step = partial(_step, switched, tokens[:, start:context], start, cache=cache, logits=logits)
-        seconds = percentiles(_repeat(step, model))
-        steps.append({"batch_size": batch_size, "context": context, "kv_caching": kv_caching, "seconds": seconds})
-    return steps[::-1]
+        row: Row = {"figures": "step", "batch_size": batch_size, "context": context, "kv_caching": kv_caching}
+        rows.append({**row, "step_seconds": _repeat(step, model)})
+    return rows[::-1]
 
 
 def _more(seconds: list[float], model: Transformer) -> bool:
@@ -52,7 +54,7 @@ def _more(seconds: list[float], model: Transformer) -> bool:
 
 
 def _step(model: Transformer, fed: Tensor, start: int, **options: Any) -> None:
-    model(fed, start, **options)[:, -1].argmax(-1).tolist()  # on the host, as the loop has it
+    model(fed, start, **options)[:, -1].argmax(-1).tolist()  # on the host, as in the loop
 
 
 def _repeat(work: Callable[[], object], model: Transformer) -> list[float]:
@@ -65,31 +67,72 @@ def _repeat(work: Callable[[], object], model: Transformer) -> list[float]:
     return seconds
 
 
-def crossover(steps: Sequence[StepTimes]) -> Crossover:
-    """Return the shortest context from which on the cached step was the faster one at every length that was tried.
-
-    Faster beyond the spread: the slow end of its times lies below the fast end of the others.
-    """
-    seconds = {(step["context"], step["kv_caching"]): step["seconds"] for step in steps}
-    found = None
-    for context in sorted({step["context"] for step in steps}, reverse=True):
-        if seconds[context, True]["p90"] >= seconds[context, False]["p10"]:
-            break
-        found = context
-    return {"batch_size": steps[0]["batch_size"], "context": found, "steps": list(steps)}
-
-
-@torch.inference_mode()
-def cache_sizes(model: Transformer, lengths: Sequence[int]) -> list[CacheSize]:
-    """Take caches of one row of each length, and compare their bytes with the prediction."""
-    return [cache_size(model, filled_cache(model, length, reserved=length), length) for length in lengths]
-
-
 def context_lengths(longest: int) -> list[int]:
     """Return context lengths up to `longest`, closer together where the cache begins to pay.
 
-    Out of a context of one token both modes do the same, so it is there only where nothing else is.
+    At a context of one token both modes do the same, so it is returned only if it is the longest.
     """
     steps = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192]
     octaves = [256 * 2**n for n in range(20)]
     return [*(length for length in steps + octaves if length < longest), longest]
+
+
+# ---- caches of a given length ----------------------------------------------------------------------------------------
+
+
+def cache_sizes(model: Transformer, lengths: Sequence[int], ids: Sequence[int]) -> list[Row]:
+    """Return a row with the bytes of a cache of each length, and the prediction; for `ids` see `filled_cache`."""
+    rows: list[Row] = []
+    for length in lengths:
+        cache = filled_cache(model, length, ids, reserved=length)
+        row: Row = {"figures": "step", "batch_size": 1, "context": length, "kv_caching": True}
+        rows.append({**row, **bytes_of(model, cache, length, length)})
+    return rows
+
+
+def bytes_of(model: Transformer, cache: Cache, prompt: int, length: int) -> Row:
+    """Return the bytes of a cache of one row that was fed a prompt and then single tokens up to `length`."""
+    predicted = predicted_bytes(model, cache, prompt, length, reserved=length)
+    return {"cache_bytes": cache.nbytes, "predicted_cache_bytes": predicted}
+
+
+def predicted_bytes(model: Transformer, cache: Cache, prompt: int, length: int, *, reserved: int) -> int:
+    """Return the bytes that the kinds predict for one row of a prompt and single tokens up to `length`.
+
+    `reserved`: the positions that memory is reserved for.
+    """
+    itemsize = model.dtype.itemsize  # that of keys and values; a matrix may be in int8
+    return cache.predicted_bytes(prompts=[prompt], ends=[length], reserved=(1, reserved), itemsize=itemsize)
+
+
+@torch.inference_mode()
+def filled_cache(model: Transformer, length: int, ids: Sequence[int], *, reserved: int) -> Cache:
+    """Return a cache of one row with `length` positions, and memory for `reserved` of them.
+
+    Random keys and values are written without a forward: bytes and times depend on lengths alone. A kind that observes
+    attention, or that drops keys at the end of a prompt, is fed a real prompt: the text of `ids`, again and again.
+    """
+    cache = model.new_cache(rows=1, length=reserved)
+    if not any(layer.observes for layer in cache.layers):
+        _write_random(model, cache, length)
+        if cache.nbytes == predicted_bytes(model, cache, length, length, reserved=reserved):
+            return cache
+        cache = model.new_cache(rows=1, length=reserved)
+    text = torch.tensor(ids, device=model.device).repeat(-(-length // len(ids)))[None, :length]
+    cached = model.with_kv_caching(True)
+    for begin in range(0, length, PROMPT):
+        seqlen = min(PROMPT, length - begin)
+        rows = Rows.at([begin], [seqlen], prompt_ends=begin + seqlen == length)
+        cached(text[:, begin : begin + seqlen], rows, cache=cache, logits="last")
+    return cache
+
+
+def _write_random(model: Transformer, cache: Cache, length: int) -> None:
+    """Write random keys and values into one row of every layer, CHUNK positions a call."""
+    like, stream = model.norm.weight, torch.Generator().manual_seed(0)
+    for begin in range(0, length, CHUNK):
+        seqlen = min(CHUNK, length - begin)
+        rows = Rows.at([begin], [seqlen], prompt_ends=begin + seqlen == length)
+        for layer in cache.layers:
+            new = torch.randn((2, 1, seqlen, layer.args.n_kv_heads, layer.args.head_dim), generator=stream).to(like)
+            layer.update(rows, new[0], new[1])

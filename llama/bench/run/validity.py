@@ -1,13 +1,9 @@
-"""The validity block: was the measurement what it claims to be? Each point is judged by what was seen, not by intent.
+"""The validity block: was the measurement what it claims to be? Checks judge what was observed."""
 
-Knows what an engine was seen doing; does not know engines, clocks or models.
-"""
-
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from llama.bench.cell import Cell
-from llama.bench.schema import Point, Status
+from llama.bench.schema import Row, Status
 from llama.costs import forwards, size
 
 if TYPE_CHECKING:
@@ -16,8 +12,8 @@ if TYPE_CHECKING:
 
 def judge(
     cell: Cell, run: "Run", warm_up: "Run | None", *, max_seq_len: int, reset_seen: tuple[int, int] | None
-) -> list[Point]:
-    """Return every point of a run. `reset_seen`: the peak and the present right after the statistics were reset."""
+) -> list[Row]:
+    """Return all checks of a run. `reset_seen`: the peak and current bytes right after the reset."""
     return [
         _cache(cell, run),
         _tokens(cell, run),
@@ -31,7 +27,7 @@ def judge(
 
 
 def notes(cell: Cell, *, weights: str) -> list[str]:
-    """Return what is no violation, and a reader should know."""
+    """Return what a reader should know of a cell besides its checks."""
     found = []
     if weights == "random":
         found.append("random weights: times and sizes are the model's, the text is noise")
@@ -54,22 +50,14 @@ def notes(cell: Cell, *, weights: str) -> list[str]:
     return found
 
 
-def violated(points: Iterable[Point]) -> list[Point]:
-    return [point for point in points if point["status"] == "violated"]
-
-
-def worse(a: list[Point], b: list[Point]) -> list[Point]:
-    """Return the points of two repetitions of a cell: where one is violated, that one."""
-    return [q if q["status"] == "violated" else p for p, q in zip(a, b, strict=True)] if a else b
-
-
-def _point(name: str, fine: bool | None, detail: str) -> Point:
+def check(name: str, fine: bool | None, detail: str) -> Row:
+    """Return the row of a check; None: the engine or the machine does not show it."""
     status: Status = "not observed" if fine is None else "ok" if fine else "violated"
-    return {"name": name, "status": status, "detail": detail}
+    return {"figures": "check", "name": name, "status": status, "detail": detail}
 
 
-def _cache(cell: Cell, run: "Run") -> Point:
-    """Was the cache on, or off, as asked: by the tokens fed after the prefill, and by the bytes held."""
+def _cache(cell: Cell, run: "Run") -> Row:
+    """Was the cache on or off as asked, by the tokens fed after the prefill and by the cached bytes?"""
     widths = None if run.fed is None else sorted({width for _, width in run.fed[1:]})
     as_fed = None if not widths else (widths == [1]) == cell.kv_caching
     as_held = None if run.cache_bytes is None else (run.cache_bytes > 0) == cell.kv_caching
@@ -77,76 +65,76 @@ def _cache(cell: Cell, run: "Run") -> Point:
     fed = "" if not widths else f"{' to '.join(map(str, sorted({widths[0], widths[-1]})))} fed per row and step"
     held = "" if run.cache_bytes is None else f"{size(run.cache_bytes)} held"
     asked = "on" if cell.kv_caching else "off"
-    words = ", ".join(part for part in (fed, held) if part) or "the engine does not tell"
-    return _point("cache", all(seen) if seen else None, f"asked for {asked}; {words}")
+    words = ", ".join(part for part in (fed, held) if part) or "the engine does not show it"
+    return check("cache", all(seen) if seen else None, f"asked for {asked}; {words}")
 
 
-def _tokens(cell: Cell, run: "Run") -> Point:
-    """Do the tokens that went through the model, and those that came out, have exactly the counts asked for?"""
+def _tokens(cell: Cell, run: "Run") -> Row:
+    """Are the counts of tokens that went through the model and that came out exactly those asked for?"""
     expected = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
     wanted = [(cell.batch_size, seqlen) for _, seqlen in expected]
     made = sorted({len(row) for row in run.ids})
     came_out = len(run.ids) == cell.batch_size and made == [cell.output_len]
     if run.fed is None:
-        return _point("tokens", came_out, f"{len(run.ids)} rows of {made} new tokens; what was fed is not told")
+        return check("tokens", came_out, f"{len(run.ids)} rows of {made} new tokens; the engine hides what was fed")
     total, right = (sum(rows * width for rows, width in fed) for fed in (run.fed, wanted))
     first = run.fed[0] if run.fed else (0, 0)
     out = f"{len(run.ids)} x {'/'.join(map(str, made))} out"
     words = f"{first[0]} x {first[1]} in, {out}, {total} fed of {right} worked out"
-    return _point("tokens", came_out and run.fed == wanted, words)
+    return check("tokens", came_out and run.fed == wanted, words)
 
 
-def _room(cell: Cell, run: "Run", max_seq_len: int) -> Point:
-    """Did every position fit: below the model's limit, and into the cache that is written without being read back?"""
+def _room(cell: Cell, run: "Run", max_seq_len: int) -> Row:
+    """Did every position fit into the model's limit and into the cache?"""
     last = cell.total_len - 1  # the newest token is never fed
     held = run.cache_length if cell.kv_caching else None
     fine = cell.total_len <= max_seq_len and (held is None or held >= last)
     room = "" if held is None else f", the cache had room for {held}"
-    return _point("no overflow", fine, f"{last} positions fed{room}, the model's limit is {max_seq_len}")
+    return check("no overflow", fine, f"{last} positions fed{room}, the model's limit is {max_seq_len}")
 
 
-def _length(cell: Cell, run: "Run") -> Point:
+def _length(cell: Cell, run: "Run") -> Row:
     short = sum(len(row) < cell.output_len for row in run.ids)
-    return _point("no early end", not short, f"{short} rows ended before {cell.output_len} tokens")
+    return check("no early end", not short, f"{short} rows ended before {cell.output_len} tokens")
 
 
-def _warm_up(cell: Cell, warm_up: "Run | None") -> Point:
-    """Were a prefill and a step of the very shapes run before the clock was started?"""
+def _warm_up(cell: Cell, warm_up: "Run | None") -> Row:
+    """Did a prefill and a step of the same shapes run before the clock started?"""
     if warm_up is None:
-        return _point("warm-up", False, "nothing was run before the clock was started")
+        return check("warm-up", False, "nothing was run before the clock was started")
     if warm_up.fed is None:
-        return _point("warm-up", len(warm_up.token_times) > 0, f"{len(warm_up.token_times)} tokens of this shape")
+        return check("warm-up", len(warm_up.token_times) > 0, f"{len(warm_up.token_times)} tokens of this shape")
     expected = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
     wanted = [(cell.batch_size, seqlen) for _, seqlen in expected[:2]]
     shapes = ", ".join(f"{rows} x {width}" for rows, width in warm_up.fed) or "nothing"
     words = f"{shapes} fed before the clock was started"
     if not cell.kv_caching and cell.output_len > 2:
         words += f"; the {cell.output_len - 2} longer steps are each the first of their shape"
-    return _point("warm-up", warm_up.fed[: len(wanted)] == wanted, words)
+    return check("warm-up", warm_up.fed[: len(wanted)] == wanted, words)
 
 
-def _statistics(reset_seen: tuple[int, int] | None) -> Point:
-    """Did the peak start from what was there, not from the peak of something before?"""
+def _statistics(reset_seen: tuple[int, int] | None) -> Row:
+    """Did the peak start from the current bytes, not from the peak of earlier work?"""
     if reset_seen is None:
-        return _point("statistics reset", None, "this system's peak cannot be reset; the process is a fresh one")
+        return check("statistics reset", None, "this system's peak cannot be reset; the process is a fresh one")
     peak, present = reset_seen
-    fine = peak <= present * 1.02 + 4 * 2**20  # what reading the two figures takes itself
-    return _point("statistics reset", fine, f"the peak was {size(peak)} at the start, with {size(present)} in use")
+    fine = peak <= present * 1.02 + 4 * 2**20  # reading the two figures allocates some
+    return check("statistics reset", fine, f"the peak was {size(peak)} at the start, with {size(present)} in use")
 
 
-def _fast_step(run: "Run") -> Point:
-    """Did the fast step that was asked for execute every forward, or the plain path some of them?"""
+def _fast_step(run: "Run") -> Row:
+    """Did the fast step execute every forward that it was asked for?"""
     if run.fed is None or run.fast_forwards is None or run.fast_wanted is None:
-        return _point("fast step", None, "asked for; the engine does not tell")
+        return check("fast step", None, "asked for; the engine does not show it")
     fine = 0 < run.fast_forwards == run.fast_wanted
     words = f"asked for; {run.fast_forwards} of {len(run.fed)} forwards ran by it"
     if run.fast_forwards != len(run.fed):
         words += f", {'the prompt' if fine else 'the others'} by the plain path"
-    return _point("fast step", fine, words)
+    return check("fast step", fine, words)
 
 
-def _sampler(warm_up: "Run | None") -> Point:
+def _sampler(warm_up: "Run | None") -> Row:
     if warm_up is None or warm_up.greedy is None:
-        return _point("same sampler", None, "greedy was asked for; the engine does not show its logits")
+        return check("same sampler", None, "greedy was asked for; the engine does not show its logits")
     likely = "the most likely one" if warm_up.greedy else "not always the most likely one"
-    return _point("same sampler", warm_up.greedy, f"greedy was asked for; what the warm-up fed back was {likely}")
+    return check("same sampler", warm_up.greedy, f"greedy was asked for; what the warm-up fed back was {likely}")

@@ -1,7 +1,7 @@
-"""A process that measures one thing and ends: python -m llama.bench.run.worker JOB RESULT, both files of JSON.
+"""A process that does one job and ends: python -m llama.bench.run.worker JOB RESULT, both files of JSON.
 
-Nothing of one measurement can reach the next: no memory, no cache, no warmth. What a job cannot do for a reason that a
-user can mend comes back as words; anything else ends the process, and `llama.bench.run.jobs` tells of it.
+No memory, cache or warmth of one measurement can reach the next. A ValueError of a job is returned as its message; any
+other error ends the process, and `llama.bench.run.jobs` reports it.
 """
 
 import json
@@ -18,51 +18,49 @@ from typing import Any
 import torch
 
 from llama.bench.cell import Cell
-from llama.bench.gpu.experiments import EXPERIMENTS
-from llama.bench.run.agreement import most_likely
-from llama.bench.run.cache_kind import cache_costs, cache_quality, cache_reference
+from llama.bench.gpu.checks import check_gpu
+from llama.bench.run.cache_kind import cache_costs, cache_quality
 from llama.bench.run.conversation import measure_conversation, measure_prompts
 from llama.bench.run.engines import LlamaEngine
+from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.measure import make_prompts, measure
-from llama.bench.run.memory import device_bytes_used
-from llama.bench.run.memory_ledger import check_memory, position_bytes
-from llama.bench.run.models import find_model
-from llama.bench.run.opening import open_engine
+from llama.bench.run.memory_ledger import check_memory
+from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
-from llama.bench.schema import StepTimes
+from llama.bench.schema import Row
+from llama.bench.texts import read_text, text_path
 from llama.exact import slowdown_words
 from llama.host.machine import DTYPES, ceilings, environment
+from llama.streaming import encode_prompt
 from llama.watch.page import page
 from llama.watch.record import record
 
 
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
-    """Measure a cell once."""
+    """Measure a cell once; `trace` as in `measure`."""
     device = torch.device(cell.device)
-    device_before = device_bytes_used(device)
-    with _heard() as warnings:
+    with _warnings() as warnings:
         engine, facts, before, stored = open_engine(cell)
-        record = measure(
+        row, *others = measure(
             cell,
             engine,
             device=device,
             weights=facts["weights"],
             resident_before_model=before,
-            device_bytes_before=device_before,
             trace=trace,
             stored=stored,
         )
-    record["notes"] += warnings
+    row["notes"] += warnings
     if cell.exact and trace and isinstance(engine, LlamaEngine):
-        record["notes"].append(slowdown_words(engine.model))
-    done = {"record": record, "model": facts, "environment": environment(device)}
-    # The machine's ceilings are seen next to every repetition; those of one process say nothing of several.
+        row["notes"].append(slowdown_words(engine.model))
+    done = {"rows": [row, *others], "model": facts, "environment": environment(device)}
+    # The ceilings are measured next to every repetition; those of one process say nothing of several.
     return done if cell.ranks > 1 else {**done, "ceilings": ceilings(device, DTYPES[cell.dtype], seconds=1.0)}
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
-    """Keep what the library warns of meanwhile, such as why the fast step does not serve."""
+def _warnings() -> Iterator[list[str]]:
+    """Collect the warnings of the library, such as why the fast step cannot run."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -75,53 +73,70 @@ def _heard() -> Iterator[list[str]]:
 
 
 def describe(cell: Cell) -> dict[str, Any]:
-    """Return what machine this is and can do, with no model in memory."""
+    """Return the environment and the ceilings of this machine, with no model in memory."""
     device = torch.device(cell.device)
     return {"environment": environment(device), "ceilings": ceilings(device, DTYPES[cell.dtype])}
 
 
-def calibrate(cell: Cell) -> dict[str, Any]:
-    """Time the pieces that a prediction of all cells is made of."""
+def calibrate(cell: Cell, *, rows: int) -> dict[str, Any]:
+    """Time the pieces of `llama.bench.presets.Calibration`; `rows` is the largest batch of the preset."""
     started = time.perf_counter()
     engine, facts, *_ = open_engine(cell)
     loaded = time.perf_counter() - started
-    prompts = make_prompts(cell.but(batch_size=1), engine)
-    engine.run(prompts, 2, kv_caching=True)
-    runs = [engine.run(prompts, 2, kv_caching=True) for _ in range(3)]  # one alone may have met other work
-    return {
-        "model": facts,
-        "input_len": len(prompts[0]),
-        "max_seq_len": engine.max_seq_len,
-        "load_seconds": loaded,
-        "prefill_seconds": min(run.token_times[0] - run.started for run in runs),
-        "step_seconds": min(run.token_times[1] - run.token_times[0] for run in runs),
-    }
+    prompts = make_prompts(cell.but(batch_size=rows), engine)
+
+    def steps_of(batch: list[list[int]]) -> tuple[float, float]:
+        engine.run(batch, 2, kv_caching=True)
+        runs = [engine.run(batch, 2, kv_caching=True) for _ in range(3)]  # one alone may have met other work
+        firsts = min(run.token_times[0] - run.started for run in runs)
+        return firsts, min(run.token_times[1] - run.token_times[0] for run in runs)
+
+    prefill, step = steps_of(prompts[:1])
+    many = steps_of([prompt[:16] for prompt in prompts])[1] if rows > 1 else step  # short: a step reads all weights
+    timed = {"max_seq_len": engine.max_seq_len, "input_len": len(prompts[0]), "load_seconds": loaded}
+    timed |= {"prefill_seconds": prefill, "step_seconds": step, "many_rows": rows, "many_seconds": many}
+    return {"model": facts, "timed": timed}
 
 
 def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
-    """Time a step of the cell's batch at each context, with the cache and without.
-
-    Beside it stands what a cached step reads for each position: the bytes of its keys and values.
-    """
+    """Time a step of the cell's batch at each context, with the cache and without."""
     source = find_model(cell)
     longest = cell.but(input_len=max(contexts), output_len=1)
     for kv_caching in (True, False):
         modes = longest.but(kv_caching=kv_caching)
         check_memory(modes, source.args, source.device, held=0, stored=source.stored)
-    model = source.build()
-    steps: list[StepTimes] = []
+    model, rows = source.build(), list[Row]()
     for kv_caching in (True, False):
-        steps += step_times(model, cell.batch_size, contexts, kv_caching=kv_caching, logits=cell.logits)
-    return {"steps": steps, "position_bytes": cell.batch_size * position_bytes(source.args, cell)}
+        rows += step_times(model, cell.batch_size, contexts, kv_caching=kv_caching, logits=cell.logits)
+    return {"rows": rows}
 
 
 def size_caches(cell: Cell, *, lengths: list[int]) -> dict[str, Any]:
-    """Take caches of these lengths."""
-    return {"sizes": cache_sizes(find_model(cell).build(), lengths)}
+    """Fill caches of these lengths and count their bytes."""
+    source = find_model(cell)
+    return {"rows": cache_sizes(source.build(), lengths, encode_prompt(source.tokenizer, read_text()))}
+
+
+def agreement(cell: Cell) -> dict[str, Any]:
+    """Return how often a cell with rounded weights finds the same most likely token as our float32 on the plain path.
+
+    Both read the first `cell.input_len` tokens of the text, whatever they find (teacher forcing).
+    """
+    plain = cell.but(engine="llama", fast=False, exact=False, quantize=None, activations=16, dtype="fp32")
+    found = []
+    for one in (plain.but(kv_cache="static"), cell):
+        engine = open_engine(one).engine
+        assert isinstance(engine, LlamaEngine | LlamaCppEngine)  # the others have no rounded weights
+        ids, path = engine.most_likely(engine.encode(read_text())[: cell.input_len])
+        found.append(ids)
+        del engine  # the memory of one model at a time
+    same = sum(one == other for one, other in zip(*found, strict=True))
+    row: Row = {"figures": "agreement", "path": path, "text": text_path().name, "tokens": len(ids)}
+    return {"rows": [{**row, "top1_agreement": same / len(ids)}]}
 
 
 def margin(cell: Cell, *, row: int, ids: list[int]) -> dict[str, Any]:
-    """Return the gap between the two largest logits that follow a row's prompt and these new ids, without a cache."""
+    """Return the gap between the two largest logits after a row's prompt and these new ids, without a cache."""
     source = find_model(cell)
     engine = LlamaEngine(source.build(), source.tokenizer)
     prompts = make_prompts(cell, engine)
@@ -144,25 +159,24 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "cell": run_cell,
     "calibrate": calibrate,
     "steps": time_steps,
-    "caches": size_caches,
+    "sizes": size_caches,
     "cache_costs": cache_costs,
-    "cache_reference": cache_reference,
     "cache_quality": cache_quality,
     "conversation": measure_conversation,
     "prompts": measure_prompts,
     "margin": margin,
-    "most_likely": most_likely,
+    "agreement": agreement,
     "watch": watch,
-    **EXPERIMENTS,  # type: ignore[dict-item]
+    "gpu": check_gpu,
 }
 
 
 def main(job_path: str, result_path: str) -> None:
-    """Do the job that stands in one file and write what came of it into another."""
+    """Read a job from one file, do it, and write its result into another."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads(Path(job_path).read_text("utf-8"))
     cell = Cell(**job.pop("cell"))
-    torch.set_num_threads(cell.threads or torch.get_num_threads())  # which every engine asks
+    torch.set_num_threads(cell.threads or torch.get_num_threads())  # every engine reads it
     try:
         result: dict[str, Any] = {"done": JOBS[job.pop("kind")](cell, **job)}
     except ValueError as error:
@@ -171,7 +185,7 @@ def main(job_path: str, result_path: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End the process once the pipe from the parent is closed: no one waits for the result then."""
+    """End the process once the pipe from the parent is closed."""
     os.read(0, 1)  # not sys.stdin, whose lock must be free when Python ends
     os._exit(1)
 

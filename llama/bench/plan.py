@@ -1,0 +1,286 @@
+"""Runs a preset within its budget: every group of jobs once, and then again while the budget lasts.
+
+Groups are never torn: a group that does not fit into the budget, or that the budget ends, is left out as a whole.
+Cells that were left out get predicted figures. What is finished is saved at once, so a run can be resumed.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from llama.bench.cell import Cell, rounding_of
+from llama.bench.compare import add_note, check_machine, compare_engines, compare_modes, compare_turns, with_rates
+from llama.bench.noise import judge_noise
+from llama.bench.presets import GROUPS, Calibration, Group, Job, cells_of
+from llama.bench.report.files import keep_steps, steps_of
+from llama.bench.report.findings import findings
+from llama.bench.report.tables import comparison_words
+from llama.bench.run.directory import RunDirectory
+from llama.bench.run.jobs import JobDied, run_job
+from llama.bench.run.measure import predicted_rows
+from llama.bench.run.models import find_model
+from llama.bench.run.peers import GPT2
+from llama.bench.schema import Report, cell_row, is_measured, merge, pairs, rows_of
+from llama.bench.statistics import best_ceilings, median_of
+
+REPETITIONS = 5
+OVERRUN = 0.2  # of the budget: a job that would end later under load is ended
+RECORDING, WATCHED_STEPS, PROMPT = "the page to step through", 32, "Once upon a time"
+
+
+class OverBudgetError(Exception):
+    """A job was ended because the time of the whole run was over."""
+
+
+class Run:
+    """A run of a preset: its report and folder, how long it may take, and how long each job took or should take."""
+
+    def __init__(self, directory: RunDirectory, progress: Any, *, watched: Cell | None = None) -> None:
+        """Begin the budget now. `progress` is a `seconds_bar`; the page shows a generation of `watched`."""
+        self.directory, self.progress, self.watched = directory, progress, watched
+        self.report: Report = directory.report
+        self.budget = 60 * (self.report["budget_minutes"] or math.inf)  # no budget: everything once
+        self.began = time.monotonic()
+        self.calibration: Calibration
+        self._took: dict[str, float] = {}  # seconds of a job's last repetition
+        self._pace: dict[tuple[Any, ...], float] = {}  # seconds over prediction of the last job alike
+        self._reserved = 0.0  # seconds that the recording for the page needs at the end
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def room(self) -> float:
+        """Return the seconds of the budget that are left."""
+        return max(0.0, self.began + self.budget - self._reserved - time.monotonic())
+
+    def expected(self, group: Group) -> float:
+        """Return how long a group should take: as long as before, or as predicted and as slow as jobs alike were."""
+        return sum(self._took.get(one.name, one.seconds * self._pace.get(_alike(one), 1.0)) for one in group.jobs)
+
+    def _do(self, job: Job, *, limited: bool) -> dict[str, Any]:
+        """Run a job. If `limited`, raise OverBudgetError once the budget is passed by OVERRUN."""
+        started, end = time.monotonic(), self.began + (1 + OVERRUN) * self.budget
+
+        def waiting() -> None:
+            self.progress.refresh()
+            if limited and time.monotonic() > end:
+                raise OverBudgetError(f"{job.name}: ended, because the budget was over")
+
+        self.progress.set_description_str(job.name)
+        done = run_job(job.kind, job.cell, waiting=waiting, **job.options)
+        step = self._took.get(job.name, job.seconds)
+        self.progress.total = max(self.progress.total, self.progress.n + step)
+        self.progress.update(step)
+        self._took[job.name] = time.monotonic() - started
+        if job.seconds:
+            self._pace[_alike(job)] = max(1.0, self._took[job.name] / job.seconds)
+        return done
+
+    # ---- the whole run -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Measure what the report lacks, as far as the budget goes, and write what follows from it."""
+        try:
+            self._begin()
+            done = self._once()
+            for repetition in range(1, REPETITIONS if self.budget < math.inf else 1):
+                for group in done:
+                    jobs = self._due(group, repetition)
+                    if group.repeats and jobs and self.expected(group) <= self.room():
+                        self._measure(Group(jobs))
+            self._record_page()
+            self._compare()
+            if self.report["preset"] in ("table", "sweep"):
+                self._predict()
+        finally:
+            self._finish()
+
+    def _begin(self) -> None:
+        """Measure the machine's ceilings and the pieces of all predictions; print how long everything takes."""
+        report, cells = self.report, cells_of(self.report)
+        first, rows = cells[0].but(kv_caching=True), max(cell.batch_size for cell in cells)
+        first = first.but(input_len=min(first.input_len, 256), batch_size=1)
+        machine = self._do(Job("the machine's ceilings", "machine", first, 0, 0.0), limited=False)
+        check_machine(report, machine["environment"])
+        report["ceilings"] = best_ceilings(report["ceilings"], machine["ceilings"])
+        options = {"rows": rows if report["preset"] == "table" else 1}
+        found = self._do(Job("how long it will take", "calibrate", first, 0, 0.0, options), limited=False)
+        report["model"], self.calibration = found["model"], Calibration(**found["timed"])
+        if self.watched is not None and steps_of(self.directory.folder) is None:
+            seconds = self._recording().seconds
+            self._reserved = 1.5 * seconds if seconds <= self.room() / 10 else 0.0  # a repetition may end late
+        self.directory.save()
+        groups = [group for group in self._groups() if self._due(group, 0)]
+        once, room = sum(map(self.expected, groups)), self.room()
+        again = sum(self.expected(group) for group in self._groups() if group.repeats)
+        self.progress.total = self.progress.n + min(once + (REPETITIONS - 1) * again, room) if room < math.inf else once
+        words = f"{sum(len(group.jobs) for group in groups)} jobs, each in a process of its own: all of them once take"
+        words += f" about {duration(once)}"
+        if room < math.inf:
+            words += f", {duration(room)} of the budget are left"
+            words += f"; cells are repeated up to {REPETITIONS} times" if again else ""
+        if once > room:
+            enough = math.ceil((self.budget - room + once) / 60)
+            words += ".\nThe budget is too small: what does not fit is left out. Everything fits once with "
+            words += f"--budget {enough}; --budget 0 measures everything once, however long it takes"
+        self.progress.write(f"{words}.")
+
+    def _groups(self) -> Iterator[Group]:
+        return GROUPS[self.report["preset"]](self.report, self.calibration, self.room)
+
+    def _due(self, group: Group, repetition: int) -> tuple[Job, ...]:
+        """Return the jobs of a group that lack this repetition; a cell that died is not tried again in this run."""
+        done, errors = self.report["done"], {row["cell"] for row in rows_of(self.report, "cell") if row["error"]}
+        return tuple(
+            job
+            for job in group.jobs
+            if done.get(job.name, 0) <= repetition and not (job.of_cell and job.place in errors)
+        )
+
+    def _once(self) -> list[Group]:
+        """Do every group once if it fits, the very first one in any case; return all groups that are done.
+
+        Once a group of cells does not fit, no cells of a larger batch are measured.
+        """
+        done, smallest_left_out = [], math.inf
+        for group in self._groups():
+            jobs, batch = self._due(group, 0), group.jobs[0].cell.batch_size
+            due = Group(jobs, group.repeats)
+            first = not self.report["done"]
+            fits = self.expected(due) <= self.room() and not (group.repeats and batch > smallest_left_out)
+            if jobs and not first and not fits:
+                self.report["failures"] += [f"{job.name}: no room in the budget" for job in jobs]
+            elif not jobs or self._measure(due, limited=not first):
+                done.append(group)
+                continue
+            smallest_left_out = min(smallest_left_out, batch if group.repeats else math.inf)
+        return done
+
+    def _measure(self, group: Group, *, limited: bool = True) -> bool:
+        """Do a group and keep its rows; return False if the budget ended it, with none of its rows kept."""
+        found_of: list[tuple[Job, dict[str, Any]]] = []
+        errors: list[tuple[Job, str]] = []
+        for job in group.jobs:
+            trace = {"trace": job.name not in self.report["done"]} if job.kind == "cell" else {}
+            try:
+                found = self._do(Job(**{**vars(job), "options": {**job.options, **trace}}), limited=limited)
+            except OverBudgetError:
+                self.report["failures"] += [f"{job.name}: no room in the budget" for job in group.jobs]
+                return False
+            except (ValueError, JobDied) as error:
+                errors.append((job, fate_of(error)))
+            else:
+                found_of.append((job, found))
+        for job, found in found_of:
+            if "environment" in found:
+                check_machine(self.report, found["environment"])
+            if "ceilings" in found:
+                self.report["ceilings"] = best_ceilings(self.report["ceilings"], found["ceilings"])
+            merge(self.report, found["rows"], job.place)
+            self.report["done"][job.name] = self.report["done"].get(job.name, 0) + 1
+        for job, why in errors:
+            self._note_error(job, why)
+        judge_noise(self.report)
+        self.directory.save()
+        return True
+
+    def _note_error(self, job: Job, why: str) -> None:
+        """Keep why a job has no result: in its cell's row, unless that has figures of an earlier repetition."""
+        if not job.of_cell:
+            self.report["failures"].append(f"{job.name}: {why}")
+        elif job.name in self.report["done"]:
+            add_note(self.report, job.place, f"a repetition failed: {why}")
+        else:
+            cell_row(self.report, job.place)["error"] = why
+
+    # ---- after the measurements --------------------------------------------------------------------------------------
+
+    def _recording(self) -> Job:
+        """Return the job that records a short generation for the page: twice with the cache, once without."""
+        assert self.watched is not None
+        plain = self.watched.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
+        cells = (plain.but(input_len=4, output_len=WATCHED_STEPS, kv_caching=on) for on in (True, True, False))
+        seconds = self.calibration.of_tokens(0) + sum(sum(self.calibration.of_forwards(cell)) for cell in cells)
+        return Job(RECORDING, "watch", plain, 0, seconds, {"prompt": PROMPT, "steps": WATCHED_STEPS}, of_cell=False)
+
+    def _record_page(self) -> None:
+        """Record a generation into the report's folder, if the budget allows and there is none yet."""
+        self._reserved = 0.0
+        if self.watched is None or steps_of(self.directory.folder) is not None:
+            return
+        job = self._recording()
+        if self.expected(Group((job,))) > self.room():
+            self.report["failures"].append(f"{RECORDING}: no room in the budget")
+            return
+        try:
+            keep_steps(self.directory.folder, self._do(job, limited=True)["page"])
+        except (ValueError, JobDied, OverBudgetError) as error:
+            self._note_error(job, fate_of(error))
+
+    def _compare(self) -> None:
+        """Compare the tokens of both modes, of the peers with ours, and of the turns of a conversation."""
+        report = self.report
+        report["rows"] = [row for row in report["rows"] if row["figures"] != "comparison"]
+        for on, off in pairs(report):
+            if is_measured(cell_row(report, on)) and is_measured(cell_row(report, off)):
+                comparison = compare_modes(report, on, off)
+                merge(report, [comparison])
+                for place in (on, off):
+                    add_note(report, place, comparison_words(comparison))
+        compare_engines(report)
+        compare_turns(report)
+
+    def _finish(self) -> None:
+        """Write what follows from the figures into the report."""
+        report, over = self.report, time.monotonic() - self.began - self.budget
+        with_rates(report)
+        judge_noise(report)
+        report["reading"] = findings(report)
+        if over >= 1:
+            words = f"The run passed its budget of {report['budget_minutes']:g} minutes by {duration(over)}"
+            report["reading"].append(f"{words}: jobs took longer than predicted.")
+        self.directory.save()
+
+    def _predict(self) -> None:
+        """Give every cell of ours that was not measured its predicted figures, and a peer's cell its predicted time."""
+        report = self.report
+        for place, cell in enumerate(cells_of(report)):
+            row, (path, pace) = cell_row(report, place), self._path_and_pace(cell)
+            if is_measured(row) or row["error"] or cell.model in GPT2 or (pace is None and cell.engine != "llama"):
+                continue
+            seconds = [one * (pace or 1.0) for one in self.calibration.of_forwards(cell)]
+            report["rows"] = [one for one in report["rows"] if one["cell"] != place or one["figures"] != "memory"]
+            merge(report, predicted_rows(cell, find_model(cell), seconds, path), place)
+
+    def _path_and_pace(self, cell: Cell) -> tuple[str, float | None]:
+        """Return the path of measured cells like this one, and how many times its prediction the largest of them took.
+
+        Cells like this one have the same engine and weights; for the time, also the same mode.
+        """
+        path, pace = "fast" if cell.fast else "plain", None
+        for other, row in zip(cells_of(self.report), rows_of(self.report, "cell"), strict=True):
+            if is_measured(row) and _mode(other.but(kv_caching=True)) == _mode(cell.but(kv_caching=True)):
+                path = row["path"]
+                if other.kv_caching == cell.kv_caching:
+                    pace = median_of(row, "seconds") / sum(self.calibration.of_forwards(other))
+        return path, pace
+
+
+def _mode(cell: Cell) -> tuple[Any, ...]:
+    return *rounding_of(cell.as_json()), cell.kv_caching
+
+
+def _alike(job: Job) -> tuple[Any, ...]:
+    return job.kind, *_mode(job.cell)
+
+
+def fate_of(error: Exception) -> str:
+    """Return what a report says of a job that did not end well."""
+    if isinstance(error, OverBudgetError):
+        return str(error)
+    return f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: 45 s, 4.2 min."""
+    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -1,0 +1,113 @@
+"""The cells of a report, each with its rows, its name and the path that it ran on; and which cells belong together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llama.bench.cell import Cell
+from llama.bench.report.columns import NOT_MEASURED
+from llama.bench.schema import Report, Row, is_measured, rows_of
+from llama.bench.statistics import spread
+
+
+@dataclass(frozen=True)
+class CellView:
+    """A cell, its index in the head, and its rows; `checks` and `memory` are its other rows."""
+
+    index: int
+    cell: Cell
+    row: Row
+    checks: Sequence[Row]
+    memory: Sequence[Row]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.cell.engine == "llama"
+
+    @property
+    def path(self) -> str:
+        return self.row.get("path") or ""
+
+    @property
+    def is_measured(self) -> bool:
+        return is_measured(self.row)
+
+    @property
+    def is_predicted(self) -> bool:
+        return bool(self.row.get("predicted"))
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether it is ours and ran on another path than the plain one, so that its times stand apart."""
+        return self.is_ours and self.path not in ("plain", "")
+
+    @property
+    def label(self) -> str:
+        """What tells the cell from the others of its report."""
+        name = self.cell.name
+        if self.is_fast:  # its path names the modes
+            name = f"{self.cell.but(fast=False, quantize=None, activations=16).name}, {self.path}"
+        return f"{name}, logits of all positions" if self.cell.logits == "all" else name
+
+    @property
+    def pair_label(self) -> str:
+        """The label without the mode."""
+        return self.label.replace(", cache on", "").replace(", cache off", "")
+
+    @property
+    def runs_on(self) -> str:
+        """What computes: a path of ours, or another engine."""
+        return self.path if self.is_ours else " ".join(filter(None, (self.cell.engine, self.cell.quantize)))
+
+    @property
+    def fate(self) -> str:
+        """Why the cell has no figures: it died, was refused, or was not measured."""
+        return self.row.get("error") or NOT_MEASURED
+
+    def median(self, column: str) -> float | None:
+        """Return the median of a repeated column, None if it has no values."""
+        found = spread(self.row, column)
+        return None if found is None else found["median"]
+
+    def line(self, name: str) -> Row | None:
+        """Return a line of the memory ledger."""
+        return next((row for row in self.memory if row["name"] == name), None)
+
+
+def cell_views(report: Report) -> list[CellView]:
+    """Return the cells in the order of the head."""
+    return [
+        CellView(
+            row["cell"],
+            Cell(**report["cells"][row["cell"]]),
+            row,
+            *(rows_of(report, kind, row["cell"]) for kind in ("check", "memory")),
+        )
+        for row in sorted(rows_of(report, "cell"), key=lambda row: row["cell"])
+    ]
+
+
+def in_table_order(views: Sequence[CellView]) -> list[CellView]:
+    """Return cells by batch size; of one batch ours first, then the other engines; the cache on before off."""
+
+    def place(view: CellView) -> tuple[Any, ...]:
+        cell = view.cell
+        modes = cell.engine, cell.fast, cell.quantize or "", cell.activations
+        return cell.batch_size, not view.is_ours, *modes, not cell.kv_caching
+
+    return sorted(views, key=place)
+
+
+def groups(report: Report) -> list[list[CellView]]:
+    """Return the cells with times, measured or predicted, in groups that differ in the cache alone, on before off."""
+    found: dict[tuple[Cell, str], list[CellView]] = {}
+    for view in in_table_order(cell_views(report)):
+        if view.row.get("seconds"):
+            found.setdefault((view.cell.but(kv_caching=True), view.path), []).append(view)
+    return list(found.values())
+
+
+def pairs_of(report: Report, *, measured: bool = True) -> list[tuple[CellView, CellView]]:
+    """Return each cell with the cache beside the same one without, in table order; `measured`: leave out predicted."""
+    both = [(group[0], group[1]) for group in groups(report) if len(group) == 2]
+    return [pair for pair in both if not measured or all(view.is_measured for view in pair)]

@@ -1,0 +1,151 @@
+"""What follows from the rows of a report, as rows of its own: what the cache saves, where it pays, how times grow.
+
+Nothing here is stored in a report; tables, CSV, sentences and plots compute it from the same rows.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from llama.bench.report.cells import CellView, cell_views, in_table_order, pairs_of
+from llama.bench.schema import Report, rows_of
+from llama.bench.statistics import Spread, percentiles, spread
+
+_LENGTHS = (10, 20, 50, 100, 200)  # lengths at which the speed-up of a whole generation is read
+LEAST_LENGTHS = 3  # a straight line goes through any two
+
+Derived = dict[str, Any]
+
+
+def counts(*spreads: Spread | None) -> str:
+    """Return the counts behind the figures with the cache and without."""
+    return ", ".join(f"{one['n']} {mode}" for one, mode in zip(spreads, ("on", "off"), strict=True) if one)
+
+
+def saved(report: Report) -> list[Derived]:
+    """Return what the cache saves and costs in each pair of cells, measured or predicted."""
+    found = []
+    for on, off in pairs_of(report, measured=False):
+        row: Derived = {"figures": "saved", "on_view": on, "off_view": off, "predicted": on.is_predicted}
+        row |= {"cell": on.pair_label, "batch_size": on.cell.batch_size}
+        for name, column in (("times_faster", "seconds"), ("steps_faster", "step_seconds")):
+            fast, slow = on.median(column), off.median(column)
+            row[name] = slow / fast if fast and slow else None
+        peaks = on.median("tensor_peak_bytes"), off.median("tensor_peak_bytes")
+        row["more_bytes"] = None if peaks[0] is None or peaks[1] is None else peaks[0] - peaks[1]
+        fed = on.row.get("token_forwards"), off.row.get("token_forwards")
+        row["less_work"] = None if fed[0] is None or fed[1] is None else fed[1] / fed[0]
+        row |= {"bound_on": on.row.get("bound_by"), "bound_off": off.row.get("bound_by")}
+        row["n"] = "predicted" if on.is_predicted else counts(spread(on.row, "seconds"), spread(off.row, "seconds"))
+        found.append(row)
+    return found
+
+
+def step_pairs(report: Report) -> list[Derived]:
+    """Return the time of a step with the cache and without at each batch size and context, and the cache's bytes."""
+    found: dict[tuple[int, int, int], Derived] = {}
+    for row in rows_of(report, "step"):
+        key = row["cell"], row["batch_size"], row["context"]
+        both = found.setdefault(key, {"figures": "steps", "cell": key[0], "batch_size": key[1], "context": key[2]})
+        both["on" if row["kv_caching"] else "off"] = spread(row, "step_seconds")
+        both |= {
+            name: row[name] for name in ("cache_bytes", "predicted_cache_bytes", "path") if row.get(name) is not None
+        }
+    for both in found.values():
+        on, off = both.get("on"), both.get("off")
+        both["times_faster"] = off["median"] / on["median"] if on and off else None
+        both["n"] = counts(on, off)
+    return [found[key] for key in sorted(found)]
+
+
+def step_groups(report: Report) -> list[tuple[str, str, list[Derived]]]:
+    """Return (title, varying column, rows) of steps that are shown together: by context, and of a sweep by batch."""
+    timed = [row for row in step_pairs(report) if row["n"]]
+    if report["preset"] == "sweep":
+        length = report["cells"][0]["input_len"]
+        found = [("batch 1", "context", [row for row in timed if row["batch_size"] == 1])]
+        found.append((f"context {length}", "batch_size", [row for row in timed if row["context"] == length]))
+        return [group for group in found if group[2]]
+    batches = dict.fromkeys(row["batch_size"] for row in timed) if report["preset"] == "table" else ()
+    return [(f"batch {size}", "context", [row for row in timed if row["batch_size"] == size]) for size in batches]
+
+
+def crossovers(report: Report) -> list[Derived]:
+    """Return for each batch size of a table the context from which a step with the cache is faster, or None.
+
+    That is the shortest one from which, at every length that was tried, p90 with the cache lies below p10 without.
+    """
+    found: list[Derived] = []
+    for _, _, rows in step_groups(report) if report["preset"] == "table" else []:
+        pays = None
+        for row in reversed(rows):
+            if not row.get("on") or not row.get("off") or row["on"]["p90"] >= row["off"]["p10"]:
+                break
+            pays = row["context"]
+        said = f"{pays} tokens" if pays else f"not up to {rows[-1]['context']} tokens"
+        found.append({"batch_size": rows[0]["batch_size"], "context": pays, "pays_from": said})
+    return found
+
+
+def growth(report: Report) -> list[Derived]:
+    """Return the speed-up by length of a sweep: a longer generation begins with exactly the shorter one."""
+    found = []
+    for on, off in pairs_of(report) if report["preset"] == "sweep" else []:
+        for length in (length for length in _LENGTHS if length <= on.cell.output_len):
+            both = _first(on, length), _first(off, length)
+            faster = both[1]["median"] / both[0]["median"]
+            found.append({"figures": "growth", "generated": length, "on_s": both[0], "off_s": both[1],
+                          "times_faster": faster, "n": counts(*both)})  # fmt: skip
+    return found
+
+
+def _first(view: CellView, length: int) -> Spread:
+    """Return the seconds of the first tokens of a cell over its repetitions."""
+    both = zip(view.row["first_token_seconds"], view.row["step_seconds"], strict=True)
+    return percentiles([first + sum(later[: length - 1]) for first, later in both])
+
+
+def fits(report: Report) -> list[Derived]:
+    """Return how the time of a token grows with the context of a sweep, in each mode that has enough lengths."""
+    found = []
+    for _, column, rows in step_groups(report) if report["preset"] == "sweep" else []:
+        for mode in ("on", "off") if column == "context" else ():
+            times = [(row["context"], row[mode]["median"]) for row in rows if row.get(mode)]
+            if len(times) >= LEAST_LENGTHS:
+                found.append({"figures": "fit", "kv_caching": mode, **fit(times)})
+    return found
+
+
+def fit(times: Sequence[tuple[int, float]]) -> Derived:
+    """Fit seconds = base + slope x context by least squares of the relative errors, so that short contexts count.
+
+    exponent: p of seconds ~ context^p over the longer half of the contexts.
+    """
+    weighted = [(1 / seconds**2, context, seconds) for context, seconds in times]
+    whole = sum(w for w, _, _ in weighted)
+    middle = sum(w * context for w, context, _ in weighted) / whole
+    mean = sum(w * seconds for w, _, seconds in weighted) / whole
+    slope = sum(w * (context - middle) * (seconds - mean) for w, context, seconds in weighted)
+    slope /= sum(w * (context - middle) ** 2 for w, context, _ in weighted)
+    longer = times[len(times) // 2 - 1 :] if len(times) > 3 else times
+    logs = [[math.log(value) for value in values] for values in zip(*longer, strict=True)]
+    exponent = statistics.linear_regression(*logs).slope
+    return {"base": mean - slope * middle, "slope": slope, "exponent": exponent, "n": len(times)}
+
+
+def peers(report: Report) -> list[tuple[str, dict[str, float | None]]]:
+    """Return for each cell of another engine how many times faster each of our paths is, if it was measured."""
+    views = [view for view in in_table_order(cell_views(report)) if view.is_measured]
+    ours = {(_job(view), view.path): view.row["tokens_per_second"] for view in reversed(views) if view.is_ours}
+    paths, found = dict.fromkeys(view.path for view in views if view.is_ours), []
+    for view in (view for view in views if paths and not view.is_ours):
+        rates = {path: ours.get((_job(view), path)) for path in paths}
+        theirs = view.row["tokens_per_second"]
+        found.append((view.label, {path: None if rate is None else rate / theirs for path, rate in rates.items()}))
+    return found
+
+
+def _job(view: CellView) -> Any:
+    """Return what two cells must share before one is compared with the other: all but the engine and its weights."""
+    return view.cell.but(engine="llama", fast=False, quantize=None, activations=16)

@@ -1,0 +1,423 @@
+"""A run measures every group once, again while the budget lasts, tears no pair, and loses nothing that is finished."""
+
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs_here import CEILINGS, Here, jobs_here, run_of
+
+from llama.bench import plan, presets
+from llama.bench.cell import Cell
+from llama.bench.plan import Run, duration
+from llama.bench.presets import Group, Job, plan_report
+from llama.bench.run import worker
+from llama.bench.run.directory import RunDirectory, new_run_directory, resumed_run_directory
+from llama.bench.run.jobs import JobDied
+from llama.bench.schema import Report, cell_row, is_measured, merge, new_report, rows_of
+from llama.cli import benchmark_inference as script
+from llama.cli.progress import seconds_bar
+
+REPETITIONS = 2  # as many as the claims need
+FOUR = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", max_seq_len=256)
+    return Cell(input_len=6, output_len=4, model=str(folder), threads=1)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    return jobs_here(monkeypatch, lambda kind, cell: cell.name if kind == "cell" else kind, repetitions=REPETITIONS)
+
+
+def table(base: Cell, out: Path, *, minutes: float = 60, resume: bool = False, **asked: Any) -> Report:
+    report = plan_report("table", base, engines=asked.get("engines", []), kinds=[], budget=minutes)
+    run = run_of(report, out, resume=resume)
+    run.watched = asked.get("watched")
+    run.run()
+    return run.report
+
+
+def counts(report: Report) -> list[int]:
+    """Return how often each cell was measured."""
+    return [len(row["seconds"]) if is_measured(row) else 0 for row in rows_of(report, "cell")]
+
+
+def test_a_table_measures_every_cell_in_turn_and_again_and_compares_both_modes(
+    base: Cell, here: Here, tmp_path: Path
+) -> None:
+    report = table(base, tmp_path)
+    assert here.done[:2] == ["machine", "calibrate"]
+    assert [job for job in here.done if job.startswith("batch")] == FOUR * REPETITIONS
+    assert counts(report) == [REPETITIONS] * 4
+    assert {row["batch_size"] for row in rows_of(report, "step")} == {1, 2}
+    assert [(row["cell"], row["other_cell"], row["equal"]) for row in rows_of(report, "comparison")] == [
+        (0, 1, True),
+        (2, 3, True),
+    ]
+    for row, cell in zip(rows_of(report, "cell"), report["cells"], strict=True):
+        assert any(f"the same {4 * cell['batch_size']} tokens" in note for note in row["notes"])
+        assert row["tokens_per_second"] > 0
+        assert row["bound_by"] == "neither ceiling"
+    assert len(report["reading"]) >= 3
+
+    done = len(here.done)
+    again = table(base, tmp_path, resume=True)
+    assert here.done[done:] == ["machine", "calibrate"], "a table that is whole is not measured again"
+    assert counts(again) == [REPETITIONS] * 4
+
+
+def test_without_a_budget_everything_is_measured_once(base: Cell, here: Here, tmp_path: Path) -> None:
+    report = table(base, tmp_path, minutes=0)
+    assert counts(report) == [1, 1, 1, 1]
+    assert {row["batch_size"] for row in rows_of(report, "step")} == {1, 2}
+
+
+def test_a_budget_of_a_moment_measures_the_first_pair_and_predicts_the_others(
+    base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = table(base, tmp_path, minutes=0.0001)
+    assert here.done == ["machine", "calibrate", *FOUR[:2]]
+    assert counts(report) == [1, 1, 0, 0]
+    left_out = [*FOUR[2:], "steps at batch 1", "steps at batch 2"]
+    assert report["failures"] == [f"{name}: no room in the budget" for name in left_out]
+    assert script.exit_code(report) == 0
+    assert "The budget is too small" in capsys.readouterr().err
+
+    whole = table(base, tmp_path, minutes=0, resume=True)
+    assert here.done[6:8] == FOUR[2:], "the run that goes on measures what it lacks"
+    assert counts(whole) == [1, 1, 1, 1]
+    assert whole["failures"] == []
+    for cell in (2, 3):
+        guess, truth = cell_row(report, cell), cell_row(whole, cell)
+        assert (guess["predicted"], truth.get("predicted", False)) == (True, False)
+        assert guess["path"] == truth["path"] == "plain"
+        for column in ("weights_bytes", "cache_bytes", "token_forwards", "flops", "step_read_bytes"):
+            assert guess[column] == truth[column], column  # type: ignore[literal-required]
+        assert guess["seconds"] == [pytest.approx(sum(guess["first_token_seconds"]) + sum(guess["step_seconds"][0]))]
+        assert len(guess["step_seconds"][0]) == 3
+        lines = {row["name"]: row for row in rows_of(report, "memory", cell)}
+        for row in rows_of(whole, "memory", cell):
+            if "predicted_bytes" in row:
+                assert lines[row["name"]]["predicted_bytes"] == row["predicted_bytes"]
+                assert lines[row["name"]]["measured_bytes"] is None
+        assert guess["tensor_peak_bytes"] == [lines["peak"]["predicted_bytes"]]
+        assert "ids" not in guess
+        assert "bound_by" not in guess
+        assert rows_of(report, "check", cell) == []
+
+
+class World:
+    """Replaces the clock and all jobs of `plan`: every job takes `load` times its prediction."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, load: Callable[[Job], float]) -> None:
+        self.now, self.load, self.done = 1024.0, load, list[str]()
+        self.jobs: dict[str, Job] = {}
+        monkeypatch.setattr(plan, "time", self)
+        monkeypatch.setattr(plan, "run_job", self)
+        monkeypatch.setattr(plan, "findings", lambda report: [])
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def __call__(self, kind: str, cell: Cell, *, waiting: Callable[[], None], **options: Any) -> dict[str, Any]:
+        timed = {"max_seq_len": 8192, "input_len": 10, "load_seconds": 2.0, "prefill_seconds": 5.0}
+        timed |= {"step_seconds": 0.25, "many_rows": 1, "many_seconds": 0.25}
+        if kind in ("machine", "calibrate"):
+            return {"environment": {}, "ceilings": CEILINGS, "model": None, "timed": timed}
+        job = Job("", kind, cell, 0, presets.Calibration(**timed).of_tokens(0))
+        seconds = presets.cell_job(0, cell, presets.Calibration(**timed)).seconds if kind == "cell" else 20.0
+        left = seconds * self.load(job)
+        while left > 0:
+            self.now += min(0.5, left)
+            left -= 0.5
+            waiting()
+        self.done.append(cell.name if kind == "cell" else kind)
+        if kind == "watch":
+            return {"page": ""}
+        if kind != "cell":
+            return {"rows": []}
+        row = {"figures": "cell", "error": None, "notes": [], "path": "plain", "ids": [[1]], "seconds": [seconds]}
+        return {"rows": [{**row, "first_token_seconds": [1.0], "step_seconds": [[1.0]], "other_load_cores": [None]}]}
+
+
+def run_in(world: World, base: Cell, out: Path, *, minutes: float, engines: list[str], watched: bool = False) -> Report:
+    report = plan_report("table", base, engines=engines, kinds=[], budget=minutes)
+    run = Run(RunDirectory(out, report), seconds_bar(), watched=base if watched else None)
+    run.run()
+    return report
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0.1, 60), st.sampled_from([0.5, 1.0, 1.5, 3.0, 10.0]), st.booleans(), st.booleans())
+def test_no_budget_and_no_load_tears_a_pair_or_takes_much_longer_than_the_budget(
+    base: Cell, tmp_path_factory: pytest.TempPathFactory, minutes: float, load: float, sudden: bool, watched: bool
+) -> None:
+    """The load may begin suddenly after five jobs, so that predictions made before are wrong."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = World(monkeypatch, lambda job: load if not sudden or len(world.done) > 5 else 1.0)
+        out = tmp_path_factory.mktemp("run")
+        report = run_in(world, base, out, minutes=minutes, engines=["llama.cpp", "transformers"], watched=watched)
+    cells = [Cell(**cell) for cell in report["cells"]]
+    found = dict(zip(cells, counts(report), strict=True))
+    for cell, count in found.items():
+        if cell.engine != "llama.cpp":
+            assert found[cell.but(kv_caching=not cell.kv_caching)] == count, "a pair is measured as a whole"
+    measured = [cell for cell in cells if found[cell]]
+    left_out = [cell for cell in cells if not found[cell]]
+    assert measured, "the first pair always runs"
+    if left_out:
+        assert max(cell.batch_size for cell in measured) <= min(cell.batch_size for cell in left_out)
+    assert {f"{cell.name}: no room in the budget" for cell in left_out} <= set(report["failures"])
+    assert world.now - 1024 <= 1.3 * 60 * minutes or sum(found.values()) <= 2
+
+
+def test_an_engine_with_one_mode_is_left_out_with_its_batch(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All cells of batch 1 and the first of batch 8 fit, llama.cpp at batch 16 would, too."""
+    quick = {"llama.cpp": 0.01}
+    world = World(monkeypatch, lambda job: quick.get(job.cell.engine, 1.0))
+    report = run_in(world, base, tmp_path, minutes=5, engines=["llama.cpp"])
+    names = [cell["batch_size"] for cell, count in zip(report["cells"], counts(report), strict=True) if count]
+    assert set(names) < {1, 8, 16}
+    assert max(names) < 16
+
+
+def test_an_engine_that_is_slower_than_predicted_corrects_the_expectation_of_its_other_cells(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, lambda job: 3.0 if not job.cell.kv_caching else 0.5)
+    report = plan_report("table", base, engines=[], kinds=[], budget=60)
+    run = Run(RunDirectory(tmp_path, report), seconds_bar())
+    run._begin()
+    on, off = next(run._groups()).jobs
+    later = [*run._groups()][1]
+    before = run.expected(Group((later.jobs[0],))), run.expected(Group((later.jobs[1],)))
+    run._measure(Group((on, off)))
+    after = run.expected(Group((later.jobs[0],))), run.expected(Group((later.jobs[1],)))
+    assert after[0] == before[0], "a faster job may have been lucky"
+    assert after[1] == pytest.approx(3 * before[1], rel=0.1)
+    assert run.expected(Group((off,))) == pytest.approx(3 * off.seconds, rel=0.1), "as long as it took"
+    assert world.done == [on.name, off.name]
+
+
+def test_predicted_times_follow_the_pace_of_the_largest_measured_batch_of_the_same_mode(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    World(monkeypatch, lambda job: 1.0)
+    report = plan_report("table", base, engines=["transformers"], kinds=[], budget=60)
+    run = Run(RunDirectory(tmp_path, report), seconds_bar())
+    run._begin()
+    cells = [Cell(**cell) for cell in report["cells"]]
+    predicted = [sum(run.calibration.of_forwards(cell)) for cell in cells]
+    for place, pace in ((0, 2.0), (1, 5.0)):
+        row = {"figures": "cell", "seconds": [pace * predicted[place]], "path": "plain", "other_load_cores": [None]}
+        merge(report, [row], place)  # type: ignore[list-item]
+    run._predict()
+    for place, cell in enumerate(cells[2:], 2):
+        row, pace = cell_row(report, place), 2.0 if cell.kv_caching else 5.0
+        if cell.engine == "llama":
+            assert row["seconds"] == [pytest.approx(pace * predicted[place])]
+        else:
+            assert "seconds" not in row, "nothing is known of an engine that has not run"
+
+
+def test_the_recording_for_the_page_is_part_of_the_budget(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, lambda job: 1.0)
+    report = run_in(world, base, tmp_path, minutes=60, engines=[], watched=True)
+    assert world.done[-1] == "watch"
+    assert report["failures"] == []
+    assert world.now - 1024 <= 60 * 60
+    short = World(monkeypatch, lambda job: 1.0)
+    report = run_in(short, base, tmp_path / "none", minutes=0.1, engines=[], watched=True)
+    assert "watch" not in short.done
+    assert report["failures"][-1] == "the page to step through: no room in the budget"
+
+
+def test_that_generation_goes_by_the_plain_path_whatever_is_measured(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "WATCHED_STEPS", 3)
+    asked: list[Cell] = []
+    here.fail = lambda kind, cell: asked.append(cell) if kind == "watch" else None  # type: ignore[method-assign]
+    table(base, tmp_path, minutes=0, watched=base.but(fast=True, exact=True, batch_size=8, text="a"))
+    assert [(cell.engine, cell.fast, cell.exact, cell.text) for cell in asked] == [("llama", False, False, None)]
+    (kept,) = tmp_path.glob("*/watch.html")
+    assert "3 steps after" in kept.read_text()
+    table(base, tmp_path, minutes=0, watched=base, resume=True)
+    assert len(asked) == 1, "what is there is not recorded again"
+
+
+def test_a_generation_that_cannot_be_recorded_is_noted_and_nothing_is_lost(
+    base: Cell, here: Here, tmp_path: Path
+) -> None:
+    def refuse(kind: str, cell: Cell) -> None:
+        if kind == "watch":
+            raise ValueError("not today")
+
+    here.fail = refuse  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=0, watched=base)
+    assert report["failures"] == ["the page to step through: refused: not today"]
+    assert counts(report) == [1] * 4
+
+
+@pytest.mark.usefixtures("here")
+def test_a_run_that_passed_its_budget_says_by_how_much(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for over, expected in ((39.0, True), (0.9, False)):
+        report = plan_report("table", base, engines=[], kinds=[], budget=3)
+        run = run_of(report, tmp_path)
+        run.began -= 3 * 60 + over
+        run._finish()
+        words = f"The run passed its budget of 3 minutes by {over:.0f} s: jobs took longer than predicted."
+        assert (words in report["reading"]) == expected
+
+
+def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here, tmp_path: Path) -> None:
+    def interrupt(kind: str, cell: Cell) -> None:
+        if len(here.done) == 4:  # two jobs to begin with, and two cells
+            raise KeyboardInterrupt
+
+    here.fail = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        table(base, tmp_path, minutes=0)
+    (kept,) = tmp_path.glob("*/results.json")
+    before = json.loads(kept.read_text())
+    assert counts(before) == [1, 1, 0, 0]
+
+    here.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    report = table(base, tmp_path, minutes=0, resume=True)
+    assert list(tmp_path.glob("*/results.json")) == [kept]
+    assert counts(report) == [1, 1, 1, 1]
+    assert [row["seconds"] for row in rows_of(report, "cell")[:2]] == [
+        row["seconds"] for row in rows_of(before, "cell")[:2]
+    ]
+
+
+def test_only_a_run_of_the_same_cells_and_this_schema_is_resumed(base: Cell, tmp_path: Path) -> None:
+    asked = plan_report("table", base, engines=[], kinds=[], budget=1)
+    with pytest.raises(ValueError, match="nothing to resume"):
+        resumed_run_directory(tmp_path, asked)
+    directory, *others = (new_run_directory(tmp_path, asked) for _ in range(5))
+    other = plan_report("table", base.but(output_len=5), engines=[], kinds=[], budget=1)
+    with pytest.raises(ValueError, match="nothing to resume"):
+        resumed_run_directory(tmp_path, other)
+    kept = json.dumps(asked)
+    contents = [kept[: len(kept) // 2], "[]", "null", json.dumps({**asked, "schema": "of next year"})]
+    for broken, content in zip(others, contents, strict=True):
+        (broken.folder / "results.json").write_text(content)
+    assert resumed_run_directory(tmp_path, asked).folder == directory.folder
+
+
+def test_runs_of_one_day_do_not_overwrite_each_other_nor_a_file(base: Cell, tmp_path: Path) -> None:
+    first, second = (new_run_directory(tmp_path, new_report("table", [base])) for _ in range(2))
+    assert first.folder.name.endswith("-tiny-table")
+    assert second.folder.name == f"{first.folder.name}-2"
+    (tmp_path / "out").touch()
+    with pytest.raises((FileExistsError, NotADirectoryError)):
+        new_run_directory(tmp_path / "out", new_report("table", [base]))
+
+
+def test_a_cell_that_dies_says_so_the_others_stand_and_it_is_tried_again_when_resumed(
+    base: Cell, here: Here, tmp_path: Path
+) -> None:
+    def die(kind: str, cell: Cell) -> None:
+        if kind == "cell" and cell.batch_size == 2 and not cell.kv_caching:
+            raise JobDied("its process was ended by SIGKILL")
+
+    here.fail = die  # type: ignore[method-assign]
+    report = table(base, tmp_path)
+    errors = [row["error"] for row in rows_of(report, "cell")]
+    assert errors == [None, None, None, "died: its process was ended by SIGKILL"]
+    assert counts(report) == [2, 2, 2, 0]
+    assert "seconds" not in cell_row(report, 3), "what died is not predicted"
+    assert script.exit_code(report) == script.DIED
+    here.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    report = table(base, tmp_path, resume=True)
+    assert [row["error"] for row in rows_of(report, "cell")] == [None] * 4
+    assert counts(report) == [2, 2, 2, 2]
+
+
+def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die_the_second_time(kind: str, cell: Cell) -> None:
+        if kind == "cell" and cell.name == FOUR[0] and cell.name in here.done:
+            raise JobDied("gone")
+
+    here.fail = die_the_second_time  # type: ignore[method-assign]
+    report = table(base, tmp_path)
+    assert "a repetition failed: died: gone" in cell_row(report, 0)["notes"]
+    assert [row["error"] for row in rows_of(report, "cell")] == [None] * 4
+
+
+def test_a_curve_that_fails_is_said_and_the_cells_stand(base: Cell, here: Here, tmp_path: Path) -> None:
+    def die(kind: str, cell: Cell) -> None:
+        if kind == "steps" and cell.batch_size == 2:
+            raise JobDied("gone")
+
+    here.fail = die  # type: ignore[method-assign]
+    report = table(base, tmp_path)
+    assert report["failures"] == ["steps at batch 2: died: gone"]
+    assert {row["batch_size"] for row in rows_of(report, "step")} == {1}
+    assert counts(report) == [REPETITIONS] * 4
+
+
+@pytest.mark.usefixtures("here")
+def test_repetitions_of_another_machine_or_commit_are_not_put_into_one_table(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(base, tmp_path, minutes=0)
+    whole = worker.environment
+    monkeypatch.setattr(worker, "environment", lambda *args: {**whole(*args), "commit": "another"})
+    with pytest.raises(ValueError, match=r"commit was .* and is 'another'"):
+        table(base, tmp_path, minutes=0, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (89.4, "89 s"), (89.999, "90 s"), (90, "1.5 min"), (600, "10.0 min")]
+)
+def test_a_duration_is_told_in_seconds_up_to_a_minute_and_a_half(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_names_the_job_counts_expected_seconds_and_leaves_nothing_behind(
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    run = run_of(plan_report("table", base, engines=[], kinds=[], budget=60), tmp_path)
+    run._do(Job("a job", "machine", base, 0, 30.0), limited=False)
+    assert run.progress.n == 30.0
+    assert run.expected(Group((Job("a job", "machine", base, 0, 30.0),))) < 30.0  # from now on what it really took
+    run._begin()
+    once = sum(map(run.expected, run._groups()))
+    assert run.progress.total == pytest.approx(30.0 + once + sum(run.expected(one) for one in [*run._groups()][:2]))
+    run.progress.refresh()
+    assert re.search(r"how long it will take.* left", terminal.getvalue())
+    run.progress.close()
+    last = terminal.getvalue().removesuffix("\r").rpartition("\r")[2]
+    assert (len(last) > 30, last.strip()) == (True, "")  # blanks over the bar: nothing of it stays on the screen
+
+
+def test_without_a_budget_there_is_room_for_anything(base: Cell, tmp_path: Path) -> None:
+    run = Run(RunDirectory(tmp_path, new_report("table", [base])), seconds_bar())
+    assert run.room() == math.inf
