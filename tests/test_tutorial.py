@@ -54,7 +54,7 @@ def test_the_tutorial_draws_the_time_of_a_step(cells: list[Any]) -> None:
 def test_the_kind_of_cache_made_in_the_tutorial_serves_the_model(cells: list[Any]) -> None:
     held = {kind: int(n.replace(",", "")) for kind, n in re.findall(r"^(\w+) +held ([\d,]+)", printed(cells[5]), re.M)}
     assert held["half"] * 2 == held["static"]
-    assert "kept: Rows that share a prefix" in printed(cells[5])
+    assert "kept: A copy of a cache has the same contents" in printed(cells[5])
 
 
 def test_the_tutorial_is_short() -> None:
