@@ -31,7 +31,7 @@ try:
     model.generate_tokens([[1, 2]], 4)
 except NotImplementedError as missing:
     print(missing)
-import llama.api, llama.bench.caches, llama.bench.chat, llama.bench.run.worker, llama.cli.benchmark_inference
+import llama.api, llama.bench.plan, llama.bench.presets, llama.bench.run.worker, llama.cli.benchmark_inference
 print(sorted({name.split(".")[1] for name in sys.modules if name.startswith("llama.") and name.count(".") == 1}))
 """
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from llama.bench.cell import Cell
-from llama.bench.gpu.checks import check_gpu
 from llama.bench.run.cache_kind import cache_costs, cache_quality
 from llama.bench.run.conversation import measure_conversation, measure_prompts
 from llama.bench.run.engines import LlamaEngine
@@ -154,6 +153,13 @@ def watch(cell: Cell, *, prompt: str, steps: int) -> dict[str, Any]:
     return {"page": page(recording, model=Path(cell.model).absolute().name)}
 
 
+def gpu(cell: Cell, *, part: str) -> dict[str, Any]:
+    """Return the checks of a GPU, see `check_gpu`."""
+    from llama.bench.gpu.checks import check_gpu  # deferred: only this job needs it, and the course leaves it out
+
+    return check_gpu(cell, part=part)
+
+
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "machine": describe,
     "cell": run_cell,
@@ -167,7 +173,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "margin": margin,
     "agreement": agreement,
     "watch": watch,
-    "gpu": check_gpu,
+    "gpu": gpu,
 }
 
 
