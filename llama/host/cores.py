@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from llama.host.cgroups import ROOT, folders_of, kernel_text, own_groups
+from llama.host.cgroups import ROOT, kernel_text, own_groups, quota
 
 _COUNTS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # torch reads them when it is imported; the first one wins
 _MOST_PER_CORE = 8  # the limit of --threads
@@ -31,22 +31,6 @@ def usable_cores() -> int:
 def bound_cores() -> int:
     """Return the number of cores that this process may run on: all of the machine's, unless it was bound to some."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def quota(groups: str, root: Path) -> int | None:
-    """Return the smallest quota of the control groups in cores, rounded up; None if no group has one.
-
-    groups, root: see `llama.host.cgroups.folders_of`.
-    """
-    found: list[int] = []
-    for generation, folder in folders_of("cpu", groups, root):
-        if generation == 2:
-            words = (kernel_text(folder / "cpu.max") or "max").split()
-        else:
-            words = [kernel_text(folder / f"cpu.cfs_{name}_us") or "-1" for name in ("quota", "period")]
-        if words[0] != "max" and int(words[0]) > 0:
-            found.append(-(-int(words[0]) // int(words[1])))
-    return min(found, default=None)
 
 
 def threads() -> int:
@@ -129,7 +113,7 @@ def _number(variable: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def disturbs(others: float, cores: int) -> bool:
+def is_busy(others: float, cores: int) -> bool:
     """Return whether other work that keeps so many of the cores busy makes measured times useless."""
     return others > BUSY_SHARE * cores
 

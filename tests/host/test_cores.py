@@ -14,7 +14,8 @@ import torch
 
 from llama import cli
 from llama.host import cores
-from llama.host.cores import FreeCores, OtherLoad, quota, usable_cores, warn_if_oversubscribed
+from llama.host.cgroups import quota
+from llama.host.cores import FreeCores, OtherLoad, usable_cores, warn_if_oversubscribed
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports it")
 
