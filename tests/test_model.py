@@ -512,6 +512,15 @@ def test_the_models_own_cache_is_dropped_with_what_it_was_made_for(drop: Callabl
     assert model.cache is None
 
 
+def test_a_cache_whose_layers_were_restored_one_by_one_is_continued() -> None:
+    model, tokens = tiny_model().requires_grad_(False), some_tokens(1, 5)
+    fed, restored = model.new_cache(), model.new_cache()
+    model(tokens[:, :4], cache=fed)
+    for layer, state in zip(restored.layers, fed.state(), strict=True):
+        layer.restore(state, 1, 4)
+    assert torch.equal(model(tokens[:, 4:], 4, cache=restored), model(tokens[:, 4:], 4, cache=fed))
+
+
 def test_the_models_own_cache_survives_a_generation() -> None:
     model, tokens = tiny_model().requires_grad_(False), some_tokens(1, 5)
     expected = model(tokens)[:, 4:]
