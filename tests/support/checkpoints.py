@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from oracles import HF_LAYER_NAMES
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -37,18 +38,8 @@ TINY: dict[str, Any] = {
 }
 GGUF_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 16)
 HF_NAMES = {
-    "tok_embeddings": "model.embed_tokens",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "norm": "model.norm",
-    "output": "lm_head",
+    **{"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
+    **HF_LAYER_NAMES,
 }
 LLAMA3_SCALING = {
     "rope_type": "llama3",

@@ -137,7 +137,7 @@ def hf_config(args: ModelArgs) -> LlamaConfig:
     )
 
 
-_HF_NAMES = {
+HF_LAYER_NAMES = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
@@ -158,7 +158,7 @@ def hf_tensors(tensors: Mapping[str, Tensor], args: ModelArgs) -> dict[str, Tens
         "lm_head.weight": tensors["tok_embeddings.weight" if args.tied_head else "output.weight"],
     }
     for layer in range(args.n_layers):
-        for ours, theirs in _HF_NAMES.items():
+        for ours, theirs in HF_LAYER_NAMES.items():
             weight = tensors[f"layers.{layer}.{ours}.weight"]
             if ours in ("attention.wq", "attention.wk"):
                 weight = _half_split(weight, args.head_dim)
