@@ -266,7 +266,7 @@ MISTAKES = {
             "kept-after-error",
             10,
             "The cache's memory is not freed after a generation that failed",
-            "Which lines run when on_step raises, or somebody presses Ctrl-C?",
+            "Which lines run when on_step raises, or the user presses Ctrl-C?",
         ),
         Mistake(
             "wrong-dtype",

@@ -4,7 +4,7 @@
 
 A mutant is a copy of the repository with one comparison, operator, constant, condition or call statement changed. The
 tests of its room run on it until one fails. The share that fails ("killed") is a figure to compare between two versions
-of the tests: some mutants change nothing that anybody promises, so it stays below 100 %. Prints a line for each mutant
+of the tests: some mutants change no promised behaviour, so it stays below 100 %. Prints a line for each mutant
 and a line for each room. Linux and macOS: copies are tried in forked processes, see tests/historic_bugs/child.py.
 """
 

@@ -129,7 +129,7 @@ def test_without_network_the_error_names_the_connection_and_what_to_do(
         ("PIP_NO_INDEX", "0"),
         ("PIP_FIND_LINKS", ""),
         ("PIP_EXTRA_INDEX_URL", ""),
-        ("PIP_INDEX_URL", "http://127.0.0.1:9/simple"),  # the discard port: nobody listens
+        ("PIP_INDEX_URL", "http://127.0.0.1:9/simple"),  # the discard port: no server listens
         ("PIP_RETRIES", "1"),
         ("NO_PROXY", "127.0.0.1"),
     ):

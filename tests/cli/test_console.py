@@ -260,7 +260,7 @@ def test_every_script_that_imports_torch_handles_ctrl_c_before() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "9" * 5000), ("LLAMA_CACHE_DIR", "~nobody-of-this-name/x")])
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "9" * 5000), ("LLAMA_CACHE_DIR", "~no-such-user/x")])
 def test_a_wrong_environment_is_one_line(name: str, value: str, tmp_path: Path) -> None:
     words = [sys.executable, str(SCRIPT), "x", "--device", "cpu"]  # of the demo, which is not in such a cache
     done = subprocess.run(

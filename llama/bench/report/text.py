@@ -134,7 +134,7 @@ def _safe(text: str) -> str:
 def report_csv(report: Report) -> str:
     """Return the rows as CSV, with what their cell asked for, then growth and fits.
 
-    Repeated columns are written as median, p10, p90 and n. What was not measured is an empty field.
+    Repeated columns are written as median, p10, p90 and n. A missing measurement is an empty field.
     """
     views = {view.index: view for view in cell_views(report)}
     whole = {"noisy": "yes" if is_noisy(report) else "", "threads": report["environment"].get("threads")}
