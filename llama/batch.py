@@ -48,9 +48,9 @@ class Batch:
 
     texts: the ids of every row. rows: the rows in the batch. cur_pos: the length of each of these, which is the
     position of its next token. live: the rows that still generate; the others leave the batch before the next step.
-    stopped: the rows that ended by a stop token or a stop string. disturbed: True if code of the caller may have run
-    since the last step. fed: the number of tokens that the model was fed. held: the number of tokens of every row that
-    are cached before the first call.
+    stopped: the rows that ended by a stop token or a stop string. maybe_changed: True if code of the caller may have
+    run since the last step. fed: the number of tokens that the model was fed. held: the number of tokens of every row
+    that are cached before the first call.
     """
 
     sampler: Sampler
@@ -61,7 +61,7 @@ class Batch:
         self.rows, self.cur_pos = list(range(len(self.texts))), list(map(len, self.texts))
         self.live = {row for row, tokens in enumerate(request.max_new) if tokens > 0}
         self.stopped: set[int] = set()
-        self.disturbed = True
+        self.maybe_changed = True
         self.fed = 0
         self._steps = 0
 

@@ -98,7 +98,7 @@ class Stream(Iterator[tuple[int, str]]):
         piece = self.advance()
         if piece is None:
             raise StopIteration
-        self._batch.disturbed = True  # the caller may change the model before the next piece
+        self._batch.maybe_changed = True  # the caller may change the model before the next piece
         return piece
 
     def advance(self) -> tuple[int, str] | None:

@@ -31,7 +31,7 @@ SIZES = ModelArgs(
 TOLERANCE, TOLERANCE_OF_PLACES = 1e-10, 1e-4
 
 # Batches: the tokens of each row's prompt, and of each row when it leaves the batch.
-BATCHES = (
+MIXED_BATCHES = (
     *(((n,), (n,)) for n in (1, 16, 31, 64, 100)),
     ((31, 31), (70, 70)),
     ((40, 3, 17), (45, 60, 17)),
@@ -134,7 +134,7 @@ def texts_leave_nothing_behind(args: ModelArgs) -> bool:
 
 def bytes_are_as_predicted(args: ModelArgs) -> bool:
     """A cache stores exactly `predicted_bytes` after feeding, all of it counted, and nothing before and after that."""
-    for (prompts, ends), dtype in zip(BATCHES, itertools.cycle((torch.float32, torch.bfloat16))):
+    for (prompts, ends), dtype in zip(MIXED_BATCHES, itertools.cycle((torch.float32, torch.bfloat16))):
         model = tiny_model(args, dtype=dtype)
         for reserved in ((0, 0), (len(prompts) + 1, max(ends) + 9)):
             cache = model.new_cache(rows=reserved[0], length=reserved[1])
@@ -381,8 +381,8 @@ def cloned(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(equal_bits(a[name], b[name]) for name in a)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def equal_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

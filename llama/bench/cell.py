@@ -8,7 +8,7 @@ from llama.host.machine import DTYPES
 
 # The quantized weights of each engine: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0; stored are
 # those of a .gguf file, and mapped the same left in that file, which is `load`'s repack=False.
-QUANTIZED = {"llama": ("int8", "int4", "stored", "mapped"), "llama.cpp": ("int8", "int4", "stored")}
+QUANTIZED_BY = {"llama": ("int8", "int4", "stored", "mapped"), "llama.cpp": ("int8", "int4", "stored")}
 
 Rounding = tuple[str, bool, str | None, int]
 
@@ -34,7 +34,7 @@ def read_engine(words: str) -> Modes:
     """
     engine, *modes = words.split(":")
     found = [mode for mode in modes if mode not in ("fast", "a8")]
-    if unknown := [mode for mode in found if mode not in QUANTIZED["llama"]]:
+    if unknown := [mode for mode in found if mode not in QUANTIZED_BY["llama"]]:
         known = "known are fast, int8, int4, stored, mapped and a8, as in llama:fast:int8"
         raise ValueError(f"engine={words!r}: {unknown[0]!r} is no mode; {known}")
     if len(found) > 1 or len(set(modes)) < len(modes):
@@ -102,7 +102,7 @@ class Cell:
                 raise ValueError(f"{what} is ours alone; leave it out for {self.engine}")
         if self.engine != "llama" and self.ranks > 1:
             raise ValueError(f"{self.engine} is measured in one process; start it without torchrun")
-        known = QUANTIZED.get(self.engine, ())
+        known = QUANTIZED_BY.get(self.engine, ())
         if self.quantize is not None and self.quantize not in known:
             has = f"has weights in {', '.join(known)}" if known else "is measured with the weights as they are"
             raise ValueError(f"quantize={self.quantize!r}: the engine {self.engine} {has}; leave it out")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from llama.bench.schema import Report, Row, Status, cell_row, is_measured, pairs, rows_of
 from llama.bench.statistics import median_of, spread
 from llama.cli.progress import seconds_bar
-from llama.host.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, disturbs
+from llama.host.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, is_busy
 
 OTHER_WORK = "other work"  # the name of the check
 
@@ -48,7 +48,7 @@ def other_work(row: Row, report: Report, contradiction: str | None = None) -> Ro
     words, signs = ["not known how many cores it occupied"], [contradiction] if contradiction else []
     if known and cores is not None:
         words = [f"occupied {max(known):.2f} of {cores} cores"]
-        signs += words if disturbs(max(known), cores) else []
+        signs += words if is_busy(max(known), cores) else []
     seconds = spread(row, "seconds")
     enough = seconds is not None and seconds["n"] >= LEAST_REPETITIONS
     if seconds is not None:

@@ -1,12 +1,13 @@
 """Runs a preset within its budget: every group of jobs once, and then again while the budget lasts.
 
 Groups are never torn: a group that does not fit into the budget, or that the budget ends, is left out as a whole.
-Cells that were left out get predicted figures. What is finished is saved at once, so a run can be resumed.
+Cells that were left out get predicted figures. Finished rows are saved at once, so a run can be resumed.
 """
 
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from llama.bench.cell import Cell, rounding_of
@@ -26,7 +27,7 @@ from llama.bench.statistics import best_ceilings, median_of
 
 REPETITIONS = 5
 OVERRUN = 0.2  # of the budget: a job that would end later under load is ended
-RECORDING, WATCHED_STEPS, PROMPT = "the page to step through", 32, "Once upon a time"
+RECORDING, WATCHED_STEPS, WATCHED_PROMPT = "the page to step through", 32, "Once upon a time"
 
 
 class OverBudgetError(Exception):
@@ -49,7 +50,7 @@ class Run:
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
-    def room(self) -> float:
+    def seconds_left(self) -> float:
         """Return the seconds of the budget that are left."""
         return max(0.0, self.began + self.budget - self._reserved - time.monotonic())
 
@@ -86,7 +87,7 @@ class Run:
             for repetition in range(1, REPETITIONS if self.budget < math.inf else 1):
                 for group in done:
                     jobs = self._due(group, repetition)
-                    if group.repeats and jobs and self.expected(group) <= self.room():
+                    if group.repeats and jobs and self.expected(group) <= self.seconds_left():
                         self._measure(Group(jobs))
             self._record_page()
             self._compare()
@@ -108,25 +109,25 @@ class Run:
         report["model"], self.calibration = found["model"], Calibration(**found["timed"])
         if self.watched is not None and steps_of(self.directory.folder) is None:
             seconds = self._recording().seconds
-            self._reserved = 1.5 * seconds if seconds <= self.room() / 10 else 0.0  # a repetition may end late
+            self._reserved = 1.5 * seconds if seconds <= self.seconds_left() / 10 else 0.0  # a repetition may end late
         self.directory.save()
         groups = [group for group in self._groups() if self._due(group, 0)]
-        once, room = sum(map(self.expected, groups)), self.room()
+        once, left = sum(map(self.expected, groups)), self.seconds_left()
         again = sum(self.expected(group) for group in self._groups() if group.repeats)
-        self.progress.total = self.progress.n + min(once + (REPETITIONS - 1) * again, room) if room < math.inf else once
+        self.progress.total = self.progress.n + min(once + (REPETITIONS - 1) * again, left) if left < math.inf else once
         words = f"{sum(len(group.jobs) for group in groups)} jobs, each in a process of its own: all of them once take"
         words += f" about {duration(once)}"
-        if room < math.inf:
-            words += f", {duration(room)} of the budget are left"
+        if left < math.inf:
+            words += f", {duration(left)} of the budget are left"
             words += f"; cells are repeated up to {REPETITIONS} times" if again else ""
-        if once > room:
-            enough = math.ceil((self.budget - room + once) / 60)
+        if once > left:
+            enough = math.ceil((self.budget - left + once) / 60)
             words += ".\nThe budget is too small: what does not fit is left out. Everything fits once with "
             words += f"--budget {enough}; --budget 0 measures everything once, however long it takes"
         self.progress.write(f"{words}.")
 
     def _groups(self) -> Iterator[Group]:
-        return GROUPS[self.report["preset"]](self.report, self.calibration, self.room)
+        return GROUPS[self.report["preset"]](self.report, self.calibration, self.seconds_left)
 
     def _due(self, group: Group, repetition: int) -> tuple[Job, ...]:
         """Return the jobs of a group that lack this repetition; a cell that died is not tried again in this run."""
@@ -147,7 +148,7 @@ class Run:
             jobs, batch = self._due(group, 0), group.jobs[0].cell.batch_size
             due = Group(jobs, group.repeats)
             first = not self.report["done"]
-            fits = self.expected(due) <= self.room() and not (group.repeats and batch > smallest_left_out)
+            fits = self.expected(due) <= self.seconds_left() and not (group.repeats and batch > smallest_left_out)
             if jobs and not first and not fits:
                 self.report["failures"] += [f"{job.name}: no room in the budget" for job in jobs]
             elif not jobs or self._measure(due, limited=not first):
@@ -163,12 +164,12 @@ class Run:
         for job in group.jobs:
             trace = {"trace": job.name not in self.report["done"]} if job.kind == "cell" else {}
             try:
-                found = self._do(Job(**{**vars(job), "options": {**job.options, **trace}}), limited=limited)
+                found = self._do(replace(job, options={**job.options, **trace}), limited=limited)
             except OverBudgetError:
                 self.report["failures"] += [f"{job.name}: no room in the budget" for job in group.jobs]
                 return False
             except (ValueError, JobDied) as error:
-                errors.append((job, fate_of(error)))
+                errors.append((job, status_of(error)))
             else:
                 found_of.append((job, found))
         for job, found in found_of:
@@ -201,7 +202,9 @@ class Run:
         plain = self.watched.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
         cells = (plain.but(input_len=4, output_len=WATCHED_STEPS, kv_caching=on) for on in (True, True, False))
         seconds = self.calibration.of_tokens(0) + sum(sum(self.calibration.of_forwards(cell)) for cell in cells)
-        return Job(RECORDING, "watch", plain, 0, seconds, {"prompt": PROMPT, "steps": WATCHED_STEPS}, of_cell=False)
+        return Job(
+            RECORDING, "watch", plain, 0, seconds, {"prompt": WATCHED_PROMPT, "steps": WATCHED_STEPS}, of_cell=False
+        )
 
     def _record_page(self) -> None:
         """Record a generation into the report's folder, if the budget allows and there is none yet."""
@@ -209,13 +212,13 @@ class Run:
         if self.watched is None or steps_of(self.directory.folder) is not None:
             return
         job = self._recording()
-        if self.expected(Group((job,))) > self.room():
+        if self.expected(Group((job,))) > self.seconds_left():
             self.report["failures"].append(f"{RECORDING}: no room in the budget")
             return
         try:
             keep_steps(self.directory.folder, self._do(job, limited=True)["page"])
         except (ValueError, JobDied, OverBudgetError) as error:
-            self._note_error(job, fate_of(error))
+            self._note_error(job, status_of(error))
 
     def _compare(self) -> None:
         """Compare the tokens of both modes, of the peers with ours, and of the turns of a conversation."""
@@ -274,7 +277,7 @@ def _alike(job: Job) -> tuple[Any, ...]:
     return job.kind, *_mode(job.cell)
 
 
-def fate_of(error: Exception) -> str:
+def status_of(error: Exception) -> str:
     """Return what a report says of a job that did not end well."""
     if isinstance(error, OverBudgetError):
         return str(error)

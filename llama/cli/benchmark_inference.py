@@ -101,10 +101,10 @@ def main(
         page_watch: Add a short generation, step by step, to a preset's page; by default one of the demo model.
         timeout: Seconds that the ranks of a torchrun wait for one that does not answer.
     """
-    return measure(SimpleNamespace(**locals()))
+    return dispatch(SimpleNamespace(**locals()))
 
 
-def measure(flags: SimpleNamespace) -> int:
+def dispatch(flags: SimpleNamespace) -> int:
     """Measure what the flags of `main` say, and return the exit code."""
     cores = FreeCores()  # looks while torch is loaded
     logging.getLogger("llama").setLevel(logging.WARNING)  # what a checkpoint consists of is in the ledger
@@ -133,7 +133,7 @@ def measure(flags: SimpleNamespace) -> int:
         if report is None:
             if cell.device == "cpu":
                 cores.choose_threads(console.say)
-            return run_cell(cell, flags, json_path)
+            return print_cell(cell, flags, json_path)
         return run_preset(report, cell, flags, json_path, cores)
     finally:
         followers().dismiss()
@@ -224,7 +224,7 @@ def check_flags(flags: SimpleNamespace) -> None:
         raise ValueError(f"{', '.join(given)}: --preset {preset} decides this itself; leave it out")
 
 
-def run_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> int:
+def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> int:
     """Measure one cell and print it."""
     from llama.bench.report.files import keep_json
     from llama.bench.report.text import cell_text
@@ -238,7 +238,7 @@ def run_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> int:
             keep_json(report, json_path)  # first, because the reader of standard output may be gone
     finally:
         console.put(cell_text(report, 0), alarm="VIOLATED")
-    return exit_code(report, strict=flags.strict)
+    return report_exit_code(report, strict=flags.strict)
 
 
 def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: Path | None, cores: FreeCores) -> int:
@@ -274,10 +274,10 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
         "\n".join([table_markdown(report), *report["reading"], *alarms_text(report), "", *map(str, files)]),
         alarm="VIOLATED",
     )
-    return exit_code(report, strict=flags.strict)
+    return report_exit_code(report, strict=flags.strict)
 
 
-def exit_code(report: "Report", *, strict: bool = False) -> int:
+def report_exit_code(report: "Report", *, strict: bool = False) -> int:
     """Return 3 if a check is violated, 1 if a cell died or was refused, with `strict` 4 if a cell is noisy, else 0."""
     seen = {row["status"] for row in report["rows"] if row["figures"] == "check"}
     if "violated" in seen:

@@ -211,7 +211,7 @@ class GraphRunner:
             self._warn(f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory")
         else:
             self._retired, self.name = True, "plain"
-            self._warn(f"a step failed ({in_one_line(error)})")
+            self._warn(f"a step failed ({short_message(error)})")
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class GraphRunner:
 
         def step() -> None:
             fed = key.prefix
-            h = cached(model, buffers, ops) if fed is None else uncached(model, buffers, fed, self.layer)
+            h = cached(model, buffers, ops) if fed is None else feed_prefix(model, buffers, fed, self.layer)
             if greedy:
                 take_likeliest(model, buffers, ops, h)
                 return
@@ -467,7 +467,7 @@ def cached(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
     return h
 
 
-def uncached(model: Transformer, buffers: DecodeBuffers, prefix: int, layer: "RunLayer") -> Tensor:
+def feed_prefix(model: Transformer, buffers: DecodeBuffers, prefix: int, layer: "RunLayer") -> Tensor:
     """Feed the first `prefix` tokens of every row; return the last layer's output for each newest token, (rows, dim).
 
     Tokens behind the newest one are computed too, and no query sees them.
@@ -583,6 +583,6 @@ def short_of_memory(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or short_of_memory(error.__context__))
 
 
-def in_one_line(error: Exception) -> str:
+def short_message(error: Exception) -> str:
     """Return the error as one line of at most 200 characters: compilers and drivers write pages."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

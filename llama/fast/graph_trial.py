@@ -20,10 +20,10 @@ from llama.fast.graph_runner import (
     GraphRunner,
     RunLayer,
     cached,
-    in_one_line,
+    feed_prefix,
     rounded_up,
+    short_message,
     take_likeliest,
-    uncached,
 )
 from llama.fast.supported import Unsupported
 from llama.host.machine import wait_for
@@ -32,26 +32,28 @@ from llama.ops import without_cudnn
 from llama.sampling import Settings
 
 logger = logging.getLogger(__name__)
-Candidate = TypeVar("Candidate")
+Timed = TypeVar("Timed")
 
 # How far kernels may be from the modules, as a share of the largest logit: float32 sums have another order, and 16-bit
 # numbers are rounded in other places.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 SHAPES = ((1, 6), (1, 40), (2, 6))  # rows and lengths: one row, two rows, and buffers of two sizes
-PROMPT = 256  # tokens of the prompt that is timed
+PROMPT_LEN = 256  # tokens of the prompt that is timed
 TRIES, STEPS = 3, 20  # the fastest of TRIES counts, of STEPS steps each
 
-GREEDY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False, prefix=None)
+GREEDY_KEY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False, prefix=None)
 
 
-def fastest(candidates: Iterable[tuple[str, Candidate]], trial: Callable[[Candidate], float]) -> Candidate | None:
+def fastest(candidates: Iterable[tuple[str, Timed]], trial: Callable[[Timed], float]) -> Timed | None:
     """Return the candidate whose trial took the least time, or None if all trials failed; log the outcome of each."""
-    best: tuple[float, Candidate] | None = None
+    best: tuple[float, Timed] | None = None
     for name, candidate in candidates:
         try:
             seconds = trial(candidate)
         except Exception as why:  # a compiler, a capture or a driver may raise anything
-            logger.warning("fast: %s are not used: %s", name, why if isinstance(why, Unsupported) else in_one_line(why))
+            logger.warning(
+                "fast: %s are not used: %s", name, why if isinstance(why, Unsupported) else short_message(why)
+            )
             continue
         logger.info("fast: %s take %.3f ms", name, 1e3 * seconds)
         if best is None or seconds < best[0]:
@@ -72,7 +74,7 @@ def try_steps(model: Transformer, runner: GraphRunner) -> float:
                 take_likeliest(model, buffers, ops, cached(model, buffers, ops))
                 wanted.append([tensor.clone() for tensor in buffers.state()])
             _place(buffers, ids)
-            replay = runner.recorded(model, buffers, GREEDY)
+            replay = runner.recorded(model, buffers, GREEDY_KEY)
             for states in wanted:
                 replay()
                 if not all(map(torch.equal, buffers.state(), states)):
@@ -83,11 +85,11 @@ def try_steps(model: Transformer, runner: GraphRunner) -> float:
 
 
 def try_prompts(model: Transformer, layer: RunLayer) -> float:
-    """Return the seconds of a prefix of PROMPT tokens. Raises Unsupported if the logits are not the modules'."""
+    """Return the seconds of a prefix of PROMPT_LEN tokens. Raises Unsupported if the logits are not the modules'."""
     runner, model = GraphRunner(layer=layer), model.with_kv_caching(True)
-    for rows, length in (*_shapes(model), (1, PROMPT)):
+    for rows, length in (*_shapes(model), (1, PROMPT_LEN)):
         with _filled(model, runner, rows, min(length, model.args.max_seq_len)) as (buffers, ids, expected):
-            run = partial(uncached, model, buffers, rounded_up(ids.shape[1]), layer)
+            run = partial(feed_prefix, model, buffers, rounded_up(ids.shape[1]), layer)
             _compare(model, _logits(model, runner, run()), expected, "a prefix's")
             seconds = _timed(model, run)
     return seconds

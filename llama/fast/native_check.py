@@ -59,7 +59,7 @@ def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format
     """
     runner = NativeRunner(folder)
     check_choices(runner)
-    model = tiny_model(dtype, sorted(formats, key=repr), activations)
+    model = trial_model(dtype, sorted(formats, key=repr), activations)
     tolerance, tokens = _TOLERANCE[dtype, activations or 16], torch.arange(90, device="cpu").view(3, 30)
     with torch.inference_mode():
         plain = model(tokens)
@@ -138,7 +138,7 @@ def _off_from_cache(model: Transformer, runner: NativeRunner, wanted: type[KVCac
     return float((native - plain).abs().max() / plain.abs().max())
 
 
-def tiny_model(dtype: torch.dtype, formats: Sequence[Format | None], activations: int) -> Transformer:
+def trial_model(dtype: torch.dtype, formats: Sequence[Format | None], activations: int) -> Transformer:
     """Return a model of random weights whose matrices have the formats in turn."""
     stream = torch.Generator("cpu").manual_seed(0)
     args = _IN_UNITS if any(format is not None and format.nested for format in formats) else _ARGS

@@ -190,7 +190,7 @@ class NativeStepper(PlainStepper):
             cache.select_rows(batch.drop_ended())
             self._left = 0
         starts, newest = [pos - 1 for pos in batch.cur_pos], [batch.texts[row][-1] for row in batch.rows]
-        if (batch.disturbed or self._described is None) and not self._may_continue():
+        if (batch.maybe_changed or self._described is None) and not self._may_continue():
             return None
         with cache.feeding(self._source, begins=False):
             if self._left and self._in_place():
@@ -236,7 +236,7 @@ class NativeStepper(PlainStepper):
         self._left = min(steps_left(self._cache, rows.starts, call.cache), call.positions - rows.end)
         self._ends, self._shared = stored_ends(self._cache), any(layer.shares_memory for layer in self._cache.layers)
         self._sampler = NativeSampler(self._runner.run, call, self.batch)
-        self.batch.disturbed = False
+        self.batch.maybe_changed = False
         return True
 
 

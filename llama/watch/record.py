@@ -18,7 +18,7 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.costs import forward_flops, kv_bytes, step_bytes
 from llama.generation import Generation
-from llama.host.cores import LEAST_SECONDS, OtherLoad, disturbs
+from llama.host.cores import LEAST_SECONDS, OtherLoad, is_busy
 from llama.kv_cache import Attended, Cache, KVCache
 from llama.kv_cache.paged import BLOCK, PagedCache
 from llama.kv_cache.quantized import GROUP, QuantizedCache
@@ -195,7 +195,7 @@ def _steps_to_show(model: Transformer, empty: Cache, prompt_len: int, max_gen_le
 
 def _busy(others: float | None, seconds: float) -> list[str]:
     """Return a note if other work kept so many cores busy that the times are useless."""
-    if others is None or seconds < LEAST_SECONDS or not disturbs(others, os.cpu_count() or 1):
+    if others is None or seconds < LEAST_SECONDS or not is_busy(others, os.cpu_count() or 1):
         return []
     return [
         f"Other work kept {others:.1f} cores busy during the timed runs; on an idle machine they may be much faster."

@@ -19,7 +19,7 @@ from llama.bench.run import step_times
 from llama.bench.run.cache_kind import STEPS, greedy_divergence
 from llama.bench.run.jobs import JobDied
 from llama.bench.schema import Report, Row, cell_row, rows_of
-from llama.bench.texts import read_text
+from llama.bench.texts import read_corpus
 from llama.cli import benchmark_inference as script
 from llama.host.cores import OtherLoad
 from llama.kv_cache import KVCache
@@ -114,7 +114,7 @@ def test_every_kind_is_measured_beside_the_full_cache_at_one_length(whole: Whole
 def test_the_divergence_is_that_of_two_caches_in_lockstep(base: Cell, whole: Whole) -> None:
     """Against a full cache fed step by step; the preset compares with one pass without a cache."""
     model, tokenizer = load(base.model, device="cpu", dtype="fp32")
-    ids = encode_prompt(tokenizer, read_text())[:LENGTH]
+    ids = encode_prompt(tokenizer, read_corpus())[:LENGTH]
     for place, kind in enumerate(["static", *KINDS]):
         wanted, found = compare(model, kind, ids, prompt_len=LENGTH - SCORED), quality(whole.report, place)
         assert (found["tokens"], found["top1_agreement"]) == (wanted.tokens, wanted.top1_agreement)
@@ -125,7 +125,7 @@ def test_the_divergence_is_that_of_two_caches_in_lockstep(base: Cell, whole: Who
 def test_greedy_text_is_what_generation_writes_and_its_divergence_is_found_in_one_pass(base: Cell) -> None:
     tiny = {"device": "cpu", "dtype": "fp32"}
     model, tokenizer = load(base.model, **tiny)
-    prompt = encode_prompt(tokenizer, read_text())[:60]
+    prompt = encode_prompt(tokenizer, read_corpus())[:60]
     full = model.generate_tokens([prompt], 30, temperature=0.0)[0][0]
     assert greedy_divergence(model, prompt, 30) == {"greedy_tokens": 30, "divergence_token": None}
     window, _ = load(base.model, kv_cache="window:8+2", **tiny)
@@ -212,7 +212,7 @@ def test_a_budget_of_a_moment_measures_the_costs_of_two_kinds_and_names_all_that
     assert report["plan"]["contexts"] == [64]
     left_out = ["paged: bytes and times", *(f"{kind}: quality" for kind in ("static", "int8", "paged"))]
     assert report["failures"] == [f"{what}: no room in the budget" for what in left_out]
-    assert script.exit_code(report) == 0
+    assert script.report_exit_code(report) == 0
     assert "not measured" in report_markdown(report)
 
 
@@ -226,7 +226,7 @@ def test_times_that_others_disturbed_are_marked_as_such(
     monkeypatch.setattr("llama.bench.run.worker.environment", lambda device: {"cores": 100})
     report = measured(base, tmp_path, kinds=["int8"])
     assert [row["status"] for row in rows_of(report, "check")] == [status] * 2
-    assert script.exit_code(report, strict=True) == (4 if status == "noisy" else 0)
+    assert script.report_exit_code(report, strict=True) == (4 if status == "noisy" else 0)
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_a_kind_that_dies_leaves_the_others_and_is_told(base: Cell, here: Here, 
     report = measured(base, tmp_path, kinds=["int8", "paged"])
     assert [row["error"] for row in rows_of(report, "cell")] == [None, "died: its process was ended", None]
     assert [row["cell"] for row in rows_of(report, "quality")] == [0, 2]
-    assert script.exit_code(report) == script.DIED
+    assert script.report_exit_code(report) == script.DIED
     assert "its process was ended" in report_markdown(report)
 
 

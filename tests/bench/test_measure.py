@@ -16,7 +16,7 @@ from llama.bench.cell import Cell, read_engine
 from llama.bench.run import engines, memory, worker
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
-from llama.bench.run.memory_ledger import cache_bytes, predict
+from llama.bench.run.memory_ledger import predict, reserved_cache_bytes
 from llama.bench.run.models import find_model, make_cell, random_model
 from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, cache_sizes, context_lengths, step_times
 from llama.bench.schema import Row
@@ -540,9 +540,11 @@ def test_random_weights_are_the_same_in_every_process_and_share_a_tied_head() ->
 def test_the_bytes_of_a_kind_of_cache_are_predicted_exactly(kind: str) -> None:
     cell = CELL.but(kv_cache=kind)
     rows = measured(cell)
-    assert rows[0]["cache_bytes"] == cache_bytes(tiny_args(kv_cache=kind), cell, cell.total_len - 1)
+    assert rows[0]["cache_bytes"] == reserved_cache_bytes(tiny_args(kv_cache=kind), cell, cell.total_len - 1)
     predicted, held = line(rows, "KV cache")
-    assert predicted == cache_bytes(tiny_args(kv_cache=kind), cell, cell.input_len), "the prefill makes the peak"
+    assert predicted == reserved_cache_bytes(tiny_args(kv_cache=kind), cell, cell.input_len), (
+        "the prefill makes the peak"
+    )
     assert held == (rows[0]["cache_bytes"] if predicted == rows[0]["cache_bytes"] else None)
     assert [row["status"] for row in rows if row.get("name") == "no overflow"] == ["ok"]
 

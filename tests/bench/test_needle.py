@@ -14,11 +14,11 @@ from torch import Tensor
 
 from llama import Tokenizer, Transformer, load
 from llama.bench.run.needle import DEPTHS, Haystack, finds, needles
-from llama.bench.texts import read_text, text_path
+from llama.bench.texts import read_corpus, text_path
 from llama.kv_cache import StaticCache
 from llama.rows import Rows
 
-PROSE = read_text()[:20_000].rpartition("\n\n")[0]
+PROSE = read_corpus()[:20_000].rpartition("\n\n")[0]
 HAY = Haystack(Bytes(), PROSE)
 NEEDLE = re.compile(r" The magic number of (\w+) is (\d{4})\.")
 
@@ -91,7 +91,7 @@ def test_the_demo_finds_a_needle_in_a_full_cache_and_not_in_one_that_forgets(
 ) -> None:
     """And it writes what it was found to write."""
     model, tokenizer = fast_demo
-    haystack = Haystack(tokenizer, read_text())
+    haystack = Haystack(tokenizer, read_corpus())
     forgetful = copy(model)  # of the same weights
     forgetful.kv_cache = "newest_alone"
     hidden = haystack.hide(length=256, depth=0.25, seed=1)
@@ -102,14 +102,14 @@ def test_the_demo_finds_a_needle_in_a_full_cache_and_not_in_one_that_forgets(
 
 
 def test_ids_of_sentences_are_those_of_the_whole_text(demo: Tokenizer) -> None:
-    hidden = Haystack(demo, read_text()).hide(length=512, depth=0.5, seed=0)
+    hidden = Haystack(demo, read_corpus()).hide(length=512, depth=0.5, seed=0)
     whole = demo.decode([*hidden.haystack, *hidden.question, *hidden.secret])
     ids = demo.encode(whole, bos=False, eos=False)
     assert ids[-100:] == [*hidden.haystack, *hidden.question, *hidden.secret][-100:]
 
 
 def test_the_text_is_the_one_that_its_source_tells_of_and_the_demo_can_read_it(demo: Tokenizer) -> None:
-    text = read_text()
+    text = read_corpus()
     digest = hashlib.sha256(text_path().read_bytes()).hexdigest()
     source = text_path().with_name("SOURCE.md").read_text(encoding="utf-8")
     assert digest in source

@@ -172,7 +172,7 @@ def test_a_noisy_table_is_no_failure_unless_asked_for(
     report = report_of(([1.0], [0.0]), ([1.0], [0.0]))
     merge(report, [{"figures": "check", "name": "other work", "status": status, "detail": ""}], 1)
     cell_row(report, 0)["error"] = error
-    assert (script.exit_code(report), script.exit_code(report, strict=True)) == (code, strict_code)
+    assert (script.report_exit_code(report), script.report_exit_code(report, strict=True)) == (code, strict_code)
 
 
 def test_idle_is_five_calm_looks_in_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

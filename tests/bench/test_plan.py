@@ -92,7 +92,7 @@ def test_a_budget_of_a_moment_measures_the_first_pair_and_predicts_the_others(
     assert counts(report) == [1, 1, 0, 0]
     left_out = [*FOUR[2:], "steps at batch 1", "steps at batch 2"]
     assert report["failures"] == [f"{name}: no room in the budget" for name in left_out]
-    assert script.exit_code(report) == 0
+    assert script.report_exit_code(report) == 0
     assert "The budget is too small" in capsys.readouterr().err
 
     whole = table(base, tmp_path, minutes=0, resume=True)
@@ -346,7 +346,7 @@ def test_a_cell_that_dies_says_so_the_others_stand_and_it_is_tried_again_when_re
     assert errors == [None, None, None, "died: its process was ended by SIGKILL"]
     assert counts(report) == [2, 2, 2, 0]
     assert "seconds" not in cell_row(report, 3), "what died is not predicted"
-    assert script.exit_code(report) == script.DIED
+    assert script.report_exit_code(report) == script.DIED
     here.fail = lambda kind, cell: None  # type: ignore[method-assign]
     report = table(base, tmp_path, resume=True)
     assert [row["error"] for row in rows_of(report, "cell")] == [None] * 4
@@ -420,4 +420,4 @@ def test_the_bar_names_the_job_counts_expected_seconds_and_leaves_nothing_behind
 
 def test_without_a_budget_there_is_room_for_anything(base: Cell, tmp_path: Path) -> None:
     run = Run(RunDirectory(tmp_path, new_report("table", [base])), seconds_bar())
-    assert run.room() == math.inf
+    assert run.seconds_left() == math.inf

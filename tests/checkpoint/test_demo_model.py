@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from llama import Tokenizer, Transformer, cli, load
-from llama.bench.texts import read_text
+from llama.bench.texts import read_corpus
 from llama.checkpoint.demo import demo_model_path
 from llama.cli import inference
 from llama.quality.perplexity import perplexity
@@ -97,7 +97,7 @@ def test_perplexity_on_prose_is_that_of_transformers(
 ) -> None:
     """Over one window and an overlapping one; `tests/test_perplexity.py` has other windows, on tiny models."""
     model, tokenizer = demo
-    ids = tokenizer.encode(read_text()[:1200], bos=False, eos=False)[:240]
+    ids = tokenizer.encode(read_corpus()[:1200], bos=False, eos=False)[:240]
     score = perplexity(model, ids, context=160, stride=80)
     tokens, targets = torch.tensor([ids]), torch.tensor([ids])
     targets[:, :160] = -100  # the second window scores what the first did not

@@ -34,7 +34,7 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.batch import NonFiniteLogits
 from llama.fast.choose import make_fast
-from llama.fast.native_check import check_blocks, check_library, tiny_model
+from llama.fast.native_check import check_blocks, check_library, trial_model
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
 from llama.quant.gguf_types import KINDS as KINDS_OF_FILES
@@ -166,7 +166,7 @@ def test_a_block_that_is_read_wrongly_is_noticed(name: str) -> None:
 @pytest.mark.parametrize("activations", [16, 8])
 @pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
 def test_sums_of_the_largest_codes_and_activations_do_not_overflow(packed: Format, activations: int) -> None:
-    model = tiny_model(torch.float32, [packed], activations)
+    model = trial_model(torch.float32, [packed], activations)
     for weight in quantized_weights(model).values():
         weight.codes.fill_(255)
         for part in (weight.scales, weight.zeros, weight.scale_units, weight.zero_units):

@@ -172,7 +172,7 @@ def test_a_measurement_whose_folder_is_gone_is_kept_and_the_page_printed(
         return table_report()
 
     def run() -> int:
-        return benchmark_inference.run_cell(CELL, FLAGS, path)
+        return benchmark_inference.print_cell(CELL, FLAGS, path)
 
     monkeypatch.setattr(benchmark_inference, "measure_cell", measured)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -199,7 +199,7 @@ def main(*, path: str) -> int:
     report = table_report()
     benchmark_inference.measure_cell = lambda *_, **__: report
     flags = SimpleNamespace(repeats=1, compare=False, strict=False)
-    return benchmark_inference.run_cell(Cell(**report["cells"][0]), flags, Path(path))
+    return benchmark_inference.print_cell(Cell(**report["cells"][0]), flags, Path(path))
 
 cli.main(main)
 """

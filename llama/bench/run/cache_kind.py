@@ -18,9 +18,9 @@ from llama.bench.run.engines import forwards_by_runner, path_of
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import Source, find_model
 from llama.bench.run.needle import needles
-from llama.bench.run.step_times import PROMPT, bytes_of, filled_cache
+from llama.bench.run.step_times import FED_AT_ONCE, bytes_of, filled_cache
 from llama.bench.schema import Row
-from llama.bench.texts import read_text
+from llama.bench.texts import read_corpus
 from llama.costs import kv_bytes
 from llama.host.cores import OtherLoad
 from llama.kv_cache import Cache, KVCache
@@ -36,9 +36,9 @@ QUESTION, SECRET = 30, 8  # tokens behind the text of a needle, about, and of th
 def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     """Fill a cache up to each context, time the steps that reach it, and count its bytes."""
     source = find_model(cell)
-    filled = cell.but(input_len=min(PROMPT, max(contexts) - 1), output_len=1)
+    filled = cell.but(input_len=min(FED_AT_ONCE, max(contexts) - 1), output_len=1)
     check_memory(filled, source.args, source.device, held=0, stored=source.stored)
-    model, ids = source.build(), encode_prompt(source.tokenizer, read_text())
+    model, ids = source.build(), encode_prompt(source.tokenizer, read_corpus())
     others, fast, rows = OtherLoad(), 0, list[Row]()
     others.start()
     for context in contexts:
@@ -99,7 +99,7 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     length, scored, greedy = plan["length"], plan["tokens"], plan["greedy_tokens"]
     uncached = cell.but(input_len=length - 1, output_len=1, kv_caching=False, logits="all")
     check_memory(uncached, source.args, source.device, held=0, stored=source.stored)
-    model, text = source.build(), encode_prompt(source.tokenizer, read_text())
+    model, text = source.build(), encode_prompt(source.tokenizer, read_corpus())
     ids = text[:length]
     prompt_len, reference = length - scored, _reference(model, ids[:-1], scored)
     cache, seconds, before = model.new_cache(rows=1, length=length - 1), list[float](), forwards_by_runner(model)
@@ -160,7 +160,7 @@ def _needle_rows(model: Transformer, source: Source, plan: dict[str, Any], text:
     """Return a row for the needles of each length, with the bytes of a prompt of that length."""
     lengths, seeds = plan["needle_lengths"], range(plan["needle_seeds"])
     found: dict[int, list[bool]] = {length: [] for length in lengths}
-    for one in needles(model, source.tokenizer, read_text(), lengths=lengths, seeds=seeds):
+    for one in needles(model, source.tokenizer, read_corpus(), lengths=lengths, seeds=seeds):
         found[one.length].append(one.found)
     rows: list[Row] = []
     for length, those in found.items():

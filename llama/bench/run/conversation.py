@@ -28,7 +28,7 @@ from llama.bench.run.engines import (
 from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.validity import check
 from llama.bench.schema import Row
-from llama.bench.texts import read_dialog, read_text
+from llama.bench.texts import read_corpus, read_dialog
 from llama.host.cores import OtherLoad
 from llama.request import Options
 from llama.streaming import TextCodec, encode_prompt
@@ -168,7 +168,7 @@ def measure_prompts(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
 
 def shared_prompts(tokenizer: TextCodec, plan: dict[str, Any]) -> list[list[int]]:
     """Return rows of ids that begin with the same text and continue with different passages."""
-    ids = encode_prompt(tokenizer, read_text())
+    ids = encode_prompt(tokenizer, read_corpus())
     begins = (plan["shared"] + row * plan["own"] for row in range(plan["rows"]))
     return [[*ids[: plan["shared"]], *ids[begin : begin + plan["own"]]] for begin in begins]
 

@@ -94,7 +94,7 @@ def cached_prefix(cached: Sequence[int], ids: Sequence[int]) -> int:
     return min(common_beginning(cached, ids), len(ids) - 1)
 
 
-def weights_bytes(model: nn.Module) -> int:
+def stored_weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's weights; weights that share their memory count once."""
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     return sum(storages.values())
@@ -138,7 +138,7 @@ class LlamaEngine:
         self.path = path_of(model, fast=0, all=0)
         self.args: ModelArgs | None = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
-        self.weights_bytes: int | None = weights_bytes(model)
+        self.weights_bytes: int | None = stored_weight_bytes(model)
         self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
     def run(

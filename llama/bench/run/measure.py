@@ -15,7 +15,6 @@ from llama.bench.run.engines import Engine, LlamaEngine, Run
 from llama.bench.run.memory import Peak, tensor_peak
 from llama.bench.run.memory_ledger import (
     Measured,
-    cache_bytes,
     cache_of,
     check_length,
     check_memory,
@@ -23,6 +22,7 @@ from llama.bench.run.memory_ledger import (
     make_ledger,
     position_bytes,
     predict,
+    reserved_cache_bytes,
     workspace,
 )
 from llama.bench.run.models import Source, settled
@@ -176,7 +176,7 @@ def _ledger(
 
 
 def _cache_at_end(args: ModelArgs, cell: Cell) -> int:
-    return cache_bytes(args.share(cell.ranks), cell, cell.total_len - 1) if cell.kv_caching else 0
+    return reserved_cache_bytes(args.share(cell.ranks), cell, cell.total_len - 1) if cell.kv_caching else 0
 
 
 def _largest_forwards(cell: Cell, engine: Engine, prompts: Sequence[list[int]], run: Run) -> None:

@@ -42,7 +42,7 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0, stored: Mapping[
         workspace=workspace,
         ranks=cell.ranks,
         quantize=layout_of(cell, stored),
-        held=partial(cache_bytes, args.share(cell.ranks), cell),
+        held=partial(reserved_cache_bytes, args.share(cell.ranks), cell),
     )
 
 
@@ -51,7 +51,7 @@ def position_bytes(args: ModelArgs, cell: Cell) -> int:
     return cache_of(args, cell).position_bytes(cell.cache_itemsize)
 
 
-def cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
+def reserved_cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
     """Return the predicted bytes of a cache after `fed` positions of each row, with memory reserved for the whole text.
 
     All rows are alike: ROWS of them are predicted, and more in proportion.

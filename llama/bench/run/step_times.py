@@ -19,7 +19,7 @@ from llama.rows import Rows
 
 LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
 CHUNK = 512  # positions that are written in a call: a kind may return copies of everything that a call's queries see
-PROMPT = 2048  # tokens of a prompt that are fed in a call: a kind may compute the attention of all its queries
+FED_AT_ONCE = 2048  # tokens of a prompt that are fed in a call: a kind may compute the attention of all its queries
 
 
 @torch.inference_mode()
@@ -120,8 +120,8 @@ def filled_cache(model: Transformer, length: int, ids: Sequence[int], *, reserve
         cache = model.new_cache(rows=1, length=reserved)
     text = torch.tensor(ids, device=model.device).repeat(-(-length // len(ids)))[None, :length]
     cached = model.with_kv_caching(True)
-    for begin in range(0, length, PROMPT):
-        seqlen = min(PROMPT, length - begin)
+    for begin in range(0, length, FED_AT_ONCE):
+        seqlen = min(FED_AT_ONCE, length - begin)
         rows = Rows.at([begin], [seqlen], prompt_ends=begin + seqlen == length)
         cached(text[:, begin : begin + seqlen], rows, cache=cache, logits="last")
     return cache

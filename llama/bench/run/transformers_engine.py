@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import Run, cached_prefix, hooked, weights_bytes
+from llama.bench.run.engines import Run, cached_prefix, hooked, stored_weight_bytes
 from llama.bench.run.peers import GPT2, check_engine
 from llama.checkpoint.export import huggingface_config, huggingface_tensors
 from llama.model import Transformer
@@ -34,7 +34,7 @@ class TransformersEngine:
         self.path = f"transformers {transformers.__version__} eager, {model.config._attn_implementation}"
         self.vocab_size: int = model.config.vocab_size
         self.max_seq_len: int = model.config.max_position_embeddings if args is None else args.max_seq_len
-        self.weights_bytes: int | None = weights_bytes(model)
+        self.weights_bytes: int | None = stored_weight_bytes(model)
         self.encode, self.decode = encode, decode
 
     @classmethod

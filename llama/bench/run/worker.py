@@ -27,7 +27,7 @@ from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import Row
-from llama.bench.texts import read_text, text_path
+from llama.bench.texts import read_corpus, text_path
 from llama.exact import slowdown_words
 from llama.host.machine import DTYPES, ceilings, environment
 from llama.streaming import encode_prompt
@@ -71,7 +71,7 @@ def _warnings() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def describe(cell: Cell) -> dict[str, Any]:
+def describe_machine(cell: Cell) -> dict[str, Any]:
     """Return the environment and the ceilings of this machine, with no model in memory."""
     device = torch.device(cell.device)
     return {"environment": environment(device), "ceilings": ceilings(device, DTYPES[cell.dtype])}
@@ -113,7 +113,7 @@ def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
 def size_caches(cell: Cell, *, lengths: list[int]) -> dict[str, Any]:
     """Fill caches of these lengths and count their bytes."""
     source = find_model(cell)
-    return {"rows": cache_sizes(source.build(), lengths, encode_prompt(source.tokenizer, read_text()))}
+    return {"rows": cache_sizes(source.build(), lengths, encode_prompt(source.tokenizer, read_corpus()))}
 
 
 def agreement(cell: Cell) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def agreement(cell: Cell) -> dict[str, Any]:
     for one in (plain.but(kv_cache="static"), cell):
         engine = open_engine(one).engine
         assert isinstance(engine, LlamaEngine | LlamaCppEngine)  # the others have no rounded weights
-        ids, path = engine.most_likely(engine.encode(read_text())[: cell.input_len])
+        ids, path = engine.most_likely(engine.encode(read_corpus())[: cell.input_len])
         found.append(ids)
         del engine  # the memory of one model at a time
     same = sum(one == other for one, other in zip(*found, strict=True))
@@ -161,7 +161,7 @@ def gpu(cell: Cell, *, part: str) -> dict[str, Any]:
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
-    "machine": describe,
+    "machine": describe_machine,
     "cell": run_cell,
     "calibrate": calibrate,
     "steps": time_steps,

@@ -17,7 +17,7 @@ def text_path(name: str = "persuasion") -> Path:
     return path
 
 
-def read_text(name: str = "persuasion") -> str:
+def read_corpus(name: str = "persuasion") -> str:
     """Return a text: paragraphs of one line each, with an empty line between them."""
     return text_path(name).read_text(encoding="utf-8")
 
