@@ -1,8 +1,9 @@
 """Read the data.pkl of a .pth file without an unpickler: nothing that it names is imported, called or built.
 
-A pickle is a program for a small machine with a stack and a memo. This machine has only the operations with which
-torch.save writes a dict of tensors, and returns names, shapes and positions. Every other operation, function and class
-is rejected. Each operation takes constant time, and their number is limited.
+A pickle is a program for a small machine with a stack and a memo. `pickletools` of Python cuts it into operations. This
+machine has only the operations with which torch.save writes a dict of tensors (protocol 2, its default), and returns
+names, shapes and positions. Every other operation, function and class is rejected. Each operation takes constant time,
+and their number is limited.
 Source: Lib/pickletools.py of Python, which describes every operation, and torch.serialization._save.
 """
 
@@ -14,6 +15,8 @@ from typing import Any, Final
 
 import torch
 
+from llama.untrusted.words import printable
+
 REMEDY: Final = "save a dict of tensors with torch.save, or convert the model to safetensors"
 
 # A tensor takes some 35 operations, a parameter of a module some 50. The largest supported models need fewer than the
@@ -24,11 +27,9 @@ MAX_TEXT = 255
 # visits all of them again and again.
 MAX_DICTS = 1 << 15
 _MAX_DIMS = 4
-_MAX_INT_BYTES = 8
+_MAX_INT = (1 << 63) - 1
 _MAX_MARKS = 8
-
-_PROTO, _STOP = 0x80, 0x2E
-_PROTOCOLS = range(2, 6)
+_PROTOCOL = b"\x80\x02"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +90,14 @@ class _OrderedDict(dict[str, Any]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Function:
-    """A function that torch.save names; `apply` returns its value for arguments of torch.save, and None for others."""
-
-    name: str
-    apply: Callable[[tuple[Any, ...]], object]
+# The functions that torch.save names. Each returns None for arguments that torch.save does not write.
 
 
 def _ordered_dict(arguments: tuple[Any, ...]) -> _OrderedDict | None:
     return None if arguments else _OrderedDict()
 
 
-def _rebuild_tensor(arguments: tuple[Any, ...]) -> PickledTensor | None:
+def _rebuild_tensor_v2(arguments: tuple[Any, ...]) -> PickledTensor | None:
     if list(map(type, arguments[:7])) != [Storage, int, tuple, tuple, bool, _OrderedDict] or arguments[5]:
         return None
     storage, offset, shape, strides, *_ = arguments
@@ -120,31 +116,19 @@ def _rebuild_parameter(arguments: tuple[Any, ...]) -> PickledTensor | None:
     return tensor
 
 
-_GLOBALS: dict[tuple[str, str], _Function | torch.dtype] = {
-    ("collections", "OrderedDict"): _Function("OrderedDict", _ordered_dict),
-    ("torch._utils", "_rebuild_tensor_v2"): _Function("_rebuild_tensor_v2", _rebuild_tensor),
-    ("torch._utils", "_rebuild_parameter"): _Function("_rebuild_parameter", _rebuild_parameter),
-    ("torch", "FloatStorage"): torch.float32,
-    ("torch", "HalfStorage"): torch.float16,
-    ("torch", "BFloat16Storage"): torch.bfloat16,
-}
-_KINDS: dict[type, str] = {
-    dict: "a dict",
-    _OrderedDict: "an OrderedDict",
-    str: "text",
-    int: "a whole number",
-    bool: "true or false",
-    type(None): "None",
-    tuple: "a tuple",
-    Storage: "a storage",
-    PickledTensor: "a tensor",
-    _Function: "a function",
-    torch.dtype: "a class",
+# By the bytes of the operation that names them.
+_GLOBALS: dict[bytes, Callable[[tuple[Any, ...]], object] | torch.dtype] = {
+    b"ccollections\nOrderedDict\n": _ordered_dict,
+    b"ctorch._utils\n_rebuild_tensor_v2\n": _rebuild_tensor_v2,
+    b"ctorch._utils\n_rebuild_parameter\n": _rebuild_parameter,
+    b"ctorch\nFloatStorage\n": torch.float32,
+    b"ctorch\nHalfStorage\n": torch.float16,
+    b"ctorch\nBFloat16Storage\n": torch.bfloat16,
 }
 
 
 def _kind(value: object) -> str:
-    return _KINDS[type(value)]
+    return f"a value of type {type(value).__name__.lstrip('_')}"
 
 
 def quoted(text: str) -> str:
@@ -161,9 +145,7 @@ class _Machine:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.at = 0
-        self.end = len(data)  # or the end of the frame
-        self.framed = False
+        self.at = 0  # the first byte of the operation
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks beneath the marks
         self.memo: list[Any] = []
@@ -171,87 +153,46 @@ class _Machine:
         self.n_dicts = 0
 
     def run(self) -> object:
-        if self.byte() != _PROTO or self.byte() not in _PROTOCOLS:
-            raise self.refusal("does not start as a pickle of protocol 2 to 5")
+        if not self.data.startswith(_PROTOCOL):
+            raise self.refusal("does not start as a pickle of protocol 2, the default of torch.save")
+        operations = pickletools.genops(self.data)
+        next(operations)  # the protocol
         for _ in range(MAX_OPERATIONS):
-            if self.at == self.end:
-                self.end, self.framed = len(self.data), False
-            code = self.byte()
-            if code == _STOP:
+            try:
+                opcode, argument, at = next(operations)
+            except ValueError as error:
+                raise self.refusal(f"is damaged: {printable(str(error), 200)}") from None
+            self.at = at or 0
+            if opcode.name == "STOP":
                 return self.result()
-            operation = _OPERATIONS.get(code)
+            operation = _OPERATIONS.get(opcode.name)
             if operation is None:
-                raise self.refusal(f"contains {_described(code)}; a dict of tensors has none")
-            operation(self)
+                raise self.refusal(f"contains {_described(opcode)}; a dict of tensors has none")
+            operation(self, argument)
         raise self.refusal(f"has more than {MAX_OPERATIONS} operations")
 
     def result(self) -> object:
         value = self.pop()
-        if self.stack or self.below or self.at != len(self.data):
+        if self.stack or self.below or self.at + 1 != len(self.data):
             raise self.refusal("contains more than one value")
         return value
 
     def refusal(self, what: str) -> ValueError:
-        return ValueError(f"data.pkl {what} (before byte {self.at}); {REMEDY}")
+        return ValueError(f"data.pkl {what} (at byte {self.at}); {REMEDY}")
 
-    # ---- bytes
+    # ---- numbers and texts
 
-    def byte(self) -> int:
-        at = self.at
-        if at == self.end:
-            raise self.cut_off()
-        self.at = at + 1
-        return self.data[at]
-
-    def take(self, count: int) -> bytes:
-        start, end = self.at, self.at + count
-        if end > self.end:
-            raise self.cut_off()
-        self.at = end
-        return self.data[start:end]
-
-    def cut_off(self) -> ValueError:
-        what = "a frame of it" if self.framed else "it"
-        return ValueError(f"data.pkl is damaged: {what} ends at byte {self.end}, in the middle of an operation")
-
-    def number(self, width: int) -> int:
-        return int.from_bytes(self.take(width), "little")
-
-    def push_text(self, width: int) -> None:
-        """Push a text, whose length is in the `width` bytes before it."""
-        length = self.number(width)
-        if length > MAX_TEXT:
-            raise self.refusal(f"contains a text of {length} bytes; the limit is {MAX_TEXT}")
-        raw = self.take(length)
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError:
-            raise self.refusal("contains a text that is not UTF-8") from None
+    def push_text(self, text: str) -> None:
+        if len(text.encode(errors="surrogatepass")) > MAX_TEXT:
+            raise self.refusal(f"contains a text of {len(text)} characters; the limit is {MAX_TEXT} bytes")
         if not text.isprintable():
             raise self.refusal(f"contains the text {quoted(text)}, which cannot be printed")
         self.stack.append(text)
 
-    def push_integer(self, width: int, *, signed: bool = False) -> None:
-        self.stack.append(int.from_bytes(self.take(width), "little", signed=signed))
-
-    def push_long_integer(self) -> None:
-        width = self.byte()
-        if width > _MAX_INT_BYTES:
-            raise self.refusal(f"contains a number of {width} bytes; the limit is {_MAX_INT_BYTES}")
-        self.push_integer(width, signed=True)
-
-    def line(self) -> str:
-        end = self.data.find(b"\n", self.at, self.at + MAX_TEXT)
-        if end < 0:
-            raise self.refusal("names a function or class without an end")
-        return self.take(end + 1 - self.at)[:-1].decode(errors="backslashreplace")
-
-    def begin_frame(self) -> None:
-        """Begin a frame, which readers of streams need. No operation may cross its end."""
-        length = self.number(8)
-        if self.framed or length > self.end - self.at:
-            raise self.refusal(f"begins a frame of {length} bytes beyond the data or inside another frame")
-        self.end, self.framed = self.at + length, True
+    def push_integer(self, number: int) -> None:
+        if not -_MAX_INT <= number <= _MAX_INT:
+            raise self.refusal("contains a number of more than 63 bits")
+        self.stack.append(number)
 
     # ---- the stack and the memo
 
@@ -285,10 +226,8 @@ class _Machine:
 
     def put(self, index: int) -> None:
         """Store the top value in the memo. All picklers number its entries 0, 1, 2, ..."""
-        if index != len(self.memo):
-            raise self.refusal(f"stores a value in the memo as {index}; the next index is {len(self.memo)}")
-        if not self.stack:
-            raise self.refusal("stores a value of an empty stack in the memo")
+        if index != len(self.memo) or not self.stack:
+            raise self.refusal(f"stores no value, or stores it in the memo as {index} instead of {len(self.memo)}")
         self.memo.append(self.stack[-1])
 
     def get(self, index: int) -> None:
@@ -329,18 +268,13 @@ class _Machine:
 
     # ---- functions, classes and storages
 
-    def push_global(self, module: str, name: str) -> None:
-        known = _GLOBALS.get((module, name))
+    def push_global(self, name: str) -> None:
+        end = self.data.index(b"\n", self.data.index(b"\n", self.at) + 1) + 1
+        known = _GLOBALS.get(self.data[self.at : end])
         if known is None:
             dtypes = "; supported: float32, float16 and bfloat16" if name.endswith("Storage") else ""
-            raise self.refusal(f"names {quoted(f'{module}.{name}')}, which is never run{dtypes}")
+            raise self.refusal(f"names {quoted(name.replace(' ', '.'))}, which is never run{dtypes}")
         self.stack.append(known)
-
-    def push_global_of_stack(self) -> None:
-        name, module = self.pop(), self.pop()
-        if type(module) is not str or type(name) is not str:
-            raise self.refusal(f"names a function or class by {_kind(module)} and {_kind(name)}")
-        self.push_global(module, name)
 
     def refer(self) -> None:
         """Replace ("storage", class, key, device, numel) by the storage; the device is ignored."""
@@ -355,11 +289,9 @@ class _Machine:
 
     def call(self) -> None:
         arguments, function = self.pop(), self.pop()
-        value = None
-        if type(function) is _Function and type(arguments) is tuple:
-            value = function.apply(arguments)
+        value = function(arguments) if callable(function) and type(arguments) is tuple else None
         if value is None:
-            name = function.name if type(function) is _Function else _kind(function)
+            name = function.__name__ if callable(function) else _kind(function)
             raise self.refusal(f"calls {name} with other arguments than torch.save")
         if isinstance(value, _OrderedDict):
             self.push_dict(value)
@@ -367,43 +299,31 @@ class _Machine:
             self.stack.append(value)
 
 
-def _described(code: int) -> str:
+def _described(opcode: pickletools.OpcodeInfo) -> str:
     """Return the name of an operation and the kind of value that it would push."""
-    known = next((known for known in pickletools.opcodes if known.code == chr(code)), None)
-    if known is None:
-        return f"the unknown operation 0x{code:02x}"
-    made = " and ".join(part.name for part in known.stack_after)
-    return f"the operation {known.name}" + (f" ({made})" if made else "")
+    made = " and ".join(part.name for part in opcode.stack_after)
+    return f"the operation {opcode.name}" + (f" ({made})" if made else "")
 
 
-_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
-    ord("N"): lambda machine: machine.stack.append(None),
-    0x88: lambda machine: machine.stack.append(True),
-    0x89: lambda machine: machine.stack.append(False),
-    ord("K"): lambda machine: machine.stack.append(machine.byte()),
-    ord("M"): lambda machine: machine.push_integer(2),
-    ord("J"): lambda machine: machine.push_integer(4, signed=True),
-    0x8A: _Machine.push_long_integer,
-    ord("X"): lambda machine: machine.push_text(4),
-    0x8C: lambda machine: machine.push_text(1),
-    ord("("): _Machine.push_mark,
-    ord(")"): lambda machine: machine.stack.append(()),
-    0x85: lambda machine: machine.push_tuple(1),
-    0x86: lambda machine: machine.push_tuple(2),
-    0x87: lambda machine: machine.push_tuple(3),
-    ord("t"): _Machine.push_marked_tuple,
-    ord("}"): lambda machine: machine.push_dict({}),
-    ord("s"): _Machine.set_item,
-    ord("u"): lambda machine: machine.set_items(machine.pop_to_mark()),
-    ord("q"): lambda machine: machine.put(machine.byte()),
-    ord("r"): lambda machine: machine.put(machine.number(4)),
-    0x94: lambda machine: machine.put(len(machine.memo)),
-    ord("h"): lambda machine: machine.get(machine.byte()),
-    ord("j"): lambda machine: machine.get(machine.number(4)),
-    ord("c"): lambda machine: machine.push_global(machine.line(), machine.line()),
-    0x93: _Machine.push_global_of_stack,
-    ord("Q"): _Machine.refer,
-    ord("R"): _Machine.call,
-    ord("b"): _Machine.build,
-    0x95: _Machine.begin_frame,
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "NONE": lambda machine, _: machine.stack.append(None),
+    "NEWTRUE": lambda machine, _: machine.stack.append(True),
+    "NEWFALSE": lambda machine, _: machine.stack.append(False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), _Machine.push_integer),
+    "BINUNICODE": _Machine.push_text,
+    "MARK": lambda machine, _: machine.push_mark(),
+    "EMPTY_TUPLE": lambda machine, _: machine.stack.append(()),
+    "TUPLE1": lambda machine, _: machine.push_tuple(1),
+    "TUPLE2": lambda machine, _: machine.push_tuple(2),
+    "TUPLE3": lambda machine, _: machine.push_tuple(3),
+    "TUPLE": lambda machine, _: machine.push_marked_tuple(),
+    "EMPTY_DICT": lambda machine, _: machine.push_dict({}),
+    "SETITEM": lambda machine, _: machine.set_item(),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    "GLOBAL": _Machine.push_global,
+    "BINPERSID": lambda machine, _: machine.refer(),
+    "REDUCE": lambda machine, _: machine.call(),
+    "BUILD": lambda machine, _: machine.build(),
 }

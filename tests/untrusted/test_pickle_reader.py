@@ -56,37 +56,33 @@ def dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(content=dicts(), protocol=st.integers(2, 5))
+@given(content=dicts())
 def test_what_torch_saves_is_read_to_the_bit(
-    tmp_path_factory: pytest.TempPathFactory, content: dict[str, torch.Tensor], protocol: int
+    tmp_path_factory: pytest.TempPathFactory, content: dict[str, torch.Tensor]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "saved.pth"
-    torch.save(content, path, pickle_protocol=protocol)
+    torch.save(content, path)
     used = {tensor.untyped_storage().data_ptr() for tensor in torch.load(path, weights_only=False).values()}
     assert len(used) == len({place.storage for place in read_pickle(pickle_of(path.read_bytes())).values()})
     assert_read_as_torch_does(path)
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_a_state_dict_is_read_and_what_it_says_of_its_modules_is_not(tmp_path: Path, protocol: int) -> None:
+def test_a_state_dict_is_read_and_what_it_says_of_its_modules_is_not(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4)).bfloat16()
     path = tmp_path / "state.pth"
     state = model.state_dict()
     assert state._metadata[""]
-    torch.save(state, path, pickle_protocol=protocol)
+    torch.save(state, path)
     assert_read_as_torch_does(path)
-    torch.save(dict(model.named_parameters()), path, pickle_protocol=protocol)
+    torch.save(dict(model.named_parameters()), path)
     assert_read_as_torch_does(path)
 
 
-def test_more_names_than_a_byte_counts_and_frames_of_a_large_pickle_are_read(tmp_path: Path) -> None:
-    content = {f"layers.{i}.attention.wq.weight": torch.full((2, 2), float(i)) for i in range(1500)}
+def test_more_names_than_a_byte_counts_are_read(tmp_path: Path) -> None:
     path = tmp_path / "many.pth"
-    for protocol in (2, 4):
-        torch.save(content, path, pickle_protocol=protocol)
-        assert_read_as_torch_does(path)
-    assert pickle_of(path.read_bytes()).count(b"\x95") > 1
+    torch.save({f"layers.{i}.attention.wq.weight": torch.full((2, 2), float(i)) for i in range(300)}, path)
+    assert_read_as_torch_does(path)
 
 
 def test_sizes_of_more_than_31_bits_are_read() -> None:
@@ -111,16 +107,22 @@ def test_an_optimised_pickle_is_read() -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[], object], str]] = {
-    "a tensor": (lambda: torch.ones(2), "must contain a dict of tensors by name and contains a tensor; save a dict"),
+    "a tensor": (lambda: torch.ones(2), "contains a value of type PickledTensor; save a dict"),
     "a list": (lambda: [torch.ones(2)], r"contains the operation EMPTY_LIST \(list\); a dict of tensors has none"),
     "a model": (lambda: torch.nn.Linear(1, 1), "names 'torch.nn.modules.linear.Linear', which is never run"),
-    "numbers as names": (lambda: {1: torch.ones(2)}, "a dict with a whole number as a key; keys must be the names"),
-    "a tuple as a name": (lambda: {("a",): torch.ones(2)}, "a dict with a tuple as a key"),
+    "numbers as names": (
+        lambda: {1: torch.ones(2)},
+        "a dict with a value of type int as a key; keys must be the names",
+    ),
+    "a tuple as a name": (lambda: {("a",): torch.ones(2)}, "a dict with a value of type tuple as a key"),
     "a dict inside": (lambda: {"model": {"a": torch.ones(2)}}, "'model' is a dict and must be a tensor; save the dict"),
-    "a number beside": (lambda: {"a": torch.ones(2), "step": 3}, "'step' is a whole number and must be a tensor"),
+    "a number beside": (lambda: {"a": torch.ones(2), "step": 3}, "'step' is a value of type int and must be a tensor"),
     "a float beside": (lambda: {"a": 1.0}, r"the operation BINFLOAT \(float\)"),
-    "a large number beside": (lambda: {"a": 1 << 80}, "contains a number of 11 bytes; the limit is 8"),
-    "a function": (lambda: {"a": torch._utils._rebuild_tensor_v2}, "'a' is a function and must be a tensor"),
+    "a large number beside": (lambda: {"a": 1 << 80}, "contains a number of more than 63 bits"),
+    "a function": (
+        lambda: {"a": torch._utils._rebuild_tensor_v2},
+        "'a' is a value of type function and must be a tensor",
+    ),
     "whole numbers": (
         lambda: {"a": torch.ones(2).long()},
         "'torch.LongStorage', .*; supported: float32, float16 and bfloat16",
@@ -136,7 +138,10 @@ OTHERS: dict[str, tuple[Callable[[], object], str]] = {
     "empty": (lambda: {"a": torch.ones(0, 3)}, "a is empty or a single number"),
     "a single number": (lambda: {"a": torch.tensor(1.0)}, "a is empty or a single number"),
     "five dimensions": (lambda: {"a": torch.ones(1, 1, 1, 1, 2)}, "calls _rebuild_tensor_v2 with other arguments"),
-    "a name of 256 bytes": (lambda: {"a" * 256: torch.ones(2)}, "contains a text of 256 bytes; the limit is 255"),
+    "a name of 256 bytes": (
+        lambda: {"a" * 256: torch.ones(2)},
+        "contains a text of 256 characters; the limit is 255 bytes",
+    ),
     "a name that acts on a terminal": (
         lambda: {"\x1b[31mred": torch.ones(2)},
         r"the text '\\x1b\[31mred', which cannot",
@@ -191,52 +196,58 @@ def test_the_pickle_that_the_others_break_is_read() -> None:
 
 SHAPE = b"K\x02K\x03\x86K\x03K\x01\x86"
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "it ends at byte 0, in the middle of an operation"),
-    "a protocol without a number": (b"\x80", "it ends at byte 1, in the middle"),
-    "no protocol": (b"}.", "does not start as a pickle of protocol 2 to 5"),
-    "protocol 1": (b"\x80\x01}.", "does not start as a pickle of protocol 2 to 5"),
-    "protocol 6": (b"\x80\x06}.", "does not start as a pickle of protocol 2 to 5"),
+    "nothing": (b"", "does not start as a pickle of protocol 2, the default of torch.save"),
+    "no protocol": (b"}.", "does not start as a pickle of protocol 2"),
+    "protocol 4": (b"\x80\x04}.", "does not start as a pickle of protocol 2"),
+    "a protocol twice": (P + P + b"}.", "contains the operation PROTO; a dict of tensors has none"),
     "two values": (P + b"}}.", "contains more than one value"),
     "no value": (P + b".", "takes a value from an empty stack"),
     "an open mark": (P + b"(}.", "contains more than one value"),
     "bytes behind the end": (P + b"}..", "contains more than one value"),
-    "a byte that is no operation": (P + b"\xff.", "contains the unknown operation 0xff"),
+    "a byte that is no operation": (P + b"\xff.", r"is damaged: at position 2, opcode b'.xff' unknown"),
     "an operation that makes nothing": (P + b"0.", "contains the operation POP; a dict of tensors has none"),
-    "a text longer than the rest": (P + b"X\x09\x00\x00\x00abc", "ends at byte 10, in the middle"),
-    "a text of 4 GB": (P + b"X\xff\xff\xff\xff", "contains a text of 4294967295 bytes; the limit is 255"),
-    "a text that is not UTF-8": (P + text(b"\xed\xa0\x80") + END, "contains a text that is not UTF-8"),
+    "a text longer than the rest": (
+        P + b"X\x09\x00\x00\x00abc",
+        "is damaged: expected 9 bytes in a unicodestring4, but only 3 remain",
+    ),
+    "a text of 4 GB": (P + b"X\xff\xff\xff\xff", "is damaged: expected 4294967295 bytes"),
+    "a text that is not UTF-8": (P + text(b"\xff") + END, "is damaged: 'utf-8' codec can't decode"),
+    "half a character": (P + text(b"\xed\xa0\x80") + END, "contains the text .*, which cannot be printed"),
     "a tuple of too few": (P + b"N\x86.", "builds a tuple of 2, unlike torch.save"),
     "a tuple of a tuple": (P + b")\x85.", "builds a tuple of 1, unlike torch.save"),
     "a tuple without a mark": (P + b"t.", "goes back to a mark that does not exist"),
     "marks in marks": (P + b"(" * 9, "nests more than 8 marks"),
-    "items for a tuple": (P + b")(" + text("a") + b"Nu.", "puts 2 keys and values into a tuple"),
-    "a key without a value": (P + b"}(" + text("a") + b"u.", "puts 1 keys and values into a dict"),
+    "items for a tuple": (P + b")(" + text("a") + b"Nu.", "puts 2 keys and values into a value of type tuple"),
+    "a key without a value": (P + b"}(" + text("a") + b"u.", "puts 1 keys and values into a value of type dict"),
     "a key twice": (P + b"}(" + text("a") + b"N" + text("a") + b"Nu.", "repeats the key 'a'"),
-    "a place left out": (P + b"}q\x01.", "stores a value in the memo as 1; the next index is 0"),
-    "a place used twice": (P + b"}q\x00q\x00.", "stores a value in the memo as 0; the next index is 1"),
-    "nothing to remember": (P + b"q\x00.", "stores a value of an empty stack in the memo"),
+    "a place left out": (P + b"}q\x01.", "stores it in the memo as 1 instead of 0"),
+    "a place used twice": (P + b"}q\x00q\x00.", "stores it in the memo as 0 instead of 1"),
+    "nothing to remember": (P + b"q\x00.", "stores no value, or"),
     "nothing remembered there": (P + b"}q\x00j\x01\x00\x00\x00.", "reads entry 1 of a memo of 1"),
-    "a state of a dict": (P + b"}}" + text("_metadata") + b"Nsb.", "sets the state of a dict"),
-    "a state that is no dict": (P + HOOKS + b"Nb.", "sets the state of an OrderedDict"),
-    "another state": (P + HOOKS + b"}" + text("keys") + b"Nsb.", "sets the state of an OrderedDict"),
-    "more state": (P + HOOKS + b"}" + text("_metadata") + b"Ns" + text("x") + b"Nsb.", "sets the state of an Ordered"),
-    "a name without an end": (P + b"ctorch", "names a function or class without an end"),
-    "a name longer than texts are": (P + b"c" + b"a" * 300 + b"\nb\n.", "names a function or class without an end"),
+    "a state of a dict": (P + b"}}" + text("_metadata") + b"Nsb.", "sets the state of a value of type dict"),
+    "a state that is no dict": (P + HOOKS + b"Nb.", "sets the state of a value of type OrderedDict"),
+    "another state": (P + HOOKS + b"}" + text("keys") + b"Nsb.", "sets the state of a value of type OrderedDict"),
+    "more state": (P + HOOKS + b"}" + text("_metadata") + b"Ns" + text("x") + b"Nsb.", "sets the state of a value"),
+    "a name without an end": (P + b"ctorch", "is damaged: no newline found"),
+    "a long name": (P + b"c" + b"a" * 300 + b"\nb\n.", r"names 'a{60}...', which is never run"),
     "a forbidden function": (P + b"cos\nsystem\n.", "names 'os.system', which is never run"),
-    "a name that is not UTF-8": (P + b"c\xff\nb\n.", r"names '\\\\xff.b', which is never run"),
-    "another way to write a name": (
-        P + text("torch") + text("_utils._rebuild_tensor_v2") + b"\x93.",
-        "names 'torch._u",
+    "a name that is not UTF-8": (P + b"c\xff\nb\n.", "is damaged: 'ascii' codec can't decode"),
+    "a name that is escaped": (P + b"c\\x63ollections\nOrderedDict\n.", "names 'collections.OrderedDict', which is"),
+    "a name from the stack": (
+        P + text("torch") + text("FloatStorage") + b"\x93.",
+        "contains the operation STACK_GLOBAL",
     ),
-    "a function named by a number": (P + text("os") + b"K\x01\x93.", "names a function or class by text and a whole"),
-    "a call of a storage": (P + b"ctorch\nFloatStorage\n(K\x06tR.", "calls a class with other arguments"),
-    "a call with no tuple": (P + b"ccollections\nOrderedDict\n}R.", "calls OrderedDict with other arguments"),
+    "a call of a storage": (P + b"ctorch\nFloatStorage\n(K\x06tR.", "calls a value of type dtype with other arguments"),
+    "a call with no tuple": (P + b"ccollections\nOrderedDict\n}R.", "calls _ordered_dict with other arguments"),
     "an OrderedDict of something": (
         P + b"ccollections\nOrderedDict\nN\x85R.",
-        "calls OrderedDict with other arguments",
+        "calls _ordered_dict with other arguments",
     ),
-    "a reference to text": (P + text("0") + b"Q.", "refers to text that is not a storage"),
-    "a reference without a number": (P + storage(numel=b"N") + END, "refers to a tuple that is not a storage"),
+    "a reference to text": (P + text("0") + b"Q.", "refers to a value of type str that is not a storage"),
+    "a reference without a number": (
+        P + storage(numel=b"N") + END,
+        "refers to a value of type tuple that is not a storage",
+    ),
     "a reference to something else": (
         P + storage(word="module") + END,
         "the storage '0' as 'module', or inconsistently",
@@ -273,18 +284,6 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         tensor(storage(numel=b"J\xff\xff\xff\xff") + b"K\x00" + SHAPE + b"\x89" + HOOKS),
         "a ends at number 6 of a storage of -1",
     ),
-    "a frame longer than the rest": (
-        b"\x80\x04\x95" + b"\x09" + bytes(7) + b"}.",
-        "begins a frame of 9 bytes beyond the data",
-    ),
-    "a frame in a frame": (
-        b"\x80\x04\x95\x0b" + bytes(7) + b"\x95\x02" + bytes(7) + b"}.",
-        "begins a frame of 2 bytes beyond the data or inside another frame",
-    ),
-    "a frame that ends in an operation": (
-        b"\x80\x04\x95\x01" + bytes(7) + b"K\x01.",
-        "a frame of it ends at byte 12, in the middle of an operation",
-    ),
 }
 
 
@@ -303,7 +302,7 @@ def test_a_value_may_hold_itself() -> None:
         read_pickle(data)
 
 
-@pytest.mark.parametrize("archive", range(0, len(fuzz_pickle.ARCHIVES), 3))
+@pytest.mark.parametrize("archive", range(len(fuzz_pickle.ARCHIVES)))
 def test_every_cut_and_every_lacking_operation_is_refused(archive: int) -> None:
     data = pickle_of(fuzz_pickle.ARCHIVES[archive])
     for end in range(len(data)):
@@ -329,22 +328,28 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
     "1: a tuple doubled 60 times as a key": (P + b"})" + b"q\x00h\x00\x86" * 60 + b"Ns.", "builds a tuple of 2"),
     "1: a marked tuple doubled 60 times as a key": (
         P + b")q\x00" + b"".join(b"(h%ch%ctq%c" % (i, i, i + 1) for i in range(60)) + b"}h\x3cNs.",
-        "contains a dict with a tuple as a key",
+        "contains a dict with a value of type tuple as a key",
     ),
-    "1: nested sets": (b"\x80\x04" + b"\x8f" * 64 + b"\x90" * 64 + b".", "the operation EMPTY_SET"),
+    "1: nested sets": (P + b"\x8f" * 64 + b"\x90" * 64 + b".", "the operation EMPTY_SET"),
     "2: a bytearray of 3 GB": (
         P + b"c__builtin__\nbytearray\n" + b"J" + (3 << 29).to_bytes(4, "little") + b"\x85R.",
         "names '__builtin__.bytearray', which is never run",
     ),
-    "2: BYTEARRAY8 of 3 GB": (b"\x80\x05\x96" + (3 << 30).to_bytes(8, "little") + b".", "the operation BYTEARRAY8"),
-    "2: a text of 4 MB": (P + text("a" * (4 << 20)) + END, "contains a text of 4194304 bytes; the limit is 255"),
+    "2: BYTEARRAY8 of 3 GB": (
+        P + b"\x96" + (3 << 30).to_bytes(8, "little") + b".",
+        "is damaged: expected 3221225472 bytes",
+    ),
+    "2: a text of 4 MB": (
+        P + text("a" * (4 << 20)) + END,
+        "contains a text of 4194304 characters; the limit is 255 bytes",
+    ),
     "3: _rebuild_from_type_v2 replaces untyped_storage": (
         P + b"}" + text("a") + b"ctorch._tensor\n_rebuild_from_type_v2\n" + b"(" + TENSOR + b"}tRs.",
         "names 'torch._tensor._rebuild_from_type_v2', which is never run",
     ),
     "3: a state replaces untyped_storage": (
         a_dict(TENSOR + b"}" + text("untyped_storage") + b"Nsb"),
-        "sets the state of a tensor",
+        "sets the state of a value of type PickledTensor",
     ),
     "4: a FloatTensor in no record": (
         a_dict(b"ctorch\nFloatTensor\nJ\x00\x00\x00\x10\x85R"),
@@ -356,7 +361,7 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
     ),
     "a chain of TUPLE1": (P + b")" + b"\x85" * MANY + END, "builds a tuple of 1"),
     "many marks": (P + b"(" * MANY, "nests more than 8 marks"),
-    "many MEMOIZE": (P + b"N" + b"\x94" * MANY + END, "has more than 262144 operations"),
+    "many values": (P + b"N" * MANY + END, "has more than 262144 operations"),
     "many dicts": (P + b"}" * MANY, "builds more than 32768 dicts"),
     "many OrderedDicts": (P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * (MANY // 4), "more than 32768 dicts"),
     "32000 dicts in each other": (
@@ -364,7 +369,10 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
         "'a' is a dict and must be a tensor",
     ),
     "10000 marked tuples in each other": (
-        P + b")q\0" + b"".join(b"(j" + i.to_bytes(4, "little") + b"t\x94" for i in range(10000)) + b".",
+        P
+        + b")q\0"
+        + b"".join(b"(j%btr%b" % (i.to_bytes(4, "little"), (i + 1).to_bytes(4, "little")) for i in range(10000))
+        + END,
         "contains more than one value",
     ),
     "a tuple of 100000, as the shape of many tensors": (
@@ -373,7 +381,7 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
     ),
     "10000 keys, given as a state many times": (
         P + HOOKS + b"}q\0(" + b"".join(text(f"{i:x}") + b"N" for i in range(10000)) + b"ub" + b"h\0b" * 10000 + b".",
-        "sets the state of an OrderedDict",
+        "sets the state of a value of type OrderedDict",
     ),
 }
 
@@ -395,7 +403,7 @@ def test_a_malicious_pickle_is_refused_for_what_it_is_and_takes_little_memory(wh
 
 # Of what can be repeated, and how often it is here to begin with.
 REPEATED: dict[str, Callable[[int], bytes]] = {
-    "remembered": lambda count: P + b"N" + b"\x94" * count,
+    "remembered": lambda count: P + b"N" + b"".join(b"r" + i.to_bytes(4, "little") for i in range(count)),
     "dicts": lambda count: P + b"}" * count,
     "OrderedDicts": lambda count: P + b"ccollections\nOrderedDict\nq\0" + b"h\0)R" * count,
     "names of a class": lambda count: P + b"ctorch\nHalfStorage\n" * count,
