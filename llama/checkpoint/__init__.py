@@ -189,7 +189,7 @@ def _stored_matrices(checkpoint: Checkpoint, repack: bool) -> dict[str, Format |
     def stored_as(weight: Weight) -> Format | MappedWeight | None:
         if weight.stored is None:
             return None
-        return weight.stored.format if repack else weight.stored.mapped(weight.shape[1])
+        return weight.stored.format if repack else weight.stored.mapped(weight.shape)
 
     return {name: stored_as(weight) for name, weight in matrices.items()}
 

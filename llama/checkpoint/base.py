@@ -40,6 +40,9 @@ _LIMITS = {
 }
 
 
+Rows = Callable[[int, int], Tensor]  # returns the rows from the first number to before the second
+
+
 @dataclass(frozen=True)
 class Weight:
     """A tensor that is still in its file, read by rows of its first dimension.
@@ -50,7 +53,7 @@ class Weight:
     """
 
     shape: tuple[int, ...]
-    rows: Callable[[int, int], Tensor]
+    rows: Rows
     stored: "Stored | None" = None
     drop: Callable[[], None] = lambda: None
 
@@ -106,23 +109,20 @@ class Weight:
 class Stored:
     """The quantised blocks of a matrix in a file. `llama.quant.packed` stores their codes and scales unchanged.
 
-    kind: the file's name of the type. blocks: (rows, blocks, bytes), a view of the mapped file. `split` returns the
-    codes and scales of some rows' blocks. `order(start, stop)`: the file's indices of our rows; None: the same order.
+    kind: the file's name of the type. `rows(start, stop)` returns the blocks of rows, (rows, blocks, bytes), a view of
+    the mapped file or, if the order of rows was changed, a copy. `split` returns the codes and scales of blocks.
     """
 
     kind: str
     format: Format
-    blocks: Tensor
+    rows: Rows
     split: Callable[[Tensor], Parts]
-    order: Callable[[int, int], Tensor] | None = None
 
     def parts(self, start: int, stop: int) -> Parts:
-        return self.split(self.blocks[start:stop] if self.order is None else self.blocks[self.order(start, stop)])
+        return self.split(self.rows(start, stop))
 
-    def mapped(self, columns: int) -> MappedWeight:
-        """Return the matrix as a view of the file, or as a copy if its rows are in another order; `columns` per row."""
-        blocks = self.blocks if self.order is None else self.blocks[self.order(0, len(self.blocks))]
-        return MappedWeight(columns, self.format, blocks, self.kind, self.split)
+    def mapped(self, shape: tuple[int, ...]) -> MappedWeight:
+        return MappedWeight(shape[1], self.format, self.rows(0, shape[0]), self.kind, self.split)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,17 +1,21 @@
 """Write any checkpoint that `load` reads as one .gguf file. The command is `llama.cli.convert`."""
 
 import logging
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
-from llama.checkpoint import open_checkpoint
+from llama.checkpoint import Checkpoint, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
-from llama.checkpoint.gguf_writer import FILE_TYPES, Part, planned_of, write_gguf
+from llama.checkpoint.gguf_writer import FILE_TYPES, Part, planned, write_gguf
 from llama.host.files import replacing
+from llama.untrusted.gguf_header import read_gguf_header
 
 logger = logging.getLogger(__name__)
+
+# Keys of a source file that do not describe the new one.
+_NOT_COPIED = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
 
 
 def convert(
@@ -34,17 +38,28 @@ def convert(
     kind = _kind_of(type)
     _check_target(source, target, overwrite=overwrite)
     checkpoint = open_checkpoint(source, tokenizer_path=tokenizer_path)
-    parts, metadata = planned_of(checkpoint, kind)
+    parts = planned(checkpoint.args, checkpoint.tensors, kind)
     whole = [part.name for part in parts if part.kind == "F16" != kind]
     if whole:
         logger.info("%s have rows that are not a multiple of 32 and stay in F16", ", ".join(whole))
-    if tokenizer_path is not None or "tokenizer.ggml.model" not in metadata:
-        own = {key: value for key, value in metadata.items() if not key.startswith("tokenizer.")}
-        metadata = own | checkpoint.tokenizer.to_gguf(checkpoint.args.vocab_size)
+    metadata = _metadata(checkpoint, own_tokenizer=tokenizer_path is None)
     with replacing(target) as new:
-        _check_free_space(target, parts)
         write_gguf(new, checkpoint.whole_texts(), parts, metadata, progress=progress)
     return parts
+
+
+def _metadata(checkpoint: Checkpoint, *, own_tokenizer: bool) -> dict[str, Any]:
+    """Return the description and the tokenizer: those of a .gguf file unchanged, unless another tokenizer is given."""
+    path = checkpoint.path
+    found = read_gguf_header(path).metadata if path.is_file() else {"general.name": path.resolve().name}
+    metadata = {
+        key: value
+        for key, value in found.items()
+        if key.startswith("general.") and key not in _NOT_COPIED and isinstance(value, str)
+    }
+    if own_tokenizer and "tokenizer.ggml.model" in found:
+        return metadata | {key: value for key, value in found.items() if key.startswith("tokenizer.")}
+    return metadata | checkpoint.tokenizer.to_gguf(checkpoint.args.vocab_size)
 
 
 def _kind_of(type: str) -> str:
@@ -61,16 +76,5 @@ def _check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         return
     if source.exists() and target.samefile(source):
         raise ValueError(f"{target} is the file to convert; give the new one another name")
-    if target.is_dir():
-        raise ValueError(f"{target} is a directory; name a file")
     if not overwrite:
         raise ValueError(f"{target} exists; give another name, or --overwrite to replace it")
-
-
-def _check_free_space(target: Path, parts: Sequence[Part]) -> None:
-    needed, free = sum(part.nbytes for part in parts), shutil.disk_usage(target.parent).free
-    if needed > free:
-        raise ValueError(
-            f"{target} takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there; free more, or choose a "
-            "smaller type"
-        )

@@ -177,7 +177,8 @@ def _weight(mapped: MappedFile, info: TensorInfo) -> Weight:
     rows = mapped.bytes(info.start, info.nbytes).view(*info.shape[:-1], -1)
     stored = None
     if kind.format is not None and kind.parts is not None and rows.ndim == 2:
-        stored = Stored(kind.name, kind.format, torch.unflatten(rows, 1, (-1, kind.size)), kind.parts)
+        blocks = torch.unflatten(rows, 1, (-1, kind.size))
+        stored = Stored(kind.name, kind.format, lambda start, stop: blocks[start:stop], kind.parts)
     return Weight(
         info.shape,
         lambda start, stop: _dequantize(rows[start:stop], kind.name),

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
-from llama.checkpoint.base import Checkpoint, Weight
+from llama.checkpoint.base import Weight
 from llama.checkpoint.families import family_of, gguf_names
 from llama.checkpoint.gguf import ROPE_DIVISORS
 from llama.checkpoint.half_split import in_half_split_order
 from llama.costs import file_bytes
 from llama.rope import rope_frequencies, scaled_frequencies
-from llama.untrusted.errors import CheckpointError
-from llama.untrusted.gguf_header import GgufHeader, TensorInfo, read_gguf_header
 from llama.untrusted.gguf_sizes import FILE_BLOCKS
 
 # The types that can be written, with their numbers in llama.cpp's enum llama_ftype.
@@ -31,71 +29,48 @@ FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ENDS = ("tok_embeddings.weight", "output.weight")  # 8 bits in a file of 4 bits, as with quantize="int4"
 _QUANTIZATION_VERSION = 2  # of ggml's blocks
-_COPY_BYTES = 1 << 20  # per read
-# Keys of the source file that do not describe the new one.
-_NOT_COPIED = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the new file: its name and type there, its shape, and an iterator over pieces of its bytes.
-
-    copied: whether the bytes are copied from the source file.
-    """
+    """A tensor of the new file: its name and type there, and the weight with its rows in the order of the file."""
 
     name: str
     kind: str
-    shape: tuple[int, ...]
-    pieces: Callable[[], Iterator[Tensor]]
-    copied: bool = False
+    weight: Weight
 
     @property
     def nbytes(self) -> int:
-        return file_bytes(prod(self.shape), self.kind)
+        return file_bytes(prod(self.weight.shape), self.kind)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the bytes of the tensor in blocks of rows; blocks that have the type in their file are copied."""
+        stored = self.weight.stored
+        for start, stop in self.weight.blocks():
+            if stored is not None and stored.kind == self.kind:
+                yield stored.rows(start, stop).contiguous()
+            else:
+                rows = self.weight.rows(start, stop).detach().cpu()
+                _check_numbers(rows, self.name, self.kind)
+                yield _bytes(rows, self.kind)
 
 
-def planned_of(checkpoint: Checkpoint, kind: str) -> tuple[list[Part], dict[str, Any]]:
-    """Return the tensors of a file of this type, see `planned`, and the metadata that comes from the checkpoint.
-
-    A .gguf file gives its tokenizer and its description; another format gives only its name.
-    """
-    path = checkpoint.path
-    header = read_gguf_header(path) if path.is_file() else None
-    parts = planned(checkpoint.args, checkpoint.tensors, kind, path=path, header=header)
-    if header is None:
-        return parts, {"general.name": path.resolve().name}
-    return parts, {key: value for key, value in header.metadata.items() if _is_copied(key, value)}
-
-
-def planned(
-    args: ModelArgs,
-    tensors: Mapping[str, Weight],
-    kind: str,
-    *,
-    path: Path | None = None,
-    header: GgufHeader | None = None,
-) -> list[Part]:
+def planned(args: ModelArgs, tensors: Mapping[str, Weight], kind: str) -> list[Part]:
     """Return the tensors of a file with matrices of this type and vectors in F32.
 
     In a file of 4 bits the embedding and the head have 8 (Q8_0); a matrix whose rows are not whole blocks is F16. A
-    tied head is left out. `path` and `header`: the .gguf file of `tensors`, if they come from one: tensors that
-    already have the wanted type are copied.
+    tied head is left out.
     """
     parts = []
     divisors = _rope_divisors(args)
     if divisors is not None:
-        parts.append(_encoded(ROPE_DIVISORS, "F32", Weight.of(divisors), path))
+        parts.append(Part(ROPE_DIVISORS, "F32", Weight.of(divisors)))
     half_split = family_of(args).half_split
     for ours, name in gguf_names(args).items():
         if ours == "output.weight" and args.tied_head:
             continue
         weight = in_half_split_order(ours, tensors[ours], args.head_dim) if half_split else tensors[ours]
-        wanted = _kind_of(ours, weight.shape, kind)
-        info = None if header is None else header.tensors.get(name)
-        if path is not None and info is not None and info.kind == wanted:
-            parts.append(_copied(name, info, path))
-        else:
-            parts.append(_encoded(name, wanted, weight, path))
+        parts.append(Part(name, _kind_of(ours, weight.shape, kind), weight))
     return parts
 
 
@@ -109,7 +84,7 @@ def write_gguf(
 ) -> None:
     """Write the file, with `metadata` such as the tokenizer beside the sizes.
 
-    `progress(done, total)` is called after each piece with the bytes of the tensors. Raises CheckpointError for numbers
+    `progress(done, total)` is called after each piece with the bytes of the tensors. Raises ValueError for numbers
     outside the range of the type; the caller deletes the incomplete file.
     """
     _write_header(path, args, parts, metadata)
@@ -125,37 +100,11 @@ def write_gguf(
         file.write(bytes(-file.tell() % 32))
 
 
-def _is_copied(key: str, value: Any) -> bool:
-    describes = key.startswith("general.") and key not in _NOT_COPIED and isinstance(value, str)
-    return describes or key.startswith("tokenizer.")
-
-
 def _kind_of(name: str, shape: tuple[int, ...], wanted: str) -> str:
     if len(shape) == 1:
         return "F32"  # llama.cpp needs norms in F32
     kind = "Q8_0" if wanted.startswith("Q4") and name in _ENDS else wanted
     return "F16" if shape[-1] % FILE_BLOCKS[kind][0] else kind
-
-
-def _copied(name: str, info: TensorInfo, path: Path) -> Part:
-    def pieces() -> Iterator[Tensor]:
-        with path.open("rb") as file:
-            file.seek(info.start)
-            for begin in range(0, info.nbytes, _COPY_BYTES):
-                piece = file.read(min(_COPY_BYTES, info.nbytes - begin))
-                yield torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-
-    return Part(name, info.kind, info.shape, pieces, copied=True)
-
-
-def _encoded(name: str, kind: str, weight: Weight, path: Path | None) -> Part:
-    def pieces() -> Iterator[Tensor]:
-        for start, stop in weight.blocks():
-            rows = weight.rows(start, stop).detach().cpu()
-            _check_numbers(rows, name, kind, path)
-            yield _bytes(rows, kind)
-
-    return Part(name, kind, weight.shape, pieces)
 
 
 def _bytes(rows: Tensor, kind: str) -> Tensor:
@@ -168,15 +117,13 @@ def _bytes(rows: Tensor, kind: str) -> Tensor:
         return torch.from_numpy(quantize(rows.float().numpy(), GGMLQuantizationType[kind])).flatten()
 
 
-def _check_numbers(rows: Tensor, name: str, kind: str, path: Path | None) -> None:
+def _check_numbers(rows: Tensor, name: str, kind: str) -> None:
     """Reject numbers outside the type: NaN, infinity, and anything beyond float16, the dtype of the scales."""
     if kind in ("F32", "BF16"):
         return
     most, limit = float(rows.abs().max()), torch.finfo(torch.float16).max
     if not most <= limit:  # also true for NaN
-        raise CheckpointError(
-            path or Path(name), f"{name} contains {most:g}, and {kind} has numbers up to {limit:g}; choose bf16 or f32"
-        )
+        raise ValueError(f"{name} contains {most:g}, and {kind} has numbers up to {limit:g}; choose bf16 or f32")
 
 
 def _rope_divisors(args: ModelArgs) -> Tensor | None:
@@ -191,16 +138,15 @@ def _write_header(path: Path, args: ModelArgs, parts: Sequence[Part], metadata: 
     from gguf import GGUFWriter
     from gguf.constants import GGMLQuantizationType
 
-    writer = GGUFWriter(path, family_of(args).name)
+    architecture = family_of(args).name
+    own = {f"{architecture}.{key}": value for key, value in (_sizes(args) | _scaling(args.rope_scaling)).items()}
+    writer = GGUFWriter(path, architecture)
     try:
-        _add_sizes(writer, args)
-        _add_scaling(writer, args.rope_scaling)
-        _add_type(writer, parts)
-        for key, value in metadata.items():
+        for key, value in (own | _file_type(parts) | dict(metadata)).items():
             _add_value(writer, key, value)
         for part in parts:
             kind = GGMLQuantizationType[part.kind]
-            writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), part.nbytes, raw_dtype=kind)
+            writer.add_tensor_info(part.name, part.weight.shape, np.dtype(np.float32), part.nbytes, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -208,49 +154,53 @@ def _write_header(path: Path, args: ModelArgs, parts: Sequence[Part], metadata: 
         writer.close()
 
 
-def _add_sizes(writer: Any, args: ModelArgs) -> None:
-    writer.add_vocab_size(args.vocab_size)
-    writer.add_context_length(args.max_seq_len)
-    writer.add_embedding_length(args.dim)
-    writer.add_feed_forward_length(args.ffn_dim)
-    writer.add_block_count(args.n_layers)
-    writer.add_head_count(args.n_heads)
-    writer.add_head_count_kv(args.n_kv_heads)
-    writer.add_key_length(args.head_dim)
-    writer.add_value_length(args.head_dim)
-    writer.add_rope_dimension_count(args.head_dim)
-    writer.add_rope_freq_base(args.rope_theta)
-    writer.add_layer_norm_rms_eps(args.norm_eps)
+def _sizes(args: ModelArgs) -> dict[str, Any]:
+    return {
+        "vocab_size": args.vocab_size,
+        "context_length": args.max_seq_len,
+        "embedding_length": args.dim,
+        "feed_forward_length": args.ffn_dim,
+        "block_count": args.n_layers,
+        "attention.head_count": args.n_heads,
+        "attention.head_count_kv": args.n_kv_heads,
+        "attention.key_length": args.head_dim,
+        "attention.value_length": args.head_dim,
+        "rope.dimension_count": args.head_dim,
+        "rope.freq_base": float(args.rope_theta or 0),  # family_of rejects None
+        "attention.layer_norm_rms_epsilon": float(args.norm_eps),
+    }
 
 
-def _add_scaling(writer: Any, rule: Scaling | tuple[float, ...] | None) -> None:
-    from gguf.constants import RopeScalingType
-
+def _scaling(rule: Scaling | tuple[float, ...] | None) -> dict[str, Any]:
     if isinstance(rule, LinearScaling):
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rule.factor)
-        writer.add_rope_scaling_attn_factors(rule.attention_factor)
-    elif isinstance(rule, YarnScaling):
-        if (rule.beta_fast, rule.beta_slow, rule.truncate) != (32, 1, True):
-            raise ValueError(
-                f"llama.cpp only has YaRN with beta_fast=32, beta_slow=1 and truncate=True, not {rule}; write a "
-                "Hugging Face folder instead"
-            )
-        writer.add_rope_scaling_type(RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rule.factor)
-        writer.add_rope_scaling_orig_ctx_len(rule.original_max_seq_len)
-        writer.add_rope_scaling_attn_factors(rule.attention_factor / YarnScaling.sharpened(rule.factor))
+        return {
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": float(rule.factor),
+            "rope.scaling.attn_factor": float(rule.attention_factor),
+        }
+    if not isinstance(rule, YarnScaling):
+        return {}  # no rule, or divisors
+    if (rule.beta_fast, rule.beta_slow, rule.truncate) != (32, 1, True):
+        raise ValueError(
+            f"llama.cpp only has YaRN with beta_fast=32, beta_slow=1 and truncate=True, not {rule}; write a "
+            "Hugging Face folder instead"
+        )
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(rule.factor),
+        "rope.scaling.original_context_length": rule.original_max_seq_len,
+        "rope.scaling.attn_factor": rule.attention_factor / YarnScaling.sharpened(rule.factor),
+    }
 
 
-def _add_type(writer: Any, parts: Sequence[Part]) -> None:
-    """Add the type of most numbers of the file: llama.cpp displays it."""
+def _file_type(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the type of most numbers of the file: llama.cpp displays it."""
     counts: Counter[str] = Counter()
     for part in parts:
-        counts[part.kind] += prod(part.shape)
+        counts[part.kind] += prod(part.weight.shape)
     ((most, _),) = counts.most_common(1)
-    writer.add_file_type(FILE_TYPES[most])
-    if most not in _FLOATS:
-        writer.add_quantization_version(_QUANTIZATION_VERSION)
+    version = {} if most in _FLOATS else {"general.quantization_version": _QUANTIZATION_VERSION}
+    return {"general.file_type": FILE_TYPES[most]} | version
 
 
 def _add_value(writer: Any, key: str, value: Any) -> None:

@@ -4,13 +4,12 @@ RoPE rotates pairs of numbers in a head. In Meta's files the two rows of a pair 
 all first rows of a head and then all second rows. Both compute the same.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from llama.checkpoint.base import Weight
+from llama.checkpoint.base import Rows, Weight
 
 # Our names of the tensors with that order: they produce queries and keys, or are multiplied with a head's numbers.
 HALF_SPLIT = tuple(f".attention.{name}" for name in ("wq.weight", "wk.weight", "wq.bias", "wk.bias")) + tuple(
@@ -20,16 +19,12 @@ HALF_SPLIT = tuple(f".attention.{name}" for name in ("wq.weight", "wk.weight", "
 
 def in_our_order(name: str, weight: Weight, head_dim: int) -> Weight:
     """Return a tensor of a half-split file, with our name `name`, with its rows in our order."""
-    if not name.endswith(HALF_SPLIT):
-        return weight
-    return _reordered(weight, lambda start, stop: half_split_rows(start, stop, head_dim))
+    return _reordered(name, weight, lambda start, stop: half_split_rows(start, stop, head_dim))
 
 
 def in_half_split_order(name: str, weight: Weight, head_dim: int) -> Weight:
     """Return a tensor in our order, with our name `name`, with its rows in half-split order."""
-    if not name.endswith(HALF_SPLIT):
-        return weight
-    return _reordered(weight, lambda start, stop: our_rows(start, stop, head_dim))
+    return _reordered(name, weight, lambda start, stop: our_rows(start, stop, head_dim))
 
 
 def half_split_rows(start: int, stop: int, head_dim: int) -> Tensor:
@@ -46,13 +41,20 @@ def our_rows(start: int, stop: int, head_dim: int) -> Tensor:
     return row - place + place % (head_dim // 2) * 2 + place // (head_dim // 2)
 
 
-def _reordered(weight: Weight, order: Callable[[int, int], Tensor]) -> Weight:
-    def rows(start: int, stop: int) -> Tensor:
-        places = order(start, stop)
-        first = int(places.min())
-        return weight.rows(first, int(places.max()) + 1)[places - first]
+def _reordered(name: str, weight: Weight, order: Rows) -> Weight:
+    """Return the weight with row `order(i, i + 1)` as row i, if it is one of those with two orders."""
+    if not name.endswith(HALF_SPLIT):
+        return weight
+
+    def ordered(rows: Rows) -> Rows:
+        def read(start: int, stop: int) -> Tensor:
+            places = order(start, stop)
+            first = int(places.min())
+            return rows(first, int(places.max()) + 1)[places - first]
+
+        return read
 
     stored = weight.stored
     if stored is not None:
-        stored = replace(stored, order=order)
-    return replace(weight, rows=rows, stored=stored)
+        stored = replace(stored, rows=ordered(stored.rows))
+    return replace(weight, rows=ordered(weight.rows), stored=stored)

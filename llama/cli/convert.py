@@ -42,6 +42,4 @@ def summary(path: Path, parts: Sequence[Part]) -> str:
     """Return the size of a file and the types of its tensors, in a line."""
     kinds = Counter(part.kind for part in parts)
     counts = ", ".join(f"{count} tensors {kind}" for kind, count in sorted(kinds.items()))
-    copied = sum(part.copied for part in parts)
-    same = f"; {copied} of them copied, because they already had that type" if copied else ""
-    return f"{path}: {path.stat().st_size / 1e6:,.1f} MB, {counts}{same}"
+    return f"{path}: {path.stat().st_size / 1e6:,.1f} MB, {counts}"

@@ -26,7 +26,7 @@ from llama import cli, load
 from llama.args import ModelArgs
 from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
-from llama.checkpoint import CheckpointError, open_checkpoint
+from llama.checkpoint import open_checkpoint
 from llama.checkpoint.base import BLOCK_NUMBERS, Weight, needed_shapes
 from llama.checkpoint.convert import convert
 from llama.checkpoint.gguf_writer import planned
@@ -164,9 +164,7 @@ def test_numbers_that_a_type_cannot_hold_are_refused_with_their_tensor(
     weights = meta_weights(random_model(config))
     weights["layers.1.feed_forward.w3.weight"][40, 3] = number
     source = write_gguf(tmp_path / "source.gguf", weights, config)
-    with pytest.raises(
-        CheckpointError, match=rf"source.gguf: blk.1.ffn_up.weight contains (nan|inf|70000), and {type.upper()}"
-    ):
+    with pytest.raises(ValueError, match=rf"^blk.1.ffn_up.weight contains (nan|inf|70000), and {type.upper()}"):
         convert(source, tmp_path / "out.gguf", type=type)
     assert sorted(tmp_path.iterdir()) == [source]
     convert(source, tmp_path / "out.gguf", type="bf16")
@@ -181,7 +179,6 @@ def test_numbers_that_a_type_cannot_hold_are_refused_with_their_tensor(
         (["{in}", "out.bin", "--type", "f32"], "out.bin: the name must end in .gguf"),
         (["{in}", "{there}", "--type", "f32"], "exists; give another name, or --overwrite"),
         (["{in}", "{in}", "--type", "f32", "--overwrite"], "is the file to convert"),
-        (["{in}", "{folder}", "--type", "f32", "--overwrite"], "folder.gguf is a directory; name a file"),
         (["nowhere", "{out}", "--type", "f32"], "nowhere: there is no such file or directory"),
     ],
 )
@@ -191,31 +188,18 @@ def test_what_cannot_be_converted_is_refused_in_one_line(
     source, _ = checkpoint_of("gguf", tmp_path)
     there = tmp_path / "there.gguf"
     there.write_text("")
-    folder = tmp_path / "folder.gguf"
-    folder.mkdir()
-    names = {"in": source, "out": tmp_path / "out.gguf", "there": there, "folder": folder}
+    names = {"in": source, "out": tmp_path / "out.gguf", "there": there}
     assert cli.run(main, [word.format(**names) for word in words]) == 2
     told = capsys.readouterr().err
     assert said in told
     assert len(told.splitlines()) == 1
-    assert sorted(tmp_path.iterdir()) == sorted([source, there, folder])
-
-
-def test_a_disk_without_room_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, _ = checkpoint_of("gguf", tmp_path)
-    free = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
-    with pytest.raises(ValueError, match=r"out.gguf takes 1 MB, and 0 MB are free there; free more, or"):
-        convert(source, tmp_path / "out.gguf", type="f32")
-    assert sorted(tmp_path.iterdir()) == [source]
+    assert sorted(tmp_path.iterdir()) == sorted([source, there])
 
 
 def test_the_command_says_what_the_file_has_become(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = checkpoint_of("gguf", tmp_path)
     assert cli.run(main, [str(source), str(tmp_path / "out.gguf"), "--type", "q4_0"]) == 0
-    assert "0.1 MB, 5 tensors F32, 14 tensors Q4_0, 2 tensors Q8_0; 5 of them copied" in capsys.readouterr().out
+    assert "0.1 MB, 5 tensors F32, 14 tensors Q4_0, 2 tensors Q8_0" in capsys.readouterr().out
 
 
 def test_llama_cpp_reads_the_text_as_we_do_and_goes_on_as_our_plain_path_does(tmp_path: Path) -> None:
