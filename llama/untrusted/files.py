@@ -1,13 +1,11 @@
-"""Open and read regular files and texts, without waiting for a pipe and without reading more than a limit."""
+"""Open and read regular files and texts, without reading more than a limit."""
 
 import os
-import select
 import stat
 from pathlib import Path
 from typing import BinaryIO
 
 TEXT_LIMIT = 2**30  # bytes of a text to score
-WRITER_S = 5.0  # seconds to wait for a named pipe without a writer
 
 # Without O_NONBLOCK opening a named pipe waits for its other end; without O_BINARY Windows changes line ends.
 _READ_AT_ONCE = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -54,44 +52,20 @@ def read_regular(path: Path, *, limit: int) -> bytes:
 
 
 def read_text(path: Path, *, limit: int) -> str:
-    """Return the UTF-8 text of a file or of a pipe, with newlines as line ends.
+    """Return the UTF-8 text of a file, with newlines as line ends.
 
-    Raises ValueError for more than `limit` bytes, without reading them, for text that is not UTF-8, and for a pipe
-    without a writer; OSError if the file cannot be opened.
+    Raises ValueError for more than `limit` bytes, without reading them, and for text that is not UTF-8; OSError if the
+    file cannot be opened.
     """
-
-    def open_at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # else it waits for the writer of a pipe
-
-    with open(path, "rb", buffering=0, opener=open_at_once) as file:
-        parts = [_first_of_pipe(file.fileno(), path)] if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) else []
-        if os.name == "posix":
-            os.set_blocking(file.fileno(), True)
-        size = sum(map(len, parts))
+    parts, size = [], 0
+    with open(path, "rb") as file:
         while size <= limit and (part := file.read(min(1 << 20, limit + 1 - size))):
             parts.append(part)
             size += len(part)
     if size > limit:
         raise ValueError(f"{path} is longer than {limit / 1e6:,.0f} MB, the limit for a text; cut it")
-    return text_of(b"".join(parts), str(path))
-
-
-def text_of(content: bytes, name: str) -> str:
-    """Return bytes as text, with newlines as line ends. Raises ValueError with the name if they are not UTF-8."""
     try:
-        text = content.decode("utf-8")
+        text = b"".join(parts).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 at byte {error.start}; convert it first") from None
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _first_of_pipe(file: int, path: Path) -> bytes:
-    """Return the first byte of a pipe, however long its writer takes. Raises ValueError if it has no writer."""
-    while not select.select([file], [], [], WRITER_S)[0]:
-        try:
-            if part := os.read(file, 1):
-                return part
-        except BlockingIOError:
-            continue  # there is a writer
-        raise ValueError(f"{path} is a named pipe without a writer")
-    return b""
