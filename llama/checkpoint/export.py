@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, YarnScaling
 from llama.checkpoint.base import Weight
-from llama.checkpoint.families import HUGGINGFACE_NAMES, family_of, huggingface_names
+from llama.checkpoint.families import family_of, huggingface_names
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.checkpoint.half_split import HALF_SPLIT, our_rows
 from llama.host.files import replace_file, replacing
@@ -32,7 +32,7 @@ def save_huggingface(model: Transformer, directory: str | PathLike[str]) -> None
     config = huggingface_config(model.args) | {"dtype": _DTYPES[_dtype(model)]}
     tensors = huggingface_tensors(model)
     if model.args.tied_head:
-        del tensors[HUGGINGFACE_NAMES["output.weight"]]  # safetensors rejects one tensor under two names
+        del tensors["lm_head.weight"]  # safetensors rejects one tensor under two names
     directory = Path(directory)
     replace_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     with replacing(directory / "model.safetensors") as new:

@@ -3,7 +3,7 @@
 Reads no file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,53 +48,43 @@ FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 GGUF_FAMILIES = {family.name: family for family in FAMILIES.values() if family.in_gguf}
 
 # Our name -> the name in Hugging Face's files, and in a .gguf file.
-HUGGINGFACE_NAMES = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.{}.attention.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
-    "layers.{}.attention.wk.weight": "model.layers.{}.self_attn.k_proj.weight",
-    "layers.{}.attention.wv.weight": "model.layers.{}.self_attn.v_proj.weight",
-    "layers.{}.attention.wo.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "layers.{}.feed_forward.w1.weight": "model.layers.{}.mlp.gate_proj.weight",
-    "layers.{}.feed_forward.w2.weight": "model.layers.{}.mlp.down_proj.weight",
-    "layers.{}.feed_forward.w3.weight": "model.layers.{}.mlp.up_proj.weight",
-    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
-    "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+_NAMES = {
+    "tok_embeddings.weight": ("model.embed_tokens.weight", "token_embd.weight"),
+    "layers.{}.attention.wq.weight": ("model.layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight"),
+    "layers.{}.attention.wk.weight": ("model.layers.{}.self_attn.k_proj.weight", "blk.{}.attn_k.weight"),
+    "layers.{}.attention.wv.weight": ("model.layers.{}.self_attn.v_proj.weight", "blk.{}.attn_v.weight"),
+    "layers.{}.attention.wo.weight": ("model.layers.{}.self_attn.o_proj.weight", "blk.{}.attn_output.weight"),
+    "layers.{}.feed_forward.w1.weight": ("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight"),
+    "layers.{}.feed_forward.w2.weight": ("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight"),
+    "layers.{}.feed_forward.w3.weight": ("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight"),
+    "layers.{}.attention_norm.weight": ("model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight"),
+    "layers.{}.ffn_norm.weight": ("model.layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight"),
+    "norm.weight": ("model.norm.weight", "output_norm.weight"),
+    "output.weight": ("lm_head.weight", "output.weight"),
+    "layers.{}.attention.wq.bias": ("model.layers.{}.self_attn.q_proj.bias", "blk.{}.attn_q.bias"),
+    "layers.{}.attention.wk.bias": ("model.layers.{}.self_attn.k_proj.bias", "blk.{}.attn_k.bias"),
+    "layers.{}.attention.wv.bias": ("model.layers.{}.self_attn.v_proj.bias", "blk.{}.attn_v.bias"),
+    "layers.{}.attention.q_norm.weight": ("model.layers.{}.self_attn.q_norm.weight", "blk.{}.attn_q_norm.weight"),
+    "layers.{}.attention.k_norm.weight": ("model.layers.{}.self_attn.k_norm.weight", "blk.{}.attn_k_norm.weight"),
 }
-GGUF_NAMES = {
-    "tok_embeddings.weight": "token_embd.weight",
-    "layers.{}.attention.wq.weight": "blk.{}.attn_q.weight",
-    "layers.{}.attention.wk.weight": "blk.{}.attn_k.weight",
-    "layers.{}.attention.wv.weight": "blk.{}.attn_v.weight",
-    "layers.{}.attention.wo.weight": "blk.{}.attn_output.weight",
-    "layers.{}.feed_forward.w1.weight": "blk.{}.ffn_gate.weight",
-    "layers.{}.feed_forward.w2.weight": "blk.{}.ffn_down.weight",
-    "layers.{}.feed_forward.w3.weight": "blk.{}.ffn_up.weight",
-    "layers.{}.attention_norm.weight": "blk.{}.attn_norm.weight",
-    "layers.{}.ffn_norm.weight": "blk.{}.ffn_norm.weight",
-    "norm.weight": "output_norm.weight",
-    "output.weight": "output.weight",
-}
-_BIASES = {f"layers.{{}}.attention.w{part}.bias": part for part in "qkv"}
-_NORMS = {f"layers.{{}}.attention.{part}_norm.weight": part for part in "qk"}
 
 
 def huggingface_names(args: ModelArgs) -> dict[str, str]:
     """Return the names of a model's tensors in Hugging Face's files, by ours."""
-    layer = "model.layers.{}.self_attn."
-    return _names(args, HUGGINGFACE_NAMES, bias=f"{layer}%s_proj.bias", norm=f"{layer}%s_norm.weight")
+    return {ours: theirs for ours, theirs, _ in _names(args)}
 
 
 def gguf_names(args: ModelArgs) -> dict[str, str]:
     """Return the names of a model's tensors in a .gguf file, by ours."""
-    return _names(args, GGUF_NAMES, bias="blk.{}.attn_%s.bias", norm="blk.{}.attn_%s_norm.weight")
+    return {ours: theirs for ours, _, theirs in _names(args)}
 
 
-def _names(args: ModelArgs, names: dict[str, str], *, bias: str, norm: str) -> dict[str, str]:
-    added = {ours: bias % part for ours, part in _BIASES.items() if args.attention_bias}
-    added |= {ours: norm % part for ours, part in _NORMS.items() if args.qk_norm}
-    return {ours.format(i): theirs.format(i) for i in range(args.n_layers) for ours, theirs in (names | added).items()}
+def _names(args: ModelArgs) -> Iterator[tuple[str, str, str]]:
+    absent = (".bias",) * (not args.attention_bias) + ("q_norm.weight", "k_norm.weight") * (not args.qk_norm)
+    for i in range(args.n_layers):
+        for ours, (in_huggingface, in_gguf) in _NAMES.items():
+            if not ours.endswith(absent):
+                yield ours.format(i), in_huggingface.format(i), in_gguf.format(i)
 
 
 def family_of(args: ModelArgs) -> Family:

@@ -1,12 +1,15 @@
 """Hugging Face's format: config.json, tokenizer.json, and weights in one or several .safetensors files.
 
-Reads the config.json of transformers 4 and 5.
+Reads the config.json of transformers 4 and 5. The `safetensors` package is not used: it stores every entry of a header
+before it checks the first one.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
+
+import torch
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
 from llama.checkpoint.base import (
@@ -22,9 +25,12 @@ from llama.checkpoint.base import (
 )
 from llama.checkpoint.families import FAMILIES, Family, huggingface_names
 from llama.checkpoint.half_split import in_our_order
-from llama.checkpoint.safetensors_file import read_safetensors
 from llama.untrusted.errors import CheckpointError, refusing
-from llama.untrusted.words import some_of
+from llama.untrusted.mapped import MappedFile
+from llama.untrusted.safetensors_header import Header, Readable, read_header
+from llama.untrusted.words import printable, some_of
+
+WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _IGNORED = ".rotary_emb.inv_freq"  # a table in old files; ours is computed from rope_theta
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -64,7 +70,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
     for path, indexed in _shards(directory).items():
         tensors |= {
             name: in_our_order(ours.get(name, name), weight, args.head_dim)
-            for name, weight in _read_shard(path, indexed, names.values()).items()
+            for name, weight in read_shard(path, indexed=indexed, known=names.values()).items()
             if not name.endswith(_IGNORED)
         }
     tokenizer = read_tokenizer(tokenizer_path or _tokenizer_file(directory))
@@ -233,13 +239,30 @@ def shards_of(path: Path, index: Mapping[str, Any]) -> dict[str, set[str]]:
     return shards
 
 
-def _read_shard(path: Path, indexed: set[str] | None, known: Collection[str]) -> dict[str, Weight]:
-    """Return the weights of a file."""
+def read_shard(path: Path, *, indexed: set[str] | None, known: Collection[str]) -> dict[str, Weight]:
+    """Return the weights of a file by name, still in the file, after a check of the header.
 
-    def check(names: Collection[str]) -> None:
+    indexed: the names that the index has for the file (None: there is no index). known: those that the model has. The
+    file is opened once, so that the checked bytes are the mapped ones.
+    """
+    mapped = MappedFile(path)
+    with refusing(path, "is not a .safetensors file that can be used"):
+        header = weights_header(mapped.data, len(mapped.data))
+        names = header.tensors.keys()
         if indexed is not None and indexed != names:
             odd = indexed.symmetric_difference(names)
             raise CheckpointError(path, f"the file and the index disagree about {some_of(odd)}")
         reject_unknown_tensors(path, known=known, found=names)
+        return {
+            name: Weight.mapped(mapped, header.data + span.begin, span.shape, WEIGHT_DTYPES[span.dtype])
+            for name, span in header.tensors.items()
+        }
 
-    return read_safetensors(path, check)
+
+def weights_header(file: Readable, size: int) -> Header:
+    """Return the header as `read_header` does. Raises ValueError for a dtype not in `WEIGHT_DTYPES`, or no numbers."""
+    header = read_header(file, size, dtypes={name: dtype.itemsize for name, dtype in WEIGHT_DTYPES.items()})
+    for name, span in header.tensors.items():
+        if span.begin == span.end:
+            raise ValueError(f"{printable(name, 80)} of shape {list(span.shape)!r:.80} is empty, and no weight may be")
+    return header

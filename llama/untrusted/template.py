@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import datetime
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
@@ -23,7 +23,6 @@ MOST_TEMPLATE = 64 << 10  # bytes of a template, in UTF-8
 WALL_SECONDS = 10.0  # for one request; the process itself stops after one second of CPU time
 _MAX_REPLY = 32 << 20  # bytes; three renderings at their limit take less
 _MAX_REASON = 200  # characters of a template's own error message
-_MIN_JINJA = (3, 1, 6)  # older versions have known sandbox escapes, such as CVE-2025-27516
 
 _CHILD = Path(__file__).with_name("template_child.py")
 # -S: `site` would run the .pth files of the user's packages; so the folders of Jinja are arguments.
@@ -92,11 +91,7 @@ class Renderer:
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    folders = list(dict.fromkeys([_home("jinja2"), _home("markupsafe")]))
-    found = metadata.version("jinja2")
-    if tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) < _MIN_JINJA:
-        least = ".".join(map(str, _MIN_JINJA))
-        raise TemplateFailed(f"Jinja {found} has known sandbox escapes; install jinja2>={least}")
+    folders = {str(metadata.distribution(name).locate_file("")) for name in ("jinja2", "markupsafe")}
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _START, str(_CHILD), *folders],
@@ -107,13 +102,6 @@ def _start() -> "subprocess.Popen[bytes]":
         )
     except OSError as error:
         raise TemplateFailed(f"the process that renders the chat template could not be started: {error}") from error
-
-
-def _home(package: str) -> str:
-    spec = util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise TemplateFailed(f"the chat template needs {package}, which is not installed: pip install jinja2")
-    return str(Path(spec.origin).parents[1])
 
 
 def _ask(process: "subprocess.Popen[bytes]", request: bytes) -> bytes:

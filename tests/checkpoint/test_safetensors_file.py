@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from untrusted.malformed.cases import entry, safetensors
 
 from llama.checkpoint.base import Weight
-from llama.checkpoint.safetensors_file import WEIGHT_DTYPES, read_safetensors
+from llama.checkpoint.huggingface import WEIGHT_DTYPES, read_shard
 from llama.untrusted.errors import CheckpointError
 
 
@@ -22,9 +22,8 @@ def test_tensors_are_those_that_the_package_wrote(tmp_path: Path, dtype: torch.d
     path = tmp_path / "a.safetensors"
     wanted = {"b": torch.randn(3, 5, 2).to(dtype), "a": torch.tensor(1.5, dtype=dtype), "": torch.randn(7).to(dtype)}
     save_file(wanted, path, metadata={"format": "pt", "é": "\x1b"})
-    seen: list[str] = []
-    found = read_safetensors(path, seen.extend)
-    assert sorted(seen) == sorted(wanted) == sorted(load_file(path))
+    found = read_shard(path, indexed=None, known=wanted)
+    assert sorted(found) == sorted(wanted) == sorted(load_file(path))
     for name, tensor in wanted.items():
         assert whole(found[name]).dtype == dtype
         assert torch.equal(whole(found[name]), tensor)
@@ -36,7 +35,7 @@ def test_data_that_is_not_aligned_is_read(tmp_path: Path) -> None:
     header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     assert len(header) % 4
     path.write_bytes(safetensors(header, data.numpy().tobytes()))
-    assert torch.equal(whole(read_safetensors(path, lambda names: None)["a"]), data)
+    assert torch.equal(whole(read_shard(path, indexed=None, known=["a"])["a"]), data)
 
 
 @pytest.mark.parametrize("shape", [[0], [3, 0], [0, 1 << 59]], ids=str)
@@ -44,15 +43,13 @@ def test_an_empty_weight_is_refused(tmp_path: Path, shape: list[int]) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors({"a": entry(shape, 0, 0)}))
     with pytest.raises(CheckpointError, match=r"a of shape .*0.* is empty, and no weight may be"):
-        read_safetensors(path, lambda names: None)
+        read_shard(path, indexed=None, known=["a"])
 
 
-def test_names_are_checked_before_anything_is_mapped(tmp_path: Path) -> None:
+def test_names_are_compared_with_the_index_and_the_model(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    save_file({"a": torch.ones(1)}, path)
-
-    def refuse(names: object) -> None:
-        raise CheckpointError(path, f"has {list(names)}")  # type: ignore[call-overload]
-
-    with pytest.raises(CheckpointError, match=r"has \['a'\]"):
-        read_safetensors(path, refuse)
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match="the file and the index disagree about b"):
+        read_shard(path, indexed={"a"}, known=["a", "b"])
+    with pytest.raises(CheckpointError, match="unexpected: a, b"):
+        read_shard(path, indexed=None, known=["c"])

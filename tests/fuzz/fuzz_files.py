@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llama.checkpoint import huggingface
 from llama.checkpoint.base import needed_shapes
-from llama.checkpoint.safetensors_file import WEIGHT_DTYPES, weights_header
+from llama.checkpoint.huggingface import WEIGHT_DTYPES, weights_header
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.gguf_header import parse_header as parse_gguf
 from llama.untrusted.json_object import parse_object
