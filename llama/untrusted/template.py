@@ -137,14 +137,14 @@ def _texts(reply: bytes, count: int, words: Set[str]) -> list[list[str]]:
     """Return the texts in a reply, which is untrusted. Raises TemplateFailed if it has none."""
     try:
         fields = json.loads(reply.decode(errors="surrogatepass"))
-        texts, error, reason = (fields.get(name) for name in ("texts", "error", "reason"))
+        texts, error, refused = (fields.get(name) for name in ("texts", "error", "refused"))
     except (ValueError, AttributeError, RecursionError):
-        texts, error, reason = None, None, None
+        texts, error, refused = None, None, None
     if isinstance(texts, list) and len(texts) == count and all(_is_split(text, words) for text in texts):
         return texts
-    detail = f": {printable(reason, _MAX_REASON)}" if isinstance(reason, str) and reason else ""
-    failed = DialogRefused if error == "refused" else TemplateFailed
-    raise failed(_ERRORS.get(error if isinstance(error, str) else "", "the chat template gave no text") + detail)
+    failed = DialogRefused if refused is True else TemplateFailed
+    reason = printable(error, _MAX_REASON) if isinstance(error, str) else "gave no text"
+    raise failed(f"the chat template {reason}")
 
 
 def _is_split(text: object, words: Set[str]) -> bool:
@@ -152,13 +152,3 @@ def _is_split(text: object, words: Set[str]) -> bool:
     if not isinstance(text, list) or len(text) % 2 == 0 or not all(isinstance(part, str) for part in text):
         return False
     return words >= set(text[1::2])
-
-
-_ERRORS = {
-    "refused": "the chat template rejects this dialog",
-    "long": "the chat template gives more than a mebibyte of text",
-    "memory": "the chat template takes more than 256 MiB of memory",
-    "forbidden": "the chat template does something that the sandbox forbids",
-    "syntax": "the chat template is not valid Jinja",
-    "failed": "the chat template fails",
-}

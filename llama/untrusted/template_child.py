@@ -1,7 +1,7 @@
 """The program of the process that renders a chat template, with limits that it sets on itself.
 
 It is started by its path and imports nothing of this package. It reads requests from stdin, a line of JSON each, and
-writes a line for each: {"texts": [...]}, or {"error": KIND, "reason": TEXT}.
+writes a line for each: {"texts": [...]}, or {"error": TEXT}, with "refused": true if the template rejects the dialog.
 """
 
 import json
@@ -103,17 +103,18 @@ def answer(line: bytes) -> dict[str, Any]:
     try:
         return {"texts": render(json.loads(line))}
     except Refused as error:
-        return {"error": "refused", "reason": str(error)[:1000]}
+        return {"error": f"rejects this dialog: {error}"[:1000], "refused": True}
     except TooLong:
-        return {"error": "long", "reason": ""}
+        reason = "gives more than a mebibyte of text"
     except MemoryError:
-        return {"error": "memory", "reason": ""}
+        reason = "takes more than 256 MiB of memory"
     except SecurityError as error:
-        return {"error": "forbidden", "reason": str(error)[:1000]}
+        reason = f"does something that the sandbox forbids: {error}"
     except TemplateSyntaxError as error:
-        return {"error": "syntax", "reason": f"line {error.lineno}: {error.message}"[:1000]}
+        reason = f"is not valid Jinja: line {error.lineno}: {error.message}"
     except Exception as error:  # an operation of the template
-        return {"error": "failed", "reason": f"{type(error).__name__}: {error}"[:1000]}
+        reason = f"fails: {type(error).__name__}: {error}"
+    return {"error": reason[:1000]}
 
 
 def limit() -> None:
