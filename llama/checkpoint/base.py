@@ -5,7 +5,7 @@ Knows Meta's names and shapes. Of file formats it reads only JSON.
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,9 @@ class Weight:
         """
         length, *inner = shape or (1,)
         row = torch.Size(inner).numel() * dtype.itemsize
-        raw = file.bytes(start, length * row).view(length, row)
 
         def rows(first: int, stop: int) -> Tensor:
-            part = raw[first:stop]
+            part = file.bytes(start + first * row, (stop - first) * row)
             return (part.clone() if start % dtype.itemsize else part).view(dtype).view(-1, *inner)
 
         return cls(shape, rows, drop=lambda: file.drop(start, length * row))
@@ -220,16 +219,6 @@ def check_shapes(path: Path, *, needed: Mapping[str, tuple[int, ...]], found: Ma
     complaints = [f"{title}: {some_of(group, some)}" for title, group in groups.items() if group]
     if complaints:
         raise CheckpointError(path, "the tensors do not fit the config; " + "; ".join(complaints))
-
-
-def reject_unknown_tensors(path: Path, *, known: Collection[str], found: Collection[str]) -> None:
-    """Reject a file with more unknown tensors than the model has tensors, before their entries are read.
-
-    `check_shapes` reports fewer, together with missing and misshapen ones.
-    """
-    unknown = set(found).difference(known)
-    if len(unknown) > len(known):
-        raise CheckpointError(path, f"the tensors do not fit the config; unexpected: {some_of(unknown)}")
 
 
 def require_values(path: Path, content: Mapping[str, Any], allowed: Mapping[str, tuple[object, ...]]) -> None:

@@ -13,7 +13,7 @@ from llama.args import LinearScaling, ModelArgs, YarnScaling
 from llama.checkpoint.base import Weight
 from llama.checkpoint.families import family_of, huggingface_names
 from llama.checkpoint.gguf_writer import planned, write_gguf
-from llama.checkpoint.half_split import HALF_SPLIT, our_rows
+from llama.checkpoint.half_split import in_half_split_order
 from llama.host.files import replace_file, replacing
 from llama.model import Transformer
 
@@ -79,11 +79,10 @@ def huggingface_tensors(model: Transformer) -> dict[str, Tensor]:
     The weights of queries and keys are copies, because their rows have another order there; the others are shared.
     """
     names = huggingface_names(model.args)
-    weights = {ours: weight.detach() for ours, weight in model.state_dict().items()}
-    for ours, weight in weights.items():
-        if ours.endswith(HALF_SPLIT):
-            weights[ours] = weight[our_rows(0, len(weight), model.args.head_dim).to(weight.device)]
-    return {names[ours]: weight for ours, weight in weights.items()}
+    return {
+        names[ours]: in_half_split_order(ours, Weight.of(weight.detach()), model.args.head_dim).rows(0, len(weight))
+        for ours, weight in model.state_dict().items()
+    }
 
 
 def save_gguf(model: Transformer, path: str | PathLike[str]) -> None:

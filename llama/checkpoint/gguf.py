@@ -21,7 +21,6 @@ from llama.checkpoint.base import (
     assemble,
     make_args,
     read_tokenizer,
-    reject_unknown_tensors,
     require_values,
 )
 from llama.checkpoint.families import GGUF_FAMILIES, Family, gguf_names
@@ -73,10 +72,14 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     header = read_gguf_header(mapped, arrays=_ARRAYS)
     require_values(path, header.metadata, _SUPPORTED)
     family = GGUF_FAMILIES[header.metadata["general.architecture"]]
-    sizes = _Sizes(path, header.metadata, family.name)
-    args = _args(sizes, family)
+    sizes = {
+        key.removeprefix(f"{family.name}."): _decimal(value) if isinstance(value, float) else value
+        for key, value in header.metadata.items()
+        if key.startswith(f"{family.name}.")
+    }
+    require_values(path, sizes, _SUPPORTED_SIZES)
+    args = _args(path, sizes, family, header.metadata.get("tokenizer.ggml.tokens"))
     names = gguf_names(args)
-    reject_unknown_tensors(path, known=names.values(), found=header.tensors)
     with refusing(path, "contains no tokenizer that can be used"):
         tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else Tokenizer.from_gguf(header.metadata)
     with refusing(path, "cannot be mapped"):
@@ -95,69 +98,53 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
         tensors=tensors,
         names=names,
         says_tied=None,
-        window=sizes.window(),
+        window=_window(path, sizes),
         family=family.name,
     )
 
 
-class _Sizes:
-    """The metadata whose keys begin with the architecture, by the rest of the key."""
-
-    def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str) -> None:
-        self.path, self.architecture, self.metadata = path, architecture, metadata
-        require_values(path, metadata, {f"{architecture}.{key}": allowed for key, allowed in _SUPPORTED_SIZES.items()})
-
-    def __call__(self, key: str, default: Any = None) -> Any:
-        value = self.metadata.get(f"{self.architecture}.{key}", default)
-        return _decimal(value) if isinstance(value, float) else value
-
-    def window(self) -> int | None:
-        window = self("attention.sliding_window", 0)
-        if type(window) is not int or window < 0:
-            raise CheckpointError(
-                self.path, f"{self.architecture}.attention.sliding_window={window!r} must be a whole number from 0 on"
-            )
-        return window or None
+def _window(path: Path, sizes: Mapping[str, Any]) -> int | None:
+    window = sizes.get("attention.sliding_window", 0)
+    if type(window) is not int or window < 0:
+        raise CheckpointError(path, f"attention.sliding_window={window!r} must be a whole number from 0 on")
+    return window or None
 
 
-def _args(sizes: _Sizes, family: Family) -> ModelArgs:
-    missing = [f"{family.name}.{key}" for key in _REQUIRED if sizes(key) is None]
+def _args(path: Path, sizes: Mapping[str, Any], family: Family, tokens: object) -> ModelArgs:
+    missing = [f"{family.name}.{key}" for key in _REQUIRED if sizes.get(key) is None]
     if missing:
-        raise CheckpointError(sizes.path, f"lacks {', '.join(missing)}")
-    tokens = sizes.metadata.get("tokenizer.ggml.tokens")
+        raise CheckpointError(path, f"lacks {', '.join(missing)}")
     args = make_args(
-        sizes.path,
-        dim=sizes("embedding_length"),
-        ffn_dim=sizes("feed_forward_length"),
-        n_layers=sizes("block_count"),
-        n_heads=sizes("attention.head_count"),
-        n_kv_heads=sizes("attention.head_count_kv"),
-        head_dim=sizes("attention.key_length"),
-        vocab_size=sizes("vocab_size", len(tokens) if isinstance(tokens, list) else None),
-        norm_eps=sizes("attention.layer_norm_rms_epsilon"),
-        max_seq_len=sizes("context_length"),
-        rope_theta=sizes("rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(sizes),
+        path,
+        dim=sizes["embedding_length"],
+        ffn_dim=sizes["feed_forward_length"],
+        n_layers=sizes["block_count"],
+        n_heads=sizes["attention.head_count"],
+        n_kv_heads=sizes.get("attention.head_count_kv"),
+        head_dim=sizes.get("attention.key_length"),
+        vocab_size=sizes.get("vocab_size", len(tokens) if isinstance(tokens, list) else None),
+        norm_eps=sizes["attention.layer_norm_rms_epsilon"],
+        max_seq_len=sizes["context_length"],
+        rope_theta=sizes.get("rope.freq_base", 10000.0),
+        rope_scaling=_rope_scaling(path, sizes),
         attention_bias=family.attention_bias,
         qk_norm=family.qk_norm,
     )
     for key in ("attention.value_length", "rope.dimension_count"):
-        if sizes(key, args.head_dim) != args.head_dim:
-            raise CheckpointError(
-                sizes.path, f"{family.name}.{key}={sizes(key)} is not supported; it must be head_dim={args.head_dim}"
-            )
+        if sizes.get(key, args.head_dim) != args.head_dim:
+            raise CheckpointError(path, f"{key}={sizes[key]} is not supported; it must be head_dim={args.head_dim}")
     return args
 
 
-def _rope_scaling(sizes: _Sizes) -> LinearScaling | YarnScaling | None:
+def _rope_scaling(path: Path, sizes: Mapping[str, Any]) -> LinearScaling | YarnScaling | None:
     """Return the RoPE scaling of the file's keys as llama.cpp reads them: a factor without a type is linear."""
-    kind, factor = sizes("rope.scaling.type", "linear"), sizes("rope.scaling.factor") or 1.0
-    attention = sizes("rope.scaling.attn_factor") or 1.0
-    with refusing(sizes.path, f"has invalid RoPE scaling of type {kind}"):
+    kind, factor = sizes.get("rope.scaling.type", "linear"), sizes.get("rope.scaling.factor") or 1.0
+    attention = sizes.get("rope.scaling.attn_factor") or 1.0
+    with refusing(path, f"has invalid RoPE scaling of type {kind}"):
         if kind == "yarn":
             return YarnScaling(
                 factor,
-                sizes("rope.scaling.original_context_length", sizes("context_length")),
+                sizes.get("rope.scaling.original_context_length", sizes["context_length"]),
                 attention_factor=attention * YarnScaling.sharpened(factor),
             )
         rule = LinearScaling(factor if kind == "linear" else 1.0, attention)
@@ -174,15 +161,20 @@ def _weight(mapped: MappedFile, info: TensorInfo) -> Weight:
     kind = KINDS[info.kind]
     if kind.dtype is not None:
         return Weight.mapped(mapped, info.start, info.shape, kind.dtype)
-    rows = mapped.bytes(info.start, info.nbytes).view(*info.shape[:-1], -1)
-    stored = None
-    if kind.format is not None and kind.parts is not None and rows.ndim == 2:
-        blocks = torch.unflatten(rows, 1, (-1, kind.size))
-        stored = Stored(kind.name, kind.format, lambda start, stop: blocks[start:stop], kind.parts)
+    assert kind.format is not None
+    assert kind.parts is not None
+    row = info.nbytes // info.shape[0]
+
+    def rows(start: int, stop: int) -> Tensor:
+        return mapped.bytes(info.start + start * row, (stop - start) * row).view(stop - start, *info.shape[1:-1], -1)
+
+    def blocks(start: int, stop: int) -> Tensor:
+        return torch.unflatten(rows(start, stop), -1, (-1, kind.size))
+
     return Weight(
         info.shape,
-        lambda start, stop: _dequantize(rows[start:stop], kind.name),
-        stored,
+        lambda start, stop: _dequantize(rows(start, stop), kind.name),
+        Stored(kind.name, kind.format, blocks, kind.parts),
         drop=lambda: mapped.drop(info.start, info.nbytes),
     )
 

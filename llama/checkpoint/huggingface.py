@@ -4,7 +4,7 @@ Reads the config.json of transformers 4 and 5. The `safetensors` package is not 
 before it checks the first one.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -20,7 +20,6 @@ from llama.checkpoint.base import (
     need_file,
     read_config,
     read_tokenizer,
-    reject_unknown_tensors,
     require_values,
 )
 from llama.checkpoint.families import FAMILIES, Family, huggingface_names
@@ -70,7 +69,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
     for path, indexed in _shards(directory).items():
         tensors |= {
             name: in_our_order(ours.get(name, name), weight, args.head_dim)
-            for name, weight in read_shard(path, indexed=indexed, known=names.values()).items()
+            for name, weight in read_shard(path, indexed).items()
             if not name.endswith(_IGNORED)
         }
     tokenizer = read_tokenizer(tokenizer_path or _tokenizer_file(directory))
@@ -239,11 +238,11 @@ def shards_of(path: Path, index: Mapping[str, Any]) -> dict[str, set[str]]:
     return shards
 
 
-def read_shard(path: Path, *, indexed: set[str] | None, known: Collection[str]) -> dict[str, Weight]:
+def read_shard(path: Path, indexed: set[str] | None) -> dict[str, Weight]:
     """Return the weights of a file by name, still in the file, after a check of the header.
 
-    indexed: the names that the index has for the file (None: there is no index). known: those that the model has. The
-    file is opened once, so that the checked bytes are the mapped ones.
+    indexed: the names that the index has for the file (None: there is no index). The file is opened once, so that the
+    checked bytes are the mapped ones.
     """
     mapped = MappedFile(path)
     with refusing(path, "is not a .safetensors file that can be used"):
@@ -252,7 +251,6 @@ def read_shard(path: Path, *, indexed: set[str] | None, known: Collection[str]) 
         if indexed is not None and indexed != names:
             odd = indexed.symmetric_difference(names)
             raise CheckpointError(path, f"the file and the index disagree about {some_of(odd)}")
-        reject_unknown_tensors(path, known=known, found=names)
         return {
             name: Weight.mapped(mapped, header.data + span.begin, span.shape, WEIGHT_DTYPES[span.dtype])
             for name, span in header.tensors.items()

@@ -23,7 +23,6 @@ from llama.checkpoint.base import (
     needed_shapes,
     read_config,
     read_tokenizer,
-    reject_unknown_tensors,
     same_bits,
 )
 from llama.tokenizer import Tokenizer
@@ -50,7 +49,6 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpo
     _check_shards(directory, args, shards)
     names = {name: name for name in needed_shapes(args)}
     first = next(iter(shards.values()))
-    reject_unknown_tensors(directory, known=names, found=first)
     tensors = {
         name: _merge(directory, name, [_weight(mapped[file], shard[name]) for file, shard in shards.items()], args)
         for name in first

@@ -1,14 +1,13 @@
 """Read the directory of a zip archive as torch.save writes it: the position of each record.
 
-Nothing is extracted, decompressed or copied. The directory and the record's own header must agree on a record, and no
-record overlaps another. Anything that zip readers are known to interpret differently is rejected: compression,
-encryption, comments, data before or behind the archive.
+Nothing is extracted, decompressed or copied. The directory and the record's own header must agree on a record. Anything
+that zip readers are known to interpret differently is rejected: compression, encryption, comments, data before or
+behind the archive. Records may overlap: `pth` rejects tensors that do.
 Source: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3 and 4.5.3.
 """
 
 import mmap
 from dataclasses import dataclass
-from itertools import pairwise
 from struct import Struct
 
 from llama.untrusted.pickle_reader import quoted
@@ -41,9 +40,8 @@ _CALLED = {_LOCAL: "header of a record", _ENTRY: "entry of its directory", _END_
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The position of a record: its header, its first byte in the file, and its number of bytes."""
+    """The position of a record: its first byte in the file, and its number of bytes."""
 
-    header: int
     start: int
     size: int
 
@@ -74,15 +72,7 @@ def read_records(data: mmap.mmap | bytes) -> dict[str, Record]:
         records[name] = record
     if at != end:
         raise ValueError(f"the archive's directory has more records than its count of {count}")
-    _check_apart(records)
     return records
-
-
-def _check_apart(records: dict[str, Record]) -> None:
-    placed = sorted(records.items(), key=lambda item: item[1].header)
-    for (name, record), (next_name, following) in pairwise(placed):
-        if following.header < record.end:
-            raise ValueError(f"the archive's records {quoted(name)} and {quoted(next_name)} overlap")
 
 
 def _is(data: mmap.mmap | bytes, layout: Struct, at: int, end: int) -> bool:
@@ -139,7 +129,7 @@ def _entry(data: mmap.mmap | bytes, at: int, first: int, end: int) -> tuple[str,
     size, packed, header = numbers
     if method or size != packed or flags & ~(_HAS_DESCRIPTOR | _IS_UTF8) or attributes & _IS_FOLDER:
         raise ValueError(f"{quoted(name)} is compressed or encrypted, or a folder; save it with torch.save alone")
-    record = Record(header, _start(data, header, first, raw, flags, size), size)
+    record = Record(_start(data, header, first, raw, flags, size), size)
     if record.end > first:
         raise ValueError(f"the archive's record {quoted(name)} ends at byte {record.end} and must end by {first}")
     return name, record, next_at

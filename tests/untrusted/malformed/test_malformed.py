@@ -68,7 +68,7 @@ EXPLAINED = {
     "config.json with 0 for a flag": "tie_word_embeddings=0 must be true or false",
     "params.json with 10,000 unknown keys of escapes": r"\x1b[2J\n\x00\u202e\u2028\x9b00000, ",
     "an index of 20,000 tensors that no shard holds": "0004 and 19,990 more",
-    "model.safetensors with 10,000 unknown tensors": " and 9,990 more",
+    "model.safetensors with 10,000 unknown tensors": " and 9,995 more",
     "model.safetensors with a tensor twice": "repeats the key 'a'",
     "model.safetensors with a hole": "b begins at byte 8 and must begin at 4: there is an overlap or gap",
     "model.safetensors with true in a shape": "a has [True] where whole numbers from 0 on must be",
