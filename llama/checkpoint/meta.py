@@ -49,11 +49,11 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpo
     _check_shards(directory, args, shards)
     names = {name: name for name in needed_shapes(args)}
     first = next(iter(shards.values()))
-    tensors = {
-        name: _merge(directory, name, [_weight(mapped[file], shard[name]) for file, shard in shards.items()], args)
-        for name in first
-        if name not in _IGNORED
-    }
+    tensors = {}
+    for name in first.keys() - _IGNORED:
+        places = [(mapped[file], shard[name]) for file, shard in shards.items()]
+        parts = [Weight.mapped(file, place.start, place.shape, place.dtype) for file, place in places]
+        tensors[name] = _merge(directory, name, parts, args)
     return assemble(
         directory,
         args=args,
@@ -110,10 +110,6 @@ def _check_shards(directory: Path, args: ModelArgs, shards: dict[str, dict[str, 
     for name, place in first.items():
         if any((shard[name].dtype, shard[name].shape) != (place.dtype, place.shape) for _, shard in others):
             raise CheckpointError(directory, f"{name} has different dtypes or shapes in the shards")
-
-
-def _weight(mapped: MappedFile, place: TensorPlace) -> Weight:
-    return Weight.mapped(mapped, place.start, place.shape, place.dtype)
 
 
 def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weight:

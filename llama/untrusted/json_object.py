@@ -13,8 +13,6 @@ from llama.untrusted.files import read_regular
 # The number of braces, brackets and commas bounds the memory of all values: an empty object takes 20 times its two
 # bytes. The largest tokenizers have some 6 thousand, 0.6 and 2 million of them.
 MOST_OF: Mapping[str, int] = {"{": 1 << 16, "[": 3 << 18, ",": 1 << 22}
-_MOST_DIGITS = 64  # some files have 10^30 for a length without a limit
-_LONG_NUMBER = re.compile(rf"[0-9]{{{_MOST_DIGITS + 1}}}")
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -30,8 +28,9 @@ def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[s
     """Return the object in bytes of JSON.
 
     Raises ValueError for JSON that readers interpret differently: bytes that are not UTF-8, surrogates, repeated keys,
-    NaN, infinity and numbers beyond float64; also for whole numbers of more than 64 digits, more values than any real
-    file has, and nesting that is too deep for Python's reader. `most_of`: the limits of how often a character occurs.
+    NaN, infinity and numbers beyond float64; also for whole numbers of more digits than Python's limit, more values
+    than any real file has, and nesting that is too deep for Python's reader. `most_of`: the limits of how often a
+    character occurs.
     """
     try:
         text = data.decode("utf-8")
@@ -45,7 +44,6 @@ def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[s
             text,
             parse_constant=_refuse_constant,
             parse_float=_finite,
-            parse_int=_short if _LONG_NUMBER.search(text) else None,
             object_pairs_hook=_unique,
         )
     except RecursionError as error:
@@ -66,12 +64,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text:.40} is beyond the numbers of float64")
     return number
-
-
-def _short(text: str) -> int:
-    if len(text) > _MOST_DIGITS:
-        raise ValueError(f"a whole number has {len(text):,} digits, and the limit is {_MOST_DIGITS}")
-    return int(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ MAX_TEXT = 255
 MAX_DICTS = 1 << 15
 _MAX_DIMS = 4
 _MAX_INT = (1 << 63) - 1
-_MAX_MARKS = 8
 _PROTOCOL = b"\x80\x02"
 
 
@@ -168,14 +167,16 @@ class _Machine:
             operation = _OPERATIONS.get(opcode.name)
             if operation is None:
                 raise self.refusal(f"contains {_described(opcode)}; a dict of tensors has none")
-            operation(self, argument)
+            try:
+                operation(self, argument)
+            except IndexError:
+                raise self.refusal(f"is damaged: {opcode.name} needs a value, mark or memo entry") from None
         raise self.refusal(f"has more than {MAX_OPERATIONS} operations")
 
     def result(self) -> object:
-        value = self.pop()
-        if self.stack or self.below or self.at + 1 != len(self.data):
-            raise self.refusal("contains more than one value")
-        return value
+        if len(self.stack) != 1 or self.below or self.at + 1 != len(self.data):
+            raise self.refusal("does not contain one value")
+        return self.stack[0]
 
     def refusal(self, what: str) -> ValueError:
         return ValueError(f"data.pkl {what} (at byte {self.at}); {REMEDY}")
@@ -196,20 +197,11 @@ class _Machine:
 
     # ---- the stack and the memo
 
-    def pop(self) -> Any:
-        if not self.stack:
-            raise self.refusal("takes a value from an empty stack")
-        return self.stack.pop()
-
     def push_mark(self) -> None:
-        if len(self.below) == _MAX_MARKS:
-            raise self.refusal(f"nests more than {_MAX_MARKS} marks")
         self.below.append(self.stack)
         self.stack = []
 
     def pop_to_mark(self) -> list[Any]:
-        if not self.below:
-            raise self.refusal("goes back to a mark that does not exist")
         values, self.stack = self.stack, self.below.pop()
         return values
 
@@ -226,14 +218,9 @@ class _Machine:
 
     def put(self, index: int) -> None:
         """Store the top value in the memo. All picklers number its entries 0, 1, 2, ..."""
-        if index != len(self.memo) or not self.stack:
-            raise self.refusal(f"stores no value, or stores it in the memo as {index} instead of {len(self.memo)}")
+        if index != len(self.memo):
+            raise self.refusal(f"stores a value in the memo as {index}; the next index is {len(self.memo)}")
         self.memo.append(self.stack[-1])
-
-    def get(self, index: int) -> None:
-        if index >= len(self.memo):
-            raise self.refusal(f"reads entry {index} of a memo of {len(self.memo)}")
-        self.stack.append(self.memo[index])
 
     # ---- dicts
 
@@ -244,7 +231,7 @@ class _Machine:
         self.stack.append(made)
 
     def set_items(self, items: list[Any]) -> None:
-        target = self.pop()
+        target = self.stack.pop()
         if not isinstance(target, dict) or len(items) % 2:
             raise self.refusal(f"puts {len(items)} keys and values into {_kind(target)}")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -256,12 +243,12 @@ class _Machine:
         self.stack.append(target)
 
     def set_item(self) -> None:
-        value, key = self.pop(), self.pop()
+        value, key = self.stack.pop(), self.stack.pop()
         self.set_items([key, value])
 
     def build(self) -> None:
         """Drop the `_metadata` of a state dict. No other state is allowed."""
-        state, target = self.pop(), self.pop()
+        state, target = self.stack.pop(), self.stack.pop()
         if type(target) is not _OrderedDict or type(state) is not dict or len(state) != 1 or "_metadata" not in state:
             raise self.refusal(f"sets the state of {_kind(target)}")
         self.stack.append(target)
@@ -278,7 +265,7 @@ class _Machine:
 
     def refer(self) -> None:
         """Replace ("storage", class, key, device, numel) by the storage; the device is ignored."""
-        value = self.pop()
+        value = self.stack.pop()
         if type(value) is not tuple or list(map(type, value[:6])) != [str, torch.dtype, str, str, int]:
             raise self.refusal(f"refers to {_kind(value)} that is not a storage")
         word, dtype, key, _, numel = value
@@ -288,7 +275,7 @@ class _Machine:
         self.stack.append(storage)
 
     def call(self) -> None:
-        arguments, function = self.pop(), self.pop()
+        arguments, function = self.stack.pop(), self.stack.pop()
         value = function(arguments) if callable(function) and type(arguments) is tuple else None
         if value is None:
             name = function.__name__ if callable(function) else _kind(function)
@@ -321,7 +308,7 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "SETITEM": lambda machine, _: machine.set_item(),
     "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.append(machine.memo[index])),
     "GLOBAL": _Machine.push_global,
     "BINPERSID": lambda machine, _: machine.refer(),
     "REDUCE": lambda machine, _: machine.call(),
