@@ -1,7 +1,6 @@
 """The doctor describes a checkpoint, the memory that it needs, and the reason why it would not load."""
 
 import hashlib
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,9 @@ from checkpoints import random_model as random_llama
 from families import FAMILIES, config_of, random_model, write_folder
 from gguf import GGMLQuantizationType as Kind
 
-from llama.args import ModelArgs
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.base import needed_shapes
 from llama.checkpoint.doctor import facts, memory
 from llama.cli.doctor import check_manifest, main
-from llama.costs import parameters
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,10 +103,3 @@ def test_a_manifest_that_is_none_is_refused_before_a_file_is_read(line: str, tmp
     (tmp_path / "SHA256SUMS").write_text(line + "\n")
     with pytest.raises(ValueError, match="line 1: expected a SHA-256 and the plain name"):
         list(check_manifest(tmp_path / "SHA256SUMS", tmp_path))
-
-
-def test_the_count_of_parameters_is_what_torch_counts_for_every_family() -> None:
-    for switches in ({}, {"attention_bias": True}, {"qk_norm": True}):
-        args = ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=50, **switches)
-        shapes = needed_shapes(args).values()
-        assert parameters(args) == sum(map(prod, shapes))

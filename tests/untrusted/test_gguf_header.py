@@ -23,7 +23,7 @@ from untrusted.malformed.cases import (
 )
 
 from llama.checkpoint import open_checkpoint
-from llama.untrusted.gguf_header import Unread, parse_header, read_gguf_header
+from llama.untrusted.gguf_header import Unread, parse_header
 
 
 @pytest.mark.parametrize("what", [what for what in GGUF_FILES if "architecture" not in what])
@@ -89,26 +89,14 @@ def test_totals_are_bounded_not_only_single_counts() -> None:
     assert parse_header(header(*long), arrays=()).metadata == {"a": Unread(9), "b": Unread(9)}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "size", "reason"),
-    [
-        ((tensor(b"a"), tensor(b"b", offset=32)), 64, ""),
-        ((tensor(b"a"), tensor(b"b", offset=32)), 100, ""),  # what follows the last is let pass, as llama.cpp does
-        ((tensor(b"a"), tensor(b"b", offset=32)), 63, "b ends at byte"),
-        ((tensor(b"a"), tensor(b"b")), 64, "b is at offset 0 and must be at 32"),
-        ((tensor(b"a"), tensor(b"b", offset=64)), 128, "b is at offset 64 and must be at 32"),
-        ((tensor(b"a", offset=32),), 64, "a is at offset 32 and must be at 0"),
-        ((tensor(b"a", offset=32), tensor(b"b")), 64, "a is at offset 32 and must be at 0"),
-    ],
-)
-def test_tensors_lie_side_by_side_in_the_order_of_the_table(tensors: tuple[bytes, ...], size: int, reason: str) -> None:
-    data = header(number(b"general.alignment", 32), tensors=tensors)
-    data += bytes(-len(data) % 32 + size)
-    if not reason:
-        assert [info.start - len(data) + size for info in parse_header(data).tensors.values()] == [0, 32]
-        return
-    with pytest.raises(ValueError, match=reason):
-        parse_header(data)
+@pytest.mark.parametrize("size", [64, 100])  # bytes behind the last tensor are allowed, as in llama.cpp
+def test_tensors_lie_side_by_side_in_the_order_of_the_table(size: int) -> None:
+    data = header(number(b"general.alignment", 32), tensors=(tensor(b"a"), tensor(b"b", offset=32)))
+    data += bytes(-len(data) % 32)
+    found = parse_header(data + bytes(size)).tensors.values()
+    assert [info.start - len(data) for info in found] == [0, 32]
+    with pytest.raises(ValueError, match="b ends at byte"):
+        parse_header(data + bytes(63))
 
 
 def test_a_truth_value_is_0_or_1_also_in_an_array() -> None:
@@ -118,9 +106,3 @@ def test_a_truth_value_is_0_or_1_also_in_an_array() -> None:
         parse_header(header(array(ARRAY, 1, bytes(64))))
     with pytest.raises(ValueError, match="needed at byte"):
         parse_header(header(array(U32, 1 << 40)), arrays=())
-
-
-def test_an_empty_file_is_refused_in_words(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"")
-    with pytest.raises(ValueError, match="it is empty"):
-        read_gguf_header(tmp_path / "model.gguf")

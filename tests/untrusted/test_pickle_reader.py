@@ -313,12 +313,6 @@ def test_every_cut_and_every_lacking_operation_is_refused(archive: int) -> None:
         fuzz_pickle.run(b"".join(parts[:i] + parts[i + 1 :]))
 
 
-@settings(max_examples=200, deadline=None)
-@given(fuzz_pickle.strategy())
-def test_pickles_that_are_nearly_valid_are_read_as_python_does_or_refused(data: bytes) -> None:
-    fuzz_pickle.run(data)
-
-
 # ---- malicious ones: what they cost ----------------------------------------------------------------------------------
 
 MANY = 300_000  # more than the limit of operations
@@ -329,11 +323,6 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
         P + b")q\x00" + b"".join(b"(h%ch%ctq%c" % (i, i, i + 1) for i in range(60)) + b"}h\x3cNs.",
         "contains a dict with a value of type tuple as a key",
     ),
-    "1: nested sets": (P + b"\x8f" * 64 + b"\x90" * 64 + b".", "the operation EMPTY_SET"),
-    "2: a bytearray of 3 GB": (
-        P + b"c__builtin__\nbytearray\n" + b"J" + (3 << 29).to_bytes(4, "little") + b"\x85R.",
-        "names '__builtin__.bytearray', which is never run",
-    ),
     "2: BYTEARRAY8 of 3 GB": (
         P + b"\x96" + (3 << 30).to_bytes(8, "little") + b".",
         "is damaged: expected 3221225472 bytes",
@@ -342,23 +331,10 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
         P + text("a" * (4 << 20)) + END,
         "contains a text of 4194304 characters; the limit is 255 bytes",
     ),
-    "3: _rebuild_from_type_v2 replaces untyped_storage": (
-        P + b"}" + text("a") + b"ctorch._tensor\n_rebuild_from_type_v2\n" + b"(" + TENSOR + b"}tRs.",
-        "names 'torch._tensor._rebuild_from_type_v2', which is never run",
-    ),
     "3: a state replaces untyped_storage": (
         a_dict(TENSOR + b"}" + text("untyped_storage") + b"Nsb"),
         "sets the state of a value of type PickledTensor",
     ),
-    "4: a FloatTensor in no record": (
-        a_dict(b"ctorch\nFloatTensor\nJ\x00\x00\x00\x10\x85R"),
-        "names 'torch.FloatTensor', which is never run",
-    ),
-    "13: a forbidden global that acts on a terminal": (
-        P + b"cos\x1b]0;owned\x07\nsystem\n.",
-        r"names 'os\\x1b\]0;owned\\x07.system', which is never run",
-    ),
-    "a chain of TUPLE1": (P + b")" + b"\x85" * MANY + END, "builds a tuple of 1"),
     "many marks": (P + b"(" * MANY, "has more than 262144 operations"),
     "many values": (P + b"N" * MANY + END, "has more than 262144 operations"),
     "many dicts": (P + b"}" * MANY, "builds more than 32768 dicts"),

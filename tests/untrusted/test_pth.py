@@ -13,7 +13,6 @@ import pytest
 import torch
 from fuzz import fuzz_pickle
 from fuzz.fuzz_pickle import same_bits, saved
-from hypothesis import given, settings
 
 from llama.checkpoint import CheckpointError
 from llama.checkpoint.base import Weight
@@ -298,9 +297,3 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         read_pth_header(MappedFile(Path(folder)))
     with pytest.raises(CheckpointError, match="No such file"):
         read_pth_header(MappedFile(Path(folder)))
-
-
-@settings(max_examples=150, deadline=None)
-@given(fuzz_pickle.archive_strategy())
-def test_archives_that_are_nearly_valid_are_read_as_torch_does_or_refused(data: bytes) -> None:
-    fuzz_pickle.run_archive(data)
