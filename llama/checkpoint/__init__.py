@@ -46,19 +46,15 @@ def open_checkpoint(path: str | PathLike[str], *, tokenizer_path: str | PathLike
     with refusing(path, "cannot be opened"):
         if path.is_dir():
             return _open_directory(path, tokenizer_path)
-        if path.is_file():
-            return _open_file(path, tokenizer_path)
-        if os.path.lexists(path):
+        if not os.path.lexists(path):
+            raise CheckpointError(path, f"there is no such file or directory; {_KINDS}")
+        if not path.is_file():
             raise CheckpointError(path, f"is not a regular file, or is a broken link; {_KINDS}")
-        raise CheckpointError(path, f"there is no such file or directory; {_KINDS}")
-
-
-def _open_file(path: Path, tokenizer_path: Path | None) -> Checkpoint:
-    if path.suffix == ".gguf":
-        return open_gguf(path, tokenizer_path=tokenizer_path)
-    if path.suffix in (".pth", ".safetensors", ".json", ".model"):
-        raise CheckpointError(path, f"is one file of a checkpoint; pass its directory: {path.parent}")
-    raise CheckpointError(path, f"is not a checkpoint; {_KINDS}")
+        if path.suffix == ".gguf":
+            return open_gguf(path, tokenizer_path=tokenizer_path)
+        if path.suffix in (".pth", ".safetensors", ".json", ".model"):
+            raise CheckpointError(path, f"is one file of a checkpoint; pass its directory: {path.parent}")
+        raise CheckpointError(path, f"is not a checkpoint; {_KINDS}")
 
 
 def _open_directory(path: Path, tokenizer_path: Path | None) -> Checkpoint:

@@ -4,7 +4,6 @@ The gguf package writes the header and rounds to quantised types. Tensors that a
 No tensor is in memory as a whole.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -24,11 +23,9 @@ from llama.costs import file_bytes
 from llama.rope import rope_frequencies, scaled_frequencies
 from llama.untrusted.gguf_sizes import FILE_BLOCKS
 
-# The types that can be written, with their numbers in llama.cpp's enum llama_ftype.
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
+FILE_TYPES = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "BF16")  # the types that can be written
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ENDS = ("tok_embeddings.weight", "output.weight")  # 8 bits in a file of 4 bits, as with quantize="int4"
-_QUANTIZATION_VERSION = 2  # of ggml's blocks
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ def _write_header(path: Path, args: ModelArgs, parts: Sequence[Part], metadata: 
     own = {f"{architecture}.{key}": value for key, value in (_sizes(args) | _scaling(args.rope_scaling)).items()}
     writer = GGUFWriter(path, architecture)
     try:
-        for key, value in (own | _file_type(parts) | dict(metadata)).items():
+        for key, value in (own | dict(metadata)).items():
             _add_value(writer, key, value)
         for part in parts:
             kind = GGMLQuantizationType[part.kind]
@@ -191,16 +188,6 @@ def _scaling(rule: Scaling | tuple[float, ...] | None) -> dict[str, Any]:
         "rope.scaling.original_context_length": rule.original_max_seq_len,
         "rope.scaling.attn_factor": rule.attention_factor / YarnScaling.sharpened(rule.factor),
     }
-
-
-def _file_type(parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the type of most numbers of the file: llama.cpp displays it."""
-    counts: Counter[str] = Counter()
-    for part in parts:
-        counts[part.kind] += prod(part.weight.shape)
-    ((most, _),) = counts.most_common(1)
-    version = {} if most in _FLOATS else {"general.quantization_version": _QUANTIZATION_VERSION}
-    return {"general.file_type": FILE_TYPES[most]} | version
 
 
 def _add_value(writer: Any, key: str, value: Any) -> None:

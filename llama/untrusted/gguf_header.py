@@ -23,7 +23,7 @@ _MOST_BYTES = 128 << 20
 _MOST_TENSORS = 1 << 14
 _MOST_PAIRS = 1 << 14
 _MOST_STRINGS = 1 << 20  # in total; the largest vocabularies have 0.8 million, with merges
-_MOST_NUMBERS = 1 << 20  # in all arrays that are returned
+_MOST_NUMBERS = 1 << 20  # in all values that are returned
 _MOST_TEXT = 16 << 20  # bytes of all strings that are returned
 _LONGEST_STRING = 1 << 20
 _LONGEST_NAME = 64
@@ -147,36 +147,27 @@ class _Cursor:
 
     def value(self, *, wanted: bool) -> Any:
         (kind,) = self.unpack(_U32)
-        return self.array(wanted=wanted) if kind == _ARRAY else self.items(kind, 1)[0]
-
-    def array(self, *, wanted: bool) -> list[Any] | Unread:
+        if kind != _ARRAY:
+            return self.items(kind, 1)[0]
         (kind,), (count,) = self.unpack(_U32), self.unpack(_U64)
-        if wanted and kind != _STRING:
-            self.numbers_left -= count
-            if self.numbers_left < 0:
-                raise ValueError(f"its arrays have more numbers than the limit of {_MOST_NUMBERS}")
-        if wanted:
-            return self.items(kind, count)
-        if kind == _STRING:
-            self.strings(count, wanted=False)
-        else:
-            self.step(count * struct.calcsize(f"<{self.code(kind)}"))
-        return Unread(count)
+        found = self.items(kind, count, wanted=wanted)
+        return found if wanted else Unread(count)
 
-    def items(self, kind: int, count: int) -> list[Any]:
+    def items(self, kind: int, count: int, *, wanted: bool = True) -> list[Any]:
+        """Return `count` values of a type, or skip them and return [] if they are not wanted."""
         if kind == _STRING:
-            return self.strings(count)
-        layout = f"<{count}{self.code(kind)}"
-        self.step(struct.calcsize(layout))
-        found = struct.unpack_from(layout, self.data, self.at - struct.calcsize(layout))
-        if kind == _BOOL and self.data[self.at - count : self.at].strip(b"\0\1"):
-            raise ValueError(f"a bool before byte {self.at} is neither 0 nor 1")
-        return list(found)
-
-    def code(self, kind: int) -> str:
+            return self.strings(count, wanted=wanted)
         if kind not in _SCALARS:
             raise ValueError(f"a value of type {kind} is not supported")
-        return _SCALARS[kind]
+        start = self.step(count * struct.calcsize(f"<{_SCALARS[kind]}"))
+        if not wanted:
+            return []
+        self.numbers_left -= count
+        if self.numbers_left < 0:
+            raise ValueError(f"it has more numbers than the limit of {_MOST_NUMBERS}")
+        if kind == _BOOL and self.data[start : self.at].strip(b"\0\1"):
+            raise ValueError(f"a bool before byte {self.at} is neither 0 nor 1")
+        return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.data, start))
 
 
 def _read_tensor_info(cursor: _Cursor, name: str) -> TensorInfo:
