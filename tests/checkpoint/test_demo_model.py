@@ -119,17 +119,6 @@ def test_greedy_ids_are_the_same_with_and_without_the_cache(
     assert cached == model.generate_tokens(prompts, length, kv_caching=False, **GREEDY)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", [GREEDY, {"temperature": 0.8, "seed": 3}])
-def test_a_row_in_a_batch_gives_what_it_gives_alone(demo: tuple[Transformer, Tokenizer], choice: Any) -> None:
-    model, tokenizer = demo
-    prompts = encoded(tokenizer, PROMPTS[2:6])
-    together, _ = model.generate_tokens(prompts, 16, **choice)
-    for row, prompt in enumerate(prompts):
-        own = {**choice, "seed": choice["seed"] + row} if "seed" in choice else choice
-        assert model.generate_tokens([prompt], 16, **own)[0] == [together[row]]
-
-
 def test_it_knows_the_capital_of_france_streamed_or_not(demo: tuple[Transformer, Tokenizer]) -> None:
     model, tokenizer = demo
     (result,) = model.generate(tokenizer, PROMPTS[0], 6, **GREEDY)

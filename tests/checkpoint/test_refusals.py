@@ -109,20 +109,6 @@ def test_two_checkpoints_in_one_directory(meta: Path, huggingface: Path, origina
     assert open_checkpoint(meta).args.dim == 32
 
 
-def test_truncated_weights(meta: Path, huggingface: Path, originals: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copy(originals["gguf"], tmp_path / "model.gguf")
-    shard = sorted(huggingface.glob("*.safetensors"))[0]
-    for file, opened in [
-        (meta / "consolidated.00.pth", meta),
-        (shard, huggingface),
-        (tmp_path / "model.gguf", tmp_path / "model.gguf"),
-    ]:
-        size = file.stat().st_size
-        for kept in (size - 1, size // 2, 10, 0):
-            os.truncate(file, kept)
-            assert str(file) in refusal(opened)
-
-
 def test_a_tokenizer_that_does_not_fit(meta: Path) -> None:
     params = meta_params(MODEL.config) | {"vocab_size": N_WORDS - 1}
     (meta / "params.json").write_text(json.dumps(params))
