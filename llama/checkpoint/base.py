@@ -17,9 +17,9 @@ from llama.args import ModelArgs
 from llama.model import Transformer
 from llama.quant.packed import Format, MappedWeight, Parts
 from llama.tokenizer import Tokenizer
-from llama.untrusted import json_object
 from llama.untrusted.errors import CheckpointError, refusing
-from llama.untrusted.files import check_regular
+from llama.untrusted.files import read_regular
+from llama.untrusted.json_object import parse_object
 from llama.untrusted.mapped import MappedFile
 from llama.untrusted.words import some_of
 
@@ -235,14 +235,10 @@ def require_values(path: Path, content: Mapping[str, Any], allowed: Mapping[str,
 
 
 def need_file(directory: Path, name: str, what: str) -> Path:
-    """Return the path of a regular file in the directory; raise CheckpointError if there is none."""
+    """Return the path of a file in the directory; raise CheckpointError if it is missing, or a broken link."""
     path = directory / name
-    try:
-        mode = path.stat().st_mode
-    except OSError:  # missing, or a broken link
-        raise CheckpointError(directory, f"lacks {name} ({what}); found {listing(directory)}") from None
-    with refusing(path, "cannot be used"):
-        check_regular(mode)
+    if not path.exists():
+        raise CheckpointError(directory, f"lacks {name} ({what}); found {listing(directory)}")
     return path
 
 
@@ -254,7 +250,7 @@ def listing(directory: Path) -> str:
 def read_config(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
     """Return the JSON object in a file of at most `limit` bytes; ambiguous JSON is rejected."""
     with refusing(path, "is not readable as JSON"):
-        return json_object.read_json(path, limit=limit)
+        return parse_object(read_regular(path, limit=limit))
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -26,10 +26,10 @@ def save_huggingface(model: Transformer, directory: str | PathLike[str]) -> None
 
     Raises ValueError for a dtype other than fp32, fp16 and bf16, and for RoPE scaling that config.json cannot express.
     """
-    _reject_slice(model)
     from safetensors.torch import save_file
 
-    config = huggingface_config(model.args) | {"dtype": _DTYPES[_dtype(model)]}
+    dtype = _dtype(model)
+    config = huggingface_config(model.args) | {"dtype": _DTYPES[dtype]}
     tensors = huggingface_tensors(model)
     if model.args.tied_head:
         del tensors["lm_head.weight"]  # safetensors rejects one tensor under two names
@@ -68,11 +68,6 @@ def huggingface_config(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _reject_slice(model: Transformer) -> None:
-    if model.ranks.size > 1:
-        raise ValueError(f"this process has 1 of {model.ranks.size} slices of the model; load it in one to write it")
-
-
 def huggingface_tensors(model: Transformer) -> dict[str, Tensor]:
     """Return the weights in Hugging Face's names and layout, with a tied head under both of its names.
 
@@ -90,14 +85,16 @@ def save_gguf(model: Transformer, path: str | PathLike[str]) -> None:
 
     Raises ValueError for a dtype other than fp32, fp16 and bf16.
     """
-    _reject_slice(model)
-    tensors = {name: Weight.of(weight) for name, weight in model.state_dict().items()}
-    parts = planned(model.args, tensors, _GGUF_KINDS[_dtype(model)])
+    kind = _GGUF_KINDS[_dtype(model)]
+    parts = planned(model.args, {name: Weight.of(weight) for name, weight in model.state_dict().items()}, kind)
     with replacing(Path(path)) as new:
         write_gguf(new, model.args, parts, {"tokenizer.ggml.model": "no_vocab"})
 
 
 def _dtype(model: Transformer) -> torch.dtype:
+    """Return the dtype of the weights; raise ValueError unless the model is whole and can be written in it."""
+    if model.ranks.size > 1:
+        raise ValueError(f"this process has 1 of {model.ranks.size} slices of the model; load it in one to write it")
     dtype = model.tok_embeddings.weight.dtype
     if dtype not in _DTYPES:
         raise ValueError(f"weights in {dtype} cannot be written; bring the model to fp32, fp16 or bf16 first")

@@ -1,27 +1,16 @@
-"""Read untrusted JSON: an object in a regular file of limited size, with only one possible meaning."""
+"""Parse untrusted JSON: an object with only one possible meaning."""
 
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from llama.untrusted.files import read_regular
 
 # The number of braces, brackets and commas bounds the memory of all values: an empty object takes 20 times its two
 # bytes. The largest tokenizers have some 6 thousand, 0.6 and 2 million of them.
 MOST_OF: Mapping[str, int] = {"{": 1 << 16, "[": 3 << 18, ",": 1 << 22}
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def read_json(path: Path, *, limit: int) -> dict[str, Any]:
-    """Return the object in a regular file of at most `limit` bytes.
-
-    Raises OSError if it cannot be read, and ValueError for another kind of file, a longer one, and as `parse_object`.
-    """
-    return parse_object(read_regular(path, limit=limit))
 
 
 def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[str, Any]:

@@ -62,12 +62,7 @@ def read_header(
             f"its header has {length} bytes, and the limit is {longest}: it is truncated, or no .safetensors file; "
             "copy it again"
         )
-    text = file.read(length)
-    if len(text) < length:
-        raise ValueError(
-            f"its header has {length} bytes, and {len(text)} could be read: it is truncated; copy it again"
-        )
-    entries = parse_object(text, most_of=most_of)
+    entries = parse_object(file.read(length), most_of=most_of)
     metadata = entries.pop("__metadata__", {})
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         raise ValueError("__metadata__ must map names to texts")

@@ -73,12 +73,6 @@ def test_an_empty_tensor_whose_strides_exceed_64_bits_is_refused(shape: list[int
         header_of(safetensors({"a": entry(shape, 0, 0)}))
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_refused() -> None:
-    content = safetensors({"a": entry()}, bytes(4))
-    with pytest.raises(ValueError, match=r"its header has \d+ bytes, and 22 could be read"):
-        read_header(BytesIO(content[:30]), len(content), dtypes=DTYPES)
-
-
 @given(st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_tensors_may_stand_in_any_order_and_any_change_of_a_border_is_refused(shapes: list[list[int]], dice) -> None:  # type: ignore[no-untyped-def]
     header, end = {}, 0
