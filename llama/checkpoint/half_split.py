@@ -12,38 +12,34 @@ from torch import Tensor
 from llama.checkpoint.base import Rows, Weight
 
 # Our names of the tensors with that order: they produce queries and keys, or are multiplied with a head's numbers.
-HALF_SPLIT = tuple(f".attention.{name}" for name in ("wq.weight", "wk.weight", "wq.bias", "wk.bias")) + tuple(
+_HALF_SPLIT = tuple(f".attention.{name}" for name in ("wq.weight", "wk.weight", "wq.bias", "wk.bias")) + tuple(
     f".attention.{name}.weight" for name in ("q_norm", "k_norm")
 )
 
 
 def in_our_order(name: str, weight: Weight, head_dim: int) -> Weight:
     """Return a tensor of a half-split file, with our name `name`, with its rows in our order."""
-    return _reordered(name, weight, lambda start, stop: half_split_rows(start, stop, head_dim))
+    return _reordered(name, weight, lambda start, stop: _transposed(start, stop, head_dim, 2))
 
 
 def in_half_split_order(name: str, weight: Weight, head_dim: int) -> Weight:
     """Return a tensor in our order, with our name `name`, with its rows in half-split order."""
-    return _reordered(name, weight, lambda start, stop: our_rows(start, stop, head_dim))
+    return _reordered(name, weight, lambda start, stop: _transposed(start, stop, head_dim, head_dim // 2))
 
 
-def half_split_rows(start: int, stop: int, head_dim: int) -> Tensor:
-    """Return the indices in a half-split file of our rows start..stop-1."""
+def _transposed(start: int, stop: int, head_dim: int, width: int) -> Tensor:
+    """Return the indices of the rows start..stop-1 after each head's rows, written as lines of `width`, are transposed.
+
+    A head of half-split rows is two lines of head_dim / 2 rows; in our order it is head_dim / 2 lines of two.
+    """
     row = torch.arange(start, stop, device="cpu")  # also under a meta device context
     place = row % head_dim
-    return row - place + place % 2 * (head_dim // 2) + place // 2
-
-
-def our_rows(start: int, stop: int, head_dim: int) -> Tensor:
-    """Return our indices of the rows start..stop-1 of a half-split file."""
-    row = torch.arange(start, stop, device="cpu")
-    place = row % head_dim
-    return row - place + place % (head_dim // 2) * 2 + place // (head_dim // 2)
+    return row - place + place % width * (head_dim // width) + place // width
 
 
 def _reordered(name: str, weight: Weight, order: Rows) -> Weight:
     """Return the weight with row `order(i, i + 1)` as row i, if it is one of those with two orders."""
-    if not name.endswith(HALF_SPLIT):
+    if not name.endswith(_HALF_SPLIT):
         return weight
 
     def ordered(rows: Rows) -> Rows:

@@ -4,7 +4,7 @@ Reads the config.json of transformers 4 and 5. The `safetensors` package is not 
 before it checks the first one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -165,20 +165,15 @@ def _rope_scaling(path: Path, rope: Mapping[str, Any], config: Mapping[str, Any]
         raise CheckpointError(path, f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported")
     if kind == "default":
         return None
-    if not isinstance(kind, str) or kind not in _SCALINGS:
-        known = ", ".join(["default", *_SCALINGS])
-        raise CheckpointError(path, f"RoPE scaling of type {kind!r} is not supported; supported: {known}")
+    if kind not in ("linear", "llama3", "yarn"):
+        raise CheckpointError(
+            path, f"RoPE scaling of type {kind!r} is not supported; supported: default, linear, llama3, yarn"
+        )
     with refusing(path, f"has invalid RoPE scaling of type {kind}"):
-        return _SCALINGS[kind](rope, config)
-
-
-def _llama3(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return RopeScaling(*(_number(rope, key) for key in keys))  # type: ignore[arg-type]
-
-
-def _linear(rope: Mapping[str, Any], config: Mapping[str, Any]) -> LinearScaling:
-    return LinearScaling(_number(rope, "factor"))
+        if kind == "llama3":
+            keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            return RopeScaling(*(_number(rope, key) for key in keys))  # type: ignore[arg-type]
+        return LinearScaling(_number(rope, "factor")) if kind == "linear" else _yarn(rope, config)
 
 
 def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> YarnScaling:
@@ -197,13 +192,6 @@ def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> YarnScaling:
         attention_factor=attention,
         truncate=rope.get("truncate", True),
     )
-
-
-_SCALINGS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Scaling]] = {
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-}
 
 
 def _number(values: Mapping[str, Any], key: str, default: object = None) -> float:
