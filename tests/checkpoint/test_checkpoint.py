@@ -453,17 +453,6 @@ def test_copies_in_several_shards_must_be_the_same(tmp_path: Path, name: str) ->
         load(tmp_path)
 
 
-def test_tensors_side_by_side_in_one_storage_are_read(tmp_path: Path) -> None:
-    theirs = random_model(config_of())
-    weights = meta_weights(theirs)
-    write_meta(tmp_path, weights, meta_params(theirs.config))
-    flat = torch.cat([weight.flatten() for weight in weights.values()])
-    pieces = flat.split([weight.numel() for weight in weights.values()])
-    views = {name: piece.view(weight.shape) for (name, weight), piece in zip(weights.items(), pieces, strict=True)}
-    torch.save(views, tmp_path / "consolidated.00.pth")
-    assert_same_bits(load(tmp_path), weights)
-
-
 def test_released_params_have_the_released_ffn_size(tmp_path: Path) -> None:
     """Of the 8B model; tests/test_args.py has the other sizes."""
     params = {"dim": 4096, "n_layers": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024, "n_heads": 32}
