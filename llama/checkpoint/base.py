@@ -36,6 +36,7 @@ _LIMITS = {
     "ffn_dim": 1 << 20,
     "vocab_size": 1 << 20,
     "max_seq_len": 1 << 31,
+    "rope_theta": 1e18,
     "norm_eps": 0.1,
 }
 

@@ -209,6 +209,7 @@ def test_a_window_of_a_gguf_file_limits_the_length(tmp_path: Path) -> None:
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
             "RoPE has full_attention={'rope_theta': 1000000.0}, and this library has one RoPE for all layers",
         ),
+        ("llama", {"rope_parameters": {"rope_theta": 10**30}}, r"rope_theta=10{30} is above the limit of 1e\+18"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor='4' must be a number"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1}}, "beta_fast"),
     ],
