@@ -72,7 +72,10 @@ def _loaded_by_torch(path: Path) -> dict[str, torch.Tensor] | None:
     try:
         content: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=False)
     except (RuntimeError, ValueError) as error:
-        if any(words in str(error) for words in ("parse the version", "invalid literal for int", "codec can't decode")):
+        if any(
+            words in str(error)
+            for words in ("parse the version", "supported version", "invalid literal for int", "codec can't decode")
+        ):
             return None
         raise
     return content
