@@ -275,22 +275,6 @@ def unreserved(found: Facts) -> None:
     _feed(spelling_model(), found, text(FIRST)[:, :6], [0, 2, 3, 4, 5])
 
 
-def aliased(found: Facts) -> None:
-    """Overwrite the tensors that the cache was given, after the call."""
-    import torch
-
-    model, tokens = spelling_model(), text(FIRST)
-    given: list[Tensor] = []
-    hooks = [layer.attention.wv.register_forward_hook(lambda m, i, out: given.append(out)) for layer in model.blocks]
-    with torch.inference_mode():
-        model(tokens[:, :3], 0)
-        for hook in hooks:
-            hook.remove()
-        for value in given:
-            value.zero_()
-    _feed(model, found, tokens[:, 3:4], [3], begin=3)
-
-
 def memory(found: Facts) -> None:
     """Count the bytes of tensors while the cache is filled to the reserved length, and list their dtypes.
 
@@ -488,7 +472,6 @@ EXPERIMENTS: tuple[Callable[[Facts], None], ...] = (
     more_rows,
     longer,
     unreserved,
-    aliased,
     memory,
     gradients,
     limits,
