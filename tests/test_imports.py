@@ -71,6 +71,7 @@ MAY_IMPORT = {
     "llama/tokenizer/bpe.py": ("tokenizer", "tokenizers"),
     "llama/tokenizer/sentencepiece_file.py": ("tokenizer untrusted", "sentencepiece"),
     "llama/tokenizer/conversation.py": ("request tokenizer", ""),
+    "llama/tokenizer/transcript.py": ("request tokenizer", ""),
     "llama/tokenizer/": ("tokenizer untrusted", ""),
     # what knows the core, and another folder where its name says so
     "llama/exact/triton_kernels.py": ("rows", "torch triton"),
