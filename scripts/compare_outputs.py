@@ -27,7 +27,7 @@ from torch import Tensor
 from llama import Chat, Transformer, cli, load
 from llama.bench.schema import rows_of
 from llama.bench.single import benchmark_inference
-from llama.host.files import check_writable, keep_file
+from llama.host.files import check_writable, replace_file
 from llama.untrusted.files import read_text
 
 SUBJECTS = ("The history of", "In biology,", "She opened", "def main():", "Once, far away,")
@@ -56,7 +56,7 @@ def main(*prompts: str, record: bool = False) -> int:
         saved.unlink(missing_ok=True)
     found = dict(outputs(saved))
     if before is None:
-        keep_file(file, (json.dumps(found, indent=2) + "\n").encode())
+        replace_file(file, (json.dumps(found, indent=2) + "\n").encode())
         print(f"{len(found)} digests recorded in {file}")
         return 0
     different = [name for name in sorted({*before, *found}) if before.get(name) != found.get(name)]

@@ -226,7 +226,7 @@ def check_flags(flags: SimpleNamespace) -> None:
 
 def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> int:
     """Measure one cell and print it."""
-    from llama.bench.report.files import keep_json
+    from llama.bench.report.files import write_json
     from llama.bench.report.text import cell_text
     from llama.cli.progress import seconds_bar
 
@@ -235,7 +235,7 @@ def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> in
         report = measure_cell(cell, **asked, waiting=bar.refresh)
     try:
         if json_path is not None:
-            keep_json(report, json_path)  # first, because the reader of standard output may be gone
+            write_json(report, json_path)  # first, because the reader of standard output may be gone
     finally:
         console.put(cell_text(report, 0), alarm="VIOLATED")
     return report_exit_code(report, strict=flags.strict)
@@ -247,7 +247,7 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
     All cells compute with as many threads as `cores` finds free now, or as many as the resumed run computed with.
     """
     from llama.bench.plan import Run
-    from llama.bench.report.files import keep_json, write_report
+    from llama.bench.report.files import write_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
     from llama.bench.run.directory import new_run_directory, resumed_run_directory
     from llama.cli.progress import seconds_bar
@@ -269,7 +269,7 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
         bar.close()
         files = write_report(report, directory.folder)
     if json_path is not None:
-        keep_json(report, json_path)
+        write_json(report, json_path)
     console.put(
         "\n".join([table_markdown(report), *report["reading"], *alarms_text(report), "", *map(str, files)]),
         alarm="VIOLATED",

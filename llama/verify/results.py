@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from llama.cli import console
-from llama.host.files import keep_file
+from llama.host.files import replace_file
 from llama.host.machine import DTYPES
 from llama.verify.certificate import FLOAT64_PASSES, PASSES, Figures, FirstDivergence
 from llama.verify.passes import STEPS, UNCACHED
@@ -73,7 +73,7 @@ def add_run(path: Path, run: CertificateRun) -> None:
 def write_runs(path: Path, runs: Sequence[CertificateRun]) -> None:
     """Replace the file in one operation, one run a line: no reader and no interruption sees a part of it."""
     lines = ",\n".join(json.dumps(run, allow_nan=False) for run in runs)
-    keep_file(path, f'{{"schema": "{RUNS_SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
+    replace_file(path, f'{{"schema": "{RUNS_SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
