@@ -53,15 +53,10 @@ class Rendering:
     def text(self) -> str:
         return "".join(self.parts)
 
-    @cached_property
-    def _starts(self) -> dict[int, int]:
-        """The index of the part, by the position in the text, of each special token."""
-        places = [0, *accumulate(map(len, self.parts))]
-        return {places[index]: index for index in range(1, len(self.parts), 2)}
-
     def after(self, place: int) -> "Rendering | None":
         """Return the rest from character `place` on; None if no special token begins there."""
-        index = self._starts.get(place)
+        places = [0, *accumulate(map(len, self.parts))]
+        index = next((index for index in range(1, len(self.parts), 2) if places[index] == place), None)
         return None if index is None else Rendering(["", *self.parts[index:]])
 
 

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from llama.tokenizer.vocabulary import Vocabulary, read_file
+from llama.tokenizer.vocabulary import Vocabulary, check_text, read_file
 
 _END_MARKS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
@@ -110,6 +110,7 @@ class Tokenizer:
         `disallowed_special` that are not allowed raise ValueError, and so does text that the vocabulary cannot
         represent. `begins=False`: the text continues another one, so SentencePiece adds no space before it.
         """
+        check_text(s, "the text")
         allowed = frozenset(self.special_tokens if allowed_special == "all" else allowed_special)
         if unknown := allowed - self.special_tokens.keys():
             raise ValueError(f"allowed_special has {sorted(unknown)}, which this tokenizer does not know")
