@@ -25,7 +25,6 @@ from torch import Tensor
 
 from llama import Chat, Tokenizer, Transformer, cli
 from llama.cli.inference import main
-from llama.cli.terminal import TerminalChat
 from llama.tokenizer.chat import ChatFormat, Dialog
 from llama.tokenizer.conversation import MIN_ANSWER
 
@@ -251,34 +250,6 @@ def test_a_message_without_any_answer_is_not_stored(model: Transformer, demo: To
     assert chat.session.tokens == again.session.tokens
 
 
-def test_undo_takes_back_one_exchange_after_the_other(model: Transformer, demo: Tokenizer) -> None:
-    chat = Chat(model, demo, system="Be brief.")
-    for question in ("Hi", "Ho"):
-        "".join(chat.say(question, 3, seed=1))
-    first, second = chat.messages[1:3], chat.messages[3:]
-    assert chat.undo() == second
-    assert chat.messages[1:] == first
-    "".join(chat.say("Ho", 3, seed=1))
-    assert chat.messages[3:] == second
-    chat.undo()
-    assert chat.undo() == first
-    assert chat.messages == [{"role": "system", "content": "Be brief."}]
-    with pytest.raises(ValueError, match="there is nothing to undo"):
-        chat.undo()
-    "".join(chat.say("Hi", 3, seed=1))
-    assert chat.messages[1:] == first
-
-
-def test_an_unfinished_answer_can_be_read_and_undone(model: Transformer, demo: Tokenizer) -> None:
-    chat = Chat(model, demo)
-    pieces = chat.say("Hi", seed=1)
-    begun = next(pieces)
-    assert chat.messages == said("Hi", begun)
-    assert chat.undo() == said("Hi", begun)
-    assert list(pieces) == []
-    assert chat.messages == []
-
-
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -307,13 +278,6 @@ def test_bad_options_are_refused_before_anything_is_fed(
     with pytest.raises(ValueError, match=words):
         chat.say("Hi", **options)
     assert (chat.messages, chat.session.fed) == ([], 0)
-
-
-def test_a_tokenizer_without_a_chat_format_is_refused(model: Transformer, demo: Tokenizer) -> None:
-    tokenizer = copy(demo)
-    tokenizer.special_tokens, tokenizer.chat_template = {}, None
-    with pytest.raises(ValueError, match="no known chat format"):
-        Chat(model, tokenizer)
 
 
 def test_a_message_that_does_not_fit_is_refused_before_it_is_said(demo: Tokenizer) -> None:
@@ -600,21 +564,6 @@ def test_a_conversation_is_refused_under_torchrun(
     code, out, err = talk("hello\n")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "--chat without prompts needs one process" in err
-
-
-@pytest.mark.parametrize("on_terminal", [True, False])
-def test_control_characters_are_visible_on_a_terminal(
-    on_terminal: bool, meta: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model(meta)
-    evil = "\033[31mred\a\r\x7f \x9b2J\ttab\nline é"
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
-    talk = TerminalChat(model, meta, max_gen_len=64, temperature=0, seed=1)
-    with saying(model, *scripted(meta, evil)):
-        talk.take("hello")
-    printed = capsys.readouterr().out
-    assert printed.startswith("␛[31mred␇␍␡ \\x9b2J\ttab\nline é\n" if on_terminal else f"{evil}\n")
-    assert printed.endswith("\033[0m\n\n" if on_terminal else " tokens/s\n\n")
 
 
 # ---- as a process ----------------------------------------------------------------------------------------------------

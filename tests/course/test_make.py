@@ -130,12 +130,6 @@ def test_sources_that_have_moved_on_are_refused(hole: Any) -> None:
         cut(hole.file, text, (twice,))
 
 
-def test_a_switch_that_looks_otherwise_is_refused() -> None:
-    text = "class Attention:\n    def forward(self):\n        return self.a if self.kv_caching else self.b\n"
-    with pytest.raises(AnchorLost, match=r"Attention\.forward has 0 places"):
-        cut(HOLES[0].file, text, HOLES)
-
-
 def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").touch()
     assert cli.run(make_main, [str(tmp_path)]) == 2

@@ -82,12 +82,6 @@ def test_streamed_text_equals_decoded_text_for_any_ids(tokenizer: Tokenizer, dat
             assert text + stream.flush() == tokenizer.decode(ids, begins=begins)
 
 
-def test_a_stream_returns_only_whole_characters_of_bytes_that_split_them(tokenizer: Tokenizer) -> None:
-    stream = tokenizer.stream()
-    assert [stream.feed(3 + byte) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
-    assert [stream.feed(3 + byte) for byte in b"\xf0\x9fa"] == ["", "", "\ufffda"]
-
-
 # ---- special tokens, and what cannot be represented ------------------------------------------------------------------
 
 
