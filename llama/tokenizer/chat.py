@@ -19,7 +19,6 @@ The plain text between two special tokens is encoded in one call, as in the libr
 so merges cross from a template's text into a content.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from itertools import accumulate
 from typing import Literal, TypedDict, get_args
 
 from llama.tokenizer import Tokenizer
+from llama.tokenizer.vocabulary import check_text
 from llama.untrusted.template import DialogRefused, Renderer, TemplateFailed
 
 Role = Literal["system", "user", "assistant"]
@@ -219,8 +219,4 @@ def _check_message(message: object) -> None:
         raise ValueError(f"unknown role {message['role']!r}; known are {', '.join(get_args(Role))}")
     if not isinstance(message["content"], str):
         raise ValueError(f"the content of a message is a str, not {type(message['content']).__name__}")
-    if half := re.search("[\ud800-\udfff]", message["content"]):  # JSON would join two of them to one character
-        raise ValueError(
-            f"character {half.start()} of the text, {half[0]!r}, is half of a surrogate pair; "
-            "decode the text properly first"
-        )
+    check_text(message["content"], "the text")  # JSON would join two halves of a pair to one character

@@ -19,15 +19,6 @@ class Tokenizer:
     end. adds_bos: whether a text begins with `bos_id`. n_words: the number of ids in the file; see `widen` for more.
     """
 
-    n_words: int
-    bos_id: int | None
-    eos_id: int | None
-    pad_id: int | None
-    stop_tokens: list[int]
-    special_tokens: dict[str, int]
-    adds_bos: bool
-    chat_template: str | None
-
     def __init__(self, model_path: str | PathLike[str]) -> None:
         file = Path(model_path)
         data = read_file(file)
@@ -74,7 +65,7 @@ class Tokenizer:
 
     def widen(self, size: int) -> None:
         """Decode ids below `size`, the rows of a model's embedding, that have no token in the file to nothing."""
-        self._size = max(self.n_words, size)
+        self._size = max(self._vocabulary.size, size)
 
     def _take(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -133,25 +133,6 @@ def test_only_new_tokens_are_fed(model: Transformer, demo: Tokenizer) -> None:
     assert chat.session.fed == sum(watch.widths)
 
 
-def test_without_the_cache_the_answers_are_the_same_and_the_whole_text_is_fed(
-    model: Transformer, demo: Tokenizer
-) -> None:
-    texts = []
-    for caching in (True, False):
-        model.kv_caching = caching
-        chat = Chat(model, demo)
-        prompts = []
-        with watched(model) as watch:
-            for question in ("Hi", "Ho"):
-                "".join(chat.say(question, 6, seed=3))
-                assert chat.last is not None
-                prompts.append(chat.last.context)
-        texts.append(chat.session.tokens)
-    assert texts[0] == texts[1]
-    assert watch.widths == [prompt + made for prompt in prompts for made in range(6)]
-    assert (chat.last.fed, chat.session.fed) == (prompts[1], sum(watch.widths))
-
-
 def test_the_last_answer_has_its_times_and_counts(
     model: Transformer, demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,35 +184,6 @@ def failing(model: Transformer, after: int, error: type[BaseException]) -> Itera
         yield
     finally:
         hook.remove()
-
-
-def cut_by_length(chat: Chat) -> None:
-    "".join(chat.say("Hi", 3, seed=1))
-
-
-def left_behind(chat: Chat) -> None:
-    for _ in chat.say("Hi", seed=1):
-        if chat.last is not None and chat.last.made >= 3:
-            break
-
-
-def interrupted(chat: Chat) -> None:
-    with failing(chat.model, 3, KeyboardInterrupt), suppress(KeyboardInterrupt):
-        "".join(chat.say("Hi", seed=1))
-
-
-@pytest.mark.parametrize("cut", [cut_by_length, left_behind, interrupted])
-def test_an_answer_that_ends_early_is_kept_and_ended_by_the_format(
-    cut: Callable[[Chat], None], model: Transformer, demo: Tokenizer
-) -> None:
-    chat = Chat(model, demo)
-    cut(chat)
-    kept = chat.session.tokens[-3:]
-    assert chat.messages == said("Hi", demo.decode(kept))
-    "".join(chat.say("Ho", 2))
-    start = [*ChatFormat(demo).encode_dialog_prompt(said("Hi")), *kept]
-    turn = "<|im_end|>\n<|im_start|>user\nHo<|im_end|>\n<|im_start|>assistant\n"
-    assert chat.session.tokens[:-2] == start + demo.encode(turn, bos=False, eos=False, allowed_special="all")
 
 
 def test_a_message_without_any_answer_is_not_stored(model: Transformer, demo: Tokenizer) -> None:

@@ -185,25 +185,6 @@ INSTRUCTED = """
     {%- endif %}
 {%- endfor %}
 """
-OLD_INSTRUCTED = """
-{%- if messages[0]['role'] == 'system' %}
-    {%- set turns = messages[1:] %}{%- set about = messages[0]['content'] %}
-{%- else %}
-    {%- set turns = messages %}{%- set about = false %}
-{%- endif %}
-{%- for m in turns %}
-    {%- if loop.index0 == 0 and about != false %}
-        {%- set content = '<<SYS>>\\n' + about + '\\n<</SYS>>\\n\\n' + m['content'] %}
-    {%- else %}
-        {%- set content = m['content'] %}
-    {%- endif %}
-    {%- if m['role'] == 'user' %}
-        {{- bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
-    {%- elif m['role'] == 'assistant' %}
-        {{- ' ' + content.strip() + ' ' + eos_token }}
-    {%- endif %}
-{%- endfor %}
-"""
 PLAIN_MARKS = """{% for m in messages %}
 {% if m['role'] == 'user' %}
 {{ '<|user|>\\n' + m['content'] + eos_token }}
@@ -227,7 +208,6 @@ FAMILIES: dict[str, tuple[str, list[str], list[str], str | None, str]] = {  # te
     "Qwen 3": (THINKING, IM, ["<think>", "</think>"], None, "<|im_end|>"),
     "Llama 3.1": (DATED, HEADERS, [], "<|begin_of_text|>", "<|eot_id|>"),
     "Mistral": (INSTRUCTED, [*SENTENCE, "[INST]", "[/INST]"], [], "<s>", "</s>"),
-    "Llama 2": (OLD_INSTRUCTED, SENTENCE, [], "<s>", "</s>"),
     "TinyLlama": (PLAIN_MARKS, SENTENCE, [], "<s>", "</s>"),
     "Phi 3": (MARKS_OF_ROLES, [*SENTENCE, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], [], "<s>", "<|end|>"),
 }
@@ -371,8 +351,8 @@ class Sentence:
 
 @pytest.mark.parametrize(
     ("scheme", "template"),
-    [(None, OLD_INSTRUCTED), ("first", INSTRUCTED), (None, PLAIN_MARKS)],
-    ids=["old", "instructed", "plain"],
+    [(None, INSTRUCTED), ("first", INSTRUCTED), (None, PLAIN_MARKS)],
+    ids=["by normalisation", "by Metaspace", "plain marks"],
 )
 def test_dialogs_in_sentencepieces_vocabulary_have_the_ids_of_transformers(
     scheme: str | None, template: str, tmp_path: Path

