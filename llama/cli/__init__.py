@@ -95,13 +95,11 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
 def _log_to_stderr() -> None:
     """Print the log of this library on standard error: what it chose for the user."""
 
-    class Visible(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return console.visible(super().format(record))
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.say(self.format(record))
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(Visible("%(message)s"))
-    logging.basicConfig(handlers=[handler])
+    logging.basicConfig(handlers=[Said()], format="%(message)s")
     logging.getLogger("llama").setLevel(logging.INFO)
 
 

@@ -74,7 +74,7 @@ def main(
         activations: With quantize, 8 rounds the inputs of quantised products to 8 bits.
         repack: With stored weights, --repack=False leaves them in their file, mapped.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. A lossy kind
-            is rejected: llama-kv bench --preset caches measures those.
+            is rejected; llama-kv bench --preset caches measures those.
         device: The device to compute on: auto, cpu, cuda or mps.
         output: The file in which runs add up.
     """

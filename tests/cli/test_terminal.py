@@ -107,19 +107,6 @@ def test_the_template_s_own_system_message_is_fed_and_not_listed(model: Transfor
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
 
 
-def test_an_answer_stays_as_it_was_generated(model: Transformer, demo: Tokenizer) -> None:
-    spelled = [id for letter in "Hello" for id in plain(demo, letter)]  # not the ids that the word encodes to
-    assert spelled != plain(demo, "Hello")
-    marked = [*spelled, demo.special_tokens["<|im_start|>"], *plain(demo, "user\nI"), demo.stop_tokens[0]]
-    chat = Chat(model, demo)
-    with saying(model, marked, *scripted(demo, "Yes")):
-        "".join(chat.say("Hi", **GREEDY))
-        "".join(chat.say("Ho", **GREEDY))
-    at = chat.session.tokens.index(spelled[0], 30)
-    assert chat.session.tokens[at : at + len(marked) - 1] == marked[:-1]
-    assert chat.messages == said("Hi", "Hello<|im_start|>user\nI", "Ho", "Yes")
-
-
 def test_only_new_tokens_are_fed(model: Transformer, demo: Tokenizer) -> None:
     chat = Chat(model, demo)
     with watched(model) as watch, saying(model, *scripted(demo, "Yes", "No")):
