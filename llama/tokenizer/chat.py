@@ -7,10 +7,9 @@ every character of a content that occurs in any special token is replaced by a p
 else. In the rendered text a special token then has no character of a content. Afterwards the replacement is undone.
 Three notes:
 
-- A template may search a content, as Qwen 3's does for `</think>`, and would not find it. So the unchanged contents are
-  rendered, too. If both texts are equal after undoing, the replacement did not matter. If not, a third rendering
-  replaces only whole special tokens; it is used if it has the special tokens of the first one in the same order, and
-  else the first one is used.
+- A template may search a content, as Qwen 3's does for `</think>`, and would not find it. So a second rendering replaces
+  only whole special tokens. It is used if it has the special tokens of the first one in the same order, and else the
+  first one is used.
 - White space is not replaced, because templates trim it; a special token of white space is never recognised.
 - Markers that are plain text, such as Zephyr's `<|user|>` in a vocabulary without that token, are not special tokens:
   a content can contain them. Added tokens that are not special become their ids, as in any text.
@@ -157,24 +156,22 @@ class ChatFormat:
         hidden, back = str.maketrans(hide), str.maketrans({stand_in: char for char, stand_in in hide.items()})
         replacements: list[Callable[[str], str]] = [
             lambda content: content.translate(hidden),
-            lambda content: content,
             lambda content: self._hide_special_tokens(content, hidden),
         ]
         ids = {name: getattr(self.tokenizer, f"{name}_id") for name in ("bos", "eos", "pad")}
         texts = {f"{name}_token": text for name, id in ids.items() if (text := self._text_of(id)) is not None}
         given = {**texts, "add_generation_prompt": True, "tools": None, "documents": None}
-        safe, plain, readable = renderer.render(
+        safe, readable = renderer.render(
             [
                 {**given, "messages": [{**message, "content": replace(message["content"])} for message in dialog]}
                 for replace in replacements
             ],
             cut_at=self._special_texts,
         )
-        if not any(plain):
+        if not any(safe):
             raise TemplateFailed("the chat template gives no text")
-        if "".join(safe).translate(back) != "".join(plain) and readable[1::2] == safe[1::2]:
-            safe = readable
-        return [part if index % 2 else part.translate(back) for index, part in enumerate(safe)]
+        chosen = readable if readable[1::2] == safe[1::2] else safe
+        return [part if index % 2 else part.translate(back) for index, part in enumerate(chosen)]
 
     def _hide_special_tokens(self, content: str, hidden: dict[int, str]) -> str:
         """Return a content with the characters of whole special tokens replaced."""
