@@ -7,9 +7,9 @@ every character of a content that occurs in any special token is replaced by a p
 else. In the rendered text a special token then has no character of a content. Afterwards the replacement is undone.
 Three notes:
 
-- A template may search a content, as Qwen 3's does for `</think>`, and would not find it. So a second rendering replaces
-  only whole special tokens. It is used if it has the special tokens of the first one in the same order, and else the
-  first one is used.
+- A template may search a content, as Qwen 3's does for `</think>`, and would not find it. So a second rendering
+  replaces only whole special tokens. It is used if it has the special tokens of the first one in the same order, and
+  else the first one is used.
 - White space is not replaced, because templates trim it; a special token of white space is never recognised.
 - Markers that are plain text, such as Zephyr's `<|user|>` in a vocabulary without that token, are not special tokens:
   a content can contain them. Added tokens that are not special become their ids, as in any text.

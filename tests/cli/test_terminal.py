@@ -485,24 +485,23 @@ def test_a_full_context_is_announced_with_the_remedy_and_the_conversation_contin
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
-    [(["--trace"], "--chat without prompts and --trace"), (["--max_gen_len=0"], "max_gen_len=0")],
+    ("words", "ranks", "expected"),
+    [
+        (["--trace"], "1", "--chat without prompts and --trace"),
+        (["--max_gen_len=0"], "1", "max_gen_len=0"),
+        ([], "2", "--chat without prompts needs one process"),
+    ],
 )
-def test_flags_that_exclude_a_conversation_are_refused_before_a_model_is_loaded(
-    words: list[str], expected: str, talk: Callable[..., tuple[int, str, str]]
+def test_what_excludes_a_conversation_is_refused_before_a_model_is_loaded(
+    words: list[str],
+    ranks: str,
+    expected: str,
+    talk: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
     code, out, err = talk("hello\n", *words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert expected in err
-
-
-def test_a_conversation_is_refused_under_torchrun(
-    talk: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, out, err = talk("hello\n")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "--chat without prompts needs one process" in err
+    assert (code, out, err.count("\n"), expected in err) == (2, "", 1, True)
 
 
 # ---- as a process ----------------------------------------------------------------------------------------------------

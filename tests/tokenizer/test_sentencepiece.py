@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 from fakes import Limits, Scripted
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from vocabularies import gguf_of_pieces, huggingface_of_pieces, library_of, pieces, saved, texts
 
 from llama.tokenizer import Tokenizer
 from llama.untrusted.model_proto import ModelProto, Piece, read_model_proto, write_model_proto
 
-many = settings(max_examples=100, deadline=None, derandomize=True)
 FORMS = ("file", "folder", "gguf")
 
 
@@ -70,29 +67,7 @@ def test_a_completion_and_what_is_appended_to_a_session_have_the_spaces_that_wer
     assert "".join(pieces_of_text) == "the capital Paris is"
 
 
-@many
-@given(data=st.data())
-def test_streamed_text_equals_decoded_text_for_any_ids(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    ids = data.draw(st.lists(st.integers(0, 2010) | st.integers(3, 258), max_size=24))  # many bytes
-    tokenizer.widen(2011)
-    for begins in (False, True):
-        stream = tokenizer.stream(begins=begins)
-        for _ in range(2):
-            text = "".join(stream.feed(token_id) for token_id in ids)
-            assert text + stream.flush() == tokenizer.decode(ids, begins=begins)
-
-
 # ---- special tokens, and what cannot be represented ------------------------------------------------------------------
-
-
-def test_no_special_token_can_be_written_in_plain_text(tokenizer: Tokenizer) -> None:
-    for text in ("<s>", "</s>", "<unk>", " </s>", "a<s>b", "<s></s><s>"):
-        ids = plain(tokenizer, text)
-        assert min(ids) > 2
-        assert tokenizer.decode(ids) == text
-    assert plain(tokenizer, "a</s>", allowed_special={"</s>"})[-1] == 2
-    assert plain(tokenizer, "a<s>", allowed_special={"</s>"})[-1] > 2
-    assert tokenizer.encode("<s>a", bos=True, eos=True).count(1) == 1
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -6,6 +6,7 @@ The ids of many more texts are compared in test_references.py.
 import base64
 import json
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabularies import PATTERNS, byte_level, saved
+from vocabularies import PATTERNS, byte_level, pieces, saved
 
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
@@ -182,7 +183,14 @@ def test_metas_special_tokens_stand_where_the_models_expect_them(meta: Tokenizer
 # ---- what holds for every vocabulary ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["meta", "demo"])
+@pytest.fixture(scope="module")
+def of_pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
+    path.write_bytes(pieces())
+    return Tokenizer(path)
+
+
+@pytest.fixture(scope="module", params=["meta", "demo", "of_pieces"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
@@ -229,34 +237,31 @@ def test_special_tokens_are_parsed_or_forbidden_only_where_asked(meta: Tokenizer
 @many
 @given(data=st.data())
 def test_streamed_text_equals_decoded_text_for_any_ids(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    any_id = st.integers(0, tokenizer.n_words - 1)
-    a_byte = st.binary(min_size=1, max_size=1).map(lambda byte: BYTE_IDS[tokenizer.n_words].get(byte, 0))
-    ids = data.draw(st.lists(any_id | a_byte, max_size=24))
-    stream = tokenizer.stream()
-    text = "".join(stream.feed(token_id) for token_id in ids)
-    assert text + stream.flush() == tokenizer.decode(ids)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.n_words - 1) | st.sampled_from(byte_ids(tokenizer)), max_size=24))
+    for begins in (False, True):
+        stream = tokenizer.stream(begins=begins)
+        for _ in range(2):
+            text = "".join(stream.feed(token_id) for token_id in ids)
+            assert text + stream.flush() == tokenizer.decode(ids, begins=begins)
 
 
-BYTE_IDS: dict[int, dict[bytes, int]] = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _find_byte_ids(meta: Tokenizer, demo: Tokenizer) -> None:
-    for tokenizer in (meta, demo):
-        ids = {tokenizer.decode_bytes([i]): i for i in range(400) if len(tokenizer.decode_bytes([i])) == 1}
-        BYTE_IDS[tokenizer.n_words] = ids
+@cache
+def byte_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the bytes that are tokens, in the order of the bytes."""
+    found = {tokenizer.decode_bytes([i], begins=False): i for i in range(400)}
+    return [found[bytes([byte])] for byte in range(256) if bytes([byte]) in found]
 
 
 @pytest.mark.parametrize("text", ["😀", "日本語", "👩\u200d🚀", "é"], ids=ascii)
 def test_a_stream_returns_only_whole_characters(meta: Tokenizer, text: str) -> None:
     stream = meta.stream()
-    parts = [stream.feed(BYTE_IDS[meta.n_words][bytes([byte])]) for byte in text.encode()]
+    parts = [stream.feed(byte_ids(meta)[byte]) for byte in text.encode()]
     assert [part for part in parts if part] == list(text)
     assert stream.flush() == ""
 
 
 def test_broken_utf8_becomes_the_replacement_character_in_both_ways(meta: Tokenizer) -> None:
-    ids = [BYTE_IDS[meta.n_words][bytes([byte])] for byte in b"a\xf0\x9f\x98\xff\xe6\x97b\xed\xa0\x80\xf0\x9f"]
+    ids = [byte_ids(meta)[byte] for byte in b"a\xf0\x9f\x98\xff\xe6\x97b\xed\xa0\x80\xf0\x9f"]
     stream = meta.stream()
     text = "".join(map(stream.feed, ids)) + stream.flush()
     assert text == meta.decode(ids)
