@@ -341,12 +341,7 @@ def _outcome(write: Callable[[], tuple["Tensor", "Tensor"]]) -> Facts:
         keys, _ = write()
     except Exception as error:
         return {"raised": type(error).__name__, "words": str(error)[:200]}
-    return {
-        "raised": None,
-        "shape": list(keys.shape),
-        "first": float(keys[0, 0, 0, 0]),
-        "last": float(keys[0, -1, 0, 0]),
-    }
+    return {"raised": None, "shape": list(keys.shape), "first": float(keys[0, 0, 0, 0])}
 
 
 PROMPTS = ([1, 2, 3], [4, 5, 6, 7, 8])
@@ -366,7 +361,7 @@ def _fed(mode: bool) -> Facts:
         found["fed"].append([list(step.prev_pos), [len(ids) for ids in step.ids]])
 
     try:
-        found["ids"] = model.generate_tokens(PROMPTS, 4, temperature=0.0, kv_caching=mode, on_step=note)[0]
+        model.generate_tokens(PROMPTS, 4, temperature=0.0, kv_caching=mode, on_step=note)
     except Exception as error:
         found["error"] = _told(error, sys.path[0])
     found["switch"] = model.kv_caching
