@@ -114,11 +114,10 @@ def main(
     modes: Options = {"kv_caching": kv_caching, "share_prefix": share_prefix}
     check_options(len(texts) or 1, longest, stop, {**sampling, **modes}, max_batch_size=max_batch_size)
     join_ranks(device, timeout, one_process="--watch" if watch else "--chat without prompts" if conversation else None)
-    model, tokenizer = load_model(
-        cores, ckpt_dir, device=device, dtype=dtype, tokenizer_path=tokenizer_path, max_seq_len=max_seq_len,
-        max_batch_size=max_batch_size, kv_cache=kv_cache, quantize=quantize, activations=activations, repack=repack,
-        fast=fast, exact=exact,
-    )  # fmt: skip
+    files: dict[str, Any] = {"ckpt_dir": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
+    limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
+    weights: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    model, tokenizer = load_model(cores, **files, **limits, **weights, fast=fast, exact=exact)
     model.kv_caching = kv_caching
     about = setting(model, kv_cache)
     writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
