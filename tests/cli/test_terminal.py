@@ -123,13 +123,13 @@ def test_only_new_tokens_are_fed(model: Transformer, demo: Tokenizer) -> None:
 def test_the_last_answer_has_its_times_and_counts(
     model: Transformer, demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [0.0]  # a forward takes a second, and the caller a hundred
+    now = [0.0]  # a forward takes two seconds, and the caller a hundred
 
     def pass_by(seconds: float) -> None:
         now[0] += seconds
 
     monkeypatch.setattr("llama.tokenizer.conversation.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    hook = model.register_forward_pre_hook(lambda *_: pass_by(1))
+    hook = model.register_forward_pre_hook(lambda *_: pass_by(2))
     chat, begun = Chat(model, demo), []
     try:
         assert chat.last is None
@@ -144,8 +144,8 @@ def test_the_last_answer_has_its_times_and_counts(
     assert chat.last is not None
     assert (chat.last.made, chat.last.finish_reason, chat.last.fed) == (5, "length", chat.last.context)
     assert begun[0] is not None
-    assert chat.last.first == begun[0].made  # seconds: of the prompt's forward, and of each token's behind the first
-    assert chat.last.per_second == 1
+    assert chat.last.first == 2 * begun[0].made  # of the prompt's forward, and of each token's behind the first
+    assert chat.last.per_second == 0.5
 
 
 # ---- answers that end early, and turns that are taken back -----------------------------------------------------------
