@@ -135,12 +135,6 @@ def test_memory_left_in_a_cgroup_is_its_limit_less_what_the_kernel_cannot_free(t
     assert machine._cgroup_free("0::/pod/box\n", tmp_path) == 500
 
 
-def test_memory_left_in_a_cgroup_is_at_most_that_of_its_ancestors(tmp_path: Path) -> None:
-    write(tmp_path / "pod" / "box", memory__max="max\n", memory__current="100\n")
-    write(tmp_path / "pod", memory__max="1000\n", memory__current="900\n")
-    assert machine._cgroup_free("0::/pod/box\n", tmp_path) == 100
-
-
 def test_memory_left_in_a_first_generation_cgroup_is_read_from_the_memory_controller(tmp_path: Path) -> None:
     files = {"memory__limit_in_bytes": "1000\n", "memory__usage_in_bytes": "600\n"}
     write(tmp_path / "memory", **files)  # the path is the host's, as in a container: only the top is mounted
